@@ -64,13 +64,13 @@ def unpack_scale(scale: jax.Array) -> jax.Array:
 
 class HeadNorms(NamedTuple):
     """RMS norms of the queries and keys of each head: x / sqrt(mean(x²) + eps), times offset + weight in
-    float32; without an offset x is rounded to its dtype before it is multiplied.
+    float32; without an offset (None) it is rounded to the dtype of x before it is multiplied by the weight.
     """
 
     q_H: jax.Array
     k_H: jax.Array
     eps: float
-    offset: float
+    offset: float | None
 
 
 class KeyBias(NamedTuple):

@@ -61,7 +61,7 @@ def norm_heads(q_BTNH, k_BTKH, norms: HeadNorms | None) -> tuple[jax.Array, jax.
     def norm(x: jax.Array, weight_H: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + norms.eps)
-        if norms.offset:
+        if norms.offset is not None:
             return (y * (norms.offset + weight_H.astype(jnp.float32))).astype(x.dtype)
         return (weight_H * y.astype(x.dtype)).astype(x.dtype)
 

@@ -46,7 +46,6 @@ class FakeEngine:
         self.model = model
         self.impl = None
         self.room = 4096
-        self.switches_at = None
         self.started = True
         self.alive = True
         self.weight_bytes = 0

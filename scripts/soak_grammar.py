@@ -1,6 +1,8 @@
 """Answers to random JSON schemas and regular expressions: all are valid, and most end within 512 tokens.
 
-    python scripts/soak_grammar.py --schemas=300 --regexes=200
+    python scripts/soak_grammar.py --schemas=300 --regexes=200 --walks=5000
+
+First, walks: schemas on whose edges answers become invalid, and random bytes that their grammars allow.
 
 Each schema is answered by the bundled model and by one of random weights, greedy and at temperature 1.5.
 Prints the share of answers that ended, the masks in which the two forms of regular expressions agree, and the
@@ -21,6 +23,7 @@ import jsonschema
 import numpy as np
 from absl import flags
 from grammar_inputs import regexes, schemas
+from schema_walks import walk_schemas
 
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError
@@ -29,12 +32,14 @@ from xinfer_jax.grammar.compiler import next_tokens, vocabulary_of
 SCHEMAS = flags.DEFINE_integer("schemas", 300, "Number of schemas.", lower_bound=0)
 REGEXES = flags.DEFINE_integer("regexes", 200, "Number of regular expressions.", lower_bound=0)
 DIFFERENT = flags.DEFINE_integer("different", 10_000, "Schemas that are only compiled.", lower_bound=0)
+WALKS = flags.DEFINE_integer("walks", 5000, "Schemas whose grammars are walked at random.", lower_bound=0)
 ROWS = flags.DEFINE_integer("rows", 16, "Slots of the engine.", lower_bound=1)
 NEW = flags.DEFINE_integer("max_tokens", 512, "Most tokens of an answer.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 0, "Of schemas, expressions and weights.", lower_bound=0)
 
 
 def main(argv: list[str]) -> None:
+    print(json.dumps(walk_schemas(WALKS.value, 8, SEED.value)))
     bundled = xj.load_model()
     weights = xj.init_params(bundled.config, jax.random.key(SEED.value), "float32")
     for name, model in (("bundled", bundled), ("random", dataclasses.replace(bundled, params=weights))):

@@ -1,8 +1,11 @@
-"""Short texts for arrays and long lists: types, shapes and counts instead of contents."""
+"""Short texts for arrays and long lists: types, shapes and counts instead of contents; JSON on one line."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
+
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # that JSON does not escape
 
 
 class ShortRepr:
@@ -35,3 +38,8 @@ def format_token_counts(lists: Sequence[Sequence[Any]], noun: str) -> str:
 def format_mib(count: int) -> str:
     """Returns a number of bytes in MiB."""
     return f"{count / 2**20:.1f} MiB" if count < 10 * 2**20 else f"{count / 2**20:.0f} MiB"
+
+
+def json_line(value: Any) -> str:
+    """JSON on one line also for readers that split lines as `str.splitlines` does."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)

@@ -17,6 +17,7 @@ from .generation.entrypoints import Stream, generate, stream
 from .generation.options import GenerateOptions, GenerateOutput, options_or_default
 from .grammar.grammars import with_tokenizer
 from .layerwise.precompile import Precompiler
+from .sampling.sampling_config import min_tokens_of_row
 
 MAX_STOP_STRINGS = 64  # of one prompt
 MAX_STOP_STRING_CHARS = 256
@@ -162,8 +163,8 @@ def stream_text_from_ids(
     model: Model, ids: list[int], options: GenerateOptions, *, key: jax.Array | None = None
 ) -> "TextStream":
     """`stream_text` for a prompt that is already encoded."""
-    detokenizer = AnswerDetokenizer(_tokenizer(model), options.stop_strings)
-    return TextStream(detokenizer, _stream_tokens(model, [ids], options, key))
+    tokens = _stream_tokens(model, [ids], options, key)
+    return TextStream(_detokenizer(model, options, 0), tokens)
 
 
 class TextStream(Iterator[str]):
@@ -275,14 +276,19 @@ def _generate_until_stop(
     model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> list[str]:
     """The answers up to their first stop strings. The batch runs until every row has one, or has ended."""
-    answers = [AnswerDetokenizer(_tokenizer(model), options.stop_strings) for _ in prompts]
+    tokens = _stream_tokens(model, prompts, options, key)  # checks the options
+    answers = [_detokenizer(model, options, row) for row in range(len(prompts))]
     texts = [""] * len(prompts)
-    tokens = _stream_tokens(model, prompts, options, key)
     for ids in tokens:
         texts = [text + answer.push(i) for text, answer, i in zip(texts, answers, ids, strict=True)]
         if all(answer.ended or i is None for answer, i in zip(answers, ids, strict=True)):
             tokens.stop()
     return [text + answer.finish() for text, answer in zip(texts, answers, strict=True)]
+
+
+def _detokenizer(model: Model, options: GenerateOptions, row: int) -> AnswerDetokenizer:
+    min_tokens = min_tokens_of_row(options.sampling, row)
+    return AnswerDetokenizer(_tokenizer(model), options.stop_strings, min_tokens=min_tokens)
 
 
 def _tokenizer(model: Model) -> Tokenizer:

@@ -29,7 +29,7 @@ class _Settings(NamedTuple):
     rows: int  # of a program
     pairs: int  # of a head that RoPE rotates; 0: none
     eps: float  # of norms
-    offset: float
+    offset: float | None
     of_values: Tiling
     of_scale: Tiling
 
@@ -49,7 +49,7 @@ def append_tokens(  # noqa: PLR0913
     """
     B, T, N, H = qkv[0].shape
     pairs = 0 if angles is None else angles[0].shape[-1]
-    eps, offset = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
+    eps, offset = (0.0, None) if norms is None else (norms.eps, norms.offset)
     tilings = (
         make_tiling(tile_slots(kv.values.dtype), T, B, kv, table_BP, ring, 1),
         make_tiling(scale_tile(kv.values.shape[2]), T, B, kv, table_BP, ring, 2),
@@ -269,7 +269,7 @@ def _norm(x_RW, weight_1H, settings: _Settings, dtype: Any) -> jax.Array:
         mean = jnp.where(is_first, first, second) / H
         weight_1H = jnp.concatenate([weight_1H, weight_1H], -1)
     x_RW = x_RW * lax.rsqrt(mean + settings.eps)
-    if settings.offset:
+    if settings.offset is not None:
         x_RW = x_RW * (settings.offset + weight_1H)
     else:
         x_RW = weight_1H * x_RW.astype(dtype).astype(jnp.float32)

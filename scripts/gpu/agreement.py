@@ -56,8 +56,8 @@ def checking_params(config: xj.ModelConfig, key: jax.Array, dtype: Any, quantize
 
     def widen(layer: Any) -> Any:
         if "q_norm" in layer:  # it would undo a factor on the matrix
-            weight = layer["q_norm"]
-            return layer | {"q_norm": SPREAD * (weight + config.norm_offset) - config.norm_offset}
+            offset = config.norm_offset or 0
+            return layer | {"q_norm": SPREAD * (layer["q_norm"] + offset) - offset}
         weight = layer["q"]["weight"]
         if is_quantized(weight):
             weight = dataclasses.replace(weight, scale=SPREAD * weight.scale)

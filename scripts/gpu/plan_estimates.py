@@ -128,8 +128,8 @@ def device_weights(job: Job, n: int) -> Params:
             return jax.ShapeDtypeStruct(shape, job.dtype)
         if quantize == "mxfp4":
             return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
-        group = group_size_for_shards(spec.shape, spec.hf_name, quantize, n if partition.axis == 1 else 1)
-        return device_form(quantized_struct(shape, spec.hf_name, quantize, group))
+        group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
+        return device_form(quantized_struct(shape, spec.name, quantize, group))
 
     return jax.tree.map(struct, param_specs(job.config))
 

@@ -47,6 +47,26 @@ def parse(model, kind="completion", max_length=MAX_LENGTH, **body) -> ParsedBody
     return parse_request_body(model, kind, own | body, xj.GenerateOptions(100), max_length)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens"), [((20,), 12), ((31,), 1), ((40,), 60), ((90,), 10), ((20, 40), 12)]
+)
+def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens, max_tokens):
+    """Factors change beyond 32 tokens; a request has 100 at most. More than fits is an error."""
+    rope = dataclasses.replace(
+        model.config.rope, original_max_position_embeddings=32, short_factor=(1.0,), long_factor=(2.0,)
+    )
+    switching = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+    prompts = [[5] * n for n in tokens]
+    assert parse(switching, max_length=100, prompt=prompts).max_tokens == min(16, max_tokens)
+    defaults = xj.GenerateOptions(64)
+    if len(tokens) == 1:  # of a chat
+        encode = lambda *_, **__: prompts[0]  # noqa: E731
+        chat = parse_request_body(switching, "chat", dict(messages=TALK[:1]), defaults, 100, encode=encode)
+        assert chat.max_tokens == max_tokens
+    error = body_error(switching, prompt=prompts, max_tokens=max_tokens + 1, max_length=100)
+    assert "exceeds the limit of" in str(error) and error.code == "context_length_exceeded"
+
+
 def decode(model, ids) -> str:
     return model.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -62,11 +82,11 @@ def body_error(model, kind="completion", **body) -> BodyError:
 
 NOT_SERVED = dict(
     guided_whitespace_pattern=" ", structural_tag="x", chat_template="x", length_penalty=2.0,
-    documents=[{"text": "a"}],
+    documents=[{"text": "a"}], reasoning={},
     early_stopping=True, spaces_between_special_tokens=False, use_beam_search=True, prompt_logprobs=1,
-    logits_processors=["a"], functions=[{}], reasoning_effort="low",
-    thinking_token_budget=5, include_reasoning=False, logprob_token_ids=[1], return_tokens_as_token_ids=True,
-    prompt_embeds="x", vllm_xargs={"a": 1}, repetition_detection={}, watermarking=True, verbosity="low",
+    logits_processors=["a"], functions=[{}],
+    thinking_token_budget=5, logprob_token_ids=[1], return_tokens_as_token_ids=True,
+    prompt_embeds="x", vllm_xargs={"a": 1}, repetition_detection={}, watermarking=True,
     prediction={}, moderation={}, modalities=["audio"], web_search_options={}, suffix="x",
 )  # fmt: skip
 
@@ -79,13 +99,15 @@ def test_a_known_field_that_is_not_served_is_rejected(model, name):
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def asked(schema, **more):
+    """The field that asks for a schema as OpenAI's clients do."""
+    return dict(response_format=dict(type="json_schema", json_schema=dict(name="a", schema=schema) | more))
+
+
 GRAMMARS = [
-    (
-        dict(
-            response_format=dict(type="json_schema", json_schema=dict(name="a", strict=True, schema=SCHEMA))
-        ),
-        SCHEMA,
-    ),
+    (asked(SCHEMA, strict=True), SCHEMA),
     (dict(response_format=dict(type="json_object")), {"type": "object"}),
     (dict(guided_json=SCHEMA), SCHEMA),
     (dict(guided_json=json.dumps(SCHEMA), guided_decoding_backend="x"), SCHEMA),
@@ -103,10 +125,7 @@ def test_fields_that_constrain_the_answer(model, fields, source):
     """All kinds of bodies have them."""
     for kind in ("completion", "chat", "plain"):
         grammar = parse(model, kind, **fields).options.grammar
-        found = json.loads(grammar.source) if grammar.kind == "json" else grammar.source
-        if grammar.kind == "json":
-            del found["x-guidance"]
-        assert found == source
+        assert grammar.source == (xj.json_schema(source).source if isinstance(source, dict) else source)
 
 
 def test_the_default_grammar_of_a_file(model):
@@ -123,20 +142,28 @@ def test_the_default_grammar_of_a_file(model):
         (dict(response_format="json"), "must be an object"),
         (dict(response_format=dict(type="xml")), "type must be text, json_object or json_schema"),
         (dict(response_format=dict(type="json_schema")), "must be an object with name and schema"),
-        (
-            dict(response_format=dict(type="json_schema", json_schema=dict(schema=[]))),
-            "must be an object, true",
-        ),
+        (asked([]), "must be an object, true"),
         (dict(guided_choice=[]), "choice must be a list of texts"),
         (dict(guided_json="{"), "must be JSON"),
         (dict(structured_outputs=dict(structural_tag="x")), "structural_tag is not served here"),
         (dict(structured_outputs=dict(regex="a", choice=["b"])), "give one of them"),
         (dict(guided_regex="a", guided_choice=["b"]), "leave out all but one"),
+        (dict(guided_json={"x-guidance": 3}), "x-guidance in a JSON schema is not served: leave it out"),
+        (asked(dict(type="array", uniqueItems=True), strict=True), "uniqueItems True is not enforced"),
+        (dict(ignore_eos=True, guided_regex="a"), "where guided_regex ends it: leave one out"),
     ],
 )
 def test_wrong_fields_that_constrain_the_answer(model, fields, why):
     error = body_error(model, "chat", **fields)
     assert error.param == next(iter(fields)) and why in str(error)
+
+
+def test_keywords_that_nothing_enforces_are_left_out_where_a_request_is_not_strict(model):
+    kept = dict(type="array", items=dict(type="string"))
+    schema = kept | dict(uniqueItems=True, items=dict(type="string", format="binary"))
+    for fields in (asked(schema), asked(schema, strict=False), dict(guided_json=schema)):
+        grammar = parse(model, "chat", **fields).options.grammar
+        assert grammar.source == xj.json_schema(kept).source
 
 
 def test_fields_that_ask_for_nothing_are_accepted(model):
@@ -246,6 +273,42 @@ def test_tool_calls_without_content(model):
     other.chat_template = template + "{% endfor %}]{% endfor %}"
     parsed = parse(dataclasses.replace(model, tokenizer=other), "chat", messages=messages)
     assert decode(model, parsed.prompts[0]) == "[Hi][1][2]"
+
+
+def test_fields_of_reasoning(model):
+    """The effort is a variable of the template; fields without effect are accepted in all kinds."""
+    own = copy.copy(model.tokenizer)
+    own.chat_template = "{{ reasoning_effort }} {{ enable_thinking }}"
+    ours = dataclasses.replace(model, tokenizer=own)
+    for body, wanted in [
+        (dict(reasoning_effort="low"), "low "),
+        (dict(reasoning_effort="none"), "none False"),
+        (dict(reasoning_effort="low", chat_template_kwargs=dict(reasoning_effort="x")), "x "),
+    ]:
+        assert decode(model, parse(ours, "chat", **body).prompts[0]) == wanted
+    for kind in ("chat", "completion"):
+        body = dict(verbosity="low", reasoning_effort="high", include_reasoning=False, seed=-1)
+        parsed = parse(model, kind, **body)
+        assert not parsed.unknown_fields and not parsed.include_reasoning and parsed.seed is None
+    assert body_error(model, "chat", reasoning_effort="huge").param == "reasoning_effort"
+
+
+def test_the_servers_own_messages_are_taken(model):
+    """With content that is null: an answer cut within its reasoning, a refusal, and a tool's result."""
+    own = [
+        dict(role="assistant", content=None, reasoning="hm", reasoning_content="hm", refusal=None),
+        dict(role="assistant", content=None, refusal="No."),
+        dict(role="tool", content=None, tool_call_id="a"),
+    ]
+    (ids,) = parse(model, "chat", messages=[*TALK[:1], *own]).prompts
+    turns = decode(model, ids).split("<|im_start|>")
+    assert [turn.removesuffix("<|im_end|>\n") for turn in turns[-4:-1]] == [
+        "assistant\n",
+        "assistant\nNo.",
+        "tool\n",
+    ]
+    assert xj.encode_prompt(model, [*TALK[:1], *own]) == ids
+    assert body_error(model, "chat", messages=[dict(role="user", content=None)]).param == "messages"
 
 
 # --- errors and limits --------------------------------------------------------------------------------------

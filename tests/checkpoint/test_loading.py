@@ -104,6 +104,26 @@ def test_old_rotary_tables_are_ignored(tmp_path):
     assert len(xj.load_model(tmp_path).params["layers"]) == 1
 
 
+def test_tensors_that_no_family_has_are_skipped_with_a_line(tmp_path):
+    ones = np.ones(1, np.float32)
+    scales = [f"model.layers.{i}.self_attn.{kind}_scale" for i in (0, 1) for kind in "kv"]
+    others = dict.fromkeys(
+        (*scales, "v_head.summary.weight", "model.layers.0.self_attn.k_proj.output_scale"), ones
+    )
+    tiny.write(tmp_path, weights=tiny.tensors() | others)
+    with pytest.warns(UserWarning) as warned:
+        model = xj.load_model(tmp_path, dtype="float32")
+    assert [str(warning.message) for warning in warned] == [
+        f"{tmp_path}: tensors that are not read, since no model has them:"
+        " model.layers.*.self_attn.k_proj.output_scale (1), model.layers.*.self_attn.k_scale (2),"
+        " model.layers.*.self_attn.v_scale (2) and 1 more"
+    ]
+    np.testing.assert_array_equal(model.params["layers"][1]["q"]["weight"], tiny.tensors()[Q1])
+    for name in (f"{Q1}_scale", "model.layers.0.self_attn.q_proj.lora_A.weight", "lm_head.bias"):
+        tiny.write(tmp_path, weights=tiny.tensors() | others | {name: ones})
+        assert tiny.load_error(tmp_path).endswith(f"do not fit config.json: unexpected {name}")
+
+
 def test_without_tokenizer_and_generation_config(checkpoint):
     model = xj.load_model(checkpoint(with_tokenizer=False))
     assert model.tokenizer is None and model.generation_config == {}
@@ -133,7 +153,13 @@ def test_tied_matrix_under_both_names(tmp_path, shards):
     other = weights[tiny.EMBED].copy()
     other[-1, -1] += 1
     tiny.write(tmp_path / "differs", weights=weights | {tiny.HEAD: other}, shards=shards)
-    assert "lm_head.weight differs from model.embed_tokens.weight" in tiny.load_error(tmp_path / "differs")
+    message = tiny.load_error(tmp_path / "differs")
+    assert (
+        "lm_head.weight differs from model.embed_tokens.weight: set tie_word_embeddings to false" in message
+    )
+    tiny.write_json(tmp_path / "differs" / "config.json", tiny.UNTIED)  # the remedy
+    model = xj.load_model(tmp_path / "differs")
+    np.testing.assert_array_equal(model.params["lm_head"]["weight"], other)
 
 
 def test_a_tied_model_needs_its_embedding(tmp_path):

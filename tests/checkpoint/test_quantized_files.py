@@ -135,6 +135,26 @@ def test_gptq_zeros_subtracted_from_whole_words(tmp_path):
     np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("stored_zero", [-1, 0], ids=["one-less", "middle"])
+def test_the_zero_of_symmetric_gptq_is_known(tmp_path, bits, layout, stored_zero):
+    """Programs have written it by either rule, whatever they say in checkpoint_format."""
+    middle = 2 ** (bits - 1)
+    settings = V2 | dict(bits=bits, sym=True)
+    stored, _ = convert(settings, zeros=middle + stored_zero)
+    _, equal = convert(settings, zeros=middle)
+    path, _ = write(tmp_path, settings | dict(checkpoint_format=layout), weights=stored)
+    loaded = leaves(xj.load_model(path))
+    np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+
+
+@pytest.mark.parametrize("zeros, shown", [(None, "0, 1, 2 and 13 more"), (9, "9")])
+def test_other_zeros_of_symmetric_gptq_are_rejected(tmp_path, zeros, shown):
+    path, _ = write(tmp_path, V2 | dict(sym=True), zeros=zeros)
+    assert f"must all be 7 or all 8, got {shown}: correct sym" in tiny.load_error(path)
+
+
 def test_g_idx_in_natural_order_needs_no_order(tmp_path):
     stored, equal = convert(GPTQ)
     for name in [name for name in stored if name.endswith("qweight")]:

@@ -53,6 +53,18 @@ def test_the_form_is_found(tokenizer, name):
     assert without != shown and shown.endswith(without)
 
 
+def test_the_template_for_tools(tokenizer):
+    """Prompts with tools have it, and it is the one that says which form calls have."""
+    own = copy.copy(tokenizer)
+    own.tool_template = tool_models.TEMPLATES["hermes"]
+    assert own.template_tools == TemplateTools(True, "hermes")
+    shown = text(own, HISTORY, tools=tool_models.TOOLS)
+    assert shown == text(with_template(tokenizer, own.tool_template), HISTORY, tools=tool_models.TOOLS)
+    assert text(own, QUESTION) == text(tokenizer, QUESTION)
+    with pytest.raises(xj.InputError, match="does not use tool_calls"):
+        prompt_ids(own, HISTORY, 4096)
+
+
 def test_templates_that_ignore_tools(tokenizer):
     other_form = "{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
     assert with_template(tokenizer, other_form).template_tools == TemplateTools(True, None)

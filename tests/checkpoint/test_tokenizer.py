@@ -324,7 +324,7 @@ def test_broken_template(name):
 # --- the files of a checkpoint ------------------------------------------------------------------------------
 
 
-def from_files(path, *, jinja=None, config=None, generation=None, **settings) -> xj.Tokenizer:
+def from_files(path, *, jinja=None, additional=(), config=None, generation=None, **settings) -> xj.Tokenizer:
     tiny.tokenizer().save(str(path / "tokenizer.json"))
     tiny.write_json(path / "tokenizer_config.json", settings)
     for name, value in (("config", config), ("generation_config", generation)):
@@ -332,33 +332,74 @@ def from_files(path, *, jinja=None, config=None, generation=None, **settings) ->
             tiny.write_json(path / f"{name}.json", value)
     if jinja is not None:
         (path / "chat_template.jinja").write_text(jinja, encoding="utf-8")
+    for name in additional:
+        (path / "additional_chat_templates").mkdir(exist_ok=True)
+        (path / "additional_chat_templates" / f"{name}.jinja").write_text(additional[name], encoding="utf-8")
     return xj.Tokenizer.from_dir(path)
 
 
-NAMED = [dict(name="tool_use", template="tools"), dict(name="default", template="the default")]
+NAMED = [dict(name="tool_use", template="with tools"), dict(name="default", template="the default")]
+BY_NAME = dict(default="the default", tool_use="with tools", rag="another")
+NO_DEFAULT = "none of its chat templates"  # of the error
 
 
 @pytest.mark.parametrize(
-    "files, expected",
+    "files, expected, with_tools",
     [
-        (dict(), CHATML),
-        (dict(chat_template="one 你"), "one 你"),
-        (dict(chat_template=None), CHATML),
-        (dict(chat_template=NAMED), "the default"),
-        (dict(jinja="from the file 你"), "from the file 你"),
-        (dict(jinja="from the file", chat_template="one"), "from the file"),
+        (dict(), render(None), None),
+        (dict(chat_template="one 你"), "one 你", None),
+        (dict(chat_template=None), render(None), None),
+        (dict(chat_template=NAMED), "the default", "with tools"),
+        (dict(chat_template=NAMED[1:]), "the default", None),
+        (dict(chat_template=NAMED[:1]), NO_DEFAULT, "with tools"),
+        (dict(chat_template=BY_NAME), "the default", "with tools"),
+        (dict(chat_template=dict(rag="another")), NO_DEFAULT, NO_DEFAULT),
+        (dict(jinja="from the file 你"), "from the file 你", None),
+        (dict(jinja="from the file", chat_template=NAMED), "from the file", None),
+        (dict(jinja="from the file", additional=dict(tool_use="tools")), "from the file", "tools"),
+        (dict(chat_template=NAMED, additional=dict(tool_use="tools")), NO_DEFAULT, "tools"),
+        (dict(jinja="from the file", additional=dict(default="later")), "later", None),
     ],
-    ids=["none", "string", "null", "named", "jinja-file", "jinja-file-first"],
-)
-def test_source_of_the_chat_template(tmp_path, files, expected):
-    assert from_files(tmp_path, **files).chat_template == expected
+    ids=[
+        "none", "string", "null", "list", "list-without-tools", "list-without-default", "object",
+        "object-without-both", "jinja-file", "jinja-file-first", "additional", "additional-first",
+        "additional-default",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("library", ["ours", pytest.param("transformers", marks=pytest.mark.full)])
+def test_source_of_the_chat_template(tmp_path, files, expected, with_tools, library):
+    """With and without tools, also as transformers chooses. with_tools: None: the same."""
+    own = from_files(tmp_path, **files)
+    if library == "transformers":
+        transformers = pytest.importorskip("transformers")
+        own = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text, tools in ((expected, None), (with_tools or expected, [])):
+        options = dict(tools=tools, add_generation_prompt=True)
+        options |= dict(tokenize=False) if library == "transformers" else {}
+        if text == NO_DEFAULT:
+            with pytest.raises(ValueError, match=f"{NO_DEFAULT}|no default"):
+                own.apply_chat_template(MESSAGES, **options)
+        elif text != render(None):
+            assert own.apply_chat_template(MESSAGES, **options) == text
+        elif library == "ours":  # Qwen's format is our default
+            assert own.apply_chat_template(MESSAGES, **options) == text
+
+
+def test_the_chat_template_of_a_processor_is_the_last(tmp_path):
+    tiny.write_json(tmp_path / "chat_template.json", dict(chat_template="of a processor"))
+    assert from_files(tmp_path).chat_template == "of a processor"
+    assert from_files(tmp_path, chat_template="one").chat_template == "one"
 
 
 @pytest.mark.parametrize(
-    "template", [NAMED[:1], [], 7, {"default": "x"}], ids=["no-default", "empty", "number", "object"]
+    "template",
+    [[], {}, 7, ["text"], [dict(name="default")], {"default": 1}, [dict(name=1, template="x")]],
+    ids=str,
 )
-def test_chat_template_setting_without_a_default_is_rejected(tmp_path, template):
-    with pytest.raises(xj.InputError, match="chat_template must be"):
+def test_chat_template_setting_of_another_form_is_rejected(tmp_path, template):
+    with pytest.raises(
+        xj.InputError, match="tokenizer_config.json: chat_template must be a text, or several"
+    ):
         from_files(tmp_path, chat_template=template)
 
 

@@ -55,7 +55,7 @@ def test_a_chat_prefills_only_new_turns(run_chat):
         (["--capacity=20", "--max_tokens=30"], "--max_tokens=30 leaves no tokens for a question"),
         (["--capacity=1"], "--capacity=1: give a whole number from 2"),
         (["--max_tokens=300"], "--max_tokens=300 leaves no tokens for a question in a capacity of 256"),
-        (["--temperature=-1"], "--temperature=-1: give a number of 0 or above"),
+        (["--temperature=-1"], "--temperature=-1: give a number from 0 to 1000"),
         (["--prompt=x"], "Unknown command line flag 'prompt'"),
         (["--model=/nowhere"], "model '/nowhere' is neither"),
     ],
@@ -63,6 +63,13 @@ def test_a_chat_prefills_only_new_turns(run_chat):
 def test_bad_flags_of_chat_exit_with_one_line(run_chat, flags, error):
     code, out, err = run_chat(f"{QUESTION}\n", *flags)
     assert (code, out, err.count("\n")) == (2, "", 1) and error in err and err.startswith("xinfer-jax-chat: ")
+
+
+def test_a_chat_without_the_defaults_of_the_checkpoint(run_chat, tmp_path):
+    tiny.write(tmp_path, generation_config=dict(num_beams=4))
+    code, _, err = run_chat("hello\n", model=tmp_path)
+    assert code == 2 and "(--nogeneration_config)" in err
+    assert run_chat("hello\n", "--nogeneration_config", "--max_tokens=1", model=tmp_path)[0] == 0
 
 
 def test_a_question_that_the_template_rejects_is_one_line(run_chat, tmp_path):

@@ -13,7 +13,7 @@ from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
-from xinfer_jax.cli import startup
+from xinfer_jax.cli import answer_flags, startup
 from xinfer_jax.text import encode_prompt
 
 STATISTICS = (
@@ -209,6 +209,25 @@ def test_flags_override_generation_config(ask, tmp_path, good):
     assert sampled == ask("--temperature=1000")["tokens"] != ANSWER_IDS
     assert ask("--temperature=0", model=hot)["tokens"] == ANSWER_IDS
     assert ask("--nogeneration_config", model=hot)["tokens"] == ANSWER_IDS
+
+
+def test_names_of_flags_may_have_dashes():
+    """But values stay as they are."""
+    answer_flags.PARSER.parse(
+        ["x", "--prompt", "--max-tokens", "--max-tokens=3", "--no-use-cache", "-top-k", "5", "--stop=a-b",
+         "--nogeneration-config", "--repetition-penalty", "1.5", "--regex", "--no-x"]
+    )  # fmt: skip
+    values = answer_flags.PARSER.values
+    found = (values.prompt, values.max_tokens, values.use_cache, values.top_k, values.stop)
+    assert found == ("--max-tokens", 3, False, 5, ["a-b"])
+    assert (values.generation_config, values.repetition_penalty, values.regex) == (False, 1.5, "--no-x")
+
+
+def test_a_setting_of_the_checkpoint_that_is_not_supported_names_its_flag(command, ask, tmp_path):
+    path = tiny.write(tmp_path, generation_config=dict(num_beams=4))
+    code, out, err = command(f"--model={path}", ASK, "--max_tokens=1")
+    assert (code, out) == (2, "") and "asks for num_beams=4" in err and "(--nogeneration_config)" in err
+    assert command(f"--model={path}", ASK, "--max_tokens=1", "--nogeneration_config")[0] == 0
 
 
 def test_a_second_call_resets_flags_to_their_defaults(command, ask, good):

@@ -34,9 +34,10 @@ def error_line(result: tuple[int, str, str]) -> str:
 
 BAD_FLAGS = {
     # name: (arguments, part of the error line)
-    "temperature-negative": (["--temperature=-0.1"], "--temperature=-0.1: give a number of 0 or above"),
-    "temperature-nan": (["--temperature=nan"], "--temperature=nan: give a number of 0"),
+    "temperature-negative": (["--temperature=-0.1"], "--temperature=-0.1: give a number from 0 to 1000"),
+    "temperature-nan": (["--temperature=nan"], "--temperature=nan: give a number from 0"),
     "temperature-inf": (["--temperature=inf"], "--temperature=inf: give"),
+    "temperature-too-high": (["--temperature=99999"], "--temperature=99999: give a number from 0 to 1000"),
     "temperature-text": (["--temperature=hot"], "--temperature=hot: give"),
     "top-p-zero": (["--top_p=0"], "--top_p=0: give a number above 0 and at most 1"),
     "top-p-above-one": (["--top_p=1.5"], "--top_p=1.5: give"),
@@ -52,6 +53,7 @@ BAD_FLAGS = {
     ),
     "max-tokens-zero": (["--max_tokens=0"], "--max_tokens=0: give a whole number from 1"),
     "max-tokens-negative": (["--max_tokens=-5"], "--max_tokens=-5: give"),
+    "max-tokens-with-dashes": (["--max-tokens", "-5"], "--max_tokens=-5: give"),
     "max-tokens-text": (["--max_tokens=abc"], "--max_tokens=abc: give"),
     "max-tokens-too-large": (["--max_tokens=" + "9" * 20], "--max_tokens=9{20}: give"),
     "max-tokens-of-5000-digits": (["--max_tokens=" + "9" * 5000], "--max_tokens=9+ … .*: give"),
@@ -111,12 +113,12 @@ def test_bad_flags_are_rejected_before_a_model_is_loaded(command, monkeypatch, n
 
 def test_flags_have_the_ranges_of_the_library():
     """The ranges of flags, which are checked without jax, are those of the library."""
-    edges = [-math.inf, -1, -1e-9, 0, 1e-9, 0.5, 1, 1 + 1e-9, 2, 2**31 - 1, 2**31, 1e38, 1e39, math.inf]
+    edges = [-math.inf, -1, -1e-9, 0, 1e-9, 0.5, 1, 1 + 1e-9, 2, 1000, 1001, 2**31 - 1, 2**31, 1e38, 1e39]
     names = {f.name: f.name for f in dataclasses.fields(xj.SamplingConfig)} | {"min_new_tokens": "min_tokens"}
     compared = {field: flag for field, flag in names.items() if flag in cli.PARSER.values}
     assert len(compared) == 10
     for field, flag in compared.items():
-        for value in [*edges, math.nan]:
+        for value in [*edges, math.inf, math.nan]:
             text = str(value) if value % 1 or value > 1e30 else str(int(value))
             assert accepted(cli.PARSER.values[flag].parser.parse, text) == accepted(
                 xj.SamplingConfig(**{field: value}).validate

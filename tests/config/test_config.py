@@ -159,6 +159,10 @@ FAMILIES = {
         hf("qwen3_moe", num_experts=8, num_experts_per_tok=2, use_sliding_window=True, sliding_window=8),
         dict(_MOE, layer_windows=(8,) * 4),
     ),
+    "olmo2": (
+        hf("olmo2"),
+        dict(pre_norm=False, post_norm=True, norm_offset=0.0, qk_norm=True, qk_norm_joint=True),
+    ),
     "olmo3": (hf("olmo3", sliding_window=8), dict(_OLMO3, layer_windows=(8, 8, 8, None))),
     "olmo3-yarn-on-full-layers": (
         hf(
@@ -388,7 +392,7 @@ REJECTED = {
     "rope-null-type": (hf(rope_scaling=dict(type=None, factor=2.0)), "rope type None"),
     "rope-per-layer-type": (hf(rope_parameters={_F: dict(rope_type="default", rope_theta=1e4)}),
         "rope parameters"),
-    "rope-not-an-object": (hf(rope_scaling="linear"), "rope parameters.*'linear'"),
+    "rope-not-an-object": (hf(rope_scaling="linear"), "rope_scaling must be an object, got 'linear'"),
     "rope-linear-without-factor": (hf(rope_scaling=dict(type="linear")), "linear.*'factor'"),
     "rope-dynamic-without-factor": (hf(rope_scaling=dict(type="dynamic")), "dynamic.*'factor'"),
     "rope-llama3-without-low": (

@@ -274,7 +274,7 @@ def test_pairs_have_the_frequencies_of_sampling_without_replacement(small):
         (dict(ids=[[1], []]), "prompt 1 must be a non-empty list"),
         (dict(ids=[1, 60]), "holds token id 60"),
         (dict(sampling=xj.SamplingConfig(0.7)), "sampling needs a PRNG key"),
-        (dict(sampling=xj.SamplingConfig(-1.0)), "temperature must be 0 .greedy. or above, got -1.0"),
+        (dict(sampling=xj.SamplingConfig(-1.0)), "temperature must be from 0 .greedy. to 1000, got -1.0"),
         (
             dict(sampling=xj.SamplingConfig(0.7), num_beams=1, key=0),
             "num_beams 1 with a temperature above 0 is plain sampling: use generate",

@@ -111,6 +111,19 @@ def test_the_stop_string_completed_first_counts(model):
     assert xj.generate_text(model, [QUESTION], options) == ["Y"]
 
 
+def test_min_new_tokens_holds_against_stop_strings(model):
+    """Also in a list with several numbers, and in an engine."""
+    stops = dict(max_new_tokens=16, stop_strings=("e", "🚀"))
+    settings = [xj.SamplingConfig(min_new_tokens=count) for count in (1, 2, 11, 12)]
+    wanted = ["Y", "Yes, 你", "Yes, 你", ANSWER]  # the rocket is complete with the 12th token
+    assert xj.generate_text(model, [QUESTION] * 4, xj.GenerateOptions(sampling=settings, **stops)) == wanted
+    options = xj.GenerateOptions(sampling=settings[2], **stops)
+    assert "".join(xj.stream_text(model, QUESTION, options)) == wanted[2]
+    with xj.Engine(model, rows=1, capacity=64) as engine:
+        request = engine.submit(QUESTION, options)
+        assert "".join(request.text()) == wanted[2] and len(request.result().tokens[0]) == 12
+
+
 def test_system_and_raw_apply_to_each_prompt(model):
     texts = xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5), system="Be brief.")
     assert texts == one_by_one(model, SAMPLED, system="Be brief.")

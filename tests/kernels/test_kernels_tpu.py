@@ -101,7 +101,7 @@ def test_attention_of_a_row_has_the_same_bits_beside_others():
 
 
 def append_case(  # noqa: PLR0913
-    dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=None, **options
+    dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=(), **options
 ):
     draws = np.random.RandomState(T + S)
     B = len(start)
@@ -111,9 +111,9 @@ def append_case(  # noqa: PLR0913
     old = [jnp.asarray(draws.standard_normal((rows, K, S, H)), dtype).at[0].set(np.nan) for _ in "kv"]
     kv = join(*(quantize(x, 8) for x in old)) if quantized else join(*old)
     options |= {"capacity": capacity}
-    if norms is not None:
+    if norms:
         weights = (jnp.asarray(draws.standard_normal(H), dtype) for _ in "qk")
-        options["norms"] = HeadNorms(*weights, 1e-5, norms)
+        options["norms"] = HeadNorms(*weights, 1e-5, *norms)
     if pages:
         options["table_BP"] = draws.permutation(np.arange(1, rows)).reshape(B, pages).astype(np.int32)
     counts = (np.array(x, np.int32) for x in (start, count))
@@ -123,8 +123,8 @@ def append_case(  # noqa: PLR0913
 APPEND = {
     "one-token-bf16": (BF16, 1, 2, 64, 64, (5, 63, 64, 0), (1, 1, 1, 0), dict(capacity=64)),
     "one-token-int8": (BF16, 1, 2, 128, 64, (5, 63, 127), (1, 0, 1), dict(quantized=True)),
-    "norms-int8-128": (F32, 1, 2, 128, 128, (5, 63, 127), (1, 0, 1), dict(quantized=True, norms=0.0)),
-    "norms-offset": (F32, 3, 2, 64, 64, (5, 0), (3, 2), dict(norms=1.0, pages=2)),
+    "norms-int8-128": (F32, 1, 2, 128, 128, (5, 63, 127), (1, 0, 1), dict(quantized=True, norms=(None,))),
+    "norms-offset": (F32, 3, 2, 64, 64, (5, 0), (3, 2), dict(norms=(1.0,), pages=2)),
     "width-256": (F32, 1, 1, 64, 256, (5, 0), (1, 1), dict(ring=True)),
     "many-rows": (BF16, 1, 3, 64, 64, tuple(range(20)), (1,) * 20, {}),
     "ring-wraps-f32": (F32, 5, 2, 64, 64, (62, 130), (5, 3), dict(ring=True)),

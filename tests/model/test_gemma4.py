@@ -109,8 +109,35 @@ def test_per_layer_config_of_saved_files():
         xj.from_hf(hf | dict(per_layer_config={"1": full, "2": sliding}))
     with pytest.raises(xj.InputError, match=re.escape("per_layer_config of layer 0: ['skip'] is not")):
         xj.from_hf(hf | dict(per_layer_config={"0": dict(skip=["mlp"])}))
+    for keys in (["0", "00"], ["3"], ["first"], ["-1"]):
+        with pytest.raises(xj.InputError, match="must have layers below 3 as its keys, each once, got"):
+            xj.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, {})))
     # Without attention_k_eq_v, as transformers reads them.
     assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).num_global_key_value_heads == 2
+
+
+def test_keys_of_per_layer_config_from_ten_layers_on():
+    """transformers pads them with zeros to one width."""
+    types = [*["sliding_attention"] * 5, "full_attention"] * 2
+    hf = MOE.hf | dict(num_hidden_layers=12, layer_types=types)
+    full = dict(head_dim=24, num_key_value_heads=1)
+    for keys in (["05", "11"], ["5", "11"], ["0005", "0011"]):
+        assert xj.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, full))) == xj.from_hf(hf)
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_transformers_saves(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    types = [*["sliding_attention"] * 5, "full_attention"] * 2
+    hf = MOE.hf | dict(num_hidden_layers=12, layer_types=types)
+    saved = cases.hf_model(hf, cases.random_tensors(xj.from_hf(hf), 5))
+    saved.save_pretrained(tmp_path)
+    model = xj.load_model(tmp_path, dtype="float32")
+    assert model.config == xj.from_hf(hf)
+    ids = cases.prompts(MOE)[0]
+    logits = jax.jit(xj.forward, static_argnums=1)(model.params, model.config, np.array([ids]))[0][0]
+    np.testing.assert_allclose(logits, cases.hf_logits(saved, ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

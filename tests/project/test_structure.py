@@ -50,7 +50,7 @@ PACKAGES = {
     ),
     "grammar": (
         "automaton", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
-        "grammars",
+        "served_schemas", "grammars",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
@@ -60,7 +60,8 @@ PACKAGES = {
     ),
     "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
-        "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
+        "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
+        "token_coverage", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
         "quantized_formats", "sharded_leaves", "leaf_loader", "loading",

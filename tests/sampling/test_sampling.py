@@ -7,7 +7,7 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.sampling import processors, random_keys, sampler as sampling
-from xinfer_jax.sampling.batched_settings import settings_per_row
+from xinfer_jax.sampling.batched_settings import has_all_settings, settings_per_row
 from xinfer_jax.sampling.context import init_context
 
 pytestmark = pytest.mark.oldest
@@ -276,3 +276,29 @@ def test_sampling_from_candidates_equals_sampling_from_the_vocabulary():
             alone = (jax.tree.map(lambda x, i=i: x[i : i + 1], x) for x in (keys, logits, settings, at_B))
             for got, among in zip(both(*alone)[:2], (token, taken), strict=True):
                 np.testing.assert_array_equal(got[0], among[i])
+
+
+def test_a_config_is_a_pytree_of_what_is_set():
+    """Under jit and vmap nothing is asked for that the caller has not set: an n-gram size of 0 is no number
+    of the program.
+    """
+    config = xj.SamplingConfig(temperature=0.5)
+    assert jax.tree.leaves(config) == [0.5] and jax.tree.leaves(xj.SamplingConfig()) == []
+    doubled = jax.tree.map(lambda x: 2 * x, config)
+    assert doubled == xj.SamplingConfig(temperature=1.0) and doubled.top_p == 1
+    programs = []
+
+    @jax.jit
+    def settings(sampling):
+        rows = settings_per_row(sampling, 2, 9)
+        programs.append(has_all_settings(rows))
+        return rows
+
+    for temperature in (0.5, 0.0):
+        rows = settings(xj.SamplingConfig(temperature=temperature))
+        np.testing.assert_array_equal(rows.temperature, [temperature] * 2)
+    settings(xj.SamplingConfig(temperature=0.5, top_k=3))
+    settings(xj.SamplingConfig(min_p=0.5))
+    assert programs == [False, False, True]
+    each = jax.vmap(settings)(xj.SamplingConfig(temperature=jnp.array([0.5, 1.0, 2.0])))
+    assert each.temperature.shape == (3, 2) and not has_all_settings(each)

@@ -1,6 +1,7 @@
 """The page: use in Chromium, and answers that never become HTML."""
 
 import base64
+import json
 import re
 import tomllib
 from hashlib import sha256
@@ -186,7 +187,7 @@ def test_page_asks_for_a_key_and_loses_nothing(browser, stub):
     browser.type("key", "secret\ue007")
     browser.wait_for("running === null")
     assert browser.script(f"return {LAST}.querySelector('.text').textContent") == "Yes."
-    assert "secret" not in browser.script("return JSON.stringify(sessionStorage)")
+    assert "secret" not in browser.script("return JSON.stringify([{...sessionStorage}, {...localStorage}])")
     browser.open(stub.address, "$('keys').open")  # it is not stored
     browser.script("$('keys-cancel').click()")
     browser.wait_for("keyPrompt === null")
@@ -218,6 +219,67 @@ def test_reload_keeps_the_conversation(browser, stub):
     browser.script("$('clear').click()")
     browser.open(stub.address)
     assert browser.script("return conversation.length + $('conversation').children.length") == 0
+
+
+TITLES = "[...document.querySelectorAll('#list .open')].map((node) => node.textContent)"
+
+
+@CHROMIUM
+def test_conversations_are_kept_and_any_turn_is_changed(browser, stub):
+    browser.open(stub.address)
+    shown = "[...document.querySelectorAll('#welcome > :not(div)')].map((node) => node.textContent)"
+    assert browser.script(f"return {shown}") == ["stub-model", "of 3 tokens", "It answers."]
+    browser.take_screenshots("empty")
+    browser.script("document.querySelector('#examples button').click()")
+    browser.wait_for("conversation.length === 1 && running === null")
+    assert browser.script("return $('welcome').hidden && !$('export-json').hidden")
+    browser.script("$('clear').click()")
+    for question in ("First?", "Second?", "Third?"):
+        browser.send(question)
+    # An edited turn begins another conversation; the earlier one stays as it is.
+    browser.script("document.querySelectorAll('.user .tools button')[1].click()")
+    browser.script("document.querySelector('.user form textarea').value = 'Changed?'")
+    browser.take_screenshots("edited")
+    browser.script("document.querySelector('.user form').requestSubmit()")
+    browser.wait_for("running === null && conversation.length === 2")
+    asked = [message["content"] for message in stub.requests[-1][1]["messages"]]
+    assert asked == ["First?", "Yes.", "Changed?"]
+    assert browser.script(f"return {TITLES}")[:2] == ["First?", "First?"]
+    browser.script("document.querySelectorAll('#list .open')[1].click()")
+    texts = "conversation.map((exchange) => exchange.ask)"
+    assert browser.script(f"return {texts}") == ["First?", "Second?", "Third?"]
+    browser.script("document.querySelectorAll('.assistant')[0].querySelectorAll('.tools button')[1].click()")
+    browser.wait_for("running === null && conversation.length === 1")  # Regenerate
+    assert [message["content"] for message in stub.requests[-1][1]["messages"]] == ["First?"]
+    browser.open(stub.address)
+    assert len(browser.script(f"return {TITLES}")) == 4 and browser.script(f"return {texts}") == ["First?"]
+    for _ in range(2):  # the second click deletes
+        browser.script("document.querySelector('#list .remove').click()")
+    assert len(browser.script(f"return {TITLES}")) == 3 and browser.script("return !conversation.length")
+
+
+@CHROMIUM
+def test_settings_export_and_rate(browser, stub):
+    browser.open(stub.address)
+    values = dict(top_p="0.9", seed="7", most="50", stops="END\\n\\\\n\\\\n")
+    browser.script("".join(f"$('{name}').value = '{value}';" for name, value in values.items()))
+    browser.script("saveDraft()")
+    browser.open(stub.address)
+    browser.send("Now?")
+    body = stub.requests[-1][1]
+    assert (body["top_p"], body["seed"], body["max_tokens"]) == (0.9, 7, 50)
+    assert body["stop"] == ["END", "\n\n"] and "temperature" not in body
+    figures = f"return {LAST}.querySelector('.figures').textContent"
+    rate = float(re.search(r"([\d.]+) tok/s", browser.script(figures))[1])
+    first = int(re.search(r"first token (\d+) ms", browser.script(figures))[1])
+    assert rate <= 4000 / max(1, first - 1)  # 4 tokens came at once: of the whole time
+    browser.script("window.download = (...saved) => { window.saved = saved; }; $('export-json').click()")
+    name, _, text = browser.script("return window.saved")
+    messages = [dict(role="user", content="Now?"), dict(role="assistant", content="Yes.")]
+    assert name.endswith(".json") and json.loads(text)["messages"] == messages
+    browser.script("$('export-text').click()")
+    name, _, text = browser.script("return window.saved")
+    assert name.endswith(".md") and "## Question\n\nNow?\n\n## Answer\n\nYes.\n" in text
 
 
 @CHROMIUM

@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -286,6 +287,46 @@ def test_disconnect_frees_the_slot(server, streamed):
     assert any("cancelled" in line or "gone" in line for line in server.log[-3:])
 
 
+def test_streams_closed_at_random_times_end(server):
+    """On Python 3.11 `asyncio.wait_for` swallows a cancellation that comes when its own work is done."""
+    assert server.idle()
+    draw = random.Random(0)
+    data = json.dumps(dict(LONG, max_tokens=480, stream=True)).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    count = len(server.log)
+    for _ in range(40):
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
+            if draw.random() < 0.8:
+                sock.recv(1)
+            time.sleep(draw.random() * 0.015)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    assert server.idle(5)
+    assert not [line for line in server.log[count:] if "length" in line]
+
+
+@pytest.mark.parametrize("delay", range(8))
+def test_event_stream_ends_at_the_disconnect(delay):
+    """Whatever the stream is doing in that iteration of the event loop."""
+    sent = []
+
+    async def events():
+        for number in range(200):
+            yield dict(x=number)
+
+    async def send(message):
+        sent.append(message)
+        await asyncio.sleep(0)
+
+    async def receive():
+        for _ in range(20 + delay):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    asyncio.run(http_responses.EventStream(events(), lambda: None, 60)({}, receive, send))
+    assert len(sent) < 100
+
+
 def test_client_that_reads_nothing_is_disconnected():
     sent = []
     closed = []
@@ -459,6 +500,40 @@ def test_page_in_a_browser(server, tmp_path, monkeypatch):
         browser.script("$('stop').click()")
         browser.wait_for(f"{LAST}.querySelector('.figures').textContent.includes('stopped')")
         assert server.idle(3)
+
+
+def test_a_prompt_of_the_whole_context_is_scored(server, model):
+    ids = [5 + i % 200 for i in range(server.engine.room)]
+    for engine_fields in ({}, dict(stream=True)):
+        body = dict(prompt=ids, max_tokens=0, echo=True, logprobs=1, return_token_ids=True)
+        if engine_fields:
+            found = [c for chunk in server.events("completion", **body) for c in chunk["choices"]]
+            logprobs = sum((c["logprobs"]["token_logprobs"] for c in found), [])
+        else:
+            (choice,) = server.ask("completion", **body)["choices"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            assert choice["finish_reason"] == "length" and choice["token_ids"] == []
+        wanted = xj.score(model.params, model.config, jax.numpy.array([ids]))[0]
+        assert len(logprobs) == len(ids) and abs(logprobs[-1] - float(wanted[-1])) < 1e-3
+    for wrong in (dict(prompt=[*ids, 5], max_tokens=0, echo=True), dict(prompt=ids, max_tokens=1)):
+        status, found, _ = server.call("POST", "/v1/completions", wrong)
+        assert status == 400 and found["error"]["code"] == "context_length_exceeded"
+    assert server.idle()
+
+
+def test_stream_options_and_line_ends(server, monkeypatch):
+    fields = dict(messages=QUESTION, max_tokens=6, n=2, seed=1, temperature=1.0)
+    options = dict(include_usage=True, continuous_usage_stats=True, include_obfuscation=False)
+    chunks = server.events("chat", stream_options=options, **fields)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-2] == counts[-1] > 2
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+    assert "unknown fields: stream_options.include_obfuscation" in server.log
+    options = dict(continuous_usage_stats=True)  # needs include_usage, as in vLLM
+    assert not any("usage" in chunk for chunk in server.events("chat", stream_options=options, **fields))
+    text = "a\x85b\u2028c\u2029d"
+    event = http_responses._encode_event(dict(text=text)).decode()
+    assert len(event.strip().splitlines()) == 1 and json.loads(event[6:]) == dict(text=text)
 
 
 @pytest.mark.parametrize("more", [dict(logprobs=2), dict(max_tokens=0, logprobs=1), {}])
@@ -645,5 +720,5 @@ def test_every_kind_of_control_token_is_escaped():
     assert count(ids("a", role="assistant", tools=[dict(role="assistant", name="<tool>")])) == 3
     with pytest.raises(xj.InputError, match="control"):
         ids("<e\u0301>")  # the same after NFC
-    escaping = ControlTokenEscaper(tokenizer)
+    escaping = ControlTokenEscaper(tokenizer, tokenizer.chat_template)
     assert not count(escaping.encode(escaping.mask("<unused77><" * 2000 + "<unused" * 2000)))

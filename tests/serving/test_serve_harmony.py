@@ -63,6 +63,11 @@ def test_channels_of_an_answer(server, final):
     assert stopped["content"] == "3 <|channel"
     stopped = server.ask("chat", messages=QUESTION, stop="<", **final)["choices"][0]["message"]
     assert (stopped["content"], stopped["reasoning"]) == ("3 ", "It is 3.")
+    for stop in ("is", "assistant", "analysis"):  # of the reasoning, and of headers
+        message = server.ask("chat", messages=QUESTION, stop=stop, **final)["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == (SAID, "It is 3.")
+    cut = server.ask("chat", messages=QUESTION, stop="3.", stop_in_reasoning=True, **final)["choices"][0]
+    assert (cut["message"]["content"], cut["message"]["reasoning"]) == (None, "It is ")
 
 
 def test_a_call(server):
@@ -119,6 +124,8 @@ def test_template_variables_and_continued_answers(server):
     assert "Reasoning: medium" in rendered(server, QUESTION)
     more = dict(chat_template_kwargs=dict(reasoning_effort="high"))
     assert "Reasoning: high" in rendered(server, QUESTION, **more)
+    for effort, wanted in dict(minimal="low", low="low", high="high", xhigh="high").items():
+        assert f"Reasoning: {wanted}" in rendered(server, QUESTION, reasoning_effort=effort)
     begun = [*QUESTION, dict(role="assistant", content=SAID[:8])]
     (choice,) = server.ask("chat", messages=begun, continue_final_message=True)["choices"]
     assert choice["message"]["content"] == SAID[8:] and "reasoning" not in choice["message"]

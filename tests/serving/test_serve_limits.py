@@ -404,6 +404,7 @@ def test_waiting_job_holds_no_shared_semaphore():
         fails = unittest.mock.Mock(side_effect=RuntimeError("no thread"))
         with unittest.mock.patch.object(loop, "run_in_executor", fails), pytest.raises(RuntimeError):
             await workers.run("a", True, list, exclusive=True)
-        assert await asyncio.wait_for(workers.run("a", True, list, exclusive=True), 5) == []
+        async with asyncio.timeout(5):
+            assert await workers.run("a", True, list, exclusive=True) == []
 
     asyncio.run(check())

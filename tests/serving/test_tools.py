@@ -85,6 +85,34 @@ def test_calls_stay_text_without_tools(server):
     assert '"add"' in choice["message"]["content"]
 
 
+@pytest.mark.parametrize(
+    "fields, reasoning, content",
+    [
+        (dict(stop=["hy", "ok."]), "why", "I lo"),
+        (dict(stop=["hy"], stop_in_reasoning=True), "w", None),
+        (dict(stop=["hyI", "<", "</think>I"]), "why", "I look."),  # no match across both, nor in the tags
+        (dict(stop=["ok."], min_tokens=4), "why", "".join(tool_models.PARTS[3:])),
+        (dict(stop=["ok.", "ame"], min_tokens=4), "why", 'I look.<tool_call>\n{"n'),
+        (dict(stop=["ok."], min_tokens=3), "why", "I lo"),
+        (dict(stop=["hy"], include_reasoning=False), None, "".join(tool_models.PARTS[3:])),
+    ],
+)
+def test_stop_strings_count_in_the_content_and_after_min_tokens(server, fields, reasoning, content):
+    (choice,) = server.ask("chat", messages=QUESTION, **fields)["choices"]
+    message = choice["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+    deltas = [chunk["choices"][0]["delta"] for chunk in server.events("chat", messages=QUESTION, **fields)]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == (reasoning or "")
+    assert "".join(delta.get("content", "") for delta in deltas) == (content or "")
+
+
+def test_a_message_whose_reasoning_is_open_is_continued(server):
+    for begun, reasoning in (("<think>", "why"), (" <think>why", "")):
+        history = [*QUESTION, dict(role="assistant", content=begun)]
+        (choice,) = server.ask("chat", messages=history, continue_final_message=True, tools=TOOLS)["choices"]
+        assert (choice["message"]["reasoning"], choice["message"]["content"]) == (reasoning, "I look.")
+
+
 def test_an_answer_that_is_cut_within_a_call(server):
     (choice,) = server.ask("chat", messages=QUESTION, max_tokens=9, tools=TOOLS)["choices"]
     text = "".join(tool_models.PARTS[3:9])

@@ -37,7 +37,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.respond(200, PAGE.encode(), **HEADERS, content_type="text/html; charset=utf-8")
             return
         known = {
-            "/v1/models": dict(data=[dict(id="stub-model")]),
+            "/v1/models": dict(data=[dict(id="stub-model", about="of 3 tokens", description="It answers.")]),
             "/tokenizer_info": dict(chat_template=self.stub.template),
         }
         if self.path in known:

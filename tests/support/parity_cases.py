@@ -193,6 +193,9 @@ _CASES = {
         mlp_only_layers=[3], tie_word_embeddings=True, attention_bias=True, use_sliding_window=True,
         sliding_window=9,
     ),
+    # olmo2: norms after attention and MLP, and over all heads together
+    "olmo2-bias-new": _hf("olmo2", **_new(rope_theta=5e5), attention_bias=True),
+    "olmo2-mha-tied-old": _hf("olmo2", **_old(), num_key_value_heads=None, tie_word_embeddings=True),
     # olmo3: norms after attention and MLP, and over all heads together; rope scaled on full layers
     "olmo3-yarn-old": _hf(
         "olmo3",
@@ -340,7 +343,7 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
         if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")):
             return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
-            return 1 - config.norm_offset + 0.2 * noise
+            return 1 - (config.norm_offset or 0) + 0.2 * noise
         if name.endswith("bias"):
             return 0.3 * noise
         if name.endswith("sinks"):

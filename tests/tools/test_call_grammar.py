@@ -12,7 +12,7 @@ from tool_models import tool
 import xinfer_jax as xj
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.tools.call_grammar import call_grammar
-from xinfer_jax.tools.descriptions import parameter_schemas
+from xinfer_jax.tools.descriptions import check_tools, parameter_schemas
 from xinfer_jax.tools.harmony import CONTROL_TOKENS
 from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
 
@@ -117,14 +117,50 @@ def test_what_qwen3_coders_form_cannot_express(parameters, said):
         call_grammar("qwen3_coder", dict(f=parameters), False)
 
 
-def test_a_call_may_have_many_texts(tmp_path):
-    """Unlike those of a caller's grammar, the operators & and ~ of calls are not limited."""
+@pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])
+def compile_tools(tmp_path_factory, request):
+    """Compiles the grammar of tools for a checkpoint with a template of each form."""
     pytest.importorskip("llguidance")
-    checkpoint = tool_models.write_calling_checkpoint(tmp_path)
-    config = tmp_path / "tokenizer_config.json"
-    settings = json.loads(config.read_text()) | dict(chat_template=tool_models.TEMPLATES["qwen3_coder"])
+    path = tmp_path_factory.mktemp(request.param)
+    checkpoint = tool_models.write_calling_checkpoint(path)
+    config = path / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) | dict(chat_template=tool_models.TEMPLATES[request.param])
     config.write_text(json.dumps(settings))
     tokenizer = xj.Tokenizer.from_dir(checkpoint)
-    texts = {f"text{i}": dict(type="string", pattern="[a-z]") for i in range(9)}
-    grammar = xj.tool_grammar([tool("f", **texts)], tokenizer)
-    vocabulary_of(tokenizer, tokenizer.backend.get_vocab_size()).matcher(grammar)
+    vocabulary = vocabulary_of(tokenizer, tokenizer.backend.get_vocab_size())
+    return lambda tools: vocabulary.matcher(xj.tool_grammar(tools, tokenizer))
+
+
+def test_a_call_may_have_many_texts(compile_tools):
+    """Unlike those of a caller's grammar, the operators & and ~ of calls are not limited."""
+    compile_tools([tool("f", **{f"text{i}": dict(type="string", pattern="[a-z]") for i in range(9)})])
+
+
+def test_tools_of_real_servers_are_served(compile_tools):
+    """Keywords that are null, a type that may be null, formats and uniqueItems that nothing enforces."""
+    for parameters in (
+        dict(type="object", properties=None, required=None),
+        dict(type=["object", "null"], properties=dict(a=dict(type="integer", minimum=None)), required=None),
+        dict(properties=dict(a=dict(type="string", format="uri-reference"), b=dict(uniqueItems=True))),
+    ):
+        one = dict(type="function", function=dict(name="f", parameters=parameters))
+        compile_tools([one])
+    (checked,) = check_tools([dict(type="function", function=dict(name="f", parameters=dict(required=None)))])
+    assert checked["function"]["parameters"] == {}
+    one["function"]["strict"] = True
+    with pytest.raises(xj.InputError, match="tool 'f': (format 'uri-ref|uniqueItems)"):
+        compile_tools([one])
+
+
+def test_a_tools_schema_at_fault_is_named(compile_tools):
+    for schema, words in (
+        (dict(type="array", contains={}), r"the schema of tool 'g' is not served: Unimplemented keys: \["),
+        (
+            dict(type="array", items=dict(pattern="[a")),
+            "'g' is not served: a pattern is no regular expr.*unclosed",
+        ),
+        (dict(const=2**53 + 1), "tool 'g': 9007199254740993 of const"),
+    ):
+        with pytest.raises(xj.InputError, match=words) as caught:
+            compile_tools([tool("f"), tool("g", a=schema)])
+        assert "%json" not in str(caught.value)

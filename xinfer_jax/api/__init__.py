@@ -14,6 +14,11 @@ sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `
 - `truncate_prompt_tokens: -1` keeps as many tokens as fit beside max_tokens. As in vLLM, a message with
   tool_calls and `content: null` has an empty text, and the arguments of its calls reach the template as
   objects.
+- Stop strings of a chat count in the content only: not in the reasoning, nor in Harmony's headers and calls,
+  unless `stop_in_reasoning` is true. None counts within the first min_tokens tokens (as in vLLM).
+- `reasoning_effort` is a variable of the chat template; "none" sets `enable_thinking` to false too. Harmony
+  knows low, medium and high: others become the next of these. `verbosity` has no effect. `seed: -1` is none.
+- With `echo` and `max_tokens: 0` a prompt may have all tokens of the context.
 - With tool_choice "none" the prompt leaves tools out, and calls stay text.
 - Log-probabilities are those before any logits processor. A token's own value is the identical float that
   stands among the most likely tokens, and the token that ends an answer has its entry: lm-eval needs both.

@@ -7,13 +7,14 @@ from typing import Any
 from ..checkpoint.conversation import ends_in_reasoning, harmony_header, prompt_ids
 from ..checkpoint.loading import Model
 from ..engine.device import MAX_STOP_IDS
-from ..errors import ContextLengthError, InputError
+from ..errors import ContextLengthError, InputError, format_value
 from ..generation.options import GenerateOptions
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from ..tools.reasoning import THINK_START
 from .fields import BodyError, Fields, check_fields
-from .grammar_fields import parse_grammar
-from .prompts import EncodePrompt, PromptEncoder
+from .grammar_fields import grammar_field, parse_grammar
+from .prompts import EncodePrompt, PromptEncoder, continued_text
 from .sampling_fields import parse_sampling
 from .tool_fields import ToolSettings, parse_tools
 
@@ -40,6 +41,7 @@ class ParsedBody:
         in_reasoning: the prompt of a chat ends within the reasoning: the template has opened <think>.
         harmony_header: that the prompt of a chat ends with; None: the model does not write Harmony.
         tools: that the answer may call; None: none.
+        include_reasoning: the response has the reasoning of a chat.
         call_prefix: ids of calls begin with it; no other request has the same.
     """
 
@@ -58,7 +60,45 @@ class ParsedBody:
     in_reasoning: bool = False
     harmony_header: str | None = None
     tools: ToolSettings | None = None
+    include_reasoning: bool = True
     call_prefix: str = "call"
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamOptions:
+    """How a response is sent.
+
+    Attributes:
+        streamed: in chunks.
+        usage: a last chunk has the usage.
+        continuous_usage: each chunk has the usage so far, too.
+        unknown_fields: names of fields that are not known.
+    """
+
+    streamed: bool
+    usage: bool
+    continuous_usage: bool
+    unknown_fields: tuple[str, ...]
+
+
+def pop_stream_options(body: dict[str, Any]) -> StreamOptions:
+    """Removes `stream` and `stream_options` from a body, and returns what they ask for (vLLM's meanings).
+
+    Raises:
+        BodyError: with the name of the field at fault.
+    """
+    given = Fields({name: body.pop(name, None) for name in ("stream", "stream_options")})
+    streamed = given.boolean("stream")
+    fields = given.mapping("stream_options")
+    if given.values["stream_options"] is not None and not streamed:
+        raise BodyError("stream_options", "stream_options needs stream: true beside it")
+    known = ("include_usage", "continuous_usage_stats")
+    for name, value in fields.items():
+        if name in known and value not in (None, True, False):
+            raise BodyError("stream_options", f"{name} must be true or false, got {format_value(value)}")
+    usage, continuous = (bool(fields.get(name)) for name in known)
+    unknown = tuple(f"stream_options.{name}" for name in fields if name not in known)
+    return StreamOptions(streamed, usage, usage and continuous, unknown)
 
 
 def parse_request_body(  # noqa: PLR0913  what a body depends on
@@ -69,6 +109,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     max_length: int,
     escape: bool = True,
     encode: EncodePrompt | None = None,
+    stop_in_reasoning: bool = False,
     **plain: Any,
 ) -> ParsedBody:
     """Checks a body and encodes its prompts.
@@ -83,6 +124,8 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         max_length: most tokens of a prompt and its answer together.
         escape: control tokens that messages spell stay ordinary text.
         encode: returns the ids of a prompt, called like `prompt_ids` without its tokenizer; None: the same.
+        stop_in_reasoning: the default of the field of that name: stop strings of a chat count in the
+            reasoning too.
         plain: defaults of the fields `raw` and `system`.
 
     Raises:
@@ -97,7 +140,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     requested = _requested_max_tokens(fields)
     tools = parse_tools(fields, model.tokenizer)
     default = {"chat": 1, "completion": COMPLETION_TOKENS}.get(kind, defaults.max_new_tokens)
-    max_prompt = max_length - max(1, default if requested is None else requested)
+    max_prompt = max_length - (default if requested is None else requested)
     prompts = PromptEncoder(
         fields,
         kind,
@@ -107,16 +150,18 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         config.context_length,
         escape,
     ).encode(max_prompt)
-    longest = max(map(len, prompts))
+    lengths = [*map(len, prompts)]
+    left, length = min((min(max_length, config.longest_with(n)) - n, n) for n in lengths)
     max_tokens = requested
     if max_tokens is None:
-        max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, max_length - longest)
-    if longest + max(1, max_tokens) > max_length:
+        max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, left)
+    if max_tokens > left:
         text = (
-            f"the prompt has {longest} tokens, which with max_tokens {max_tokens} exceeds the limit of"
-            f" {max_length} for one request: shorten it, or ask for fewer"
+            f"the prompt has {length} tokens, which with max_tokens {max_tokens} exceeds the limit of"
+            f" {length + left} for one request: shorten it, or ask for fewer"
         )
         raise BodyError("messages" if "messages" in given else "prompt", ContextLengthError(text))
+    seed = fields.integer("seed", -(2**63), 2**64 - 1)
     logprobs = _parse_logprobs(kind, fields, defaults.logprobs or None)
     n = fields.integer("n", 1, 128) or defaults.n
     submit_args: dict[str, Any] = dict(
@@ -126,6 +171,12 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     )
     if echo and logprobs is not None:
         submit_args["prompt_logprobs"] = max(1, logprobs)
+    in_reasoning = header = None
+    if kind == "chat":
+        in_reasoning = ends_in_reasoning(model.tokenizer, prompts[0], continued_text(fields))
+        header = harmony_header(model.tokenizer, prompts[0])
+        if not fields.boolean("stop_in_reasoning", stop_in_reasoning):
+            submit_args["content_after"] = header or (THINK_START if in_reasoning else "")
     options = dataclasses.replace(
         defaults,
         max_new_tokens=max(1, max_tokens),
@@ -150,7 +201,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         kind,
         prompts,
         options,
-        fields.integer("seed", -(2**63), 2**64 - 1),
+        None if seed == -1 else seed,  # -1 means none to llama.cpp's and other clients
         max_tokens,
         logprobs,
         echo,
@@ -159,9 +210,10 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         unknown,
         include_stop,
         submit_args["skip_special_tokens"],
-        kind == "chat" and ends_in_reasoning(model.tokenizer, prompts[0]),
-        harmony_header(model.tokenizer, prompts[0]) if kind == "chat" else None,
+        bool(in_reasoning),
+        header,
         tools,
+        fields.boolean("include_reasoning", True),
     )
 
 
@@ -186,10 +238,10 @@ def _requested_max_tokens(fields: Fields) -> int | None:
 
 
 def _default_max_tokens(kind: str, echo: bool, default: int, left: int) -> int:
-    """max_tokens of a body without it. left: tokens that fit after the longest prompt."""
-    if kind == "completion":
-        return 0 if echo else COMPLETION_TOKENS
-    return max(1, min(default, left)) if kind == "chat" else default
+    """max_tokens of a body without it. left: tokens that fit after each prompt."""
+    if kind == "plain":
+        return default
+    return 0 if echo else max(1, min(COMPLETION_TOKENS if kind == "completion" else default, left))
 
 
 def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | None:
@@ -206,11 +258,16 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
 
 def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
     """The grammar of the answer: of calls where they are required, else what other fields ask for."""
-    if tools is None or tools.grammar is None:
-        return parse_grammar(fields, default)
-    if parse_grammar(fields, None) is not None:
-        raise BodyError("tool_choice", "tool_choice requires calls: no other field may constrain the answer")
-    return tools.grammar
+    grammar = parse_grammar(fields, default if tools is None or tools.grammar is None else None)
+    if tools is not None and tools.grammar is not None:
+        if grammar is not None:
+            said = "tool_choice requires calls: no other field may constrain the answer"
+            raise BodyError("tool_choice", said)
+        grammar = tools.grammar
+    if grammar is not None and fields.boolean("ignore_eos"):
+        field = "tool_choice" if tools is not None else grammar_field(fields.values)
+        raise BodyError("ignore_eos", f"ignore_eos lets an answer go on where {field} ends it: leave one out")
+    return grammar
 
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:

@@ -26,21 +26,21 @@ _WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "session_id",
     "request_id", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "stream_interval",
     "mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs", "return_token_offsets",
-    "routed_experts_prompt_start", "guided_decoding_backend",
+    "routed_experts_prompt_start", "guided_decoding_backend", "verbosity",
 }  # fmt: skip
 _TEMPLATE = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+_REASONING = {"reasoning_effort", "include_reasoning"}  # without effect on a completion
 _TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 _OF_KIND: dict[str, set[str]] = dict(
     completion={"prompt", "best_of", "echo"},
-    chat={"messages", "max_completion_tokens", "top_logprobs"} | _TEMPLATE | _TOOLS,
+    chat={"messages", "max_completion_tokens", "top_logprobs", "stop_in_reasoning"} | _TEMPLATE | _TOOLS,
     plain={"prompt", "messages", "best_of", "raw", "system"} | _TEMPLATE,
 )
 # Known fields that are not served; each with the values that are accepted, since they ask for nothing.
 _NOT_SERVED: dict[str, Sequence[Any]] = dict(
     suffix=("",), functions=([],), function_call=("none", "auto"),
     documents=([],), chat_template=(), audio=(), modalities=(["text"],),
-    web_search_options=(), prediction=(), moderation=(), verbosity=(), reasoning_effort=(), reasoning=(),
-    include_reasoning=(True,), thinking_token_budget=(-1,),
+    web_search_options=(), prediction=(), moderation=(), reasoning=(), thinking_token_budget=(-1,),
     guided_decoding=(), guided_whitespace_pattern=(), structural_tag=(),
     use_beam_search=(False,), length_penalty=(1,), early_stopping=(False,), diversity_penalty=(0,),
     spaces_between_special_tokens=(True,), detokenize=(True,), prompt_logprobs=(), logprob_token_ids=(),
@@ -48,7 +48,7 @@ _NOT_SERVED: dict[str, Sequence[Any]] = dict(
     repetition_detection=(), watermarking=(False,), prompt_embeds=(), vllm_xargs=({},),
     kv_transfer_params=(), ec_transfer_params=(), stream=(False,),
 )  # fmt: skip
-_TEMPLATE_VARIABLES = {"reasoning_effort"}  # not served as fields, but templates have variables of that name
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _NO_VARIABLES = {"conversation", "tokenize"}  # arguments of transformers' apply_chat_template
 
 
@@ -87,7 +87,7 @@ def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], li
             raise BodyError(name, f"{name} is not served here: leave it out")
     if kind != "completion" and given.get("echo") is False:
         del given["echo"]
-    known = _SERVED | _WITHOUT_EFFECT | _OF_KIND[kind]
+    known = _SERVED | _WITHOUT_EFFECT | _REASONING | _OF_KIND[kind]
     unknown = [name for name in given if name not in known]
     for name in unknown:
         if any(name in fields for fields in _OF_KIND.values()):
@@ -104,12 +104,27 @@ def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
     variables = {name: value for name, value in given.items() if value is not None}
     fields = set.union(_SERVED, _NO_VARIABLES, *_OF_KIND.values())
     kwargs = "chat_template_kwargs"
-    for name in [name for name in variables if name not in _TEMPLATE_VARIABLES]:
+    for name in list(variables):
         if name in _NOT_SERVED and variables.pop(name) not in _NOT_SERVED[name]:
             raise BodyError(kwargs, f"{kwargs}: {name} is not served here: leave it out")
         if name in fields:
             raise BodyError(kwargs, f"{kwargs}: {name} is not a template variable: leave it out")
     return variables
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """The variables for the template of `reasoning_effort`: one of that name. "none" also turns thinking off
+    where a template has a switch.
+
+    Raises:
+        BodyError: an unknown effort.
+    """
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        name = "reasoning_effort"
+        raise BodyError(name, f"{name} must be one of {', '.join(_EFFORTS)}, got {format_value(effort)}")
+    return dict(reasoning_effort=effort) | (dict(enable_thinking=False) if effort == "none" else {})
 
 
 class Fields:

@@ -10,7 +10,11 @@ from ..grammar.grammars import Grammar, choice, json_object, json_schema, lark, 
 from .fields import BodyError, Fields
 
 _MAKERS: dict[str, Callable[[Any], Grammar]] = dict(
-    json=json_schema, regex=regex, choice=choice, grammar=lark, json_object=lambda _: json_object()
+    json=lambda schema: json_schema(schema, strict=False),
+    regex=regex,
+    choice=choice,
+    grammar=lark,
+    json_object=lambda _: json_object(),
 )
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 
@@ -75,4 +79,7 @@ def _response_format(value: Mapping[str, Any]) -> Grammar | None:
     spec = value.get("json_schema")
     if not isinstance(spec, Mapping) or "schema" not in spec:
         raise BodyError(field, f"{field}: json_schema must be an object with name and schema")
-    return _make(field, "json", spec["schema"])
+    try:
+        return json_schema(spec["schema"], strict=spec.get("strict") is True)
+    except InputError as error:
+        raise BodyError(field, f"{field}: {error}") from error

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..checks import check_token_ids
 from ..errors import ContextLengthError, InputError, format_value
-from .fields import BodyError, Fields, template_variables
+from .fields import BodyError, Fields, effort_variables, template_variables
 
 EncodePrompt = Callable[..., list[int]]  # `prompt_ids` of one tokenizer
 _MOST_ANSWERS = 1024  # of one request
@@ -106,7 +106,8 @@ class PromptEncoder:
 
     def _encode_conversation(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         fields = self._fields
-        variables = template_variables(fields.mapping("chat_template_kwargs"))
+        variables = effort_variables(fields.string("reasoning_effort"))
+        variables |= template_variables(fields.mapping("chat_template_kwargs"))
         add_generation_prompt = fields.values.get("add_generation_prompt")
         continues = fields.boolean("continue_final_message")
         if fields.boolean("add_special_tokens"):
@@ -163,6 +164,14 @@ class PromptEncoder:
         if count == -1:
             count = min(max_prompt_tokens, self._limit)
         return ids[-count:] if side == "left" else ids[:count]
+
+
+def continued_text(fields: Fields) -> str:
+    """The content that the answer continues, with `continue_final_message`; else "". For a checked body."""
+    if not fields.boolean("continue_final_message"):
+        return ""
+    (*_, last) = fields.values["messages"]
+    return str(_join_text_parts(last.get("content") or ""))
 
 
 def _join_text_parts(content: Any) -> Any:

@@ -1,5 +1,6 @@
 """Builds the OpenAI API's response from finished requests."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from ..checkpoint.answer_detokenizer import AnswerDetokenizer
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
+from ..sampling.sampling_config import min_tokens_of_row
 from ..tools.answer_parser import AnswerParser
 from .bodies import ParsedBody
 from .token_texts import TokenTextDecoder, prompt_text
@@ -48,7 +50,9 @@ def response_body(
             choice: dict[str, Any] = dict(index=first_index + len(choices), finish_reason=reason)
             if chat:
                 parser = answer_parser(parsed, choice["index"])
-                choice["message"] = parser.parse(text or "").to_message()
+                answer = parser.parse(text or "")
+                reasoning = answer.reasoning if parsed.include_reasoning else None
+                choice["message"] = dataclasses.replace(answer, reasoning=reasoning).to_message()
                 choice["finish_reason"] = chat_finish_reason(reason, parser)
             else:
                 special = parsed.skip_special_tokens
@@ -69,7 +73,11 @@ def response_body(
 def usage(parsed: ParsedBody, rows: Iterable[Sequence[float]]) -> dict[str, Any]:
     """Counts the tokens of prompts and answers, EOS included. rows: the log-probabilities of each answer."""
     prompt_tokens = sum(map(len, parsed.prompts))
-    new_tokens = sum(map(len, rows)) if parsed.max_tokens else 0
+    return usage_counts(prompt_tokens, sum(map(len, rows)) if parsed.max_tokens else 0)
+
+
+def usage_counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+    """The counts of `usage`."""
     return dict(
         prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=prompt_tokens + new_tokens
     )
@@ -107,6 +115,8 @@ def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetoke
         parsed.include_stop,
         parsed.skip_special_tokens,
         parsed.harmony_header is not None,
+        min_tokens_of_row(parsed.options.sampling),
+        parsed.submit_args.get("content_after"),
     )
 
 

@@ -1,7 +1,6 @@
 """A line's engine requests: submits them, and makes one line of output from their answers."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ..engine.engines import AnyEngine
 from ..engine.requests import Request
 from ..engine.submission import make_request
 from ..errors import InputError, format_value
+from ..formatting import json_line
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
@@ -131,7 +131,7 @@ class LineRequest:
         else:
             problem = dict(error=f"line {line.number}: {self.error}")
             value = dict(id=line.identity, **(problem if self.error else found))
-        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        return json_line(value).encode() + b"\n"
 
     def _id(self, prefix: str) -> str:
         return f"{prefix}-{sha256_int(repr(self.line.identity).encode()):016x}"

@@ -37,6 +37,7 @@ def run_settings(
     engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
+    text += tokenizer and tokenizer.tool_template or ""
     settings = dict(
         model=fingerprint(model.params, model.config), tokenizer=sha256_int(text.encode()), engine=engine,
         shard=shard, in_order=in_order, machine=_machine(), mesh=_mesh_sizes(model, shape),

@@ -34,6 +34,8 @@ class KVCache(ShortRepr):
     # Bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated row needs.
     overflow_B: jax.Array
     reached_B: jax.Array | None  # int32: the longest each row has been; None without rings and states
+    # int32: tokens that each row may come to have, which decide on longrope's factors; None: they are fixed.
+    longest_B: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:
@@ -195,7 +197,7 @@ def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> K
     overflow_B = cache.overflow_B | (length_B > capacity)
     length_B = jnp.minimum(length_B, capacity)
     reached_B = None if cache.reached_B is None else jnp.maximum(cache.reached_B, length_B)
-    return KVCache(cache.layers, length_B, overflow_B, reached_B)
+    return dataclasses.replace(cache, length_B=length_B, overflow_B=overflow_B, reached_B=reached_B)
 
 
 def without_layers(cache: KVCache) -> KVCache:
@@ -229,7 +231,8 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
             " truncate it to 0 and prefill again"
         )
     reached_B = jnp.where(new_B == 0, 0, cache.reached_B)  # an empty row needs no old keys
-    return KVCache(cache.layers, new_B, cache.overflow_B | ~possible_B, reached_B)
+    overflow_B = cache.overflow_B | ~possible_B
+    return dataclasses.replace(cache, length_B=new_B, overflow_B=overflow_B, reached_B=reached_B)
 
 
 def _limit(cache: KVCache) -> str:
@@ -301,8 +304,8 @@ def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
     """Row b of the result is row index_B[b]: for beams, and for answers that share a prompt."""
-    rows = jax.tree.map(lambda x_B: x_B[index_B], (cache.length_B, cache.overflow_B, cache.reached_B))
-    return KVCache(tuple(layer.reorder(index_B) for layer in cache.layers), *rows)
+    rows = jax.tree.map(lambda x_B: x_B[index_B], without_layers(cache))
+    return dataclasses.replace(rows, layers=tuple(layer.reorder(index_B) for layer in cache.layers))
 
 
 def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: int) -> KVCache:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..tools.harmony import SPELLINGS, with_marks
+from ..tools.harmony import SPELLINGS, HarmonySplitter, with_marks
+from ..tools.reasoning import ReasoningSplitter
 from .detokenizer import IncrementalDetokenizer
 from .stop_strings import StopStringMatcher
 from .tokenizer import Tokenizer
@@ -19,18 +20,24 @@ class AnswerDetokenizer:
         include_stop: the text includes the stop string.
         skip_special_tokens: the text leaves out special tokens, as `Tokenizer.decode`.
         marked: the text is that of `Tokenizer.decode_marked`.
+        min_tokens: a stop string that ends within so many first tokens does not count.
+        content_after: stop strings count in the content only, not in the reasoning or, in Harmony, in calls;
+            this is what the prompt has of the answer already: <think>, a header of Harmony, or "". None: they
+            count everywhere.
 
     Attributes:
         ended: no more text comes, as after a complete stop string.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a text depends on
         self,
         tokenizer: Tokenizer,
         stops: Sequence[str],
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         marked: bool = False,
+        min_tokens: int = 0,
+        content_after: str | None = None,
     ):
         in_harmony = bool(tokenizer.harmony_marks)
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, in_harmony)
@@ -40,31 +47,53 @@ class AnswerDetokenizer:
         self._state = 0
         self._pending = ""  # text that may be the start of a stop string
         self._include_stop = include_stop
+        self._tokens_left = min_tokens  # whose text ends no answer
+        self._splitter: ReasoningSplitter | HarmonySplitter | None = None
+        if content_after is not None and stops:
+            splitter = HarmonySplitter if tokenizer.writes_harmony else ReasoningSplitter
+            self._splitter = splitter(content_after)
         self.ended = False
 
     def push(self, token: int | None) -> str:
         """The text that this id completes. Text that may be the start of a stop string is returned later."""
         if token is None or self.ended:
             return ""
-        return self._until_stop(self._detokenizer.push(token)).translate(self._spellings)
+        text = self._until_stop(self._detokenizer.push(token), False)
+        self._tokens_left -= 1
+        return text.translate(self._spellings)
 
     def finish(self) -> str:
         """The remaining text, once no more ids come."""
         if self.ended:
             return ""
-        text = self._until_stop(self._detokenizer.finish())
+        text = self._until_stop(self._detokenizer.finish(), True)
         if not self.ended:
             text += self._pending
         self.ended = True
         return text.translate(self._spellings)
 
-    def _until_stop(self, chunk: str) -> str:
+    def _until_stop(self, chunk: str, last: bool) -> str:
+        if self._splitter is None:
+            return self._until_stop_in_content(chunk)
+        text = ""
+        for part, is_content in self._splitter.push(chunk, last):
+            if is_content:
+                text += self._until_stop_in_content(part)
+                if self.ended:
+                    break
+            elif part:
+                text += self._pending + part
+                self._pending = ""
+                self._state = 0
+        return text
+
+    def _until_stop_in_content(self, chunk: str) -> str:
         if self._stops is None:
             return chunk
         start = len(self._pending)
         text = self._pending + chunk
         self._state, found = self._stops.find(self._state, chunk, start)
-        if found is not None:
+        if found is not None and self._tokens_left <= 0:
             self.ended = True
             stop_start, stop_end = found
             return text[: stop_end if self._include_stop else stop_start]

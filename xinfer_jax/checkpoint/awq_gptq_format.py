@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, format_names
 from ..host import aligned_empty, run_in_blocks
 from ..weights.quantized_weights import GroupedWeight, grouped_struct, pack_int4
 from .own_format import TensorSpec
@@ -30,6 +30,7 @@ class AwqGptqFormat:
     needs_order: bool = False  # gptq: X.g_idx must be present
     zeros_minus_one: bool = False  # gptq: the stored zeros are one less
     zeros_borrow: bool = False  # gptq: the one was subtracted from whole words, with borrows between numbers
+    symmetric: bool = False  # gptq: every zero is the middle number
 
     def tensor_specs(
         self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
@@ -83,7 +84,7 @@ class AwqGptqFormat:
         (outputs, inputs) = shape
         J = self._group_size(shape[1])
         order = self._order(name, inputs, tensors)
-        zero_QO = self._unpack_zeros(get("qzeros"))[:, :outputs]
+        zero_QO = self._unpack_zeros(name, get("qzeros"), outputs)
         scale_QO = get("scales")
         if self.bits == 8 and (zero_QO != 128).any():
             raise InputError(
@@ -146,12 +147,26 @@ class AwqGptqFormat:
         numbers = np.stack(_unpack_words(words[:, at], self.bits), 1)
         return numbers.reshape(-1, numbers.shape[-1])
 
-    def _unpack_zeros(self, words: np.ndarray) -> np.ndarray:
-        """X.qzeros as uint8 [Q, O], with the subtracted one added again: a stored 15 means 0."""
+    def _unpack_zeros(self, name: str, words: np.ndarray, outputs: int) -> np.ndarray:
+        """X.qzeros as uint8 [Q, O], with the subtracted one added again: a stored 15 means 0. Symmetric ones
+        are known: programs have written 8 under format gptq, which has 7 there, and 7 under gptq_v2.
+
+        Raises:
+            InputError: zeros that no symmetric matrix has.
+        """
+        if self.symmetric:
+            middle = 2 ** (self.bits - 1)
+            stored_QO = self._unpack_outputs(words)[:, :outputs]
+            if not any((stored_QO == zero).all() for zero in (middle - 1, middle)):
+                raise InputError(
+                    f"{name}: qzeros of a symmetric matrix must all be {middle - 1} or all {middle}, got"
+                    f" {format_names(np.unique(stored_QO))}: correct sym in quantization_config"
+                )
+            return np.full_like(stored_QO, middle)
         if self.zeros_borrow:
             words = words.view(np.uint32) + np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
         added = np.uint8(self.zeros_minus_one and not self.zeros_borrow)
-        return (self._unpack_outputs(words) + added) & np.uint8(2**self.bits - 1)
+        return ((self._unpack_outputs(words) + added) & np.uint8(2**self.bits - 1))[:, :outputs]
 
     def _unpack_outputs(self, words: np.ndarray) -> np.ndarray:
         """Numbers of words that hold neighbouring outputs, in their order: [..., O]."""

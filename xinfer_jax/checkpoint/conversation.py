@@ -11,12 +11,13 @@ from typing import Any
 from ..errors import ContextLengthError, InputError, format_value
 from ..tools.descriptions import check_tools
 from ..tools.harmony import MESSAGE, START
-from ..tools.reasoning import THINK_START
+from ..tools.reasoning import THINK_END, THINK_START
 from ..tools.tool_messages import template_message
 from .escaping import ControlTokenEscaper
 from .tokenizer import Tokenizer
 
 MESSAGES_FORM = "[{'role': …, 'content': …}, …]"  # in error messages
+_HARMONY_EFFORTS = dict(none="low", minimal="low", xhigh="high")  # Harmony has low, medium and high
 _CHARS_PER_TOKEN = 16  # a text with more characters per token of the limit is checked before tokenizing
 
 
@@ -63,7 +64,9 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
         raise InputError(
             "raw takes a text as it is: it goes with neither a system message, a conversation nor tools"
         )
-    messages = _check_messages(prompt, limit, tokenizer.chat_template or "")
+    template_variables = _template_variables(tokenizer, tools, variables or {})
+    template = tokenizer.get_chat_template(template_variables.get("tools") is not None) or ""
+    messages = _check_messages(prompt, limit, template)
     if is_plain_text and not raw and tokenizer.chat_template is None:
         warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=3)
         raw = True
@@ -73,8 +76,7 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     else:
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        template_variables = dict(variables or {}) | _tool_variables(tokenizer, tools)
-        escaper = ControlTokenEscaper(tokenizer) if escape else None
+        escaper = ControlTokenEscaper(tokenizer, template) if escape else None
         if escaper:
             messages = escaper.mask_messages(messages)
             template_variables = escaper.mask(template_variables)
@@ -102,14 +104,24 @@ def check_template_tools(tokenizer: Tokenizer, tools: Any) -> list[dict[str, Any
     return checked
 
 
-def _tool_variables(tokenizer: Tokenizer, tools: Any) -> dict[str, Any]:
-    return dict(tools=check_template_tools(tokenizer, tools)) if tools else {}
+def _template_variables(tokenizer: Tokenizer, tools: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(variables)
+    if tools:
+        found["tools"] = check_template_tools(tokenizer, tools)
+    if tokenizer.writes_harmony and "reasoning_effort" in found:
+        effort = str(found["reasoning_effort"])
+        found["reasoning_effort"] = _HARMONY_EFFORTS.get(effort, effort)
+    return found
 
 
-def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int]) -> bool:
-    """Whether a prompt ends with <think>: the chat template has opened it for the answer."""
+def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int], continued: str = "") -> bool:
+    """Whether a prompt ends within the reasoning: with <think>, which the chat template has opened for the
+    answer, or within that of a message that the answer continues. continued: the text of that message.
+    """
     if tokenizer is None:
         return False
+    if continued.lstrip().startswith(THINK_START) and THINK_END not in continued:
+        return True
     return tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip().endswith(THINK_START)
 
 
@@ -159,9 +171,10 @@ def _check_messages(prompt: Any, limit: int, template: str) -> list[dict[str, An
                 f"message {i} must have a role, like 'user', and only texts as keys:"
                 f" got {format_value(message)}"
             )
-        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+        may_be_none = message["role"] in ("assistant", "tool") or message.get("tool_calls")
+        if not isinstance(content, str) and (content is not None or not may_be_none):
             raise InputError(f"message {i} must have a text as its content, got {format_value(content)}")
-    if not any(message.get("tool_calls") or (message["content"] or "").strip() for message in prompt):
+    if not any(message.get("tool_calls") or (message.get("content") or "").strip() for message in prompt):
         raise InputError(f"the prompt is empty: no message of {format_value(prompt)} has a text, give some")
     return [template_message(message, template) for message in prompt]
 

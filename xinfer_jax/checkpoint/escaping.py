@@ -37,10 +37,10 @@ class ControlTokenEscaper:
     than whitespace. In assistant messages only the special ones count.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        """tokenizer: with the chat template that will be rendered."""
+    def __init__(self, tokenizer: Tokenizer, template: str):
+        """template: that will be rendered."""
         self._tokenizer = tokenizer
-        self._control, self._special = _control_tokens(tokenizer, tokenizer.chat_template or "")
+        self._control, self._special = _control_tokens(tokenizer, template)
         self._marker = "".join(secrets.choice("0123456789") for _ in range(24))  # templates keep digits
         self._spelled: list[str] = []
         self._split_points: dict[str, int] = {}

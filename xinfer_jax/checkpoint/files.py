@@ -1,19 +1,27 @@
 """Finds a checkpoint by directory or hub name, and reads its small files."""
 
+import glob
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, format_names
+from .other_formats import describe_files, describe_name
 
 BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
-# The files that loading needs; no others are downloaded from a hub repository.
+WEIGHTS = "model.safetensors"
+_INDEX = f"{WEIGHTS}.index.json"
+# Patterns of the files of text: the tokenizer, its chat templates, and defaults of sampling.
+TEXT_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+# What is downloaded from a hub repository; then the shards that the index names.
 _PATTERNS = [
-    "config.json", "quantize_config.json", "quant_config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "model.safetensors",
-    "model-*.safetensors", "model.safetensors.index.json",
+    "config.json", "quantize_config.json", "quant_config.json", "adapter_config.json", *TEXT_FILES, WEIGHTS,
+    _INDEX,
 ]  # fmt: skip
 _MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much
 
@@ -68,6 +76,29 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return value
 
 
+def read_index(path: Path) -> dict[str, str] | None:
+    """The file of each tensor, from the index of a checkpoint in shards; None: there is no index.
+
+    Raises:
+        InputError: no map of tensor names to file names, or files outside the directory.
+    """
+    index = read_json(path / _INDEX)
+    if index is None:
+        return None
+    weight_map = index.get("weight_map")
+    is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    if not is_map or not weight_map:
+        raise InputError(f"{path / _INDEX} holds no weight_map of tensor names to file names")
+    # Only the name is checked: in a hub cache the file itself is a link to elsewhere.
+    names = sorted({*weight_map.values()})
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InputError(
+            f"{path}: the index names shards outside the directory: {format_names(outside)};"
+            " correct the index"
+        )
+    return weight_map
+
+
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     """The directory of a checkpoint; a name owner/name is downloaded from the Hugging Face hub.
 
@@ -82,13 +113,30 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     except OSError as error:
         raise InputError(f"model {name!r} cannot be opened: {error}") from error
     if os.path.lexists(path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise InputError(f"model {name!r} is neither a directory nor a hub name of the form owner/name")
-    import huggingface_hub  # here, since its import is slow
-
+        raise InputError(f"model {name!r} is {describe_name(name)}")
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_PATTERNS))
+        return _download(name)
+    except InputError:
+        raise
     except Exception as error:  # network, permission, missing repository: many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        # Not chained: the traceback of the hub's package says nothing more.
         raise InputError(
             f"model {name!r} is not a directory and could not be fetched from the hub: {reason}"
-        ) from error
+        ) from None
+
+
+def _download(name: str) -> Path:
+    """Downloads a hub repository's files that loading needs, and returns their directory."""
+    import huggingface_hub  # here, since its import is slow
+
+    path = Path(huggingface_hub.snapshot_download(name, allow_patterns=_PATTERNS))
+    if file_exists(path / WEIGHTS):
+        return path
+    weight_map = read_index(path)
+    if weight_map is None:
+        files = huggingface_hub.list_repo_files(name, revision=path.name)
+        raise InputError(f"model {name!r} {describe_files(files)}")
+    # The directory of a snapshot is named after its commit: the shards are of that one too.
+    shards = [glob.escape(shard) for shard in sorted({*weight_map.values()})]
+    return Path(huggingface_hub.snapshot_download(name, revision=path.name, allow_patterns=shards))

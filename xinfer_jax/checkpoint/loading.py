@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,11 +40,12 @@ from ..weights.quantized_weights import (
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
 from .mxfp4_format import dequantized
+from .other_formats import describe_files
 from .own_format import OwnFormat, TensorSpec
 from .quantized_formats import QuantizedFormat, kept_format
 from .sharded_leaves import with_repeated_kv_heads
 from .tensors import StoredTensor, open_tensors
-from .text_tensors import text_tensors
+from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
 from .tokenizer import Tokenizer, eos_ids
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
@@ -73,14 +75,20 @@ class Model:
     name: str = ""
 
     def __repr__(self) -> str:
+        tokenizer = "tokenizer" if self.tokenizer else "no tokenizer"
+        return f"Model({self.about}, {tokenizer})"
+
+    @property
+    def about(self) -> str:
+        """Its type, parameters, bytes, vocabulary and context, in a line."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
         stats = self.load_stats
         config = self.config
         return (
-            f"Model({config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
+            f"{config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
             f" {format_mib(stats.weight_bytes)}, vocabulary {config.vocab_size},"
-            f" context {config.context_length}, {'tokenizer' if self.tokenizer else 'no tokenizer'})"
+            f" context {config.context_length}"
         )
 
 
@@ -158,7 +166,9 @@ def open_checkpoint(
     path = BUNDLED if path_or_repo_id is None else checkpoint_dir(path_or_repo_id)
     settings = read_json(path / "config.json")
     if settings is None:
-        raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
+        others = [name for name in os.listdir(path) if not name.startswith("model")]
+        no_config = "holds no config.json: give the directory of a Hugging Face checkpoint"
+        raise InputError(f"{path} {describe_files(others, no_config)}")
     settings = text_settings(settings)
     config = from_hf(settings)
     quant_format = kept_format(settings, path, quantize, dequantize)
@@ -214,7 +224,9 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     for name in tensors:
         if name.endswith(_NOT_WEIGHTS) or quant_format and quant_format.is_unused(name, tensors):
             unused.add(name)
-    _check_tensors(path, tensors, expected, unused)
+    others = other_tensors(tensors.keys() - expected.keys() - unused)
+    _check_tensors(path, tensors, expected, unused | others)
+    warn_of_other_tensors(path, others)
     check_weights(specs, dtype, quant_format.method if quant_format else quantize, memory_fraction(mesh))
     file_names = {spec.name: spec.hf_name for spec in specs}
     rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in rotations.items()}
@@ -305,5 +317,6 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTen
     if not all(same):
         raise InputError(
             f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {_TIED[1]}"
-            f" differs from {_TIED[0]}"
+            f" differs from {_TIED[0]}: set tie_word_embeddings to false there to use both, or remove"
+            f" {_TIED[1]}"
         )

@@ -17,6 +17,7 @@ from ..weights.layout import drop_vocab_padding
 from ..weights.params import Params
 from ..weights.quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
+from .files import TEXT_FILES
 from .tensors import DTYPES, StoredTensor
 
 TensorSpec = tuple[tuple[int, ...], set[str]]  # shape and possible types of a tensor in a file
@@ -24,10 +25,6 @@ TensorSpec = tuple[tuple[int, ...], set[str]]  # shape and possible types of a t
 VERSION = 1
 VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
 _FIELDS = ("values", "scale", "zero", "order")
-_COPIED_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja",
-)  # fmt: skip
 _NAME_OF_DTYPE = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -150,9 +147,10 @@ def save_checkpoint(
 def _copy_small_files(model_dir: Path, path: Path) -> None:
     if path.samefile(model_dir):
         raise InputError(f"{path} is the checkpoint that is read: give another directory to write to")
-    for name in _COPIED_FILES:
-        if (model_dir / name).is_file():
-            shutil.copyfile(model_dir / name, path / name)
+    for file in (file for pattern in TEXT_FILES for file in model_dir.glob(pattern) if file.is_file()):
+        copy = path / file.relative_to(model_dir)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def _write_safetensors(file: Path, tensors: Mapping[str, jax.Array]) -> None:

@@ -33,6 +33,12 @@ def read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | No
         InputError: a method, or a setting of one, that is not supported.
     """
     config = settings.get("quantization_config") or _old_settings(path)
+    mlx = settings.get("quantization")
+    if isinstance(mlx, Mapping) and "group_size" in mlx and config in (None, mlx):
+        raise InputError(
+            f"{path} is quantized for MLX ({format_value(mlx.get('bits'))} bits), which is not supported:"
+            f" {_REMEDY}"
+        )
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, Mapping) else config
@@ -109,7 +115,8 @@ def _awq_gptq_format(
     zeros_minus_one = layout == "gptq"
     zeros_borrow = zeros_minus_one and "gptqmodel" in str(config.get("meta"))
     needs_order = bool(config.get("desc_act"))
-    return AwqGptqFormat(method, bits, group, needs_order, zeros_minus_one, zeros_borrow)
+    symmetric = config.get("sym") is True
+    return AwqGptqFormat(method, bits, group, needs_order, zeros_minus_one, zeros_borrow, symmetric)
 
 
 def _bitnet_format(config: Mapping[str, Any], require: Callable[[bool, str], None]) -> BitNetFormat:

@@ -6,6 +6,7 @@ Data is read, not memory-mapped: mapped pages would count as this process's memo
 import dataclasses
 import json
 import math
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, format_names
 from ..host import aligned_empty, run_in_blocks
-from .files import file_exists, read_json
+from .files import WEIGHTS, file_exists, read_index
+from .other_formats import describe_files
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
@@ -195,19 +197,17 @@ class JoinedRows:
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a directory by name: of its single file, or of the shards that its index names."""
-    file_of_tensor: dict[str, str] = {}
-    if file_exists(path / "model.safetensors"):
-        names = ["model.safetensors"]
-    elif (index := read_json(path / "model.safetensors.index.json")) is not None:
-        names = _shard_names(path, index)
-        file_of_tensor = index["weight_map"]
-    else:
+    weight_map = {} if file_exists(path / WEIGHTS) else read_index(path)
+    if weight_map is None:
+        raise InputError(f"{path} {describe_files(os.listdir(path))}")
+    names = sorted({*weight_map.values()}) or [WEIGHTS]
+    if absent := [name for name in names if not file_exists(path / name)]:
         raise InputError(
-            f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors"
-            " weights are read"
+            f"{path}: the index names shards that are absent: {format_names(absent)};"
+            " fetch the checkpoint again"
         )
     shards = {name: _read_header(path / name) for name in names}
-    for tensor, name in file_of_tensor.items():
+    for tensor, name in weight_map.items():
         if tensor not in shards[name]:
             raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
     tensors = dict(chain.from_iterable(shard.items() for shard in shards.values()))
@@ -233,25 +233,3 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(file, 8 + size + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         for name, entry in header.items()
     }
-
-
-def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
-    weight_map = index.get("weight_map")
-    is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
-    if not is_map or not weight_map:
-        raise InputError(
-            f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
-        )
-    names = sorted(set(weight_map.values()))
-    # Only the name is checked: in a hub cache the file itself is a link to elsewhere.
-    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-        raise InputError(
-            f"{path}: the index names shards outside the directory: {format_names(outside)};"
-            " correct the index"
-        )
-    if absent := [name for name in names if not file_exists(path / name)]:
-        raise InputError(
-            f"{path}: the index names shards that are absent: {format_names(absent)};"
-            " fetch the checkpoint again"
-        )
-    return names

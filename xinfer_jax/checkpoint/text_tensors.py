@@ -1,7 +1,9 @@
-"""The tensors of the text model in a checkpoint that has others too: a vision model, draft layers."""
+"""The tensors of the text model in a checkpoint that has others: vision models, draft layers, value heads."""
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import format_names
@@ -17,6 +19,11 @@ _PREFIXES = {
     **dict.fromkeys(f"model.{part}_tower." for part in ("vision", "audio")),
     **dict.fromkeys(f"model.embed_{part}." for part in ("vision", "audio")),
 }
+
+
+# How the names of a family's tensors begin.
+_FAMILIES = ("model.embed_tokens", "model.layers.", "model.norm.", "model.per_layer_", "lm_head.")
+_CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_scale$")  # for keys and values in 8 bits
 
 
 def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -36,3 +43,19 @@ def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, S
         names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in unread.items()))
         warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=5)
     return found
+
+
+def other_tensors(names: Iterable[str]) -> set[str]:
+    """Of tensors that a model lacks, those that no family has: value heads, and scales of caches in 8 bits.
+
+    Others within a layer belong to its sum: leaving them out would change it.
+    """
+    return {name for name in names if not name.startswith(_FAMILIES) or _CACHE_SCALE.search(name)}
+
+
+def warn_of_other_tensors(path: Path, names: Iterable[str]) -> None:
+    """One warning names the tensors that are not read, with how many there are for each pattern."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    if counts:
+        shown = format_names(f"{name} ({count})" for name, count in sorted(counts.items()))
+        warnings.warn(f"{path}: tensors that are not read, since no model has them: {shown}", stacklevel=5)

@@ -13,7 +13,8 @@ from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
 from ..tools.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
 from .chat_template import render
-from .files import file_exists, read_json, read_text
+from .files import file_exists, read_json
+from .template_files import read_chat_templates
 from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
 
@@ -35,6 +36,7 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer`.
         chat_template: Jinja source. Where the checkpoint has none, ChatML if the vocabulary has <|im_start|>,
             else None.
+        tool_template: of conversations with tools; None: chat_template.
         special_tokens: texts of the tokens that a template may use by name (bos_token, eos_token, …).
         eos_token_ids: ids that end an answer.
     """
@@ -46,10 +48,12 @@ class Tokenizer:
         chat_template: str | None,
         special_tokens: dict[str, str],
         eos_token_ids: Sequence[int],
+        tool_template: str | None = None,
     ):
         self.backend = backend
         chatml = CHATML if backend.token_to_id("<|im_start|>") is not None else None
         self.chat_template = chat_template or chatml
+        self.tool_template = tool_template
         self.special_tokens = special_tokens
         self.eos_token_ids = tuple(eos_token_ids)
 
@@ -58,8 +62,8 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
-        generation_config.json and config.json where they exist.
+        """Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, the chat
+        templates, generation_config.json and config.json where they exist.
 
         Raises:
             InputError: no tokenizer.json, or a file that cannot be read.
@@ -70,9 +74,12 @@ class Tokenizer:
         generation = read_json(path / "generation_config.json") or {}
         config = read_json(path / "config.json") or {}
         special = _add_declared_tokens(backend, path, settings)
-        template = _chat_template(path, settings)
+        template, tool_template = read_chat_templates(path, settings)
         ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
-        return cls(backend, chat_template=template, special_tokens=special, eos_token_ids=ends)
+        return cls(
+            backend, chat_template=template, special_tokens=special, eos_token_ids=ends,
+            tool_template=tool_template,
+        )  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.
@@ -180,9 +187,14 @@ class Tokenizer:
     @property
     def template_tools(self) -> TemplateTools:
         """What the chat template does with tools."""
-        if self.chat_template is None:
+        template = self.get_chat_template(with_tools=True)
+        if template is None:
             return TemplateTools(False, None)
-        return find_template_tools(self.chat_template, tuple(self.special_tokens.items()))
+        return find_template_tools(template, tuple(self.special_tokens.items()))
+
+    def get_chat_template(self, with_tools: bool) -> str | None:
+        """The chat template of conversations with or without tools."""
+        return self.tool_template if with_tools and self.tool_template is not None else self.chat_template
 
     def apply_chat_template(
         self,
@@ -202,14 +214,15 @@ class Tokenizer:
             InputError: no template, or a broken one, one that exceeds its budget, or one that rejects the
                 conversation.
         """
-        if self.chat_template is None:
+        template = self.get_chat_template(template_kwargs.get("tools") is not None)
+        if template is None:
             raise InputError(
                 "this checkpoint has no chat template: it takes neither a conversation nor a system message,"
                 " only a text to be continued"
             )
         variables = {"tools": None, "documents": None, **self.special_tokens, **template_kwargs}
         variables |= dict(messages=messages, add_generation_prompt=add_generation_prompt)
-        return render(self.chat_template, variables)
+        return render(template, variables)
 
 
 @contextlib.contextmanager
@@ -291,21 +304,6 @@ def _added_token(value: Any, **options: bool) -> tokenizers.AddedToken:
         raise TypeError(f"{value!r} is neither a text nor an object with a text as its content")
     options |= {name: token[name] for name in _TOKEN_OPTIONS if name in token}
     return tokenizers.AddedToken(token["content"], **options)
-
-
-def _chat_template(path: Path, settings: dict) -> str | None:
-    if (template := read_text(path / "chat_template.jinja")) is not None:
-        return template
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default", template)
-    if template is not None and not isinstance(template, str):
-        raise InputError(
-            f"{path / 'tokenizer_config.json'}: chat_template must be a text, or a list with an entry named"
-            " 'default'"
-        )
-    return template
 
 
 def eos_ids(

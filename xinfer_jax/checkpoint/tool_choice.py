@@ -6,6 +6,7 @@ from typing import Any
 from ..errors import InputError, format_value
 from ..grammar.compiler import AUTO, CALLS
 from ..grammar.grammars import Grammar
+from ..grammar.served_schemas import served_schema
 from ..tools.call_grammar import call_grammar
 from ..tools.descriptions import parameter_schemas
 from ..tools.tool_call_parser import HARMONY
@@ -34,18 +35,31 @@ def tool_grammar(
 
     Raises:
         InputError: no tools, or a name that none of them has; the chat template ignores tools, or writes
-            calls in a form that is not known; Qwen3-Coder's form cannot express a keyword of a schema.
+            calls in a form that is not known; Qwen3-Coder's form cannot express a keyword of a schema, or a
+            schema would allow what is not valid (see `served_schema`).
             Whether the others are served is known when the grammar is used.
     """
-    schemas = parameter_schemas(check_template_tools(tokenizer, tools))
+    checked = check_template_tools(tokenizer, tools)
+    schemas = parameter_schemas(checked)
     if name is not None and name not in schemas or not schemas:
         raise InputError(f"{format_value(name)} is none of the {len(schemas)} tools: give one of their names")
     call_format = known_format(tokenizer)
-    chosen = schemas if name is None else {name: schemas[name]}
+    chosen = {
+        one["name"]: _served(one, schemas[one["name"]])
+        for one in (tool["function"] for tool in checked)
+        if name in (None, one["name"])
+    }
     source = call_grammar(call_format, chosen, several and name is None)
     if call_format == HARMONY and reasoning_end == AUTO:
         reasoning_end = None
     return Grammar(CALLS, source, tokenizer, reasoning_end)
+
+
+def _served(function: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
+    try:
+        return served_schema(schema, function.get("strict") is True)
+    except InputError as error:
+        raise InputError(f"tool {function['name']!r}: {error}") from error
 
 
 def known_format(tokenizer: Tokenizer) -> str:

@@ -26,6 +26,7 @@ from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_text_from_ids
 from ..weights import cpu_features
+from .process import seconds_since_start
 from .startup import (
     chunks_with_status,
     compile_status,
@@ -191,7 +192,8 @@ def _format_stats(model: Model, s: GenerateStats, reason: str | None) -> list[st
     prefill_ms, ttft_ms, tpot_ms = (1e3 * t for t in (s.prefill_seconds, s.ttft_seconds, s.tpot_seconds))
     prefill = f"{s.prompt_tokens} tok in {prefill_ms:.0f} ms ({s.prefill_tokens_per_second:.0f} tok/s)"
     decode = f"{s.decode_tokens} tok in {s.decode_seconds:.2f} s ({s.decode_tokens_per_second:.1f} tok/s)"
-    latency = f"TTFT {ttft_ms:.0f} ms | TPOT {tpot_ms:.1f} ms | total {s.total_seconds:.2f} s"
+    total = seconds_since_start()  # of the command, with its start-up
+    latency = f"TTFT {ttft_ms:.0f} ms | TPOT {tpot_ms:.1f} ms | total {total:.2f} s"
     lines = [
         f"Loaded in {load.seconds:.1f} s ({weights} weights, {load.dtype}, {jax.default_backend()})",
         f"Prompt tokens: {s.prompt_tokens} (KV cache {cache})",

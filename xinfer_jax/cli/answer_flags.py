@@ -25,11 +25,12 @@ _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 _FRACTION = (lambda x: 0 < x <= 1, "above 0 and at most 1")
 _PENALTY = (lambda x: abs(x) <= 1e30, "from -1e30 to 1e30")
 _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
-_NOT_NEGATIVE = (lambda x: 0 <= x < 3.4e38, "of 0 or above")
+TEMPERATURE = (lambda x: 0 <= x <= 1000, "from 0 to 1000")
 
 
 def define_model(parser: FlagParser) -> None:
     """Flags of the model, which all commands have."""
+    parser.group = "model"
     parser.add_text(
         "model", "Checkpoint: a directory, or a Hugging Face hub name owner/name. Default: the bundled one.",
         empty="give a directory or a hub name",
@@ -58,6 +59,7 @@ def define_model(parser: FlagParser) -> None:
 
 def define_engine(parser: FlagParser) -> None:
     """Flags of the size of an engine, for commands that have one."""
+    parser.group = "engine"
     parser.add_integer("data_parallel", "Number of engines, each on its own devices.", default=1, least=1)
     parser.add_text(
         "prefill_devices",
@@ -105,14 +107,16 @@ def define_escaping(parser: FlagParser) -> None:
 
 
 def define_temperature(parser: FlagParser) -> None:
+    parser.group = "sampling"
     parser.add_number(
-        "temperature", "0: always the most likely token. Default: the checkpoint's.", *_NOT_NEGATIVE
+        "temperature", "0: always the most likely token. Default: the checkpoint's.", *TEMPERATURE
     )
     parser.add_integer("seed", "Seed of sampling.", default=0, most=2**32 - 1)
 
 
 def define_sampling(parser: FlagParser) -> None:
     """Flags of sampling, beside the temperature."""
+    parser.group = "sampling"
     parser.add_integer("top_k", "Sample among the k most likely tokens; 0: all. Default: the checkpoint's.")
     nucleus = "tokens whose probabilities sum up to this; 1: all."
     parser.add_number(
@@ -139,6 +143,10 @@ def define_sampling(parser: FlagParser) -> None:
     parser.add_number("frequency_penalty", "Subtracted for each occurrence in the answer; 0: off.", *_PENALTY)
     parser.add_integer("no_repeat_ngram_size", "No sequence of this many tokens occurs twice; 0: off.")
     parser.add_integer("min_tokens", "The answer has at least this many tokens.")
+    define_generation_config(parser)
+
+
+def define_generation_config(parser: FlagParser) -> None:
     parser.add_switch(
         "generation_config", "Use the defaults of the checkpoint's generation_config.json.", True
     )
@@ -146,6 +154,7 @@ def define_sampling(parser: FlagParser) -> None:
 
 def define_grammar(parser: FlagParser) -> None:
     """Flags of what an answer has to be; at most one of them is given."""
+    parser.group = "structured output"
     parser.add_text(
         "json_schema", "Answers are JSON that is valid for the schema in this file.", empty="give a file"
     )
@@ -161,6 +170,7 @@ def check_grammar(parser: FlagParser) -> None:
 
 
 def _define_decoding(parser: FlagParser) -> None:
+    parser.group = "decoding"
     parser.add_texts(
         "stop", "The answer ends before this text; may be given several times.", "give some text"
     )
@@ -187,8 +197,7 @@ def _define_decoding(parser: FlagParser) -> None:
     )  # fmt: skip
 
 
-define_model(PARSER)
-define_processes(PARSER)
+PARSER.group = "prompt and answer"
 PARSER.add_text("prompt", "The prompt. Default: standard input.")
 PARSER.add_text("system", "System message.")
 PARSER.add_switch("raw", "Continue the prompt as it is, without the chat template.")
@@ -198,6 +207,9 @@ define_temperature(PARSER)
 define_sampling(PARSER)
 _define_decoding(PARSER)
 define_grammar(PARSER)
+define_model(PARSER)
+define_processes(PARSER)
+PARSER.group = "cache, kernels and output"
 PARSER.add_choice(
     "cache_dtype", "Keys and values in int8, int4, gear or a float type. Default: float32 on CPU.",
     "int8", "int4", "gear", "float32", "bfloat16", "float16",

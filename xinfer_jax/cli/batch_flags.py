@@ -26,6 +26,7 @@ PARSER = FlagParser(
     "xinfer-jax-batch --input FILE --output FILE [flags]",
     "xinfer-jax-batch --input prompts.jsonl --output answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct",
 )
+PARSER.group = "files"
 PARSER.add_text(
     "input",
     'JSON lines: {"prompt": …}, {"messages": …} (with options that override flags), or lines of the OpenAI'
@@ -44,6 +45,7 @@ PARSER.add_text(
     empty="give i/n",
 )
 PARSER.add_integer("merge", "Only merge the outputs of this many shards into --output, in order.", least=1)
+PARSER.group = "prompts and answers"
 PARSER.add_text("system", "System message of lines with a prompt.")
 PARSER.add_switch("raw", "Continue prompts as they are, without the chat template.")
 define_escaping(PARSER)
@@ -55,11 +57,13 @@ define_grammar(PARSER)
 define_model(PARSER)
 define_engine(PARSER)
 define_processes(PARSER)
+PARSER.group = "engine"
 PARSER.add_choice("draft", "Speculative decoding: lookup (prompt lookup).", "lookup", "none")
 PARSER.add_choice(
     "impl", "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
     "mosaic", "triton", "tpu", "xla",
 )  # fmt: skip
+PARSER.group = "files"
 PARSER.add_integer("grace", "Seconds for running answers to end at SIGTERM and Ctrl-C.", default=30)
 PARSER.add_text(
     "served_model_name",

@@ -71,7 +71,7 @@ class Conversation:
     def __init__(self, flags: Any):
         checkpoint = open_model(flags.model, flags)
         self._model = checkpoint.model
-        sampling = SamplingConfig.from_hf(self._model.generation_config)
+        sampling = SamplingConfig.from_hf(self._model.generation_config if flags.generation_config else {})
         if flags.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=flags.temperature)
         new = flags.max_tokens

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import InputError
-from .answer_flags import define_escaping, define_model, define_temperature
+from .answer_flags import define_escaping, define_generation_config, define_model, define_temperature
 from .flag_parser import FlagParser
 from .process import run_and_exit
 from .terminal import status
@@ -17,13 +17,15 @@ PARSER = FlagParser(
     "xinfer-jax-chat [flags]",
     "xinfer-jax-chat --model Qwen/Qwen2.5-0.5B-Instruct --quantize int8",
 )
+PARSER.group = "chat"
 PARSER.add_text("system", "System message.")
 define_escaping(PARSER)
 PARSER.add_integer("max_tokens", "Most tokens of an answer.", default=256, least=1)
 PARSER.add_integer("capacity", "Most tokens of the chat. Default: 4096, or the model's limit.", least=2)
-define_temperature(PARSER)
-define_model(PARSER)
 PARSER.add_switch("stats", "Print statistics of each answer.")
+define_temperature(PARSER)
+define_generation_config(PARSER)
+define_model(PARSER)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """The flags of a command: ranges, --help and --version. Imports no jax, so errors are reported at once."""
 
 import difflib
+import itertools
 import platform
 import sys
 import textwrap
@@ -20,12 +21,18 @@ class FlagParser:
     """The flags of a command. After `parse` their values are `parser.values.NAME`.
 
     Each definition takes a name and a help text. A value out of range raises with the remedy.
+
+    Attributes:
+        values: of the flags.
+        group: the heading in --help of flags that are defined next.
     """
 
     def __init__(self, name: str, about: str, usage: str, example: str):
         self.name = name
-        self._about = [about, "", f"usage: {usage}", f"example: {example}", "", "flags:"]
+        self._about = [about, "", f"usage: {usage}", f"example: {example}", ""]
         self.values = _Values()  # our own, so that importing a command adds nothing to a caller's flags
+        self.group = "flags"
+        self._groups: dict[str, list[str]] = {}
 
     def add_text(self, name: str, help: str, empty: str = "") -> None:
         """A text. empty: the remedy for an empty text; "": an empty text is allowed."""
@@ -33,6 +40,7 @@ class FlagParser:
 
     def add_texts(self, name: str, help: str, empty: str) -> None:
         """A list of texts, one each time that the flag is given."""
+        self._groups.setdefault(self.group, []).append(name)
         parser = _ValueParser(str, bool, empty)
         # absl needs no serializer, though its type stub does.
         flags.DEFINE_multi(parser, None, name, [], help, flag_values=self.values)  # type: ignore[call-overload]
@@ -58,10 +66,12 @@ class FlagParser:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
     def add_switch(self, name: str, help: str, default: bool = False) -> None:
+        self._groups.setdefault(self.group, []).append(name)
         flags.DEFINE_boolean(name, default, help, flag_values=self.values)
         self.values[name].parser = _ValueParser(_boolean, lambda _: True, "give true or false")
 
     def _define(self, name: str, help: str, default: Any, *rule: Any) -> None:
+        self._groups.setdefault(self.group, []).append(name)
         flags.DEFINE(_ValueParser(*rule), name, default, help, flag_values=self.values)
 
     def parse(self, argv: Sequence[str]) -> None:
@@ -76,7 +86,7 @@ class FlagParser:
         for name in self.values:
             self.values[name].unparse()  # resets the values of an earlier call in this process
         try:
-            rest = self.values(list(argv), known_only=True)[1:]
+            rest = self.values(self._with_underscores(argv), known_only=True)[1:]
         except (flags.Error, ValueError) as error:  # ValueError: a wrong value of a switch
             raise InputError(f"{str(error).removeprefix('flag ')} (see --help)") from error
         if not rest:
@@ -89,16 +99,33 @@ class FlagParser:
         meant = f". Did you mean --{close[0]}?" if close else ""
         raise InputError(f"Unknown command line flag {name!r}{meant} (see --help)")
 
+    def _with_underscores(self, argv: Sequence[str]) -> list[str]:
+        """The arguments, with --max_tokens for --max-tokens and --nouse_cache for --no-use-cache."""
+        args = iter(argv)
+        found = [next(args)]
+        for arg in args:
+            name, equals, value = arg.partition("=")
+            flag = name.lstrip("-").replace("-", "_") if name.startswith("-") else ""
+            if flag.startswith("no_") and flag not in self.values:
+                flag = flag.replace("no_", "no", 1)
+            found.append(f"--{flag}{equals}{value}" if flag else arg)
+            if not equals and flag in self.values and not self.values[flag].boolean:
+                found += itertools.islice(args, 1)  # its value, which stays as it is
+        return found
+
     def is_set(self, name: str) -> bool:
         """Whether a flag has a value other than its default."""
         return self.values[name].value != self.values[name].default
 
     def _help(self) -> str:
         lines = [*self._about]
-        for name in self.values:
-            flag = self.values[name]
-            text = flag.help.partition(";\n")[0]  # without absl's text for flags that may be repeated
-            lines += _entry(f"--[no]{name}" if flag.boolean else f"--{name}", text, flag.default)
+        for group, names in self._groups.items():
+            lines.append(f"{group}:")
+            for name in names:
+                flag = self.values[name]
+                text = flag.help.partition(";\n")[0]  # without absl's text for flags that may be repeated
+                lines += _entry(f"--[no]{name}" if flag.boolean else f"--{name}", text, flag.default)
+            lines.append("")
         return "\n".join([*lines, *_entry("--version", "Print the versions of xinfer_jax, jax and Python.")])
 
 

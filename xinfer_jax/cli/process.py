@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -16,6 +17,7 @@ from typing import NoReturn
 from ..errors import InputError, format_message
 from .terminal import discard_output, one_line_warnings, status, write
 
+_STARTED = time.monotonic()
 _STACK = 64 << 20  # bytes; the main thread has 8 MiB and more, another may have 512 KiB
 _captures: list["SignalEvent"] = []  # of `capture_signals`; the last one gets a signal first
 
@@ -28,6 +30,11 @@ class SignalEvent(threading.Event):
     """
 
     number = 0
+
+
+def seconds_since_start() -> float:
+    """Seconds since a command imported this module, which it does first."""
+    return time.monotonic() - _STARTED
 
 
 def run_interruptible(program: Callable[[], object], *signals: signal.Signals) -> None:

@@ -34,6 +34,7 @@ class GroupMember(NamedTuple):
 
 def define_processes(parser: FlagParser) -> None:
     """Flags for several processes that run one model."""
+    parser.group = "several processes"
     parser.add_text(
         "coordinator",
         "Run one model in several processes, of which this is one: HOST:PORT of process 0; or auto: taken"
@@ -125,7 +126,8 @@ def shared_settings(parser: FlagParser) -> dict[str, str]:
         path = flags[name].value if name in flags else "none"
         if path not in ("lookup", "none") and (path or name == "model"):
             directory = checkpoint_dir(path) if path else BUNDLED
-            files = (file for file in sorted(directory.iterdir()) if file.suffix in (".json", ".safetensors"))
+            files = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+            files = [file for file in sorted(files) if file.suffix in (".json", ".jinja", ".safetensors")]
             same |= {f"{file.name} of --{name}": _digest(file) for file in files}
     return same
 

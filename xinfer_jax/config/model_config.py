@@ -34,7 +34,8 @@ class ModelConfig:
         pre_norm: RMS norm of the inputs of attention and MLP.
         post_norm: RMS norm of their outputs.
         sub_norm: RMS norm of the inputs of attention's output matrix and of down_proj.
-        norm_offset: norms multiply by norm_offset + weight.
+        norm_offset: norms multiply by norm_offset + weight in float32, and round last; None: they round, and
+            then multiply by the weight. In float32 None and 0 are the same.
         hidden_act: "silu", "gelu_pytorch_tanh" or "relu2" (relu, squared).
         embed_scale: factor on embeddings, in their dtype.
         query_pre_attn_scalar: attention scores are multiplied by its power -1/2; None: head_dim.
@@ -96,7 +97,7 @@ class ModelConfig:
     pre_norm: bool = True
     post_norm: bool = False
     sub_norm: bool = False
-    norm_offset: float = 0.0
+    norm_offset: float | None = None
     hidden_act: str = "silu"
     embed_scale: float = 1.0
     query_pre_attn_scalar: float | None = None
@@ -138,6 +139,11 @@ class ModelConfig:
         rope = self.rope
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
         return max(longest, int(trained * rope.factor))
+
+    def longest_with(self, prompt: int) -> int:
+        """Most tokens of a prompt of so many and its answer: longrope's factors change within no sequence."""
+        switch = self.rope.switches_at
+        return self.context_length if switch is None or prompt > switch else switch
 
     def is_linear(self, layer: int) -> bool:
         """Whether a layer is linear attention, with a recurrent state in place of keys and values."""

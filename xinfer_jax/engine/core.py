@@ -161,14 +161,13 @@ class EngineCore:
         request = answer.request
         start = chunk.start
         end = chunk.start + chunk.count
+        args = row.slot, row.pages, row.ids[start:end], start, row.longest
         request.times.setdefault("prefill", time.monotonic())
         if chunk.is_last or row.logprobs_from is None:
             is_final = row.logprobs_from is None
-            args = row.slot, row.pages, row.ids[start:end], start
             outputs = self.device.prefill(*args, chunk.is_full, is_final)
         if row.logprobs_from is not None:  # it writes the pages last, so they have this program's bits
             targets = row.ids[start + 1 : end + 1]
-            args = row.slot, row.pages, row.ids[start:end], start
             alternatives = self.device.prefill_with_logprobs(*args, targets)
             logprobs_1T = np.asarray(alternatives.processed_BT)
             count_1 = np.array([len(targets)])

@@ -59,7 +59,7 @@ class Device:
     """Pages and rows on the device.
 
     Attributes:
-        params, config: the model, with longrope's factors fixed.
+        params, config: the model.
         pools: (k, v) of each layer with keys.
         states: the recurrent states of all slots.
         rows: the state of all slots, with all settings and without output.
@@ -110,29 +110,37 @@ class Device:
         pages: list[int],
         ids: Sequence[int],
         start: int,
+        longest: int,
         is_full: bool,
         is_final: bool = True,
     ) -> Any:
         """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
-        outputs of the last one, for `sample_first`. is_full: by the program of a full chunk, else of a page.
-        is_final: False where `prefill_with_logprobs` prefills the same ids next, from the same state.
+        outputs of the last one, for `sample_first`. longest: tokens of its prompt and answer. is_full: by the
+        program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the
+        same ids next, from the same state.
         """
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
-        cache = self._cache(slot, pages, start)
+        cache = self._cache(slot, pages, start, longest)
         outputs, cache = self._runner.prefill(self._model, chunk, cache, True, width)
         self._store(slot, cache, is_final)
         return outputs
 
-    def prefill_with_logprobs(
-        self, slot: int, pages: list[int], ids: Sequence[int], start: int, targets: Sequence[int]
+    def prefill_with_logprobs(  # noqa: PLR0913
+        self,
+        slot: int,
+        pages: list[int],
+        ids: Sequence[int],
+        start: int,
+        longest: int,
+        targets: Sequence[int],
     ) -> Any:
         """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
         are `targets`; no processor is applied.
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
-        args = *self._padded(ids, PAGE_SIZE), self._cache(slot, pages, start), target_T, self._shape.impl
-        alternatives, cache = self._execute(PROMPT_LOGPROBS, *self._model, *args)
+        args = *self._padded(ids, PAGE_SIZE), self._cache(slot, pages, start, longest), target_T
+        alternatives, cache = self._execute(PROMPT_LOGPROBS, *self._model, *args, self._shape.impl)
         self._store(slot, cache)
         return alternatives
 
@@ -244,7 +252,7 @@ class Device:
         role = self._shape.role
         if role != "decode":
             self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            outputs = self.prefill(0, self._all_pages, [0], 0, False)
+            outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
         if role != "prefill":
             self.decode({0: self._all_pages}, 1, False, greedy, False)
@@ -257,7 +265,7 @@ class Device:
         self.set_row(0, self.get_row(0))
 
     def _run_full_chunk(self) -> None:
-        self.prefill(0, self._all_pages, [0] * self._shape.chunk, 0, True)
+        self.prefill(0, self._all_pages, [0] * self._shape.chunk, 0, 1, True)
 
     def _run_rare_calls(self) -> None:
         """What preempted rows need, and the keys of several answers."""
@@ -271,7 +279,7 @@ class Device:
             self.draft_tokens()
 
     def _run_prompt_logprobs(self) -> None:
-        self.prefill_with_logprobs(0, self._all_pages, [0], 0, [0])
+        self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0])
 
     @property
     def _all_pages(self) -> list[int]:
@@ -312,10 +320,11 @@ class Device:
         """int32 [1, width], and how many of them are real [1]."""
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
-    def _cache(self, slot: int, pages: list[int], length: int) -> KVCache:
+    def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
         """The cache of the row in a slot that holds so many tokens."""
         layers = self.pools, self.states.get(slot), self._block_table({0: pages}, 1)
-        return paged_cache(self.config, *layers, self._shape.capacity, np.array([length], np.int32))
+        counts = (np.array([count], np.int32) for count in (length, longest))
+        return paged_cache(self.config, *layers, self._shape.capacity, *counts)
 
     def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
         """Keeps what a program wrote into a cache of `_cache`."""

@@ -44,10 +44,10 @@ class SampledTokens(NamedTuple):
 
 
 def paged_cache(  # noqa: PLR0913
-    config: ModelConfig, pools: Any, states: Any, table_BP: Any, capacity: int, length_B: Any
+    config: ModelConfig, pools: Any, states: Any, table_BP: Any, capacity: int, length_B: Any, longest_B: Any
 ) -> KVCache:
     """A cache over the pools of all pages, and these recurrent states of its rows. table_BP: the block table;
-    length_B: tokens of each row.
+    length_B: tokens of each row; longest_B: of the prompt and its answer.
     """
     states = iter(states)
     pools = iter(pools)
@@ -60,7 +60,7 @@ def paged_cache(  # noqa: PLR0913
 
     layers = tuple(layer(index) for index in range(config.num_cached_layers))
     overflow_B: Any = np.zeros(len(table_BP), bool)
-    return KVCache(layers, length_B, overflow_B, None)
+    return KVCache(layers, length_B, overflow_B, None, None if config.rope.switches_at is None else longest_B)
 
 
 def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
@@ -96,7 +96,8 @@ def _decode_steps(  # noqa: PLR0913
     active_before_B = state.active_B
     zeros_B = jnp.zeros(len(running_B), jnp.int32)
     length_B = jnp.where(active_before_B, state.position_B - 1, 0)
-    cache = paged_cache(config, pools, states, table_BP, capacity, length_B)
+    longest_B = rows.progress.longest_B(rows.position_B)
+    cache = paged_cache(config, pools, states, table_BP, capacity, length_B, longest_B)
 
     def step(state, cache, counts):
         if not num_draft_tokens:
@@ -186,7 +187,9 @@ def _alternatives(logits_B1V, taken_BV, token_B):
 def running_token(lengths, progress, position_B, running_B):
     """The inputs of `Operations.forward` for one step of the rows that run."""
     active_B = progress.active_B & running_B
-    lengths = dataclasses.replace(lengths, length_B=jnp.where(active_B, position_B - 1, 0))
+    longest_B = None if lengths.longest_B is None else progress.longest_B(position_B)
+    length_B = jnp.where(active_B, position_B - 1, 0)
+    lengths = dataclasses.replace(lengths, length_B=length_B, longest_B=longest_B)
     return progress.token_B[:, None], active_B.astype(jnp.int32), lengths
 
 

@@ -89,7 +89,6 @@ class DisaggregatedEngine(WaitsOnCondition, EngineGroup):
             engine._core.on_prefilled = partial(self._move, engine)
         self.room = engine.room
         self.impl = engine.impl
-        self.switches_at = engine.switches_at
         self.guesses = engine.guesses
         self.rows = sum(engine.rows for engine in self.decode_engines)
         self.weight_bytes = engine.weight_bytes

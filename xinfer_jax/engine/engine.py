@@ -22,7 +22,6 @@ import numpy as np
 from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
 from ..checks import check_integer
-from ..config.model_config import with_fixed_rope
 from ..errors import InputError, format_value
 from ..memory import check_memory, host_memory_bytes
 from ..sharding import concrete_mesh_of, memory_fraction
@@ -146,7 +145,6 @@ class Engine(EngineBase):
         self.chunk = shape.chunk
         self.guesses = shape.num_draft_tokens
         self.impl = shape.impl
-        self.switches_at = self.model.config.rope.switches_at
         self.weight_bytes = tree_bytes(self.model.params)
         self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
@@ -187,8 +185,7 @@ class Engine(EngineBase):
 
     def _create_core(self, shape: EngineShape, prefix_cache: bool, warm_up: bool) -> EngineCore:
         """Compiles programs. Over several processes only process 0 takes requests."""
-        longest = min(shape.capacity, self.switches_at or shape.capacity)
-        config = with_fixed_rope(self.model.config, 1, longest)
+        config = self.model.config
         began = time.perf_counter()
         queue = self._queue
         is_busy = lambda: bool(queue.unfinished)  # noqa: E731  (it must not keep the engine alive)

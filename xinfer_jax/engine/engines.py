@@ -62,7 +62,6 @@ class Engines(EngineGroup):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.room = engine.room
         self.impl = engine.impl
-        self.switches_at = engine.switches_at
         self.rows = len(groups) * engine.rows
         self._router = PromptRouter(len(groups), engine.pages, shape.get("prefix_cache", True))
         self._lock = threading.Lock()

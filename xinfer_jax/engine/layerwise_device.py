@@ -40,13 +40,19 @@ class LayerwiseDevice(Device):
 
     _runner: LayerwiseRunner
 
-    def prefill_with_logprobs(
-        self, slot: int, pages: list[int], ids: Sequence[int], start: int, targets: Sequence[int]
+    def prefill_with_logprobs(  # noqa: PLR0913
+        self,
+        slot: int,
+        pages: list[int],
+        ids: Sequence[int],
+        start: int,
+        longest: int,
+        targets: Sequence[int],
     ) -> Any:
         """As of `Device`."""
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         chunk = self._padded(ids, PAGE_SIZE)
-        cache = self._cache(slot, pages, start)
+        cache = self._cache(slot, pages, start, longest)
         hidden_1TD, cache = self._runner.prefill_hidden(self._model, chunk, cache)
         self._store(slot, cache)
         return self._execute(TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T)
@@ -96,7 +102,7 @@ class LayerwiseDevice(Device):
         if role != "prefill":
             self._decode_step(self._decode_cache({}), none_B, greedy, False)  # first: it compiles longest
         if role != "decode":
-            outputs = self.prefill(0, self._all_pages, [0], 0, False)
+            outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
             self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, False)
         if role is not None:
@@ -107,7 +113,7 @@ class LayerwiseDevice(Device):
         call, key = self._empty_call
         for greedy in (True, False):
             if self._shape.role == "prefill":
-                outputs = self.prefill(0, self._all_pages, [0], 0, False)
+                outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
                 self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, True)
             else:
                 self._decode_step(self._decode_cache({}), none_B, greedy, True)
@@ -121,7 +127,7 @@ class LayerwiseDevice(Device):
         table_BP = self._block_table(pages, rows)
         zeros_B = np.zeros(rows, np.int32)
         pools = self.pools, self.states.layers
-        cache = paged_cache(self.config, *pools, table_BP, self._shape.capacity, zeros_B)
+        cache = paged_cache(self.config, *pools, table_BP, self._shape.capacity, zeros_B, zeros_B)
         # A table for each layer: a step donates it.
         layers: Any = tuple(
             dataclasses.replace(layer, table_BP=self._put(table_BP)) if isinstance(layer, Paged) else layer

@@ -18,6 +18,7 @@ from ..generation.state import GeneratedTokens
 from ..generation.validation import ValidatedCall
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import answer_keys
+from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
 from .row import Row
 
@@ -150,6 +151,7 @@ class Request:
         error: why the request failed; None otherwise.
         number: that `generate` would fold into its key.
         skip_special_tokens: they have no text, so no stop string is found in it.
+        content_after: where stop strings count, as in `AnswerDetokenizer`.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Request:
         self.error: BaseException | None = None
         self.deadline = float("inf")
         self.cancelled = False
+        self.content_after: str | None = None
         self.live = False  # a caller may stream its answers, and more requests may come meanwhile
         self.num_prompt_logprobs: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
@@ -226,7 +229,11 @@ class Request:
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
         return AnswerDetokenizer(
-            self.tokenizer, self.stop_strings, skip_special_tokens=self.skip_special_tokens
+            self.tokenizer,
+            self.stop_strings,
+            skip_special_tokens=self.skip_special_tokens,
+            min_tokens=min_tokens_of_row(self.call.options.sampling),
+            content_after=self.content_after,
         )
 
     def raise_error(self) -> None:
@@ -292,7 +299,8 @@ async def request_updates(requests: Sequence[Request], quiet: float | None = Non
         yield True
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), quiet)
+                async with asyncio.timeout(quiet):
+                    await event.wait()
             yield event.is_set()
             event.clear()
     finally:

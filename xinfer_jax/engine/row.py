@@ -85,9 +85,14 @@ class Row:
         return "running" if self.is_prefilled else "prefilling"
 
     @property
+    def longest(self) -> int:
+        """Tokens that it may come to have in pages: a single new token comes from the prompt's own logits."""
+        return len(self.ids) + (self.max_new_tokens if self.max_new_tokens > 1 else 0)
+
+    @property
     def max_pages(self) -> int:
         """Pages that it needs at most."""
-        return num_pages_for(len(self.ids) + self.max_new_tokens)
+        return num_pages_for(self.longest)
 
     @property
     def pages_to_continue(self) -> int:

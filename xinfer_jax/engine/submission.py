@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ..checks import check_integer, is_sequence
+from ..config.model_config import with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_message, format_value
 from ..generation.options import GenerateOptions, GenerateOutput, options_or_default
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
@@ -31,20 +32,21 @@ _ENGINE_OPTIONS = dict(
 
 
 def make_request(
-    engine: Any, prompt: Any, options: GenerateOptions | None, key: Any, i: int, escape: bool = True
-) -> Request:
+    engine: Any, prompt: Any, options: GenerateOptions | None, key: Any, i: int, escape: bool = True,
+    **how: Any,
+) -> Request:  # fmt: skip
     """A request to an engine, with the random draws of prompt i of `generate`. escape: as
-    `escape_control_tokens` of `encode_prompt`.
+    `escape_control_tokens` of `encode_prompt`; how: further arguments of `make_requests`.
 
     Raises:
         InputError: a request that this engine can never answer.
     """
-    return next(make_requests(engine, [prompt], options, [key], i, escape))
+    return next(make_requests(engine, [prompt], options, [key], i, escape, **how))
 
 
 def make_requests(
     engine: Any, prompts: Sequence[Any], options: GenerateOptions | None, keys: Sequence[Any], i: int,
-    escape: bool, skip_special_tokens: bool = True,
+    escape: bool, skip_special_tokens: bool = True, content_after: str | None = None,
 ) -> Iterator[Request]:  # fmt: skip
     """`make_request` for each prompt and its key; all share the checked options and their arrays."""
     model = engine.model
@@ -67,6 +69,7 @@ def make_requests(
         call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
         _check_sizes(engine, call)
         request = Request(engine, call, model.tokenizer, stops, 0 if key.ndim else i, skip_special_tokens)
+        request.content_after = content_after
         for j in range(call.answers):
             row = Row(call.prompts[0], call.options.max_new_tokens, answer_group=j // engine.rows)
             request.answers.append(Answer(request, row, j))
@@ -90,8 +93,7 @@ def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[Gene
 
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     options = call.options
-    total = call.longest + call.options.max_new_tokens
-    switch = engine.switches_at
+    total = call.longest + (options.max_new_tokens if options.max_new_tokens > 1 else 0)
     for name, count, limit in (
         ("logprobs", options.logprobs, MAX_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MAX_EOS_IDS),
@@ -105,11 +107,7 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
             f"{request} exceeds the {engine.room} that a row of this engine can hold: shorten it, or make"
             " the engine with more capacity or pages"
         )
-    if switch is not None and total > switch:
-        raise InputError(
-            f"{request} exceeds {switch}, beyond which rope type 'longrope' changes its factors: an engine"
-            " has one set of factors, use generate"
-        )
+    with_fixed_rope(engine.model.config, call.longest, total)  # raises where they would change
 
 
 def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
@@ -174,6 +172,7 @@ class EngineBase:
         received: float | None = None,
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
+        content_after: str | None = None,
     ) -> Request:
         """Queues a request, from any thread. Its tokens are those of `generate([ids], options, key=key)`.
 
@@ -202,6 +201,9 @@ class EngineBase:
                 count from then.
             escape_control_tokens: as in `encode_prompt`, for a text or messages.
             skip_special_tokens: special tokens have no text. False: stop strings are found in their text too.
+            content_after: stop strings count in the content only, not in the reasoning; this is what the
+                prompt has of the answer already: "<think>", a header of Harmony, or "". None: they count
+                everywhere.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
@@ -212,6 +214,7 @@ class EngineBase:
             share_answers=share_answers, prompt_logprobs=prompt_logprobs,
             prompt_logprobs_from=prompt_logprobs_from, client=client, received=received,
             escape_control_tokens=escape_control_tokens, skip_special_tokens=skip_special_tokens,
+            content_after=content_after,
         )[0]  # fmt: skip
 
     def submit_many(  # noqa: PLR0913
@@ -231,6 +234,7 @@ class EngineBase:
         received: float | None = None,
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
+        content_after: str | None = None,
     ) -> list[Request]:
         """`submit` of several prompts at once with the same arguments. keys: one for each prompt."""
         self._check_open()
@@ -248,7 +252,9 @@ class EngineBase:
         priority = check_integer("priority", priority, -(2**31), 2**31)
         requests = []
         each: Sequence[Any] = keys or [None] * len(prompts)
-        how = escape_control_tokens, skip_special_tokens
+        how = escape_control_tokens, skip_special_tokens, content_after
+        engine: Any = self
+        switch = engine.model.config.rope.switches_at
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
             request.num_prompt_logprobs = prompt_logprobs
@@ -259,7 +265,9 @@ class EngineBase:
             for answer in request.answers:
                 row = answer.row
                 row.priority = priority
-                row.salt = salt.encode("utf-8", "surrogatepass")
+                # Long factors of longrope have pages of their own. No text encodes to b"\xff".
+                side = b"\xff" if switch is not None and row.longest > switch else b""
+                row.salt = side + salt.encode("utf-8", "surrogatepass")
                 row.client = client
                 row.logprobs_from = logprobs_from if answer is request.answers[0] else None
                 row.share_answers = bool(share_answers)

@@ -1,6 +1,6 @@
 """Model families, one file each: config.json to `ModelConfig`, and names of tensors to leaves of parameters.
 
-In the order to read: `family` is what a file says of its family; `values` checks single values of config.json,
+In the order to read: `family` is what a file says of its family; `values` checks values of config.json,
 `rope_settings`, `layer_fields` and `sparse_layers` read what several families share; then one file for each
 family (`llama`, `mistral`, `qwen2`, `qwen3`, `qwen3_moe`, `smollm3`, `olmo2`, `olmo3`, `gemma2`, `gemma3`,
 `gemma4`, `phi3`, `bitnet`, `gpt_oss`; `hybrids` is what `qwen3_next` and `qwen3_5` share); `naming` makes the

@@ -4,6 +4,7 @@ values of earlier ones.
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,7 @@ def read(hf: Mapping, layers: int) -> dict[str, Any]:
         qk_norm=True,
         v_norm=True,
         post_norm=True,
+        norm_offset=0.0,
         embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
         query_pre_attn_scalar=1.0,
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
@@ -108,10 +110,10 @@ def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, 
         if get_boolean(hf, "attention_k_eq_v") and hf["num_global_key_value_heads"] is not None:
             full["num_key_value_heads"] = get_integer(hf, "num_global_key_value_heads")
         return {_SLIDING: of_model, _FULL: full}
-    overrides = get_object(hf, "per_layer_config")
+    overrides = _layer_overrides(hf, len(types))
     sizes: dict[str, dict[str, int]] = {}
     for i, kind in enumerate(types):
-        given = get_object(overrides, str(i))
+        given = overrides.get(i, {})
         if other := sorted(given.keys() - {*names}):
             raise InputError(f"per_layer_config of layer {i}: {format_value(other)} is not supported")
         own = {name: get_integer({**of_model, **given}, name) for name in names}
@@ -120,6 +122,18 @@ def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, 
                 f"per_layer_config: layers of {kind} must have the same sizes, and layer {i} differs"
             )
     return {_SLIDING: of_model} | sizes
+
+
+def _layer_overrides(hf: Mapping, layers: int) -> dict[int, Mapping]:
+    """`per_layer_config` by layer. transformers pads its keys with zeros to one width: "00" to "11"."""
+    given = get_object(hf, "per_layer_config")
+    found = {int(key): get_object(given, key) for key in given if re.fullmatch("[0-9]{1,9}", str(key))}
+    if len(found) < len(given) or max(found, default=0) >= layers:
+        raise InputError(
+            f"per_layer_config must have layers below {layers} as its keys, each once, got"
+            f" {format_value([*given])}"
+        )
+    return found
 
 
 def _rope(hf: Mapping, kind: str, sizes: dict[str, dict[str, int]]) -> RopeConfig:

@@ -34,6 +34,7 @@ def read(hf: Mapping, layers: int) -> dict[str, Any]:
         layer_windows=layer_windows({**hf, "use_sliding_window": True}, slides),
         qkv_bias=bias,
         o_bias=bias,
+        norm_offset=0.0,
         attention_sinks=True,
         layer_experts=(True,) * layers,
         norm_topk_prob=True,

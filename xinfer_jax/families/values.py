@@ -62,9 +62,7 @@ def get_object(hf: Mapping, name: str) -> Mapping:
     """Returns an object, empty where there is none."""
     value = {} if hf.get(name) is None else hf[name]
     if not isinstance(value, Mapping):
-        raise InputError(
-            f"config.json: the rope parameters in {name} must be an object, got {format_value(value)}"
-        )
+        raise InputError(f"config.json: {name} must be an object, got {format_value(value)}")
     return value
 
 

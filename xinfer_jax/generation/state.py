@@ -68,6 +68,10 @@ class RowProgress(NamedTuple):
     def active_B(self) -> Any:
         return ~self.finished_B & (self.length_B < self.limit_B)
 
+    def longest_B(self, position_B: Any) -> Any:
+        """int32 [B]: the prompt and the most tokens of the answer. position_B: as of `DecodeState`."""
+        return position_B - self.length_B + self.limit_B
+
 
 def new_state(
     key_B: jax.Array, sampling_B: SamplingConfig, limit_B: Any, context: Context, size: int

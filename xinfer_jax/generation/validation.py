@@ -236,6 +236,7 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
     """Raises ContextLengthError where prompt and answer exceed the model's context or the cache."""
     new = options.max_new_tokens
+    computed = longest + (new if new > 1 else 0)  # a single token comes from the prompt's own logits
     prefix_capacity = options.prefix.cache.capacity if options.prefix else None
     limits = (
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
@@ -245,7 +246,7 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
     is_dynamic = config.rope.rope_type == "dynamic"
     dynamic = " (rope type 'dynamic' changes its frequencies there)" if is_dynamic else ""
     for limit, name, remedy in limits:
-        if limit is not None and longest + new > limit:
+        if limit is not None and computed > limit:
             need = f"prompt of {longest} tokens + max_new_tokens {new}"
             raise ContextLengthError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
 

@@ -116,8 +116,8 @@ class Vocabulary:
         if matcher.get_error().startswith("NoExtension"):
             raise GrammarError(f"the {grammar.kind} grammar allows no text: loosen it")
         if matcher.is_error():
-            why = error_words(matcher.get_error())
-            raise GrammarError(f"the {grammar.kind} grammar is not served: {why}")
+            error = matcher.get_error()
+            raise GrammarError(f"{_failed_part(grammar, error)} is not served: {error_words(error)}")
         return matcher
 
     def reasoning_end(self, grammar: "Grammar", prompt: list[int]) -> "ReasoningEnd | None":
@@ -221,9 +221,23 @@ def _lark_text(grammar: "Grammar") -> str:
 
 
 def error_words(error: str) -> str:
-    """llguidance's words, without the grammar that it repeats and the place in it."""
-    text = re.split(r"\n\s*1 \| |\n<state>|\s*<backtrace>", error)[0]
-    return re.sub(r"^at \d+\(\d+\): ", "", text)
+    """llguidance's words, without the grammar and the expressions that it repeats and the place in them."""
+    text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
+    text = re.sub(
+        r"regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text, flags=re.DOTALL
+    )
+    text = re.sub(r":\s+\((And|SearchRegex) .*", "", text)
+    text = re.sub(r"Enable 'coerce_one_of' .*", "Give anyOf", text)
+    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
+
+
+def _failed_part(grammar: "Grammar", error: str) -> str:
+    """Which grammar an error is of, or which tool's schema: its rule has the tool's name in a comment."""
+    place = re.match(r"at (\d+)\(", error)
+    if grammar.kind != CALLS or place is None:
+        return f"the {grammar.kind} grammar"
+    line = _lark_text(grammar).split("\n")[int(place[1]) - 1]
+    return f"the schema of tool {line.rpartition(' // ')[2]!r}"
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:

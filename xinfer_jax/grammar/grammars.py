@@ -8,12 +8,12 @@ from typing import Any
 
 from ..checks import is_sequence
 from ..errors import InputError, format_value
+from ..tools.call_grammar import ESCAPES
 from .compiler import AUTO
 from .matcher import CompiledGrammar
+from .served_schemas import served_schema
 
 MAX_CHARACTERS = 2**18  # of a grammar; a schema of so many compiles for about two seconds
-# What a JSON Schema may say beside the standard, for llguidance: here no whitespace between tokens of JSON.
-_COMPACT = {"whitespace_flexible": False}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,31 +64,41 @@ class Grammar:
 
 
 def json_schema(
-    schema: Any, *, compact: bool = True, tokenizer: Any = None, reasoning_end: str | None = AUTO
+    schema: Any,
+    *,
+    compact: bool = True,
+    strict: bool = True,
+    tokenizer: Any = None,
+    reasoning_end: str | None = AUTO,
 ) -> Grammar:
     """A grammar of JSON values that are valid for a schema.
 
-    Source: JSON Schema, the keywords that llguidance implements; others are rejected by name.
+    Source: JSON Schema, the keywords that llguidance implements; others are rejected by name. Objects that
+    declare properties, and do not say whether there are others, have no others.
 
     Args:
         schema: a dict, JSON text, or a pydantic model (a class with `model_json_schema`).
         compact: no whitespace between the tokens of JSON. False: any whitespace, in which a model may wander.
+        strict: `uniqueItems` and formats that are not enforced are an error. False: they are left out.
         tokenizer, reasoning_end: as in `Grammar`.
 
     Raises:
-        InputError: not a schema, or one that is too large. Whether it is served is known when it is used.
+        InputError: not a schema, one that is too large, or that would allow answers that are not valid.
+            Whether it is served otherwise is known when it is used.
     """
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     try:
         value = json.loads(schema) if isinstance(schema, str) and len(schema) <= MAX_CHARACTERS else schema
-        if isinstance(value, Mapping) and compact:
-            value = {**value, "x-guidance": _COMPACT | dict(value.get("x-guidance") or {})}
         source = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"a JSON schema must be JSON, got {format_value(schema)}: {error}") from error
     if not isinstance(value, Mapping | bool | str):
         raise InputError(f"a JSON schema must be an object, true or false, got {format_value(schema)}")
+    if value and not isinstance(value, str) and len(source) <= MAX_CHARACTERS:
+        served = served_schema({} if value is True else json.loads(source), strict)
+        options = ESCAPES | ({"whitespace_flexible": False} if compact else {})
+        source = json.dumps(served | {"x-guidance": options}, ensure_ascii=False)
     return Grammar("json", source, tokenizer, reasoning_end)
 
 

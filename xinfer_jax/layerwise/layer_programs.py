@@ -40,7 +40,8 @@ def _embed(params, config, inputs, args, lengths, capacity):
     """What the first layer takes of `inputs(lengths, *args)`, and the lengths of the cache after them."""
     tokens_BT, num_tokens_B, lengths = inputs(lengths, *args)
     start_B = None if lengths is None else lengths.length_B
-    x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B)
+    longest_B = None if lengths is None else lengths.longest_B
+    x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B, longest_B)
     if lengths is not None:
         lengths = increase_length(lengths, num_tokens_B, capacity)
     return x_BTD, positions, lengths

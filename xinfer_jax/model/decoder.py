@@ -89,7 +89,8 @@ def hidden_states(
         check_append(cache, T)
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = None if cache is None else cache.length_B
-    x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B, inputs_BTD)
+    longest_B = None if cache is None else cache.longest_B
+    x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B, longest_B, inputs_BTD)
     layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
     kinds = layer_kinds(config)
     x_BTD, layers = run_layers(
@@ -105,14 +106,17 @@ def embed_inputs(
     tokens_BT: Any,
     start_B: Any,
     num_tokens_B: Any,
+    longest_B: Any = None,
     inputs_BTD: Any = None,
 ) -> tuple[jax.Array, Positions]:
-    """The input of the first layer, [B, T, D], and its positions. Arguments as in `hidden_states`."""
+    """The input of the first layer, [B, T, D], and its positions. Arguments as in `hidden_states`, and
+    `KVCache.longest_B`.
+    """
     B, T = tokens_BT.shape
     from_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
-    # With a cache no row becomes so long that its frequencies change: `init_cache` rejects that. Draft tokens
-    # beyond its end are dropped and must not change the frequencies of the tokens before them.
-    length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B)
+    # With a cache a row's frequencies never change: `init_cache` rejects that, or rows say how long they may
+    # become. Draft tokens beyond a row's end are dropped and must not change those of the tokens before them.
+    length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B) if longest_B is None else longest_B
     angles = rotary_angles(config, from_B[:, None] + jnp.arange(T), length_B)
     dtype = activation_dtype(params)
     if inputs_BTD is None:

@@ -42,7 +42,7 @@ def mixture_of_experts(
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
-        routed_BTD: the router's input before a norm with the weight scale / sqrt(D); None: x.
+        routed_BTD: the router's input before a norm with the weight scale, divided by sqrt(D); None: x.
 
     Returns:
         [B, T, D] in the dtype of x.
@@ -54,8 +54,8 @@ def mixture_of_experts(
     router = layer["router"]
     routed_MD = x_MD
     if routed_BTD is not None:
-        gain_D = router["scale"] * x_MD.shape[1] ** -0.5
-        routed_MD = rms_norm(routed_BTD.reshape(x_MD.shape), gain_D, config.rms_norm_eps)
+        routed_MD = rms_norm(routed_BTD.reshape(x_MD.shape), router["scale"], config.rms_norm_eps)
+        routed_MD = routed_MD * x_MD.shape[1] ** -0.5
     score_MX = linear(routed_MD, router, jnp.float32)
     U = config.num_experts_per_tok
     if config.norm_topk_prob:  # softmax, divided by the sum of those that are chosen

@@ -26,7 +26,7 @@ class Norm(NamedTuple):
 
     weight: Any  # [I]
     eps: float
-    offset: float
+    offset: float | None  # as in `rms_norm`; kernels always multiply in float32
 
 
 class Operands(NamedTuple):

@@ -38,15 +38,16 @@ def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
 
 
 def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, mean: jax.Array | None = None
+    x: jax.Array, weight: jax.Array, eps: float, offset: float | None = None, mean: jax.Array | None = None
 ) -> jax.Array:
-    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D]. mean: the mean
-    of squares, [..., 1], where x has only a part of the features.
+    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D] in float32. No
+    offset: it is rounded to the dtype of x, and then multiplied by the weight. mean: the mean of squares,
+    [..., 1], where x has only a part of the features.
     """
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(x32), -1, keepdims=True) if mean is None else mean
     x32 = x32 * lax.rsqrt(mean + eps)
-    if offset:  # in float32: the sum does not fit 16 bits exactly
+    if offset is not None:
         return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return (weight * x32.astype(x.dtype)).astype(x.dtype)
 
@@ -128,7 +129,7 @@ def products(  # noqa: PLR0913
         A result for each leaf; one with an activation.
     """
     dtype = dtype or x.dtype
-    weight, eps, offset = before or Norm(None, 0.0, 0.0)
+    weight, eps, offset = before or Norm(None, 0.0, None)
 
     def plain(operands: Operands) -> list[jax.Array]:
         x, leaves, weight, residual = operands
@@ -144,7 +145,7 @@ def products(  # noqa: PLR0913
         return plain(operands)
     chosen = select_product(impl, operands, activation).impl
     if chosen != "xla":
-        options = dict(eps=eps, offset=offset, activation=activation, dtype=dtype)
+        options = dict(eps=eps, offset=offset or 0.0, activation=activation, dtype=dtype)
         platform = platform_of(chosen, impl)
         return by_kernel(plain, operands, chosen, platform, **options)
     if weight is None and len(leaves) == 1:

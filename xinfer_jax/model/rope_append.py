@@ -46,7 +46,7 @@ def rotate_and_append(  # noqa: PLR0913
     if norms is not None and chosen not in _TPU_IMPLS:
         qkv = _norm(qkv, norms)
         norms = None
-    weights, eps, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.eps, norms.offset)
+    weights, eps, offset = (None, 0.0, None) if norms is None else (norms[:2], norms.eps, norms.offset)
     operands = (qkv, weights, angles, kv, start_B, num_tokens_B)
     if chosen == "xla":
         return _plain(*operands, eps, offset)
@@ -78,7 +78,7 @@ def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     return kernels_pallas.select("rope_append", impl, q_BTNH, k, v).impl
 
 
-def _head_norms(weights: Any, eps: float, offset: float) -> HeadNorms | None:
+def _head_norms(weights: Any, eps: float, offset: float | None) -> HeadNorms | None:
     return None if weights is None else HeadNorms(weights[0], weights[1], eps, offset)
 
 

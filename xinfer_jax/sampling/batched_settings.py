@@ -11,7 +11,14 @@ import numpy as np
 from ..checks import is_traced
 from ..errors import InputError, format_value
 from .biases import bad_word_rows, bias_rows
-from .sampling_config import INTEGER_SETTINGS, NUMBER_SETTINGS, OPTIONAL_SETTINGS, SamplingConfig
+from .sampling_config import (
+    INTEGER_SETTINGS,
+    NUMBER_SETTINGS,
+    OPTIONAL_SETTINGS,
+    PLAIN_SETTINGS,
+    SamplingConfig,
+    is_unset,
+)
 
 
 def settings_per_row(
@@ -23,7 +30,7 @@ def settings_per_row(
     """Returns settings as arrays [B]: int32 where they count tokens, else float32.
 
     The result has one of two tree structures, so that few programs serve all requests. Plain: the first four
-    settings, and None for the others, where no row uses another. Else all settings: biases, allowed and
+    settings, where no row uses another. Else all settings: biases, allowed and
     forbidden ids become one `logit_bias` [B, V]; `bad_words_ids` becomes int32 [B, W, L], each sequence at
     the end of its L places, the others -1.
 
@@ -52,7 +59,7 @@ def settings_per_row(
     has_ids = any(part is not None for parts in [*ids, words] for part in parts)
     is_off = (_is_off(values[name], off) for name, off in OPTIONAL_SETTINGS.items())
     if not all_settings and not has_ids and all(is_off):
-        return SamplingConfig(**values | dict.fromkeys(OPTIONAL_SETTINGS))
+        return SamplingConfig(**{name: values[name] for name in PLAIN_SETTINGS})
     bias_BV = bias_rows(ids, batch, vocab_size)
     words_BWL = bad_word_rows(words, batch, vocab_size)
     return SamplingConfig(**values, logit_bias=bias_BV, bad_words_ids=words_BWL)
@@ -60,7 +67,7 @@ def settings_per_row(
 
 def has_all_settings(sampling_B: SamplingConfig) -> bool:
     """Whether settings from `settings_per_row` have the structure with all settings."""
-    return sampling_B.min_p is not None
+    return not is_unset(sampling_B.min_p)
 
 
 def takes_most_likely(sampling_B: SamplingConfig) -> bool:
@@ -81,7 +88,7 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
         sampling_B: from `settings_per_row`.
         rows_B: bool.
     """
-    names = [name for name in NUMBER_SETTINGS if getattr(sampling_B, name) is not None]
+    names = NUMBER_SETTINGS if has_all_settings(sampling_B) else PLAIN_SETTINGS
     selected = {
         name: jnp.where(rows_B, getattr(sampling_B, name), getattr(SamplingConfig, name)) for name in names
     }

@@ -12,16 +12,24 @@ from ..errors import InputError, format_value
 from .biases import check_bad_words, check_id_lists, is_bad_word_rows
 
 
-@jax.tree_util.register_dataclass
+class _UnsetFloat(float):
+    """The value of a setting that is not set."""
+
+
+class _UnsetInteger(int):
+    """The same of a whole number."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How to sample a token; numbers, or arrays [B] with one setting per row.
+    """How to sample a token; numbers, or arrays [B] with one setting per row. A pytree of those that are set:
+    under `jit` another set of them is another program.
 
     Settings that no row uses cost nothing. The first four settings are the plain ones. The first call with
     any other setting compiles a second program, which serves them all.
 
     Attributes:
-        temperature: logits are divided by it; 0: the most likely token.
+        temperature: logits are divided by it; 0: the most likely token; at most 1000.
         top_k: only the k most likely tokens; 0: all.
         top_p: only the most likely tokens that together reach this probability; above 0, 1: all.
         repetition_penalty: above 1: tokens of the prompt and the answer become less likely (CTRL, Keskar et
@@ -40,16 +48,16 @@ class SamplingConfig:
             id alone has no effect, as in transformers; None: none.
     """
 
-    temperature: Any = 0.0
-    top_k: Any = 0
-    top_p: Any = 1.0
-    repetition_penalty: Any = 1.0
-    min_p: Any = 0.0
-    typical_p: Any = 1.0
-    presence_penalty: Any = 0.0
-    frequency_penalty: Any = 0.0
-    no_repeat_ngram_size: Any = 0
-    min_new_tokens: Any = 0
+    temperature: Any = _UnsetFloat(0)
+    top_k: Any = _UnsetInteger(0)
+    top_p: Any = _UnsetFloat(1)
+    repetition_penalty: Any = _UnsetFloat(1)
+    min_p: Any = _UnsetFloat(0)
+    typical_p: Any = _UnsetFloat(1)
+    presence_penalty: Any = _UnsetFloat(0)
+    frequency_penalty: Any = _UnsetFloat(0)
+    no_repeat_ngram_size: Any = _UnsetInteger(0)
+    min_new_tokens: Any = _UnsetInteger(0)
     logit_bias: Any = None
     allowed_token_ids: Sequence[int] | None = None
     forbidden_token_ids: Sequence[int] | None = None
@@ -77,8 +85,7 @@ class SamplingConfig:
         """
         for name, (is_valid, valid_range) in NUMBER_SETTINGS.items():
             value = getattr(self, name)
-            # The default itself, or None as in plain settings from `settings_per_row`: nothing to check.
-            if value is getattr(SamplingConfig, name) or (value is None and name not in _PLAIN_SETTINGS):
+            if is_unset(value) or (value is None and name not in PLAIN_SETTINGS):
                 continue
             array = number_array(value)
             if array is None or not is_traced(array) and not _is_valid_array(array, is_valid):
@@ -89,11 +96,40 @@ class SamplingConfig:
         return self
 
 
+def is_unset(value: Any) -> bool:
+    """Whether it is the default of a setting that is a number."""
+    return isinstance(value, _UnsetFloat | _UnsetInteger)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingConfig))
+
+
+def _flatten(sampling: SamplingConfig) -> tuple[list[tuple[Any, Any]], None]:
+    """What is set by its name, and None in place of the rest."""
+    values = ((name, getattr(sampling, name)) for name in _FIELDS)
+    return [(jax.tree_util.GetAttrKey(n), None if is_unset(value) else value) for n, value in values], None
+
+
+def _unflatten(_: None, values: Sequence[Any]) -> SamplingConfig:
+    given = zip(_FIELDS, values, strict=True)
+    return SamplingConfig(**{name: value for name, value in given if value is not None})
+
+
+jax.tree_util.register_pytree_with_keys(SamplingConfig, _flatten, _unflatten)
+
+
 def _is_valid_array(array: np.ndarray, is_valid: Callable) -> bool:
     """Whether it is one number or one per row, all finite in float32 and valid."""
     with np.errstate(over="ignore"):
         finite = np.all(np.isfinite(array.astype(np.float32)))
     return array.ndim <= 1 and array.size > 0 and bool(finite and np.all(is_valid(array)))
+
+
+def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig], row: int = 0) -> int:
+    """`min_new_tokens` of a row of checked settings: one for all rows, or one per row."""
+    settings = sampling if isinstance(sampling, SamplingConfig) else sampling[row]
+    values = np.ravel(0 if settings.min_new_tokens is None else settings.min_new_tokens)
+    return int(values[row if values.size > 1 else 0])
 
 
 def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
@@ -128,7 +164,7 @@ _MASS = (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)")
 _PENALTY = (lambda x: np.abs(x) <= 1e30, "a finite number (0: off), at most 1e30")
 # For each the check of its values, and the valid range for errors. The field's default means "off".
 NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(
-    temperature=(lambda x: x >= 0, "0 (greedy) or above"),
+    temperature=(lambda x: (x >= 0) & (x <= 1000), "from 0 (greedy) to 1000"),
     top_k=_COUNT,
     top_p=_MASS,
     repetition_penalty=(lambda x: (x >= 1e-6) & (x <= 1e6), "above 0 (1: off), from 1e-6 to 1e6"),
@@ -139,12 +175,12 @@ NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(
     no_repeat_ngram_size=_COUNT,
     min_new_tokens=_COUNT,
 )
-_PLAIN_SETTINGS = ("temperature", "top_k", "top_p", "repetition_penalty")
+PLAIN_SETTINGS = ("temperature", "top_k", "top_p", "repetition_penalty")
 _NOT_IN_TRANSFORMERS = ("presence_penalty", "frequency_penalty")  # fields of OpenAI's API only
 INTEGER_SETTINGS = {name for name, setting in NUMBER_SETTINGS.items() if setting is _COUNT}
 # The settings that are not plain, with the values at which they do nothing.
 OPTIONAL_SETTINGS: dict[str, float] = {
-    name: getattr(SamplingConfig, name) for name in NUMBER_SETTINGS if name not in _PLAIN_SETTINGS
+    name: getattr(SamplingConfig, name) for name in NUMBER_SETTINGS if name not in PLAIN_SETTINGS
 }
 
 
@@ -206,7 +242,7 @@ def _generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]
         if value is not None and value not in neutral:
             raise InputError(
                 f"generation_config.json asks for {name}={format_value(value)}, which is not supported:"
-                " ignore that file or remove the setting"
+                " ignore that file (--nogeneration_config), or remove the setting"
             )
     given = {name: generation_config.get(name) for name in _GENERATION_SETTINGS}
     given["bad_words_ids"] = generation_config.get("bad_words_ids") or None

@@ -2,7 +2,7 @@
 
 Read the files in this order:
 - `server_settings`: the arguments of a server; `api_errors`: errors as responses; `metrics`: Prometheus.
-- `page` joins page.html, page.css, markdown.js, client.js and page.js to the chat page at `/`.
+- `page` joins page.html, page.css, markdown.js, client.js, history.js and page.js to the chat page at `/`.
 - `ip_addresses` finds the client behind a proxy; `connections` limits open and idle connections.
 - `admission` limits what clients have in flight; `request_body` receives a body and checks its size before
   it is parsed; `worker_pool` runs slow work in threads.
@@ -49,5 +49,8 @@ has the list of fields.
   never ends would block all programs of a decode process, so the row is used only once its pages are there.
 - Pages that decoding wrote do not go back between processes: `share_answers` finds pages of prompts only.
 - The page runs only its own script, by hash. An answer's Markdown becomes text nodes, never HTML. The browser
-  tab stores the conversation, but not the key.
+  stores the conversations, but not the key. Each has an entry of its own, so that tabs do not overwrite
+  another's; a turn that is changed begins another conversation.
+- Waits are bounded by `asyncio.timeout`: `asyncio.wait_for` may swallow a cancellation on Python 3.11, and
+  then the answer of a client that has disconnected runs on.
 """

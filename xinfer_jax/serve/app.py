@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
+from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
 from .api_errors import APIError
 from .connections import Connection, Server
@@ -102,13 +103,35 @@ class _InfoEndpoints:
         return JSONResponse(names | dict(chat_template=tokenizer.chat_template))
 
     def _model_card(self) -> dict[str, Any]:
-        card = dict(id=self._service.settings.name, object="model", created=0, owned_by="xinfer_jax")
-        return card | dict(max_model_len=self._service.max_model_len)
+        service = self._service
+        card = dict(id=service.settings.name, object="model", created=0, owned_by="xinfer_jax")
+        card |= dict(max_model_len=service.max_model_len)
+        if service.model is not None:
+            card |= dict(
+                about=service.model.about, description=_describe(service.settings.model, service.model)
+            )
+        return card
 
     def _model(self) -> Any:
         if self._service.model is None:
             raise APIError(503, self._service.unavailable_reason())
         return self._service.model
+
+
+def _describe(name: str, model: Model) -> str:
+    """What a model is good for, in a sentence or two. name: that it was loaded by."""
+    if name == "bundled":
+        return (
+            "It knows the capitals of countries and a little small talk, and nothing else:"
+            " --model serves another one."
+        )
+    tokenizer = model.tokenizer
+    template = tokenizer.chat_template if tokenizer else None
+    if not tokenizer or not template:
+        return "It continues texts: it has no chat template, so it was not trained to answer questions."
+    tools = " Programs can give it functions to call." if tokenizer.template_tools.used else ""
+    thinks = " It can think before it answers." if "<think>" in template or "<|channel|>" in template else ""
+    return f"It answers questions and takes part in conversations.{thinks}{tools}"
 
 
 class _RequestGuard:

@@ -1,7 +1,9 @@
 """The chunks of a streamed response: what is new of each answer."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..api.bodies import ParsedBody
@@ -12,6 +14,7 @@ from ..api.responses import (
     chat_finish_reason,
     echo_entries,
     format_logprobs,
+    usage_counts,
 )
 from ..api.token_texts import TokenTextDecoder, prompt_text
 from ..checkpoint.tokenizer import Tokenizer
@@ -46,6 +49,13 @@ class ChoiceStream:
         """Whether `next_choice` may return something. This check is much faster."""
         answer = self._answer
         return not self.ended and (answer.finish_reason is not None or len(answer.tokens) > self._num_tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the usage so far: those that were sent; at the end the EOS too."""
+        if not self._parsed.max_tokens:
+            return 0
+        return len(self._answer.logprobs) if self.ended else self._num_tokens
 
     def check(self) -> None:
         """Calls `check_answer`."""
@@ -100,7 +110,9 @@ class ChoiceStream:
         choice: dict[str, Any] = dict(index=self._index)
         choice["finish_reason"] = FINISH_REASONS.get(reason, reason) if ended else None
         if self._parsed.kind == "chat":
-            choice["delta"] = _delta_fields(self._parser.push(text, ended))
+            delta = self._parser.push(text, ended)
+            reasoning = delta.reasoning if self._parsed.include_reasoning else ""
+            choice["delta"] = _delta_fields(dataclasses.replace(delta, reasoning=reasoning))
             if ended:
                 choice["finish_reason"] = chat_finish_reason(choice["finish_reason"], self._parser)
         else:
@@ -134,6 +146,7 @@ async def stream_chunks(
     tokenizer: Tokenizer,
     usage: Callable[[], dict[str, Any]] | None,
     head: dict[str, Any],
+    continuous_usage: bool = False,
 ) -> AsyncIterator[dict[str, Any] | None]:
     """Yields the chunks of a stream, and None whenever nothing is new for a while.
 
@@ -143,6 +156,7 @@ async def stream_chunks(
         tokenizer: the model's.
         usage: called at the end, for a last chunk with the usage; None: no such chunk.
         head: id, created, model, seed.
+        continuous_usage: each chunk has the usage so far: all tokens that were sent.
 
     Raises:
         APIError: the deadline passed before an answer had a token.
@@ -151,10 +165,11 @@ async def stream_chunks(
     head = dict(head, object="chat.completion.chunk" if chat else "text_completion")
     answers = [answer for request in requests for answer in request.answers]
     streams = [ChoiceStream(i, answer, parsed, tokenizer) for i, answer in enumerate(answers)]
+    num_tokens = 0  # sent so far
+    chunk = partial(_chunk, parsed if continuous_usage else None, head)
     if chat:
         for index in range(len(answers)):
-            first = dict(index=index, finish_reason=None, delta=dict(role="assistant", content=""))
-            yield dict(head, choices=[first])
+            yield chunk(dict(index=index, finish_reason=None, delta=dict(role="assistant", content="")), 0)
     async for updated in request_updates(requests, _QUIET_SECONDS):
         if not updated:
             yield None
@@ -162,15 +177,27 @@ async def stream_chunks(
             more = True
             while more:
                 stream.check()
+                num_tokens -= stream.num_sampled
                 choice, more = stream.next_choice()
+                num_tokens += stream.num_sampled
                 if choice:
-                    yield dict(head, choices=[choice])
+                    yield chunk(choice, num_tokens)
                     await asyncio.sleep(0)  # lets other tasks run: there may be a thousand answers
         streams = [stream for stream in streams if not stream.ended]
         if not streams:
             break
     if usage is not None:
         yield dict(head, choices=[], usage=usage())
+
+
+def _chunk(
+    parsed: ParsedBody | None, head: dict[str, Any], choice: dict[str, Any], num_tokens: int
+) -> dict[str, Any]:
+    """A chunk with one choice. parsed: of a request whose chunks have the usage so far; None: they do not."""
+    found = dict(head, choices=[choice])
+    if parsed is not None:
+        found["usage"] = usage_counts(sum(map(len, parsed.prompts)), num_tokens)
+    return found
 
 
 def check_answer(answer: Answer) -> None:

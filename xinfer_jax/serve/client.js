@@ -2,6 +2,8 @@
 
 class PageError extends Error {}
 
+const NUMBERS = { temperature: "temperature", top_p: "top_p", most: "max_tokens", seed: "seed" }; // id: field
+
 // Returns a response that is ok. If the key is missing or wrong, asks the user for one and tries again.
 async function request(path, body, signal) {
   for (let tried = false; ; tried = true) {
@@ -40,10 +42,12 @@ function promptForKey(wrong) {
 
 // Gets the model's name, and whether it has a chat template.
 async function fetchModelInfo() {
-  model = (await (await request("v1/models")).json()).data[0].id;
+  const [card] = (await (await request("v1/models")).json()).data;
+  model = card.id;
   $("model").textContent = document.title = model;
   plain = (await (await request("tokenizer_info")).json()).chat_template === null;
   showModelKind();
+  showWelcome(card);
 }
 
 // Repeats `fetchModelInfo` until the model is loaded.
@@ -82,8 +86,8 @@ async function* readEvents(response) {
 }
 
 function requestBody(exchange) {
-  const system = $("system").value.trim(), temperature = $("temperature").value, most = $("most").value;
-  const body = { model, stream: true, stream_options: { include_usage: true } };
+  const system = $("system").value.trim(), stop = $("stops").value.split("\n").filter((text) => text);
+  const body = { model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   if (plain) Object.assign(body, { prompt: exchange.ask + exchange.text, max_tokens: PLAIN_TOKENS });
   else {
     const answered = conversation.slice(0, conversation.indexOf(exchange)).filter((earlier) => earlier.text);
@@ -93,8 +97,8 @@ function requestBody(exchange) {
     }
     body.messages.push({ role: "user", content: exchange.ask });
   }
-  if (temperature !== "") body.temperature = Number(temperature);
-  if (most !== "") body.max_tokens = Number(most);
+  for (const [id, name] of Object.entries(NUMBERS)) if ($(id).value !== "") body[name] = Number($(id).value);
+  if (stop.length) body.stop = stop.map((text) => text.replaceAll("\\n", "\n"));
   return JSON.stringify(body);
 }
 

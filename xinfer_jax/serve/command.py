@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..cli.answer_flags import define_engine, define_model, define_sampling
+from ..cli.answer_flags import TEMPERATURE, define_engine, define_model, define_sampling
 from ..cli.channel import listen
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, run_and_exit
@@ -38,6 +38,7 @@ _MAX_CONNECTIONS = 2048  # by default
 _RESERVED_FILES = 64  # for everything other than connections
 _CLOSE_SECONDS = 3.0  # for closing, after the grace time
 
+PARSER.group = "address, keys and name"
 PARSER.add_text(
     "host", "Address to listen on; one that other machines can reach needs a key. Default: 127.0.0.1."
 )
@@ -54,11 +55,20 @@ PARSER.add_texts(
     "give an origin",
 )
 define_model(PARSER)
-PARSER.add_number("temperature", "Default: the checkpoint's.", lambda x: 0 <= x < 3.4e38, "of 0 or above")
+PARSER.group = "sampling"
+PARSER.add_number("temperature", "Default: the checkpoint's.", *TEMPERATURE)
+PARSER.add_integer(
+    "seed", "Seed for requests without one. Default: drawn at the start, and logged.", most=2**32 - 1
+)
 define_sampling(PARSER)
+PARSER.group = "answers"
 PARSER.add_integer("max_tokens", "Maximum tokens of a chat answer without max_tokens.", default=4096, least=1)
+PARSER.add_switch("stop_in_reasoning", "Stop strings of chats end the reasoning too, not the content alone.")
+PARSER.add_switch("escape_control_tokens", "The text of messages never becomes a control token.", True)
+PARSER.add_switch("share_prefixes", "Keys share prefix pages: cached_tokens may reveal another's prompt.")
 define_engine(PARSER)
 define_processes(PARSER)
+PARSER.group = "prefill and decode in processes of their own"
 PARSER.add_text(
     "peers",
     "HOST:PORT where prefill and decode processes connect; this process then has no weights and no engine.",
@@ -66,6 +76,7 @@ PARSER.add_text(
 )
 PARSER.add_choice("role", "prefill or decode: serve no HTTP, but the process at --peer.", "prefill", "decode")
 PARSER.add_text("peer", "With --role: HOST:PORT of the --peers of the front process.", empty="give HOST:PORT")
+PARSER.group = "limits"
 PARSER.add_integer("max_waiting", "Answers that may wait for a slot; more get 429.", default=1024)
 PARSER.add_integer(
     "max_waiting_per_client", "Answers of one key or address that may be in flight.", default=256, least=1
@@ -99,17 +110,13 @@ PARSER.add_texts(
 PARSER.add_number(
     "deadline", "Seconds after which an answer ends unfinished; 0: never.", lambda x: x >= 0, "from 0 on", 0.0
 )
+PARSER.group = "start, log and end"
+PARSER.add_switch("warm_up", "Compile all programs before the first request, not beside it.")
+PARSER.add_switch("log_prompts", "Log the token ids of prompts, too.")
 PARSER.add_integer("grace", "Seconds that running answers have to end after SIGTERM or Ctrl-C.", default=30)
 PARSER.add_integer(
     "stuck_seconds", "Seconds without progress after which /health answers 503.", default=120, least=1
 )
-PARSER.add_integer(
-    "seed", "Seed for requests without one. Default: drawn at the start, and logged.", most=2**32 - 1
-)
-PARSER.add_switch("warm_up", "Compile all programs before the first request, not beside it.")
-PARSER.add_switch("log_prompts", "Log the token ids of prompts, too.")
-PARSER.add_switch("share_prefixes", "Keys share prefix pages: cached_tokens may reveal another's prompt.")
-PARSER.add_switch("escape_control_tokens", "The text of messages never becomes a control token.", True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -163,7 +170,7 @@ def _run(argv: Sequence[str]) -> int:
         max_body_bytes=flags.max_body_bytes, share_prefixes=flags.share_prefixes,
         deadline=flags.deadline, grace=flags.grace,
         stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens,
-        log_prompts=flags.log_prompts,
+        log_prompts=flags.log_prompts, stop_in_reasoning=flags.stop_in_reasoning,
         shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy),
@@ -258,7 +265,6 @@ def _load(service: Any, flags: Any, peers: tuple[Any, ...], failed: list[BaseExc
         else:
             model = _load_model(flags)
         service.start(model, GenerateOptions(flags.max_tokens, sampling_from_flags(flags, model)), engine)
-        _log(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:
         service.load_error = format_message(error) or type(error).__name__
         failed.append(error)
@@ -286,13 +292,20 @@ async def _serve(
     server: Any, service: Any, listening: socket.socket, stop: SignalEvent, failed: list[Any]
 ) -> None:
     """Serves until a signal comes, or loading the model fails."""
+    settings = service.settings
     address, port = listening.getsockname()[:2]
-    _log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # one that can be opened
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+    _log(f"loading {settings.model}: {url}/health says when it can answer")
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    loading = True
     while not (stop.is_set() or failed or serving.done()):
         await asyncio.sleep(0.05)
+        if loading and service.engine is not None:
+            loading = False
+            _log(f"{settings.name} is ready (seed {settings.seed}), listening on {url}")
     if stop.is_set():
-        _log(f"shutting down: running answers have {service.settings.grace} s to end")
+        _log(f"shutting down: running answers have {settings.grace} s to end")
     service.closing = True
     server.should_exit = True
     await serving

@@ -4,15 +4,15 @@ disconnected client is noticed at once.
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import format_message
+from ..formatting import json_line
 
 _SLICE_BYTES = 2**16  # of a body that are sent at a time; the client must read each within the stall time
 
@@ -38,11 +38,15 @@ class _TimedResponse(Response):
 
     async def _send_start(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await asyncio.wait_for(send(start), self._stall_seconds)
+        await self._send(send, start)
 
     async def _send_part(self, send: Send, data: bytes, more: bool = True) -> None:
         message = {"type": "http.response.body", "body": data, "more_body": more}
-        await asyncio.wait_for(send(message), self._stall_seconds)
+        await self._send(send, message)
+
+    async def _send(self, send: Send, message: Message) -> None:
+        async with asyncio.timeout(self._stall_seconds):
+            await send(message)
 
     async def _write(self, send: Send) -> None:
         raise NotImplementedError
@@ -118,5 +122,4 @@ async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive)
 
 
 def _encode_event(value: dict[str, Any]) -> bytes:
-    data = json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
-    return b"data: " + data + b"\n\n"
+    return b"data: " + json_line(value).encode("utf-8", "replace") + b"\n\n"

@@ -199,7 +199,8 @@ def _arguments(request: Request) -> dict[str, Any]:
     fields = ("priority", "client", "share_answers")
     return dict(
         ids=list(request.ids), options=options, key=call.key, number=request.number, live=request.live,
-        skip_special_tokens=request.skip_special_tokens, prompt_logprobs=request.num_prompt_logprobs,
+        text=dict(skip_special_tokens=request.skip_special_tokens, content_after=request.content_after),
+        prompt_logprobs=request.num_prompt_logprobs,
         seconds=None if left == float("inf") else max(left, 0.001), salt=row.salt.hex(),
         logprobs_from=row.logprobs_from, row={name: getattr(row, name) for name in fields},
     )  # fmt: skip

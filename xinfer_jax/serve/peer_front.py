@@ -80,7 +80,7 @@ class PeerEngines(PeerDispatch, WaitsOnCondition, EngineBase):
         return min((peer.about["room"] for peer in list(self.peers)), default=self._about["room"])
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("switches_at", "guesses", "weight_bytes", "cache_bytes"):
+        if name not in ("guesses", "weight_bytes", "cache_bytes"):
             raise AttributeError(name)
         return self._about[name]
 

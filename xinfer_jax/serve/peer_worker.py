@@ -147,10 +147,10 @@ class PeerWorker:
 
     def _make_request(self, ticket: int, args: dict[str, Any], numbers: list[int]) -> Request:
         """A request with the answers of these numbers only."""
-        request = make_request(self._engine, args["ids"], args["options"], args["key"], args["number"])
+        what = (args[name] for name in ("ids", "options", "key", "number"))
+        request = make_request(self._engine, *what, **args["text"])
         request.answers = [request.answers[j] for j in numbers]
         request.live = args["live"]
-        request.skip_special_tokens = args["skip_special_tokens"]
         request.num_prompt_logprobs = args["prompt_logprobs"]
         if args["seconds"] is not None:
             request.deadline = request.submitted + args["seconds"]
@@ -365,7 +365,7 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         cache_dtype=engine._core.shape.cache_dtype, page_bytes=engine._core.shape.page_bytes,
         devices=mesh.size if mesh else 1,
     )  # fmt: skip
-    own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "switches_at", "guesses")}
+    own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "guesses")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
     about = dict(role=engine.role, name=f"{engine.role} process {os.getpid()} ({host})")
     return about | own | sizes | dict(same={name: str(value) for name, value in same.items()})

@@ -30,6 +30,7 @@ class ServerSettings:
         share_prefixes: clients with different keys share prefix pages.
         max_connections, max_connections_per_address: open connections.
         trusted_proxies: addresses or networks whose `X-Forwarded-For` names the client.
+        stop_in_reasoning: stop strings of chats count in the reasoning, too.
         stall_seconds: a client that reads nothing for so long is disconnected.
     """
 
@@ -55,4 +56,5 @@ class ServerSettings:
     max_connections: int = 512
     max_connections_per_address: int = 256
     trusted_proxies: tuple[str, ...] = ()
+    stop_in_reasoning: bool = False
     stall_seconds: float = 30.0

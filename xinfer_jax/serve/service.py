@@ -5,7 +5,7 @@ import hmac
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import Response
 
-from ..api.bodies import ParsedBody, parse_request_body
+from ..api.bodies import ParsedBody, StreamOptions, parse_request_body, pop_stream_options
 from ..api.fields import BodyError, with_field_names
 from ..api.grammar_fields import grammar_field
 from ..checkpoint.conversation import prompt_ids
@@ -137,13 +137,13 @@ class Service:
         settings = self.settings
         client = served.reservation.client
         submit = partial(self._submit, served, kind, data)
-        parsed, streamed, with_usage = await self.workers.run(client, is_large(data), submit)
+        parsed, stream = await self.workers.run(client, is_large(data), submit)
         requests = served.requests
         head: dict[str, Any] = dict(created=int(time.time()), model=settings.name, seed=parsed.seed)
         head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
-        if streamed:
-            usage = partial(usage_with_cached, parsed, requests) if with_usage else None
-            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head)
+        if stream.streamed:
+            usage = partial(usage_with_cached, parsed, requests) if stream.usage else None
+            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, stream.continuous_usage)
             return EventStream(chunks, served.finish, settings.stall_seconds)
         await _wait_until_ended(requests)
         format_response = partial(self._format, parsed, served, head)
@@ -151,17 +151,15 @@ class Service:
         body = await self.workers.run(client, large, format_response)
         return JSONBodyResponse(body, served.finish, settings.stall_seconds)
 
-    def _submit(self, served: ServedRequest, kind: str, data: list[bytes]) -> tuple[ParsedBody, bool, bool]:
-        """Parses the body and submits it to the engine. Runs in a thread.
-
-        Returns:
-            The body; whether to stream; whether the stream ends with the usage.
-        """
+    def _submit(
+        self, served: ServedRequest, kind: str, data: list[bytes]
+    ) -> tuple[ParsedBody, StreamOptions]:
+        """Parses the body and submits it to the engine. Runs in a thread."""
         assert self.engine is not None
         reservation = served.reservation
         settings = self.settings
         body = self.load_body(data)
-        parsed, streamed, with_usage = self._parse(kind, body, reservation)
+        parsed, stream = self._parse(kind, body, reservation)
         if parsed.seed is None:
             parsed.seed = _derive_seed(settings.seed, served.number)
         parsed.call_prefix = f"call_{served.request_id}_{served.number}"
@@ -180,7 +178,7 @@ class Service:
         except GrammarError as error:
             raise BodyError(grammar_field(body), error) from error
         served.set_submitted(parsed, requests)
-        return parsed, streamed, with_usage
+        return parsed, stream
 
     def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
         """The JSON object of a body. Empties `data`, so that the bytes are freed."""
@@ -224,36 +222,24 @@ class Service:
 
     def _parse(
         self, kind: str, body: dict[str, Any], reservation: Reservation
-    ) -> tuple[ParsedBody, bool, bool]:
-        """Parses a body. Returns also whether to stream, and whether the stream ends with the usage."""
+    ) -> tuple[ParsedBody, StreamOptions]:
         assert self.model is not None and self.engine is not None
         self.check_model(body)
-        options = body.pop("stream_options", None)
-        streamed = body.pop("stream", None)
-        if streamed not in (None, True, False):
-            raise BodyError("stream", f"stream must be true or false, got {streamed!r}")
-        if options is not None and not (isinstance(options, Mapping) and streamed):
-            raise BodyError("stream_options", "stream_options is an object, and needs stream: true beside it")
-        if {*(options or {})} - {"include_usage"}:
-            raise BodyError("stream_options", "stream_options has only include_usage here: leave out others")
-        with_usage = (options or {}).get("include_usage")
-        if with_usage not in (None, True, False):
-            raise BodyError(
-                "stream_options", f"include_usage must be true or false, got {format_value(with_usage)}"
-            )
+        stream = pop_stream_options(body)
 
         def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
             if reservation.released:  # the client has disconnected
                 raise ClientDisconnect
             return prompt_ids(self.tokenizer, prompt, limit, **how)
 
-        escape = self.settings.escape
-        parsed = parse_request_body(self.model, kind, body, self._defaults, self.engine.room, escape, encode)
-        if parsed.unknown_fields:
-            self.log(format_message(f"unknown fields: {', '.join(parsed.unknown_fields)}"))
-        if streamed and parsed.options.best_of not in (None, parsed.options.n):
+        settings = self.settings
+        how: Any = dict(escape=settings.escape, encode=encode, stop_in_reasoning=settings.stop_in_reasoning)
+        parsed = parse_request_body(self.model, kind, body, self._defaults, self.engine.room, **how)
+        if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
+            self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
+        if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):
             raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
-        return parsed, bool(streamed), bool(with_usage)
+        return parsed, stream
 
     def check_model(self, body: dict[str, Any]) -> None:
         """Raises APIError if the body names another model."""

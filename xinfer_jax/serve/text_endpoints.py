@@ -27,7 +27,7 @@ from .worker_pool import is_large
 
 _TOKENIZE_FIELDS = {
     "model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
 
 

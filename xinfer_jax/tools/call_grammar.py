@@ -14,6 +14,9 @@ from .harmony import call_rules
 from .tool_call_parser import HARMONY, LLAMA3_JSON, QWEN3_CODER
 from .xml_call import json_types
 
+# What llguidance lets a backslash be followed by in strings and keys: without u each text has one form, so no
+# key is another form of a property's name.
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 # As templates write JSON. Any other whitespace would let a model add it without end.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
@@ -40,8 +43,9 @@ def call_grammar(call_format: str, parameters: Mapping[str, Mapping[str, Any]], 
             known when the grammar is compiled.
     """
     if call_format == HARMONY:
-        heads = call_rules({name: f"a{i}" for i, name in enumerate(parameters)})
-        return "\n".join([*heads, *(f"a{i}: {_json(_closed(s))}" for i, s in enumerate(parameters.values()))])
+        rules = call_rules({name: f"a{i}" for i, name in enumerate(parameters)})
+        rules += [f"a{i}: {_json(name, _closed(parameters[name]))}" for i, name in enumerate(parameters)]
+        return "\n".join(rules)
     rules = []
     for i, (name, schema) in enumerate(parameters.items()):
         if call_format == QWEN3_CODER:
@@ -49,7 +53,7 @@ def call_grammar(call_format: str, parameters: Mapping[str, Mapping[str, Any]], 
         else:
             key = "parameters" if call_format == LLAMA3_JSON else "arguments"
             head = _text(f'{{"name": {json.dumps(name)}, "{key}": ')
-            rules += [f"f{i}: {head} a{i} {_text('}')}", f"a{i}: {_json(_closed(schema))}"]
+            rules += [f"f{i}: {head} a{i} {_text('}')}", f"a{i}: {_json(name, _closed(schema))}"]
     function = " | ".join(f"f{i}" for i in range(len(parameters)))
     if call_format == LLAMA3_JSON:
         return "\n".join([f"start: {function}", *rules])
@@ -62,14 +66,16 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SEPARATORS}, ensure_ascii=False)}"
+def _json(name: str, schema: Mapping[str, Any]) -> str:
+    """The end of a rule; the name of the tool is in a comment, for errors."""
+    text = json.dumps({**schema, "x-guidance": ESCAPES | _SEPARATORS}, ensure_ascii=False)
+    return f"%json {text} // {name}"
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an object, without properties that it does not describe."""
     if not {*schema} <= _OF_OBJECTS:
-        return {"type": "object", **schema}
+        return {**schema, "type": "object"}
     return {"additionalProperties": False, **schema, "type": "object"}
 
 
@@ -94,7 +100,7 @@ def _xml_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
         else:
             of_value = {**value, **definitions} if isinstance(value, Mapping) else {}
             rules.append(f"p{i}_{j}: {start} v{i}_{j} {_text(_VALUE_END)}")
-            rules.append(f"v{i}_{j}: {_json(of_value)}")
+            rules.append(f"v{i}_{j}: {_json(name, of_value)}")
     head = _text(f"<function={name}>\n")
     return [f"f{i}: {' '.join([head, *parts, _text('</function>')])}", *rules]
 

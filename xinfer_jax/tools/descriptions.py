@@ -20,7 +20,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
 
     Args:
         tools: [{"type": "function", "function": {"name": …, "description": …, "parameters": …}}, …]; the
-            parameters are a JSON Schema of an object, or absent.
+            parameters are a JSON Schema of an object, or absent; keywords of it that are null are left out.
 
     Raises:
         InputError: another value, too many functions, or several of one name.
@@ -46,20 +46,30 @@ def _check_tool(tool: Any) -> dict[str, Any]:
         raise InputError(
             f"a tool's name must have 1 to 128 letters, digits or any of _.:/-, got {format_value(name)}"
         )
-    parameters = function.get("parameters")
-    if not _is_object_schema({} if parameters is None else parameters):
+    if (parameters := function.get("parameters")) is None:
+        return {**tool, "function": dict(function)}
+    if (schema := _object_schema(parameters)) is None:
         raise InputError(
             f"the parameters of tool {name!r} must be the JSON Schema of an object,"
             f" got {format_value(parameters)}"
         )
-    return {**tool, "function": dict(function)}
+    return {**tool, "function": {**function, "parameters": schema}}
 
 
-def _is_object_schema(schema: Any) -> bool:
-    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        return False
-    required = schema.get("required", [])
-    return isinstance(schema.get("properties", {}), Mapping) and isinstance(required, list | tuple)
+def _object_schema(schema: Any) -> dict[str, Any] | None:
+    """The schema, of objects alone and without keywords that are null, as some MCP servers write; None: it is
+    of something else.
+    """
+    if not isinstance(schema, Mapping):
+        return None
+    found = {key: value for key, value in schema.items() if value is not None}
+    types = found.get("type", "object")
+    is_of_objects = types == "object" or is_sequence(types) and "object" in types
+    if not is_of_objects or not isinstance(found.get("properties", {}), Mapping):
+        return None
+    if not isinstance(found.get("required", []), list | tuple):
+        return None
+    return found | ({"type": "object"} if "type" in found else {})
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

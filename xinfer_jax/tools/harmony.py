@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from .call_parser import CallParser
 from .json_scanner import JSONObjectScanner
 from .marks import length_of_partial_mark
-from .tool_call_parser import ToolCallDelta, ToolCallParser
+from .tool_call_parser import HARMONY, ToolCallDelta, ToolCallParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = map(chr, range(0xD800, 0xD807))
 CONTROL_TOKENS = {
@@ -31,6 +31,7 @@ STOP_TOKENS = ("<|return|>", "<|call|>")
 SPELLINGS = {ord(mark): name for name, mark in CONTROL_TOKENS.items()}  # for `str.translate`
 _CONTROL_TOKEN = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 _MARK = re.compile(f"[{START}-{RETURN}]")
+_MARK_OR_TEXT = re.compile(f"[{START}-{RETURN}]|[^{START}-{RETURN}]+")
 _MESSAGE_END = re.compile(f"[{START}{CHANNEL}{END}{CALL}{RETURN}]")
 _HEADER_START = re.compile(f"[{START}{END}{CALL}{RETURN}]")
 _CHANNEL_NAME = re.compile(rf"{CHANNEL}\s*(\w*)")
@@ -133,6 +134,11 @@ class HarmonyParser:
     def has_content(self) -> bool:
         return self._has_message or not (self.found or self._calls and self._calls.calls)
 
+    @property
+    def in_content(self) -> bool:
+        """Whether the text so far ends within a message of content."""
+        return self._kind == "content"
+
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
         """The new reasoning, the new content, and what is new of each call. ended: this is the last part."""
         self._reasoning = []
@@ -218,6 +224,25 @@ class HarmonyParser:
         if own and not _MARK.search(own) and not _RECIPIENT.fullmatch(own):
             self._add("content", self._leave_header())
             self._kind = None
+
+
+class HarmonySplitter:
+    """Splits an answer into parts that are content, and others, in the order of the text: headers, control
+    tokens, messages on `analysis` and messages to functions.
+    """
+
+    def __init__(self, header: str):
+        """header: as in `HarmonyParser`."""
+        calls = ToolCallParser([HARMONY], None, None, str)
+        self._parser = HarmonyParser(calls, None, header)
+
+    def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
+        """The new parts, each with whether it is content. ended: this is the last text."""
+        parts = []
+        for part in _MARK_OR_TEXT.findall(text):
+            parts.append((part, self._parser.in_content))
+            self._parser.push(part, False)
+        return parts
 
 
 class _ArgumentsParser(CallParser):

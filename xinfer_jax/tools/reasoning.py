@@ -1,4 +1,4 @@
-"""`ReasoningParser`: what stands between <think> and </think>, and the content after it."""
+"""What stands between <think> and </think>, and the content after it: as two texts, or in its order."""
 
 from .marks import length_of_partial_mark
 
@@ -66,3 +66,21 @@ class ReasoningParser:
             self._at_start = False
             reasoning = reasoning.removeprefix("\n")
         return reasoning, content
+
+
+class ReasoningSplitter:
+    """Splits an answer into parts that are content, and others, in the order of the text."""
+
+    def __init__(self, start: str):
+        """start: what the prompt has of the answer already, such as <think>."""
+        self._parser = ReasoningParser(False)
+        self._parser.push(start, False)
+        self._unknown = ""  # may be the beginning of <think>, or content
+
+    def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
+        """The new parts, each with whether it is content. ended: this is the last text."""
+        _, content = self._parser.push(text, ended)
+        text = self._unknown + text
+        self._unknown = "" if self._parser.found or self._parser.has_content else text
+        other = text[: len(text) - len(content)]
+        return [] if self._unknown else [(other, False), (content, True)]

@@ -10,8 +10,8 @@ from ..errors import InputError, format_value
 def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """The message as templates expect it, copied.
 
-    Arguments of its calls are objects, as templates iterate over them; the API sends JSON texts. Where it has
-    calls, content that is None is an empty text; calls that are None or an empty list are left out.
+    Arguments of its calls are objects, as templates iterate over them; the API sends JSON texts. Content that
+    is None is the refusal, or an empty text; calls that are None or an empty list are left out.
     `reasoning` is also there as `reasoning_content`, and as `thinking` for a template of Harmony.
 
     Raises:
@@ -29,8 +29,8 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
         found["tool_calls"] = [
             _template_call(call) for call in (calls if isinstance(calls, list) else [calls])
         ]
-        if found.get("content") is None:
-            found["content"] = ""
+    if found.get("content") is None:
+        found["content"] = found["refusal"] if isinstance(found.get("refusal"), str) else ""
     return _harmony_message(found) if "<|channel|>" in template else found
 
 

@@ -17,6 +17,7 @@ from .cpu_features import fast_matmul_types, int8_matmul_is_fast
 _FEW_ROWS = 64  # up to this number of rows a product may be faster with the matrix as left operand
 _FEW_INT8_ROWS = 8  # the same in int8
 _FEW_OUTPUTS = 8192  # the same in int8 without matrix units
+_MIN_OUTPUTS = 8  # of a float product on CPU
 _MIN_ROW_MAX = 1e-5  # avoids a division by 0 in rows of zeros
 _MAX_INT8_ROWS = 32  # more rows convert int8 to float32 where the CPU has no fast int8 product
 _TILE_BYTES = 8 << 20  # of float32 that a narrow matrix is converted to at a time
@@ -25,8 +26,20 @@ _TILE_BYTES = 8 << 20  # of float32 that a narrow matrix is converted to at a ti
 def float_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """Returns x @ matrix.T, float32 [M, O]: float32 precision on every backend (no TF32), float32 sums."""
     forms = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}
-    cpu = forms.get(matrix_OI.dtype, upcast_product)
+    form = forms.get(matrix_OI.dtype, upcast_product)
+
+    def cpu(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+        return form(x_MI, pad_outputs(matrix_OI))[:, : len(matrix_OI)]
+
     return lax.platform_dependent(x_MI, matrix_OI, cpu=cpu, **tpu_forms(dot, x_MI), default=dot)
+
+
+def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
+    """The matrix with outputs of zeros where it has few. A CPU would multiply by one output as by a vector:
+    the order of a row's sum would depend on how many rows there are and on which one it is.
+    """
+    missing = _MIN_OUTPUTS - len(matrix_OI)
+    return jnp.pad(matrix_OI, ((0, missing), (0, 0))) if missing > 0 else matrix_OI
 
 
 def tpu_forms(product: Callable[..., jax.Array], x_MI: jax.Array) -> dict[str, Callable[..., jax.Array]]:

@@ -45,7 +45,7 @@ def init_params(
         if spec.init == "ones":
             return jnp.ones(spec.shape, dtype)
         if spec.init == "norm":
-            return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
+            return jnp.full(spec.shape, 1 - (config.norm_offset or 0), dtype)
         if spec.init == "log_decay":  # exp of it: between 0.01 and 16
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
         scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])

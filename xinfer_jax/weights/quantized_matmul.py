@@ -22,6 +22,7 @@ from .matmul import (
     choose_int8_dot,
     dot,
     int8_activation_product,
+    pad_outputs,
     tiled_product,
     tpu_forms,
     upcast_product,
@@ -138,7 +139,7 @@ def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
 
     def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
         tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
-        return dot(x_MI, dequantize(tile))
+        return dot(x_MI, pad_outputs(dequantize(tile)))[:, :size]
 
     return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 

@@ -1,0 +1,168 @@
+r"""JSON Schemas as they are compiled: every answer that a grammar allows is valid, byte by byte."""
+
+import json
+import re
+
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.grammar.served_schemas import served_schema
+
+pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+pytest.importorskip("jsonschema", reason="the extra `test` is not installed")
+import schema_walks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:Possible")  # of `re`, about & and - in classes
+A = dict(type="integer")
+
+
+def matcher(schema, **how):
+    found = schema_walks.byte_matcher(xj.json_schema(schema, **how).source)
+    assert not found.is_error(), found.get_error()
+    return found
+
+
+def allows(found, text):
+    one = found.deep_copy()
+    ids = [*text.encode()]
+    return one.validate_tokens(ids) == len(ids) and one.consume_tokens(ids) and one.is_accepting()
+
+
+def test_random_answers_to_random_schemas_are_valid():
+    """`soak_grammar.py` has the full size. Without `served_schema` a tenth of these answers are not valid."""
+    counts = schema_walks.walk_schemas(100, 4)
+    print(counts)
+    assert counts["served"] > 60 and counts["ended"] > 250
+
+
+# A schema, texts that it allows, and texts that it may not allow.
+CASES = [
+    (dict(type="number", exclusiveMinimum=0, maximum=0.5), "0.1 0.5", "0 0.0 -0 0.6 0.50000000000000001"),
+    (
+        dict(type="number", exclusiveMinimum=1, exclusiveMaximum=1.1),
+        "1.05",
+        "1 1.0 1.1 1.10 1.00000000000000001 1.099999999999999999",
+    ),
+    (
+        dict(type="number", exclusiveMinimum=-1, exclusiveMaximum=1),
+        "-0.99 0.9 0.990 0",
+        "1 -1 0.99999999999999999",
+    ),
+    (dict(type="number", minimum=-5, exclusiveMaximum=-0.1), "-5 -4.2", "-0.1 0 -0.0 -0.10000000000000001"),
+    (dict(type="number", maximum=0.9999999999999999), "0.990 0 -5.5", "1 1.0 0.99999999999999999"),
+    (dict(type="number", minimum=-(10.0**300), maximum=1e300), "1 -2.5", ""),
+    (dict(type="number", minimum=3, exclusiveMinimum=True), "3.5 4", "3 3.0"),  # Draft 4
+    (dict(type="integer", exclusiveMinimum=0.5, exclusiveMaximum=3), "1 2", "0 3"),
+    (dict(type="integer", minimum=2**53 + 1, maximum=2**60), str(2**53 + 2), str(2**53)),
+    (dict(type="integer", minimum=-(2**63), maximum=2**63 - 1), "0 -7", str(2**63)),
+    (dict(const=2**60), str(2**60), f"{2**60 + 1} {2**60 - 1}"),
+    (dict(enum=[1.0, "a", 2**53]), f'1 "a" {2**53}', f'{2**53 + 1} "b"'),
+    (dict(type="string", pattern='^[^"]*$'), r'"" "\\" "é"', r'"\"" "\u0022"'),
+    (dict(type="string", pattern=r"^[^\\]*$"), r'"\"" "/"', r'"\\" "\u005c"'),
+    (dict(type="string", pattern=r'^(?:x|[^"\\\n])$'), '"x" "é"', r'"\"" "\\" "\n"'),
+    (dict(type="string", pattern=r"^a[\x00-\x1fb]\x01?$"), r'"ab" "a\n"', r'"a\"" "a" "a\\"'),
+    (dict(type="string", pattern=r"^\P{L}+$"), r'"1" "\""', r'"a" "é"'),
+    (dict(type="string", pattern="^[^+--/]$"), '"a"', '"," "+" "-" "/"'),
+    (
+        dict(type="object", properties=dict(a=A)),
+        '{} {"a":1}',
+        r'{"a":"x"} {"\u0061":"x"} {"b":1} {"a":1,"a":2}',
+    ),
+    (dict(properties=dict(a=A), required=["b"], type="object"), '{"b":[]}', '{"a":1} {} {"b":1,"b":2}'),
+    (
+        dict(type="object", properties=dict(a=A), additionalProperties=True),
+        '{"b":"x"} {"a":1,"b":2}',
+        r'{"\u0061":"x"} {"a":1,"\u0061":"x"} {"a":"x"}',
+    ),
+    (dict(type="object", patternProperties={"^x": A}), '{"x":1} {"y":"1"}', r'{"x":"1"} {"\u0078":"1"}'),
+    (
+        dict(allOf=[dict(properties=dict(a=A)), dict(properties=dict(b=A))], type="object"),
+        '{"a":1,"b":2,"c":0}',
+        '{"a":""}',
+    ),
+    (dict(type="object", properties=None, required=None, minProperties=1), '{"a":null}', "{}"),
+    (True, '{"a":[1]}', r'{"\u0061":1} [1,'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "texts", "others"), CASES)
+def test_what_a_schema_allows(schema, texts, others):
+    found = matcher(schema)
+    assert [text for text in texts.split() if allows(found, text)] == texts.split()
+    assert not [text for text in others.split() if allows(found, text)]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        '[^"]', r"[^\\]", r'[^"\\n]', r'[^"\n]', r"[\x00-!#-~]", r"[\x00-\x1f]", "[^+--/]", "[a&&b]",
+        "[[a]", r"[]-]", "[~~^]", r"[\w.-]", r"[^\s\d]", r"[\S]", "[^^]", r"\x41",
+        r"[\]\[-]", r"[a\-z]", "[*--]",
+        "[^]]", ".", r"\D",
+    ],
+)  # fmt: skip
+def test_classes_are_those_of_python(pattern):
+    """Of the characters that stand in strings, ASCII and others."""
+    schema = matcher(dict(type="string", pattern=f"^{pattern}$"))
+    for char in map(chr, [*range(0x7F), 0xE9, 0x65E5, 0x1F600]):
+        if char >= " " or char in "\b\t\n\f\r":
+            found = allows(schema, json.dumps(char, ensure_ascii=False))
+            assert found == bool(re.fullmatch(pattern, char, re.ASCII)), repr(char)
+
+
+REJECTED = [
+    (dict(const=2**53 + 1), "9007199254740993 of const or enum is not served"),
+    (dict(enum=[1, dict(a=[2**64])]), "18446744073709551616 of const"),
+    (dict(const=0.12345678901234567), "of const or enum"),
+    (dict(const="a\x01"), "a text without control"),
+    (dict(properties=dict(a=dict(minimum=2**63))), "beyond 64 bits"),
+    (dict(type="object", minProperties=2), "minProperties 2 is not served where keys may repeat"),
+    (dict(allOf=[dict(multipleOf=65536), dict(multipleOf=65537)]), "multipleOf is not served in several"),
+    ({"type": "object", "x-guidance": dict(lenient=True)}, "x-guidance in a JSON schema is not served"),
+    (
+        dict(items=dict(uniqueItems=True)),
+        "uniqueItems True is not enforced: leave it out, or give strict false",
+    ),
+    (dict(anyOf=[dict(type="string", format="password")]), "format 'password' is not enforced"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), REJECTED)
+def test_what_would_be_wrong_is_rejected_by_name(schema, words):
+    with pytest.raises(xj.InputError, match=re.escape(words)):
+        xj.json_schema(schema)
+
+
+def test_deep_schemas_are_rejected():
+    deep = dict(type="object")
+    for _ in range(3000):
+        deep = dict(items=deep)
+    with pytest.raises(xj.InputError, match="nested too deeply|must be JSON"):
+        xj.json_schema(deep)
+    with pytest.raises(xj.InputError, match="nested too deeply"):
+        served_schema(deep, False)
+
+
+def test_models_of_pydantic():
+    """Not strict: what nothing enforces is left out. Their properties are all that objects have."""
+    pydantic = pytest.importorskip("pydantic", reason="the extra `clients` is not installed")
+
+    class Item(pydantic.BaseModel):
+        kinds: set[str]
+        path: pydantic.FilePath
+        price: float = pydantic.Field(gt=0, lt=1)
+
+    class Order(pydantic.BaseModel):
+        items: list[Item]
+        note: str | None = None
+
+    with pytest.raises(xj.InputError, match="not enforced"):
+        xj.json_schema(Order)
+    text = '{"items":[{"kinds":["a","a"],"path":"/x","price":0.5}],"note":null}'
+    found = matcher(Order, strict=False)
+    assert allows(found, text) and not allows(found, text.replace("0.5", "1"))
+    assert allows(found, '{"items":[]}') and not allows(found, '{"items":[],"other":1}')
+
+
+def test_integers_have_formats_that_assert_nothing():
+    assert allows(matcher(dict(type="integer", format="int64")), "1")

@@ -1,0 +1,54 @@
+"""Says what something is that cannot be loaded as a checkpoint, and what to give in its place."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterable
+
+from ..errors import format_names
+
+_GGUF = "which is not read: give the safetensors checkpoint that it was made from"
+_ADAPTER = "merge it into its base model (peft's merge_and_unload), save that and give its directory"
+# What a directory's files are, by a pattern that some of them match; the first that matches counts.
+_FILES = {
+    "adapter_config.json": f"holds a LoRA adapter, not a model: {_ADAPTER}",
+    "*.gguf": f"holds a GGUF file ({{}}), {_GGUF}",
+    "consolidated*": "holds weights in Mistral's or Meta's own format ({}), which is not read: fetch those in"
+    " the format of transformers, model*.safetensors",
+    "*.safetensors": "holds {} without model.safetensors.index.json, which says what each file has: fetch the"
+    " index too, or rename a single file to model.safetensors",
+    "*.bin": "holds pickled weights ({}): only safetensors weights are read, which save_pretrained of"
+    " transformers writes",
+}
+_NO_WEIGHTS = (
+    "holds neither model.safetensors nor model.safetensors.index.json: only safetensors weights are read"
+)
+_FILES |= dict.fromkeys(("*.pth", "*.pt"), _FILES["*.bin"])
+
+
+def describe_files(names: Iterable[str], otherwise: str = _NO_WEIGHTS) -> str:
+    """What a directory holds in place of a checkpoint, as the rest of a sentence.
+
+    Args:
+        names: of its files.
+        otherwise: where they are of no kind that is known.
+    """
+    names = list(names)
+    for pattern, what in _FILES.items():
+        if found := sorted(fnmatch.filter(names, pattern)):
+            return what.format(format_names(found, 1))
+    return otherwise
+
+
+def describe_name(name: str) -> str:
+    """What a name that is neither a directory nor a hub name is, as the rest of a sentence."""
+    if address := re.match(r"\w+://([^/]*)/*([^/?#]+/[^/?#]+)?", name):
+        (host, repository) = address.groups()
+        is_hub = host.removeprefix("www.") in ("huggingface.co", "hf.co") and repository
+        return f"a web address: give {repr(repository) if is_hub else 'a hub name owner/name or a directory'}"
+    if not os.path.isfile(os.path.expanduser(name)):
+        return "neither a directory nor a hub name of the form owner/name"
+    if name.endswith(".gguf"):
+        return f"a GGUF file, {_GGUF}"
+    kind = "safetensors file" if name.endswith(".safetensors") else "file"
+    return f"a {kind}, neither a directory nor a hub name: give the directory that has config.json too"
