@@ -43,7 +43,12 @@ _MOE = dict(
     qk_norm=True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=768, layer_experts=(True,) * 4
 )
 _OLMO3 = dict(
-    pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, rope=RopeConfig(rope_theta=5e5)
+    pre_norm=False,
+    post_norm=True,
+    norm_offset=0.0,
+    qk_norm=True,
+    qk_norm_joint=True,
+    rope=RopeConfig(rope_theta=5e5),
 )
 _GEMMA = dict(
     post_norm=True,

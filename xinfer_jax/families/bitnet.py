@@ -8,7 +8,7 @@ from .layer_fields import attention_bias
 from .values import get_integer
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_bitnet(hf: Mapping, layers: int) -> dict:
     width = get_integer(hf, "hidden_size")
     heads = get_integer(hf, "num_attention_heads")
     if hf.get("head_dim") not in (None, width // heads):  # the norm of attention's output has this width
@@ -24,6 +24,6 @@ FAMILY = Family(
         num_key_value_heads=5, max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=5e5,
         hidden_act="relu2",
     ),
-    read,
+    read_bitnet,
     Names(dict(o_norm="self_attn.attn_sub_norm.weight", down_norm="mlp.ffn_sub_norm.weight")),
 )  # fmt: skip

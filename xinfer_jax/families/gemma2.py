@@ -27,11 +27,11 @@ def read_shared(hf: Mapping, layers: int) -> dict:
     )
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_gemma2(hf: Mapping, layers: int) -> dict:
     return read_shared(hf, layers) | dict(
         attn_logit_softcapping=get_optional_number(hf, "attn_logit_softcapping"),
         layer_windows=period_windows(hf, layers, 2),
     )
 
 
-FAMILY = Family(DEFAULTS, read, NAMES)
+FAMILY = Family(DEFAULTS, read_gemma2, NAMES)

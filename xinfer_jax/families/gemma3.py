@@ -9,7 +9,7 @@ from .rope_settings import read_rope_per_layer_type
 from .values import get_integer, get_number, reject_setting
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_gemma3(hf: Mapping, layers: int) -> dict:
     reject_setting(hf, "attn_logit_softcapping")
     windows = period_windows(hf, layers, get_integer(hf, "sliding_window_pattern"))
     ropes = read_rope_per_layer_type(hf, get_number(hf, "rope_local_base_freq"))
@@ -22,6 +22,6 @@ FAMILY = Family(
         max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
     ),
-    read,
+    read_gemma3,
     gemma2.NAMES,
 )  # fmt: skip

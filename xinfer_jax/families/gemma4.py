@@ -39,7 +39,7 @@ _DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def read(hf: Mapping, layers: int) -> dict[str, Any]:
+def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
     if hf.get("use_bidirectional_attention") not in (None, "vision"):
         raise InputError(
             f"use_bidirectional_attention {format_value(hf['use_bidirectional_attention'])} is not supported:"
@@ -199,4 +199,4 @@ _NAMES = dict(
     mlp_out_norm="post_feedforward_layernorm_1.weight", experts_norm="pre_feedforward_layernorm_2.weight",
     experts_out_norm="post_feedforward_layernorm_2.weight",
 )  # fmt: skip
-FAMILY = Family(_DEFAULTS, read, Names(_EXPERTS | _NAMES, _STACKED))
+FAMILY = Family(_DEFAULTS, read_gemma4, Names(_EXPERTS | _NAMES, _STACKED))

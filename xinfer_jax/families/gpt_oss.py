@@ -21,7 +21,7 @@ _DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def read(hf: Mapping, layers: int) -> dict[str, Any]:
+def read_gpt_oss(hf: Mapping, layers: int) -> dict[str, Any]:
     if hf.get("layer_types") is None:
         get_integer(hf, "sliding_window")
     slides = [i % 2 == 0 for i in range(layers)]
@@ -48,4 +48,6 @@ _STACKED = (  # inputs first; outputs of gate and up by turns
     Joined("mlp.experts.down_proj", ("experts.down",), stacked=True, interleaved=True),
 )
 _NAMES = {leaf: name.replace(".{}", "") for leaf, name in EXPERTS.items()}
-FAMILY = Family(_DEFAULTS, read, Names(_NAMES | dict(router="mlp.router", sinks="self_attn.sinks"), _STACKED))
+FAMILY = Family(
+    _DEFAULTS, read_gpt_oss, Names(_NAMES | dict(router="mlp.router", sinks="self_attn.sinks"), _STACKED)
+)

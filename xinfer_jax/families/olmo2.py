@@ -6,10 +6,10 @@ from .family import Family
 from .layer_fields import attention_bias
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_olmo2(hf: Mapping, layers: int) -> dict:
     return attention_bias(hf) | dict(
         pre_norm=False, post_norm=True, norm_offset=0.0, qk_norm=True, qk_norm_joint=True
     )  # fmt: skip
 
 
-FAMILY = Family(dict(max_position_embeddings=2048, rms_norm_eps=1e-5), read)
+FAMILY = Family(dict(max_position_embeddings=2048, rms_norm_eps=1e-5), read_olmo2)

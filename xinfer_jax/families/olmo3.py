@@ -11,7 +11,7 @@ from .rope_settings import read_rope_per_layer_type
 THETA = 500000.0
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_olmo3(hf: Mapping, layers: int) -> dict:
     # Versions of transformers disagree about the sliding layers where rope_theta is not the default.
     if hf["rope_theta"] != THETA:
         raise InputError(
@@ -19,7 +19,7 @@ def read(hf: Mapping, layers: int) -> dict:
             " rope_parameters per layer type"
         )
     windows = period_windows(hf, layers, 4)
-    return olmo2.read(hf, layers) | read_rope_per_layer_type(hf, THETA) | dict(layer_windows=windows)
+    return olmo2.read_olmo2(hf, layers) | read_rope_per_layer_type(hf, THETA) | dict(layer_windows=windows)
 
 
-FAMILY = Family(olmo2.FAMILY.defaults | dict(sliding_window=4096, rope_theta=THETA), read)
+FAMILY = Family(olmo2.FAMILY.defaults | dict(sliding_window=4096, rope_theta=THETA), read_olmo3)

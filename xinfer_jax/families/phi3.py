@@ -7,7 +7,7 @@ from .layer_fields import same_windows
 from .rope_settings import flat_rope_settings, read_rope
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_phi3(hf: Mapping, layers: int) -> dict:
     scaling = dict(flat_rope_settings(hf))
     if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # its earlier names
         scaling["rope_type"] = "longrope"
@@ -19,6 +19,6 @@ def read(hf: Mapping, layers: int) -> dict:
 _JOINED = Joined("self_attn.qkv_proj", ("q", "k", "v")), Joined("mlp.gate_up_proj", ("gate", "up"))
 FAMILY = Family(
     dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
-    read,
+    read_phi3,
     Names({}, _JOINED),
 )

@@ -10,8 +10,8 @@ DEFAULTS = dict(
 )
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_qwen2(hf: Mapping, layers: int) -> dict:
     return dict(qkv_bias=True, layer_windows=late_windows(hf, layers))
 
 
-FAMILY = Family(DEFAULTS, read)
+FAMILY = Family(DEFAULTS, read_qwen2)

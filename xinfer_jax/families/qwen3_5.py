@@ -7,7 +7,7 @@ from . import hybrids
 from .family import Family, Joined
 
 
-def read_moe(hf: Mapping, layers: int) -> dict[str, Any]:
+def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
     """Experts in every layer; their weights always sum to 1."""
     experts = hybrids.read_shared_experts(hf, (True,) * layers)
     return hybrids.read_hybrid(hf, layers) | experts | dict(norm_topk_prob=True)
@@ -18,4 +18,4 @@ _LINEAR = hybrids.linear_names({leaf: f"in_proj_{leaf}" for leaf in "zba"}, _QKV
 DENSE = Family(hybrids.SHARED | dict(num_key_value_heads=4), hybrids.read_hybrid, hybrids.NAMES, _LINEAR)
 # No layer has an MLP: the width is not read.
 _SPARSE = hybrids.SPARSE | dict(num_experts=256, num_experts_per_tok=8, intermediate_size=1)
-MOE = Family(_SPARSE, read_moe, hybrids.NAMES, _LINEAR)
+MOE = Family(_SPARSE, read_qwen3_5_moe, hybrids.NAMES, _LINEAR)

@@ -8,7 +8,7 @@ from .sparse_layers import EXPERTS, STACKED, read_experts, read_sparse_layers
 from .values import get_boolean
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_qwen3_moe(hf: Mapping, layers: int) -> dict:
     windowed = hf if get_boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}
     return attention_bias(hf) | read_experts(hf) | dict(
         qk_norm=True,
@@ -24,6 +24,6 @@ FAMILY = Family(
         moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128, norm_topk_prob=False,
         mlp_only_layers=None,
     ),
-    read,
+    read_qwen3_moe,
     Names(EXPERTS, STACKED),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from .sparse_layers import read_sparse_layers
 from .values import get_boolean
 
 
-def read(hf: Mapping, layers: int) -> dict[str, Any]:
+def read_qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
     fields = hybrids.read_hybrid(hf, layers)
     sparse = read_sparse_layers(hf, layers)
     if hybrids.is_zero(hf["num_experts"]) or not any(sparse):
@@ -26,7 +26,7 @@ FAMILY = Family(
         num_experts=512, num_experts_per_tok=10, norm_topk_prob=True, decoder_sparse_step=1,
         mlp_only_layers=None,
     ),
-    read,
+    read_qwen3_next,
     hybrids.NAMES,
     hybrids.linear_names({leaf: f"{leaf}_proj" for leaf in "zba"}, _QKVZ, _BA),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from .layer_fields import layer_windows
 from .values import get_integer
 
 
-def read(hf: Mapping, layers: int) -> dict:
+def read_smollm3(hf: Mapping, layers: int) -> dict:
     uses_rope = hf.get("no_rope_layers")  # despite its name, 1 means rotary embedding
     if uses_rope is None:
         interval = get_integer(hf, "no_rope_layer_interval")
@@ -25,7 +25,7 @@ def read(hf: Mapping, layers: int) -> dict:
         )
     uses_rope = tuple(bool(u) for u in uses_rope[:layers])
     windows = layer_windows(hf, [not u for u in uses_rope])
-    return llama.read(hf, layers) | dict(layer_rope=uses_rope, layer_windows=windows)
+    return llama.read_llama(hf, layers) | dict(layer_rope=uses_rope, layer_windows=windows)
 
 
 FAMILY = Family(
@@ -33,5 +33,5 @@ FAMILY = Family(
         num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4,
         tie_word_embeddings=True,
     ),
-    read,
+    read_smollm3,
 )  # fmt: skip
