@@ -63,14 +63,14 @@ if TYPE_CHECKING:
         generate_text as generate_text,
         stream_text as stream_text,
     )
-    from .tools.answer_parser import (
+    from .tool_calls.answer_parser import (
         AnswerDelta as AnswerDelta,
         AnswerParser as AnswerParser,
         ParsedAnswer as ParsedAnswer,
         ToolCall as ToolCall,
         parse_tool_calls as parse_tool_calls,
     )
-    from .tools.tool_call_parser import ToolCallDelta as ToolCallDelta
+    from .tool_calls.tool_call_parser import ToolCallDelta as ToolCallDelta
     from .weights.layout import shardings as shardings
     from .weights.params import init_params as init_params
 
@@ -109,8 +109,14 @@ _EXPORTS = {
     "batch.dataset": ("DatasetGenerator",),
     "batch.run_batch": ("generate_file",),
     "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
-    "tools.answer_parser": ("AnswerDelta", "AnswerParser", "ParsedAnswer", "ToolCall", "parse_tool_calls"),
-    "tools.tool_call_parser": ("ToolCallDelta",),
+    "tool_calls.answer_parser": (
+        "AnswerDelta",
+        "AnswerParser",
+        "ParsedAnswer",
+        "ToolCall",
+        "parse_tool_calls",
+    ),
+    "tool_calls.tool_call_parser": ("ToolCallDelta",),
     "checkpoint.tokenizer": ("Tokenizer",),
     "checkpoint.tool_choice": ("tool_grammar",),
 }

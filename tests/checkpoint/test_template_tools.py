@@ -9,9 +9,11 @@ import tool_models
 from paths import DATA
 
 import xinfer_jax as xj
+from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
 from xinfer_jax.checkpoint.conversation import prompt_ids
 from xinfer_jax.checkpoint.template_tools import TemplateTools
 from xinfer_jax.checkpoint.tokenizer import Tokenizer
+from xinfer_jax.tool_calls.marks import GEMMA_TOKENS
 
 pytestmark = pytest.mark.oldest
 
@@ -112,3 +114,16 @@ def test_qwens_own_template():
     marks = [own.backend.token_to_id(mark) for mark in ("<tool_call>", "</tool_call>")]
     assert [prompt_ids(own, HISTORY, 4096).count(mark) for mark in marks] == [1, 1]
     assert own.decode(marks) == "<tool_call></tool_call>"  # they are not special: answers have them
+
+
+def test_gemmas_marks_stay_in_decoded_text(tokenizer):
+    """As <think> does, unlike other special tokens; so calls are found in the text of a chat."""
+    tokenizer.backend.add_special_tokens([*GEMMA_TOKENS, "<turn|>"])
+    answer = '<|channel>thought\nHm<channel|>So. <|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>'
+    ids = tokenizer.encode(f"{answer}<turn|>", add_special_tokens=False)
+    assert ids[-1] == tokenizer.backend.token_to_id("<turn|>")
+    detokenizer = AnswerDetokenizer(tokenizer, [])
+    assert tokenizer.decode(ids) == answer
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == answer
+    (call,) = xj.AnswerParser("gemma4", tool_models.TOOLS).parse(answer).tool_calls
+    assert call.arguments == dict(city="Oslo")

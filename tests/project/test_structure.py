@@ -44,9 +44,9 @@ PACKAGES = {
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
-    "tools": (
-        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "tool_call_parser",
-        "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
+    "tool_calls": (
+        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "gemma_call",
+        "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "automaton", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
@@ -61,7 +61,7 @@ PACKAGES = {
     "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
-        "token_coverage", "tokenizer",
+        "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
         "quantized_formats", "sharded_leaves", "leaf_loader", "loading",

@@ -52,6 +52,34 @@ def test_calls_in_a_response(server):
     assert '"name": "add", "arguments": {"a": 1, "b": 2}' in text and text.count('"description": "add"') == 1
 
 
+@pytest.mark.parametrize("form", ["gemma4", "response_template"])
+def test_other_forms_of_calls(form, tmp_path):
+    """In a response and in a stream: special tokens that mark calls, and forms that a checkpoint declares."""
+    settings = (
+        dict(chat_template=tool_models.TEMPLATES["gemma4"]) if form == "gemma4" else tool_models.BRACKETS
+    )
+    parts = tool_models.GEMMA_PARTS if form == "gemma4" else tool_models.BRACKET_PARTS
+    own = xj.load_model(tool_models.write_calling_checkpoint(tmp_path, parts, **settings))
+    with serving.run_server(own, shape=SHAPE) as served:
+        (choice,) = served.ask("chat", messages=QUESTION, tools=TOOLS)["choices"]
+        events = served.events("chat", messages=QUESTION, tools=TOOLS)
+        (plain,) = served.ask("chat", messages=QUESTION)["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"], message["reasoning"]) == (
+        "tool_calls",
+        "I look.",
+        "why",
+    )
+    assert [tool_models.arguments(call) for call in message["tool_calls"]] == CALLS[:1]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content", "") for delta in deltas) == "I look."
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "why"
+    functions = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    assert functions[0]["name"] == "add"
+    assert json.loads("".join(function["arguments"] for function in functions)) == CALLS[0][1]
+    assert plain["finish_reason"] == "stop" and "add" in plain["message"]["content"]
+
+
 def test_calls_in_a_stream(server):
     chunks = server.events(
         "chat", messages=QUESTION, tools=TOOLS, n=2, stream_options=dict(include_usage=True)
@@ -71,6 +99,23 @@ def test_calls_in_a_stream(server):
             texts = [entry["function"]["arguments"] for entry in (first, *others)]
             assert json.loads("".join(texts)) == arguments
         assert all(deltas[:-1])
+
+
+def test_a_schema_holds_for_the_answer_and_calls_stay_possible(server, model):
+    """Whatever begins the answer: a schema constrains what is no call, and the calls' arguments are valid."""
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    schema = dict(type="json_schema", json_schema=dict(name="x", schema=dict(const=[3])))
+    for more in (dict(response_format=schema), dict(structured_outputs=dict(choice=["[3]"]))):
+        found = []
+        for start in ("<tool_call>", "["):
+            bias = {str(model.tokenizer.backend.token_to_id(start)): 100}
+            asked = dict(messages=QUESTION, tools=TOOLS, parallel_tool_calls=False, logit_bias=bias, **more)
+            (choice,) = server.ask("chat", **asked)["choices"]
+            found.append((choice["finish_reason"], choice["message"]))
+        (reason, message), (other, said) = found
+        assert (reason, message["content"]) == ("tool_calls", None)
+        assert [tool_models.arguments(call) for call in message["tool_calls"]] == CALLS[:1]
+        assert (other, said["content"]) == ("stop", "[3]") and "tool_calls" not in said
 
 
 def test_calls_stay_text_without_tools(server):

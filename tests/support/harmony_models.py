@@ -6,7 +6,7 @@ import numpy as np
 import tiny
 import tokenizers
 
-from xinfer_jax.tools.harmony import CONTROL_TOKENS
+from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS
 
 # After the template that is published with gpt-oss, from memory: without built-in tools, and with JSON for
 # the types of parameters. Messages, channels and conditions of errors are as there.

@@ -8,6 +8,8 @@ import numpy as np
 import tiny
 import tokenizers
 
+from xinfer_jax.tool_calls.marks import GEMMA_TOKENS
+
 _TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALL"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -19,9 +21,16 @@ _XML = (
     "<tool_call>\n<function={{ c.function.name }}>\n{% for name, value in c.function.arguments | items %}"
     "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 )
+# Gemma 4's marks, with values as JSON but for texts.
+_GEMMA = (
+    "<|tool_call>call:{{ c.function.name }}{{ '{' }}{% for name, value in c.function.arguments | dictsort %}"
+    "{{ ',' if not loop.first }}{{ name }}:"
+    '{% if value is string %}<|"|>{{ value }}<|"|>{% else %}{{ value | tojson }}{% endif %}'
+    "{% endfor %}{{ '}' }}<tool_call|>"
+)
 TEMPLATES = {
     name: _TOOLS + _TURNS.replace("CALL", call)
-    for name, call in dict(hermes=_JSON, llama3_json=_LLAMA, qwen3_coder=_XML).items()
+    for name, call in dict(hermes=_JSON, llama3_json=_LLAMA, qwen3_coder=_XML, gemma4=_GEMMA).items()
 }
 _DIGIT = dict(type="integer", minimum=0, maximum=9)
 
@@ -41,15 +50,41 @@ PARTS = [
 ]  # fmt: skip
 
 
-def write_calling_checkpoint(path: Path) -> Path:
-    """Writes a checkpoint that answers every prompt with PARTS, each one token, and returns its directory."""
+# Answers in Gemma 4's form, whose marks are special tokens, and in one that a response template describes.
+GEMMA_PARTS = [
+    "<|channel>", "thought\n", "why", "<channel|>", "I look.", "<|tool_call>", "call:add{a:", "1,b:", "2}",
+    "<tool_call|>",
+]  # fmt: skip
+BRACKET_PARTS = ["[THINK]", "why", "[/THINK]", "I look.", "\n[CALL]add", '{"a": 1, "b": ', "2}", "[/CALL]"]
+BRACKETS = dict(
+    chat_template=_TOOLS + _TURNS.replace("CALL", "[CALL]{{ c.function.name }}"),
+    response_template=dict(
+        start_anchor="<|im_start|>assistant\n",
+        fields=dict(
+            reasoning_content=dict(open="[THINK]", close="[/THINK]"),
+            tool_calls=dict(
+                open_pattern=r"\s*\[CALL\](?P<name>\w+)",
+                close="[/CALL]",
+                content="json",
+                repeats=True,
+                transform=dict(function={"name": "{name}", "arguments": "{content}"}),
+            ),
+            content={},
+        ),
+    ),
+)
+
+
+def write_calling_checkpoint(path: Path, parts: list[str] = PARTS, **settings: Any) -> Path:
+    """Writes a checkpoint that answers every prompt with parts, each one token, and returns its directory."""
     hf, weights = tiny.answering_model("")
-    template = tiny.TOKENIZER_CONFIG | dict(chat_template=TEMPLATES["hermes"])
+    template = tiny.TOKENIZER_CONFIG | dict(chat_template=TEMPLATES["hermes"]) | settings
     tiny.write(path, hf | dict(max_position_embeddings=1024), tokenizer_config=template)
     backend = tiny.tokenizer()
-    backend.add_tokens([tokenizers.AddedToken(part, normalized=False) for part in PARTS])
+    tokens = [tokenizers.AddedToken(x, normalized=False, special=x in GEMMA_TOKENS) for x in parts]
+    backend.add_tokens(tokens)
     backend.save(str(path / "tokenizer.json"))
-    ids = [*backend.encode("\n").ids, *(backend.token_to_id(part) for part in PARTS), tiny.IM_END]
+    ids = [*backend.encode("\n").ids, *(backend.token_to_id(part) for part in parts), tiny.IM_END]
     weights[tiny.HEAD] = np.zeros_like(weights[tiny.HEAD])
     weights[tiny.HEAD][ids[1:], ids[:-1]] = 1
     tiny.write_weights(path, weights)

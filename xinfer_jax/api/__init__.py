@@ -10,7 +10,8 @@ sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `
   would change the answer is ignored. null counts as absent.
 - One field constrains an answer: `response_format`, `structured_outputs`, `guided_*`, or a `tool_choice` that
   requires calls. JSON is compact: vLLM's `disable_any_whitespace` is always on. `strict: false` constrains
-  too; the `strict` of a tool does nothing with tool_choice "auto".
+  too; the `strict` of a tool does nothing with tool_choice "auto". Where tools may be called, an answer is
+  calls with valid arguments, or what the field says.
 - `truncate_prompt_tokens: -1` keeps as many tokens as fit beside max_tokens. As in vLLM, a message with
   tool_calls and `content: null` has an empty text, and the arguments of its calls reach the template as
   objects.

@@ -1,17 +1,20 @@
 """Parses a request body: prompts as token ids, options, and what the response must contain."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checkpoint.conversation import ends_in_reasoning, harmony_header, prompt_ids
 from ..checkpoint.loading import Model
+from ..checkpoint.response_template import ResponseTemplate
+from ..checkpoint.tokenizer import Tokenizer
 from ..engine.device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError, format_value
 from ..generation.options import GenerateOptions
+from ..grammar.grammars import Grammar
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
-from ..tools.reasoning import THINK_START
+from ..tool_calls.reasoning import THINK_START
 from .fields import BodyError, Fields, check_fields
 from .grammar_fields import grammar_field, parse_grammar
 from .prompts import EncodePrompt, PromptEncoder, continued_text
@@ -42,6 +45,8 @@ class ParsedBody:
         harmony_header: that the prompt of a chat ends with; None: the model does not write Harmony.
         tools: that the answer may call; None: none.
         include_reasoning: the response has the reasoning of a chat.
+        template: how the answer of a chat is taken apart, and what the prompt has of it already; None: as
+            reasoning and calls are marked in forms that are known.
         call_prefix: ids of calls begin with it; no other request has the same.
     """
 
@@ -62,6 +67,7 @@ class ParsedBody:
     tools: ToolSettings | None = None
     include_reasoning: bool = True
     call_prefix: str = "call"
+    template: tuple[ResponseTemplate, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +220,15 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         header,
         tools,
         fields.boolean("include_reasoning", True),
+        template=_begun_template(model.tokenizer, prompts[0]) if kind == "chat" else None,
     )
+
+
+def _begun_template(tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[ResponseTemplate, str] | None:
+    template = None if tokenizer is None else tokenizer.answer_template
+    if tokenizer is None or template is None:
+        return None
+    return template, template.begun(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _encoder(model: Model) -> EncodePrompt:
@@ -257,13 +271,17 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
 
 
 def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
-    """The grammar of the answer: of calls where they are required, else what other fields ask for."""
+    """The grammar of the answer: of calls where they are required, else what other fields ask for, beside
+    which tools may be called.
+    """
     grammar = parse_grammar(fields, default if tools is None or tools.grammar is None else None)
     if tools is not None and tools.grammar is not None:
         if grammar is not None:
             said = "tool_choice requires calls: no other field may constrain the answer"
             raise BodyError("tool_choice", said)
         grammar = tools.grammar
+    elif tools is not None and isinstance(grammar, Grammar):
+        grammar = tools.calls_or(grammar)
     if grammar is not None and fields.boolean("ignore_eos"):
         field = "tool_choice" if tools is not None else grammar_field(fields.values)
         raise BodyError("ignore_eos", f"ignore_eos lets an answer go on where {field} ends it: leave one out")

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..checkpoint.answer_detokenizer import AnswerDetokenizer
+from ..checkpoint.template_splitter import TemplateSplitter
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
-from ..tools.answer_parser import AnswerParser
+from ..tool_calls.answer_parser import AnswerParser
+from ..tool_calls.descriptions import parameter_schemas
 from .bodies import ParsedBody
 from .token_texts import TokenTextDecoder, prompt_text
 
@@ -92,13 +94,23 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody)
 def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
     """A new parser for the answer of a chat. index: of its choice."""
     tools = parsed.tools
+
+    def new_id(call: int) -> str:
+        return f"{parsed.call_prefix}_{index}_{call}"
+
+    most_calls = tools.most_calls if tools else None
+    splitter = None
+    if parsed.template is not None:
+        parameters = parameter_schemas(tools.tools) if tools else {}
+        splitter = TemplateSplitter(*parsed.template, parameters, most_calls, new_id)
     return AnswerParser(
-        [tools.format] if tools else [],
+        [tools.format] if tools and tools.format else [],
         tools.tools if tools else None,
         in_reasoning=parsed.in_reasoning,
-        most_calls=tools.most_calls if tools else None,
-        new_id=lambda call: f"{parsed.call_prefix}_{index}_{call}",
+        most_calls=most_calls,
+        new_id=new_id,
         harmony_header=parsed.harmony_header,
+        splitter=splitter,
     )
 
 
@@ -113,7 +125,7 @@ def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetoke
         tokenizer,
         parsed.options.stop_strings,
         parsed.include_stop,
-        parsed.skip_special_tokens,
+        parsed.skip_special_tokens and parsed.template is None,
         parsed.harmony_header is not None,
         min_tokens_of_row(parsed.options.sampling),
         parsed.submit_args.get("content_after"),

@@ -20,15 +20,28 @@ class ToolSettings:
 
     Attributes:
         tools: that the prompt describes.
-        format: how the model writes calls, one of `TOOL_FORMATS`.
+        format: how the model writes calls, one of `TOOL_FORMATS`; None: as its response template says.
         grammar: of answers that are calls; None: the answer need not have any.
         most_calls: calls after this many are dropped; None: no limit.
+        tokenizer: of the model.
     """
 
     tools: list[dict[str, Any]]
-    format: str
+    format: str | None
     grammar: Grammar | None
     most_calls: int | None
+    tokenizer: Tokenizer
+
+    def calls_or(self, answer: Grammar) -> Grammar:
+        """A grammar of answers that are calls, or what another grammar says.
+
+        Raises:
+            BodyError: the form of calls cannot express a tool's schema.
+        """
+        try:
+            return tool_grammar(self.tools, self.tokenizer, several=self.most_calls is None, answer=answer)
+        except InputError as error:
+            raise BodyError("tools", f"tools beside a grammar: {error}") from error
 
 
 def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | None:
@@ -54,17 +67,18 @@ def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | N
         raise BodyError("tools", "tools need a chat template, which this checkpoint lacks: leave them out")
     try:
         tools = check_template_tools(tokenizer, given)
-        call_format = known_format(tokenizer)
+        template = tokenizer.answer_template
+        call_format = None if template and template.has_calls else known_format(tokenizer)
     except InputError as error:
         raise BodyError("tools", error) from error
     most_calls = 1 if name or not parallel else None
     if choice == "auto":
-        return ToolSettings(tools, call_format, None, most_calls)
+        return ToolSettings(tools, call_format, None, most_calls, tokenizer)
     try:
         grammar = tool_grammar(tools, tokenizer, name=name, several=parallel)
     except InputError as error:
         raise BodyError("tool_choice", f"tool_choice: {error}") from error
-    return ToolSettings(tools, call_format, grammar, most_calls)
+    return ToolSettings(tools, call_format, grammar, most_calls, tokenizer)
 
 
 def _chosen_name(choice: Mapping[str, Any]) -> str:

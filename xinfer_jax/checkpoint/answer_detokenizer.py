@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..tools.harmony import SPELLINGS, HarmonySplitter, with_marks
-from ..tools.reasoning import ReasoningSplitter
+from ..tool_calls.harmony import SPELLINGS, HarmonySplitter, with_marks
+from ..tool_calls.reasoning import ReasoningSplitter
 from .detokenizer import IncrementalDetokenizer
 from .stop_strings import StopStringMatcher
 from .tokenizer import Tokenizer

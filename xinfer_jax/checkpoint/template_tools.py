@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ..errors import InputError
-from ..tools.tool_call_parser import HARMONY, HERMES, LLAMA3_JSON, QWEN3_CODER
+from ..tool_calls.tool_call_parser import GEMMA4, HARMONY, HERMES, LLAMA3_JSON, QWEN3_CODER
 from .chat_template import render
 
 _NAME = "probe_of_tools"
@@ -20,6 +20,7 @@ _CALLS = {
     QWEN3_CODER: rf"<tool_call>\s*<function={_NAME}>",
     HERMES: rf'<tool_call>\s*\{{\s*"name":\s*"{_NAME}",\s*"arguments":',
     LLAMA3_JSON: rf'\{{\s*"name":\s*"{_NAME}",\s*"parameters":',
+    GEMMA4: rf"<\|tool_call>call:{_NAME}\{{",
     HARMONY: rf"to=functions\.{_NAME}\b.*<\|message\|>",
 }
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import tokenizers
 
 from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
-from ..tools.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
+from ..tool_calls.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
+from ..tool_calls.marks import GEMMA_TOKENS
 from .chat_template import render
 from .files import file_exists, read_json
+from .response_template import ResponseTemplate, parse_response_template
 from .template_files import read_chat_templates
 from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
@@ -39,6 +42,7 @@ class Tokenizer:
         tool_template: of conversations with tools; None: chat_template.
         special_tokens: texts of the tokens that a template may use by name (bos_token, eos_token, …).
         eos_token_ids: ids that end an answer.
+        response_template: how the checkpoint says that answers are written; None: it does not.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Tokenizer:
         chat_template: str | None,
         special_tokens: dict[str, str],
         eos_token_ids: Sequence[int],
+        response_template: ResponseTemplate | None = None,
         tool_template: str | None = None,
     ):
         self.backend = backend
@@ -56,6 +61,7 @@ class Tokenizer:
         self.tool_template = tool_template
         self.special_tokens = special_tokens
         self.eos_token_ids = tuple(eos_token_ids)
+        self.response_template = response_template
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocabulary {self.backend.get_vocab_size()}, EOS ids {self.eos_token_ids})"
@@ -78,7 +84,7 @@ class Tokenizer:
         ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
         return cls(
             backend, chat_template=template, special_tokens=special, eos_token_ids=ends,
-            tool_template=tool_template,
+            tool_template=tool_template, response_template=_response_template(settings),
         )  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -116,31 +122,42 @@ class Tokenizer:
 
         Args:
             ids: of any length.
-            skip_special_tokens: leave them out, but for Harmony's control tokens, which are the form of an
-                answer, as <think> is of others.
+            skip_special_tokens: leave them out, but for control tokens of Harmony and Gemma 4 that are the
+                form of an answer, as <think> is of others.
 
         Raises:
             InputError: values that are not ids, or a broken tokenizer.
         """
-        if skip_special_tokens and self.harmony_marks:
+        if skip_special_tokens and self._kept_tokens:
             return self.decode_marked(ids).translate(SPELLINGS)
         return self._decode(ids, skip_special_tokens)
 
     def decode_marked(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """As `decode`, with the characters of `tools/harmony.py` for Harmony's control tokens."""
+        """As `decode`, with the characters of `tool_calls/harmony.py` for Harmony's control tokens."""
         pieces = []
         start = 0
         for at, token in enumerate(ids):
-            if token in self.harmony_marks:
-                pieces += [self._decode(ids[start:at], skip_special_tokens), self.harmony_marks[token]]
+            if token in self._kept_tokens:
+                pieces += [self._decode(ids[start:at], skip_special_tokens), self._kept_tokens[token]]
                 start = at + 1
         return "".join([*pieces, self._decode(ids[start:], skip_special_tokens)])
 
     @functools.cached_property
+    def _special_ids(self) -> dict[str, int]:
+        """The id of each special token."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @functools.cached_property
+    def _kept_tokens(self) -> dict[int, str]:
+        """What stands in a text for special tokens that are the form of an answer, by id."""
+        named = self._special_ids
+        return self.harmony_marks or {named[name]: name for name in GEMMA_TOKENS if name in named}
+
+    @functools.cached_property
     def harmony_marks(self) -> dict[int, str]:
         """The character of each of Harmony's control tokens, by id; empty for a vocabulary without them."""
-        added = self.backend.get_added_tokens_decoder()
-        named = {token.content: i for i, token in added.items() if token.special}
+        named = self._special_ids
         found = {named[name]: mark for name, mark in CONTROL_TOKENS.items() if name in named}
         return found if {START, CHANNEL, MESSAGE, END} <= {*found.values()} else {}
 
@@ -183,6 +200,11 @@ class Tokenizer:
         """A token to decode others after, and its text."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids, skip_special_tokens=False)
+
+    @property
+    def answer_template(self) -> ResponseTemplate | None:
+        """The response template, where the chat template writes calls in no form that is known."""
+        return None if self.template_tools.format or self.writes_harmony else self.response_template
 
     @property
     def template_tools(self) -> TemplateTools:
@@ -304,6 +326,15 @@ def _added_token(value: Any, **options: bool) -> tokenizers.AddedToken:
         raise TypeError(f"{value!r} is neither a text nor an object with a text as its content")
     options |= {name: token[name] for name in _TOKEN_OPTIONS if name in token}
     return tokenizers.AddedToken(token["content"], **options)
+
+
+def _response_template(settings: dict[str, Any]) -> ResponseTemplate | None:
+    spec = settings.get("response_template")
+    try:
+        return None if spec is None else parse_response_template(spec)
+    except InputError as error:
+        warnings.warn(f"answers are not taken apart as the checkpoint says: {error}", stacklevel=4)
+        return None
 
 
 def eos_ids(

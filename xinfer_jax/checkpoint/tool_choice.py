@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, format_value
-from ..grammar.compiler import AUTO, CALLS
+from ..grammar.compiler import AUTO, CALLS, lark_text
 from ..grammar.grammars import Grammar
 from ..grammar.served_schemas import served_schema
-from ..tools.call_grammar import call_grammar
-from ..tools.descriptions import parameter_schemas
-from ..tools.tool_call_parser import HARMONY
+from ..tool_calls.call_grammar import call_grammar
+from ..tool_calls.descriptions import parameter_schemas
+from ..tool_calls.tool_call_parser import HARMONY
 from .conversation import check_template_tools
 from .tokenizer import Tokenizer
 
@@ -21,6 +21,7 @@ def tool_grammar(
     name: str | None = None,
     several: bool = True,
     reasoning_end: str | None = AUTO,
+    answer: Grammar | None = None,
 ) -> Grammar:
     """A grammar of answers that are calls of functions, with arguments that are valid for their schemas.
 
@@ -32,11 +33,13 @@ def tool_grammar(
         name: of the function to call, once; None: any of them.
         several: there may be more than one call. Llama 3 and gpt-oss write one.
         reasoning_end: as in `Grammar`; "auto" in Harmony: None, the grammar allows reasoning before a call.
+        answer: what an answer may be instead of calls, with a reasoning_end of its own. gpt-oss writes calls
+            on another channel, and so beside any grammar: the result is this one.
 
     Raises:
         InputError: no tools, or a name that none of them has; the chat template ignores tools, or writes
-            calls in a form that is not known; Qwen3-Coder's form cannot express a keyword of a schema, or a
-            schema would allow what is not valid (see `served_schema`).
+            calls in a form that is not known; Qwen3-Coder's or Gemma 4's form cannot express a keyword of a
+            schema, or a schema would allow what is not valid (see `served_schema`).
             Whether the others are served is known when the grammar is used.
     """
     checked = check_template_tools(tokenizer, tools)
@@ -44,12 +47,18 @@ def tool_grammar(
     if name is not None and name not in schemas or not schemas:
         raise InputError(f"{format_value(name)} is none of the {len(schemas)} tools: give one of their names")
     call_format = known_format(tokenizer)
+    if answer is not None and call_format == HARMONY:
+        return answer
     chosen = {
         one["name"]: _served(one, schemas[one["name"]])
         for one in (tool["function"] for tool in checked)
         if name in (None, one["name"])
     }
     source = call_grammar(call_format, chosen, several and name is None)
+    if answer is not None:
+        other = f"answer: %lark {{\n{lark_text(answer)}\n}}"
+        source = "\n".join(["start: calls | answer", other, source.replace("start:", "calls:", 1)])
+        reasoning_end = answer.reasoning_end
     if call_format == HARMONY and reasoning_end == AUTO:
         reasoning_end = None
     return Grammar(CALLS, source, tokenizer, reasoning_end)

@@ -15,7 +15,7 @@ from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_text_from_ids
-from ..tools.answer_parser import AnswerParser
+from ..tool_calls.answer_parser import AnswerParser
 from .process import capture_signals
 from .startup import chunks_with_status, load_and_compile, open_model, use_compilation_cache
 from .terminal import status, write

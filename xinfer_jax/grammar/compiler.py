@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import GrammarError, InputError
-from ..tools.harmony import CALL, MESSAGE, last_header
-from ..tools.reasoning import THINK_END, THINK_START
+from ..tool_calls.harmony import CALL, MESSAGE, last_header
+from ..tool_calls.reasoning import THINK_END, THINK_START
 from .automaton import Dfa
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
@@ -110,7 +110,7 @@ class Vocabulary:
             if self._llguidance is None:
                 self._llguidance = llguidance.LLTokenizer(_wrap(self.tokens, self.special), self.size + 1)
         limits = llguidance.LLParserLimits(**_LIMITS)
-        matcher = llguidance.LLMatcher(self._llguidance, _lark_text(grammar), log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._llguidance, lark_text(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
             next_tokens(matcher, self.size)
         if matcher.get_error().startswith("NoExtension"):
@@ -205,7 +205,8 @@ def _wrap(tokens: list[bytes], special: list[int]) -> Any:
     return TokenizerWrapper(found)
 
 
-def _lark_text(grammar: "Grammar") -> str:
+def lark_text(grammar: "Grammar") -> str:
+    """The grammar in llguidance's Lark syntax, whatever its kind."""
     if grammar.kind == "lark":
         operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", grammar.source))
         if len(operators) > _MOST_INTERSECTIONS:
@@ -236,8 +237,9 @@ def _failed_part(grammar: "Grammar", error: str) -> str:
     place = re.match(r"at (\d+)\(", error)
     if grammar.kind != CALLS or place is None:
         return f"the {grammar.kind} grammar"
-    line = _lark_text(grammar).split("\n")[int(place[1]) - 1]
-    return f"the schema of tool {line.rpartition(' // ')[2]!r}"
+    line = lark_text(grammar).split("\n")[int(place[1]) - 1]
+    _, mark, name = line.rpartition(" // ")
+    return f"the schema of tool {name!r}" if mark else "the grammar beside tools"
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checks import is_sequence
 from ..errors import InputError, format_value
-from ..tools.call_grammar import ESCAPES
+from ..tool_calls.call_grammar import ESCAPES
 from .compiler import AUTO
 from .matcher import CompiledGrammar
 from .served_schemas import served_schema

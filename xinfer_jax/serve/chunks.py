@@ -19,7 +19,7 @@ from ..api.responses import (
 from ..api.token_texts import TokenTextDecoder, prompt_text
 from ..checkpoint.tokenizer import Tokenizer
 from ..engine.requests import Answer, Request, request_updates
-from ..tools.answer_parser import AnswerDelta, reasoning_fields
+from ..tool_calls.answer_parser import AnswerDelta, reasoning_fields
 from .api_errors import APIError
 
 _QUIET_SECONDS = 5.0  # after which a comment keeps the connection open, for the client and for proxies

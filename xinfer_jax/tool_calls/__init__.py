@@ -1,10 +1,10 @@
 """Tools and reasoning: what a request may call, and an answer's text taken apart. Pure text, without a model.
 
-In the order to read: `marks` finds marks that are there in part; `reasoning` splits an answer at <think> and
-</think>; `json_scanner` finds the end of a JSON object; `call_parser` is what `json_call` and `xml_call`
-share, which parse one call in the forms that models write; `tool_call_parser` finds the calls in a text;
-`harmony` splits gpt-oss's answers at its control tokens; `descriptions` checks the tools of a request and
-`tool_messages` prepares earlier calls for a chat template; `answer_parser` puts the parsers together, for
+In the order to read: `marks` finds marks that are there in part; `reasoning` splits an answer into reasoning
+and content; `json_scanner` finds the end of a JSON object; `call_parser` is what `json_call`, `xml_call` and
+`gemma_call` share, which parse one call in the forms that models write; `tool_call_parser` finds the calls in
+a text; `harmony` splits gpt-oss's answers at its control tokens; `descriptions` checks the tools of a request
+and `tool_messages` prepares earlier calls for a chat template; `answer_parser` puts the parsers together, for
 `parse_tool_calls` and for the server; `call_grammar` has the answers that are calls. Which form a model
 writes is found in its chat template: `checkpoint/template_tools.py`.
 
@@ -14,5 +14,6 @@ writes is found in its chat template: `checkpoint/template_tools.py`.
   text again: all of it is content, though a stream has sent its beginning as a call by then.
 - A call is checked as JSON, its function must be one of the tools, but its arguments are not checked against
   their schema. Grammars do that (tool_choice "required", or a function).
-- The end of an answer may stand for the mark after the last call. Nothing else is repaired.
+- The end of an answer may stand for the mark after the last call. What models often leave out or add is
+  repaired: `AnswerParser` lists it. Nothing else is.
 """

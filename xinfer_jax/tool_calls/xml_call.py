@@ -1,6 +1,7 @@
 """`XMLCallParser`: a call as Qwen3-Coder writes it, <function=name> <parameter=name> value </parameter> … .
 
-The values have no types in this form: the schema of the parameters tells them.
+The values have no types in this form: the schema of the parameters tells them. Models leave out </parameter>
+at times: then the next parameter ends a value, or the end of the call.
 """
 
 import json
@@ -12,11 +13,19 @@ from .call_parser import CallParser
 from .marks import length_of_partial_mark
 
 CALL_END = "</tool_call>"
+FUNCTION_START = "<function="
 _VALUE_END = "</parameter>"
 _FUNCTION = re.compile(r"<function=([^<>\s]{1,512})>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,512})>")
 _FUNCTION_END = "</function>"
-_END_OF_VALUE = re.compile(rf"\n?{_VALUE_END}|{CALL_END}")
+_END_OF_VALUE = re.compile(
+    rf"\n?{_VALUE_END}|{CALL_END}|\n?(?=<parameter=(?P<key>[^<>\s]{{1,512}})>)"
+    rf"|\n?(?={_FUNCTION_END}\s{{0,64}}(?:{CALL_END}|<tool_call>|{FUNCTION_START}))"
+)
+# What may become such an end, at the end of a text.
+_PARTIAL_END = re.compile(
+    rf"\n?(?:<parameter=[^<>\s]{{0,512}}|{_FUNCTION_END}\s{{0,64}}(?:<[a-z_/]{{0,12}})?)\Z"
+)
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write them
 
 
@@ -80,6 +89,11 @@ class XMLCallParser(CallParser):
             return {"string"}
         return json_types(properties[key])
 
+    def _may_have(self, key: str) -> bool:
+        """Whether a parameter of this name may follow; else its tag is text within a value."""
+        properties = (self._schemas or {}).get(self.name or "", {}).get("properties")
+        return key not in self._keys and (not isinstance(properties, Mapping) or key in properties)
+
     def _push_first_of_value(self, text: str) -> tuple[int, str]:
         if not text:
             return 0, ""
@@ -88,9 +102,9 @@ class XMLCallParser(CallParser):
         return int(text[0] == "\n"), '"' if self._value is None else ""
 
     def _push_value(self, text: str) -> tuple[int, str]:
-        end = _END_OF_VALUE.search(text)
-        held = length_of_partial_mark(text, (_VALUE_END, f"\n{_VALUE_END}", CALL_END))
-        part = text[: end.start()] if end else text[: len(text) - held]
+        ends = _END_OF_VALUE.finditer(text)
+        end = next((end for end in ends if end["key"] is None or self._may_have(end["key"])), None)
+        part = text[: end.start() if end else _undecided(text)]
         if self._value is None:
             piece = json.dumps(part, ensure_ascii=False)[1:-1]
         else:
@@ -102,7 +116,7 @@ class XMLCallParser(CallParser):
             self.failed = True
             return len(part), ""
         self._step = self._push_parameter
-        return end.end(), piece + ('"' if self._value is None else _value_json(self._value, self._types))
+        return end.end(), piece + ('"' if self._value is None else value_json(self._value, self._types))
 
     def _match(self, text: str, start: str, pattern: re.Pattern[str]) -> tuple[int, str | None]:
         """Matches an opening tag after whitespace. Returns how far it got, and the name in the tag."""
@@ -113,6 +127,14 @@ class XMLCallParser(CallParser):
         could_follow = start.startswith(body) or re.fullmatch(rf"{start}[^<>\s]{{0,512}}", body)
         self.failed = not could_follow
         return spaces, None
+
+
+def _undecided(text: str) -> int:
+    """Where the last characters begin that may become the end of a value."""
+    if partial := _PARTIAL_END.search(text):
+        return partial.start()
+    marks = (_VALUE_END, CALL_END, _FUNCTION_END, "<parameter=")
+    return len(text) - length_of_partial_mark(text, (*marks, *(f"\n{mark}" for mark in marks)))
 
 
 def json_types(schema: Any) -> set[str] | None:
@@ -131,7 +153,7 @@ def json_types(schema: Any) -> set[str] | None:
     return set[str]().union(*(types or () for types in found))
 
 
-def _value_json(text: str, types: set[str] | None) -> str:
+def value_json(text: str, types: set[str] | None) -> str:
     """The JSON of a value: what the text is as JSON where the types allow that, else the text."""
     try:
         value = _PYTHON[text] if text in _PYTHON else json.loads(text)

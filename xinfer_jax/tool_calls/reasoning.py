@@ -1,9 +1,10 @@
-"""What stands between <think> and </think>, and the content after it: as two texts, or in its order."""
+"""What stands between <think> and </think>, or Gemma 4's marks, and the content after it."""
 
-from .marks import length_of_partial_mark
+from .marks import GEMMA_CHANNEL, GEMMA_CHANNEL_END, length_of_partial_mark
 
 THINK_START = "<think>"
 THINK_END = "</think>"
+_ENDS = {THINK_START: THINK_END, f"{GEMMA_CHANNEL}thought": GEMMA_CHANNEL_END}
 
 
 class ReasoningParser:
@@ -18,6 +19,7 @@ class ReasoningParser:
     def __init__(self, in_reasoning: bool):
         """in_reasoning: the prompt ends within the reasoning."""
         self._state = "reasoning" if in_reasoning else "start"
+        self._end = THINK_END
         self._pending = ""  # may be the beginning of a mark
         self._blanks: list[str] = []  # before the first other character
         self._at_start = True  # of the reasoning: its first newline is left out
@@ -44,22 +46,24 @@ class ReasoningParser:
     def _push_start(self, text: str, ended: bool) -> str:
         stripped = text.lstrip()
         self._blanks.append(text[: len(text) - len(stripped)])
-        if stripped.startswith(THINK_START):
-            self._state = "reasoning"
-            self.found = True
-            return stripped[len(THINK_START) :]
-        if ended or not THINK_START.startswith(stripped):
+        for start, end in _ENDS.items():
+            if stripped.startswith(start):
+                self._state = "reasoning"
+                self._end = end
+                self.found = True
+                return stripped[len(start) :]
+        if ended or not any(start.startswith(stripped) for start in _ENDS):
             self._state = "content"
             return "".join(self._blanks) + stripped
         self._pending = stripped
         return ""
 
     def _push_reasoning(self, text: str, ended: bool) -> tuple[str, str]:
-        reasoning, mark, content = text.partition(THINK_END)
+        reasoning, mark, content = text.partition(self._end)
         if mark:
             self._state = "before content"
         elif not ended:
-            cut = len(reasoning) - length_of_partial_mark(reasoning, [THINK_END])
+            cut = len(reasoning) - length_of_partial_mark(reasoning, [self._end])
             self._pending = reasoning[cut:]
             reasoning = reasoning[:cut]
         if reasoning and self._at_start:

@@ -1,8 +1,13 @@
-"""`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}."""
+"""`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}.
+
+Models also write {"type": "function", "function": {…}} around it, leave arguments out where there are none,
+and write them as JSON in a text.
+"""
 
 import json
 import re
 from collections.abc import Collection
+from typing import Any
 
 from .call_parser import CallParser
 from .json_scanner import JSONObjectScanner
@@ -10,7 +15,8 @@ from .json_scanner import JSONObjectScanner
 _ARGUMENTS = ("arguments", "parameters")
 # What precedes the arguments in the usual order of the keys. No name is longer than this.
 _HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,512}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
+    r'"name"\s*:\s*("(?:[^"\\]|\\.){0,512}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _HEAD_CHARACTERS = 4096  # beyond it the call is parsed when it ends, so the time stays linear
 
@@ -18,10 +24,15 @@ _HEAD_CHARACTERS = 4096  # beyond it the call is parsed when it ends, so the tim
 class JSONCallParser(CallParser):
     """Parses one call in this form."""
 
-    def __init__(self, names: Collection[str] | None):
-        """names: of the functions that may be called; None: any."""
+    def __init__(self, names: Collection[str] | None, may_lack_arguments: bool = True):
+        """
+        Args:
+            names: of the functions that may be called; None: any.
+            may_lack_arguments: an object with a name alone is a call.
+        """
         super().__init__()
         self._names = names
+        self._may_lack_arguments = may_lack_arguments
         self._text = ""
         self._object = JSONObjectScanner()
         self._arguments = JSONObjectScanner()
@@ -54,20 +65,33 @@ class JSONCallParser(CallParser):
         """Checks the whole object. Returns the arguments' last piece: all, if their key came first."""
         try:
             call = json.loads(self._text[: self.length])
+            function = call.get("function")
+            if isinstance(function, dict) and "name" not in call:
+                call = function
+            arguments = self._arguments_of(call)
             json.dumps(call, allow_nan=False)
+            found = json.dumps(arguments, allow_nan=False)
         except (ValueError, RecursionError):  # a number that is too large
             self.failed = True
             return ""
-        keys = [key for key in _ARGUMENTS if key in call]
-        is_call = len(keys) == 1 and isinstance(call[keys[0]], dict)
-        if not is_call or self.name is not None and call.get("name") != self.name:
+        name = call.get("name", function)
+        if not isinstance(arguments, dict) or self.name is not None and name != self.name:
             self.failed = True
             return ""
         if self.name is None:
-            self._set_name(call.get("name"))
-            piece = json.dumps(call[keys[0]])
+            self._set_name(name)
+            piece = found
         self.ended = not self.failed
         return piece
+
+    def _arguments_of(self, call: dict[str, Any]) -> Any:
+        keys = [key for key in _ARGUMENTS if key in call]
+        if len(keys) != 1:
+            return {} if not keys and self._may_lack_arguments else None
+        arguments = call[keys[0]]
+        if isinstance(arguments, str) and arguments:
+            arguments = json.loads(arguments)
+        return {} if arguments in (None, "", []) else arguments
 
 
 def _is_json(text: str) -> bool:

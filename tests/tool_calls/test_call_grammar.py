@@ -11,10 +11,11 @@ from tool_models import tool
 
 import xinfer_jax as xj
 from xinfer_jax.grammar.compiler import vocabulary_of
-from xinfer_jax.tools.call_grammar import call_grammar
-from xinfer_jax.tools.descriptions import check_tools, parameter_schemas
-from xinfer_jax.tools.harmony import CONTROL_TOKENS
-from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
+from xinfer_jax.tool_calls.call_grammar import call_grammar
+from xinfer_jax.tool_calls.descriptions import check_tools, parameter_schemas
+from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS
+from xinfer_jax.tool_calls.marks import GEMMA_TOKENS
+from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
 
 pytestmark = pytest.mark.newest
 
@@ -36,9 +37,10 @@ SCHEMAS = parameter_schemas(TOOLS)
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes, the end of a text, and Harmony's control tokens."""
+    """A tokenizer whose tokens are the bytes, the end of a text, and control tokens of Harmony and Gemma."""
 
-    tokens = [bytes([i]) for i in range(256)] + [b"<|end of text|>"] + [x.encode() for x in CONTROL_TOKENS]
+    tokens = [bytes([i]) for i in range(256)] + [b"<|end of text|>"]
+    tokens += [x.encode() for x in (*CONTROL_TOKENS, *GEMMA_TOKENS)]
     eos_token_id = 256
     bos_token_id = None
     special_token_ids = [*range(256, len(tokens))]
@@ -115,6 +117,21 @@ def test_json_is_written_as_templates_write_it(sample):
 def test_what_qwen3_coders_form_cannot_express(parameters, said):
     with pytest.raises(xj.InputError, match=said):
         call_grammar("qwen3_coder", dict(f=parameters), False)
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (dict(type="array", uniqueItems=True), "'uniqueItems' cannot be"),
+        ({"$ref": "#/$defs/a"}, "is not one of its"),
+        (dict(enum=[[1]]), "the constant"),
+        (dict(type="text"), "is not one of JSON Schema"),
+        (False, "must be an object"),
+    ],
+)
+def test_what_gemmas_form_cannot_express(value, said):
+    with pytest.raises(xj.InputError, match=said):
+        call_grammar("gemma4", dict(f=dict(properties=dict(a=value))), False)
 
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])

@@ -7,8 +7,8 @@ import time
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.tools.json_scanner import JSONObjectScanner
-from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
+from xinfer_jax.tool_calls.json_scanner import JSONObjectScanner
+from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
 
 pytestmark = pytest.mark.oldest
 
@@ -98,14 +98,12 @@ MALFORMED = [
     tagged('{"arguments": {"days": 1e999}, "name": "weather"}'),
     tagged('{"name": "weather", "arguments": {}, "parameters": {}}'),
     tagged('{"name": "weather", "arguments": {}, "name": "add"}'),
-    tagged('{"name": "weather"}'),
     tagged('{"name": "other", "arguments": {}}'),
     tagged('{"name": 3, "arguments": {}}'),
     tagged("weather(city='Paris')"),
     tagged(""),
     tagged("<function=other>\n</function>"),
     tagged("<function=weather>\nParis</function>"),
-    tagged("<function=weather><parameter=city>Paris</function>"),
     tagged("<function=add><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
     tagged("<function weather></function>"),
     '{"name": "weather", "parameters": {"city"}}',
@@ -134,7 +132,7 @@ def test_an_incomplete_call_is_text(text):
 
 
 def test_formats_that_are_not_asked_for_are_text():
-    for text in (tagged(ADD), tagged(XML), ADD):
+    for text in (tagged(ADD), tagged(XML), ADD, "<|tool_call>call:weather{}<tool_call|>"):
         of_text = [found(text, formats=[name])[1] != [] for name in TOOL_FORMATS]
         assert sum(of_text) == 1 and found(text, formats=[]) == (text, [])
     assert found(tagged(XML), formats="qwen3_coder", tools=None)[1] == [("weather", dict(city="New\n\nYork"))]
@@ -175,6 +173,13 @@ def test_any_parts_give_the_same():
         "<|",
         "<|python_tag|>",
         "<think>",
+        "<|tool_call>",
+        "<tool_call|>",
+        'call:add{a:<|"|>',
+        '<|"|>',
+        "[",
+        ",",
+        "</function>",
     ]
     pieces += ["</think>", "nk>", XML, PARIS, ADD, ADD[:30], XML[:30], "</parameter>", "<function="]
     for number in range(3000):
@@ -202,7 +207,21 @@ def test_arguments_arrive_while_they_are_generated():
 def test_time_is_linear_in_the_text():
     part = '<tool_call>{"name": "add", "arguments": {"a": "</tool_call><function=add><parameter=a>'
     started = time.monotonic()
-    for text in (part, "<tool_call>", "<tool_call><function=add><parameter=a>", tagged(ADD), '{"name": "add'):
+    texts = (
+        part,
+        "<tool_call>",
+        "<function=",
+        "</function> ",
+        "<tool_call><function=add><parameter=a>",
+        tagged(ADD),
+        '{"name": "add',
+    )
+    for text in (
+        *texts,
+        "<|tool_call>call:add{a:",
+        "<|tool_call>call:add{a:[",
+        '<|tool_call>call:add{a:<|"|>',
+    ):
         many = text * (200_000 // len(text))
         parser = xj.AnswerParser(tools=TOOLS)
         for i in range(0, len(many), 200):

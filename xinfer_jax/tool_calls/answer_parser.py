@@ -81,19 +81,24 @@ class AnswerDelta:
 class AnswerParser:
     """Takes the text of an answer apart while it is generated.
 
-    Reasoning stands between <think> and </think> at the beginning. Calls stand in the content after it:
+    Reasoning stands between <think> and </think> at the beginning, or <|channel>thought and <channel|> of
+    Gemma 4. Calls stand in the content after it:
 
     - "hermes", of Qwen 2.5 and 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>
     - "qwen3_coder": <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
     - "llama3_json": {"name": …, "parameters": {…}} at the beginning of the content, perhaps after
       <|python_tag|>; several are separated by semicolons.
+    - "gemma4": <|tool_call>call:…{key:<|"|>…<|"|>, …}<tool_call|>
     - "harmony", of gpt-oss: <|channel|>commentary to=functions.… <|constrain|>json<|message|>{…}<|call|>. An
       answer that begins with such a header has channels: `analysis` is the reasoning, `final` the content,
       and so are messages on `commentary` that are no calls.
 
-    The names are vLLM's, but for the last. A call that is malformed or incomplete, or of a function that is
-    not among the tools, is text: it becomes content. Its name and the beginning of its arguments may have
-    been returned by then, with an index that no other call has. Whitespace beside calls is left out.
+    The names are vLLM's, but for the last. Calls are found as models write them: without arguments, with
+    arguments null or as JSON in a text, with a brace too many, several objects or a list in one mark, within
+    {"function": …}; Qwen3-Coder's without the first mark or </parameter>. A call that is malformed or
+    incomplete, or of a function that is not among the tools, is text: it becomes content. Its name and the
+    beginning of its arguments may have been returned by then, with an index that no other call has.
+    Whitespace beside calls is left out.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class AnswerParser:
         most_calls: int | None = None,
         new_id: Callable[[int], str] | None = None,
         harmony_header: str | None = None,
+        splitter: Any = None,
     ):
         """
         Args:
@@ -118,6 +124,8 @@ class AnswerParser:
             harmony_header: the answer has channels, and its text is that of `Tokenizer.decode_marked`; this
                 is what `checkpoint.conversation.harmony_header` returns. None: Harmony is recognized by
                 spelled control tokens at the beginning, if it is among the formats.
+            splitter: takes the text apart instead, as `checkpoint.template_splitter` does; new_id, most_calls
+                and tools are its own. None: there is none.
 
         Raises:
             InputError: an unknown format, or tools of another form.
@@ -129,12 +137,15 @@ class AnswerParser:
                 f"formats may have {', '.join(TOOL_FORMATS)}, got {format_value(unknown[0])}: leave it out"
             )
         parameters = None if tools is None else parameter_schemas(check_tools(tools))
-        self._reasoning: ReasoningParser | HarmonyParser = ReasoningParser(in_reasoning)
+        self._reasoning: Any = ReasoningParser(in_reasoning) if splitter is None else splitter
         self._formats = formats
         self._how = parameters, most_calls, new_id or _random_id
-        self._calls = ToolCallParser(formats, *self._how) if formats else None
+        self._calls: Any = splitter
+        if splitter is None and formats:
+            self._calls = ToolCallParser(formats, *self._how)
         self._spelled: SpelledControlTokens | None = None
         self._may_be_harmony = HARMONY in formats and harmony_header is None and not in_reasoning
+        self._may_be_harmony = self._may_be_harmony and splitter is None
         self._pending = ""  # may be the beginning of a header
         if harmony_header is not None:
             self._begin_harmony(harmony_header)
@@ -158,7 +169,7 @@ class AnswerParser:
                 self._begin_harmony("")
         if self._spelled:
             text = self._spelled.push(text, ended)
-        if isinstance(self._reasoning, HarmonyParser):
+        if not isinstance(self._reasoning, ReasoningParser):
             reasoning, content, deltas = self._reasoning.push(text, ended)
             return AnswerDelta(content, reasoning, deltas)
         reasoning, content = self._reasoning.push(text, ended)

@@ -1,13 +1,15 @@
 """`ToolCallParser`: tells the calls in an answer from its other text, while it is generated."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from .call_parser import CallParser
+from .gemma_call import GemmaCallParser
 from .json_call import JSONCallParser
-from .marks import length_of_partial_mark
-from .xml_call import CALL_END, XMLCallParser
+from .marks import GEMMA_END, GEMMA_START, length_of_partial_mark
+from .xml_call import CALL_END, FUNCTION_START, XMLCallParser
 
 CALL_START = "<tool_call>"
 _PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call
@@ -15,8 +17,13 @@ _SEPARATOR = ";"  # between two calls of Llama 3
 HERMES = "hermes"
 LLAMA3_JSON = "llama3_json"
 QWEN3_CODER = "qwen3_coder"
+GEMMA4 = "gemma4"
 HARMONY = "harmony"  # `HarmonyParser` finds the calls
-TOOL_FORMATS = (HERMES, LLAMA3_JSON, QWEN3_CODER, HARMONY)
+TOOL_FORMATS = (HERMES, LLAMA3_JSON, QWEN3_CODER, GEMMA4, HARMONY)
+# What calls begin with. Qwen3-Coder leaves its first mark out at times.
+_MARKS = {HERMES: (CALL_START,), QWEN3_CODER: (CALL_START, FUNCTION_START), GEMMA4: (GEMMA_START,)}
+_CALL_ENDS = re.compile("|".join(map(re.escape, (CALL_END, GEMMA_END))))
+_FILLER = " \t\r\n}],"  # between objects in one mark, and before the mark that ends them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +91,7 @@ class ToolCallParser:
         """
         self.calls: list[tuple[str, str, str]] = []
         self._formats = formats
+        self._marks = tuple({mark: None for form in formats for mark in _MARKS.get(form, ())})
         self._parameters = parameters
         self._most_calls = most_calls
         self._new_id = new_id
@@ -115,41 +123,56 @@ class ToolCallParser:
         body = text.lstrip()
         tag = _PYTHON_TAG if body.startswith(_PYTHON_TAG) else ""
         body = body.removeprefix(tag).lstrip()
-        if not ended and (not body or not tag and _PYTHON_TAG.startswith(body)):
+        if not ended and (body in ("", "[") or not tag and _PYTHON_TAG.startswith(body)):
             self._pending = text
             return ""
-        if not body.startswith("{"):
+        objects = body.removeprefix("[").lstrip()
+        if not ended and not objects:
+            self._pending = text
+            return ""
+        if not objects.startswith("{"):
             self._state = self._push_content
             return text
-        self.begin(JSONCallParser(self._parameters), text[: len(text) - len(body)], _SEPARATOR)
-        return body
+        parser = JSONCallParser(self._parameters, may_lack_arguments=self._parameters is not None)
+        self.begin(parser, text[: len(text) - len(objects)], _SEPARATOR)
+        return objects
 
     def _push_content(self, text: str, ended: bool) -> str:
-        if not {HERMES, QWEN3_CODER} & {*self._formats}:
-            self._add_content(text)
+        starts = {mark: at for mark in self._marks if (at := text.find(mark)) >= 0}
+        mark = min(starts, key=lambda mark: starts[mark], default="")
+        cut = (
+            starts[mark] if mark else len(text) - (0 if ended else length_of_partial_mark(text, self._marks))
+        )
+        before = text[:cut].rstrip() if self._marks and (mark or not ended) else text[:cut]
+        self._add_content(before)
+        if not mark:
+            self._pending = text[len(before) :]
             return ""
-        before, mark, after = text.partition(CALL_START)
-        cut = len(before) if ended or mark else len(text) - length_of_partial_mark(text, [CALL_START])
-        if mark or not ended:
-            cut = len(text[:cut].rstrip())
-        self._add_content(text[:cut])
-        if mark:
-            self._mark = before[cut:] + mark
+        self._mark = text[len(before) : cut + len(mark)]
+        after = text[cut + len(mark) :]
+        if mark == CALL_START:
             self._state = self._push_form
+        elif mark == GEMMA_START:
+            self.begin(GemmaCallParser(self._parameters), self._mark, GEMMA_END)
         else:
-            self._pending = text[cut:]
+            self.begin(XMLCallParser(self._parameters), text[len(before) : cut], CALL_END)
+            return mark + after
         return after
 
     def _push_form(self, text: str, ended: bool) -> str:
         """The first character after the mark tells which form a call has."""
-        first = text.lstrip()[:1]
+        body = text.lstrip()
+        first = body[:1]
         if not first and not ended:
             self._pending = text
-        elif QWEN3_CODER in self._formats and (first != "{" or HERMES not in self._formats):
+            return ""
+        if QWEN3_CODER in self._formats and (first not in ("{", "[") or HERMES not in self._formats):
             self.begin(XMLCallParser(self._parameters), self._mark, CALL_END)
-        else:
-            self.begin(JSONCallParser(self._parameters), self._mark, CALL_END)
-        return "" if self._pending else text
+            return text
+        objects = body[1:] if first == "[" else text
+        mark = self._mark + text[: len(text) - len(objects)]
+        self.begin(JSONCallParser(self._parameters), mark, CALL_END)
+        return objects
 
     def begin(self, parser: CallParser, mark: str = "", end_mark: str = "") -> None:
         """The text from here on is a call. mark: the text before it that is content if it is none."""
@@ -162,6 +185,8 @@ class ToolCallParser:
         parser = call.parser
         call.raw += text
         piece = parser.push(text)
+        if ended and call.end_mark == CALL_END and not (parser.ended or parser.failed):
+            piece += parser.push(CALL_END)  # which the end of an answer stands for
         if parser.failed or ended and not parser.ended:
             return self._push_failed(call)
         call.arguments += piece
@@ -176,23 +201,32 @@ class ToolCallParser:
 
     def _push_failed(self, call: _Call) -> str:
         """The text up to what is wrong, or up to the mark that ends a call, becomes content."""
-        cut = call.start + call.parser.length if call.parser.failed else len(call.raw)
-        if (end := call.raw.find(CALL_END, call.start, cut)) >= 0:
-            cut = end + len(CALL_END)
+        cut = max(call.start + 1, call.start + call.parser.length) if call.parser.failed else len(call.raw)
+        if end := _CALL_ENDS.search(call.raw, call.start, cut):
+            cut = end.end()
         self._add_content(call.raw[:cut])
         self._state = self._push_content
         return call.raw[cut:]
 
     def _push_end_mark(self, text: str, ended: bool) -> str:
+        """What follows a call: another one within the same mark, or the mark that ends it."""
         assert self._call is not None
-        body = text.lstrip()
         mark = self._call.end_mark
+        is_json = isinstance(self._call.parser, JSONCallParser)
+        body = text.lstrip(_FILLER) if is_json else text.lstrip()
         if not ended and len(body) < len(mark) and mark.startswith(body):
             self._pending = text
             return ""
-        is_next = mark == _SEPARATOR and body[:1] in (_SEPARATOR, "{")
-        self._state = self._push_start if is_next else self._push_after_call
-        return body.removeprefix(mark) if mark and body.startswith(mark) else text
+        if mark == _SEPARATOR and body[:1] in (_SEPARATOR, "{"):
+            self._state = self._push_start
+            return body.removeprefix(mark)
+        if is_json and body.startswith("{"):
+            self.begin(JSONCallParser(self._parameters), text[: len(text) - len(body)], mark)
+            return body
+        self._state = self._push_after_call
+        if mark and body.startswith(mark):
+            return body.removeprefix(mark)
+        return "" if is_json and not body else text
 
     def _push_after_call(self, text: str, ended: bool) -> str:
         """Drops whitespace unless it stands between two texts."""

@@ -1,0 +1,183 @@
+"""`TemplateSplitter`: an answer's reasoning, content and calls, as a `ResponseTemplate` tells them apart."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..tool_calls.tool_call_parser import ToolCallDelta
+from .response_template import Mark, ResponseTemplate, TemplateField
+from .template_content import NO_VALUE, PARSERS, transformed, typed_arguments
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+class TemplateSplitter:
+    """Splits an answer, in parts as it is generated or whole. What may become a mark is held back until then.
+
+    A call whose field ends is returned whole. One that cannot be parsed, or of another function, is content.
+
+    Attributes:
+        calls: id, name and arguments' JSON of each call.
+        found: the answer has reasoning, perhaps an empty one.
+        has_content: it has content, or nothing else.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        begun: str,
+        parameters: Mapping[str, Mapping[str, Any]] | None,
+        most_calls: int | None,
+        new_id: Callable[[int], str],
+    ):
+        """
+        Args:
+            template: of the checkpoint.
+            begun: what the prompt has of the message already.
+            parameters: the schema of each function that may be called; None: any function.
+            most_calls: calls after this many are dropped; None: no limit.
+            new_id: returns the id of a call from its index.
+        """
+        self._template = template
+        self._rest = next((field for field in template.fields if field.open is None), None)
+        self._how = parameters, most_calls, new_id
+        self._field = self._rest  # what the text belongs to; None: it is dropped
+        self._captures: dict[str, str] = {}
+        self._raw = ""  # of a field that is parsed when it ends, with what opened it
+        self._body = ""
+        self._blanks = ""  # at the end of a text, or before it
+        self._in_text = False  # the field has a text
+        self._pending = ""
+        self._texts: dict[str, list[str]] = dict(reasoning=[], content=[])  # of the last `push`
+        self._begun: set[str] = set()  # kinds with text
+        self._deltas: list[ToolCallDelta] = []
+        self.found = False
+        self.calls: list[tuple[str, str, str]] = []
+        self.push(begun, False)
+        self.found = self._field is not None and _kind(self._field) == "reasoning"
+        self._begun.clear()
+        self.calls.clear()
+
+    @property
+    def has_content(self) -> bool:
+        return "content" in self._begun or not (self.found or self.calls)
+
+    def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
+        """The new reasoning, the new content, and the new calls. ended: this is the last part."""
+        self._texts = dict(reasoning=[], content=[])
+        self._deltas = []
+        text = self._pending + text
+        while (found := self._next_mark(text, ended)) is not None:
+            opened, match = found
+            self._take(text[: match.start()])
+            text = text[match.end() :]
+            self._captures |= {key: value for key, value in match.groupdict().items() if value is not None}
+            self._end(match[0] if opened is None else "")
+            if opened is not None:
+                self._begin(opened, match)
+        held = len(text) if ended else self._held(text)
+        self._take(text[:held])
+        self._pending = text[held:]
+        if ended:
+            self._end("")
+        return "".join(self._texts["reasoning"]), "".join(self._texts["content"]), self._deltas
+
+    def _marks(self) -> list[tuple[TemplateField | None, Mark]]:
+        """What may come next: marks that open a field, or close this one."""
+        close = [] if self._field is None or self._field.close is None else [(None, self._field.close)]
+        if self._field is not self._rest:
+            return list(close)
+        return [*((field, field.open) for field in self._template.fields if field.open is not None), *close]
+
+    def _next_mark(self, text: str, ended: bool) -> tuple[TemplateField | None, re.Match[str]] | None:
+        """The first mark that is decided: the longest where several begin, then one that opens a field."""
+        held = len(text) if ended else self._held(text)
+        if not held:
+            return None
+        matches = [(field, mark.pattern.search(text)) for field, mark in self._marks()]
+        found = [(field, match) for field, match in matches if match and match.start() < held]
+        return min(found, key=lambda one: (one[1].start(), -len(one[1][0])), default=None)
+
+    def _held(self, text: str) -> int:
+        """Where the last characters begin that may become a mark."""
+        partials = (mark.partial.search(text) for _, mark in self._marks())
+        return min((partial.start() for partial in partials if partial), default=len(text))
+
+    def _begin(self, field: TemplateField, match: re.Match[str]) -> None:
+        self._field = field
+        self._captures = {key: value for key, value in match.groupdict().items() if value is not None}
+        self._raw = match[0]
+        self.found = self.found or _kind(field) == "reasoning"
+
+    def _take(self, text: str) -> None:
+        if self._field is None or not text:
+            return
+        kind = _kind(self._field)
+        if kind == "calls":
+            self._raw += text
+            self._body += text
+        elif kind:
+            self._add_text(kind, text, self._field)
+
+    def _add_text(self, kind: str, text: str, field: TemplateField) -> None:
+        if field.arguments.get("strip", True):
+            text = self._blanks + text if self._in_text else text.lstrip()
+            self._blanks = text[len(text.rstrip()) :]
+            text = text.rstrip()
+        if text:
+            is_next = not self._in_text and kind in self._begun
+            self._texts[kind] += [field.join, text] if is_next else [text]
+            self._in_text = True
+            self._begun.add(kind)
+
+    def _end(self, closed_by: str) -> None:
+        """The field ends; the text after it belongs to the field without an opening."""
+        field = self._field
+        if field is not None and _kind(field) == "calls":
+            try:
+                found = self._calls_of(field)
+            except NO_VALUE:
+                self._in_text = False
+                self._add_text("content", self._raw + closed_by, field)
+            else:
+                self._add_calls(found)
+        self._field = self._rest
+        self._captures = {}
+        self._raw = self._body = self._blanks = ""
+        self._in_text = False
+
+    def _calls_of(self, field: TemplateField) -> list[tuple[str, str]]:
+        """Names and arguments' JSON of the calls in the body."""
+        value = PARSERS[field.content](self._body, field.arguments)
+        if field.transform is not None and field.transforms_each:
+            value = [transformed(field.transform, self._captures | one) for one in value]
+        elif field.transform is not None:
+            value = transformed(field.transform, self._captures | dict(content=value))
+        found = []
+        for call in value if isinstance(value, list) else [value]:
+            function = call["function"] if "function" in call else call
+            parameters, _, _ = self._how
+            name = function["name"]
+            if not isinstance(name, str) or parameters is not None and name not in parameters:
+                raise ValueError("another function")
+            arguments = typed_arguments(dict(function).get("arguments"), (parameters or {}).get(name))
+            found.append((name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+        return found
+
+    def _add_calls(self, found: list[tuple[str, str]]) -> None:
+        _, most_calls, new_id = self._how
+        for name, arguments in found:
+            index = len(self.calls)
+            if index == most_calls:
+                return
+            own = new_id(index)
+            self.calls.append((own, name, arguments))
+            self._deltas.append(ToolCallDelta(index, own, name, arguments))
+
+
+def _kind(field: TemplateField) -> str:
+    """What a field is here; "": it is left out."""
+    if field.name in _REASONING:
+        return "reasoning"
+    return {"content": "content", "tool_calls": "calls"}.get(field.name, "")
