@@ -59,7 +59,10 @@ def main(argv: list[str]) -> None:
 
 def create(config: xj.ModelConfig) -> Iterator[tuple[str, Params]]:
     """The parameters with experts in each format, which share all else. The experts of a layer are alike."""
-    few = dataclasses.replace(config, num_experts=1, num_experts_per_tok=1)
+    (layer, *_) = config.layers
+    experts = dataclasses.replace(config.experts, num_experts=1, num_experts_per_tok=1)
+    one = dataclasses.replace(layer, experts=experts)
+    few = dataclasses.replace(config, layers=(one,) * len(config.layers))
     params = xj.init_params(few, jax.random.key(0), DTYPE.value)
     key = jax.random.key(1)
     for layer, router_key in zip(params["layers"], jax.random.split(key, LAYERS.value), strict=True):

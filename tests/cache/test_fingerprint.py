@@ -10,6 +10,7 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from layer_changes import with_mixer, with_windows
 
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.families.reading import from_hf
@@ -75,8 +76,8 @@ def test_every_setting_changes_the_fingerprint_and_reprs_do_not():
         CONFIG,
         dataclasses.replace(CONFIG, rms_norm_eps=1e-3),
         dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, rope_theta=1e5)),
-        dataclasses.replace(CONFIG, layer_windows=(8, None)),
-        dataclasses.replace(CONFIG, attn_logit_softcapping=3.0),
+        with_windows(CONFIG, (8, None)),
+        with_mixer(CONFIG, logit_softcapping=3.0),
     ]
     assert len({fingerprint(params, config) for config in changed}) == len(changed)
 

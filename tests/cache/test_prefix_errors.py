@@ -11,6 +11,7 @@ import parity_cases as cases
 import pytest
 import safetensors
 import tiny
+from layer_changes import with_windows
 from safetensors.numpy import save_file
 
 import xinfer_jax as xj
@@ -20,7 +21,7 @@ from xinfer_jax.weights.params import param_specs
 
 pytestmark = pytest.mark.newest
 
-CONFIG = dataclasses.replace(from_hf(tiny.CONFIG), layer_windows=(8, None))  # a ring and a full layer
+CONFIG = with_windows(from_hf(tiny.CONFIG), (8, None))  # a ring and a full layer
 CAPACITY = 1024
 TOKENS = [[1, 2, 3, 4], [5, 6]]
 

@@ -2,7 +2,6 @@
 switch, rejected features.
 """
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from layer_changes import with_experts
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
@@ -200,13 +200,18 @@ def test_few_and_many_tokens_use_the_same_experts():
     def alone(layer):
         return jnp.stack(
             [
-                jnp.stack([experts.mixture_of_experts(x[None, None], layer, config)[0, 0] for x in row])
+                jnp.stack(
+                    [
+                        experts.mixture_of_experts(x[None, None], layer, config, config.experts)[0, 0]
+                        for x in row
+                    ]
+                )
                 for row in x_BTD
             ]
         )
 
     def together(layer):
-        return experts.mixture_of_experts(x_BTD, layer, config)
+        return experts.mixture_of_experts(x_BTD, layer, config, config.experts)
 
     assert config.num_experts_per_tok < config.num_experts <= 4 * config.num_experts_per_tok
     np.testing.assert_allclose(alone(layer), together(layer), atol=1e-5)
@@ -220,12 +225,12 @@ def test_tiles_of_one_expert(dtype):
     """With many experts, many tokens are sorted by expert: results and derivatives of both modes are those of
     each token alone, and at one shape the bits of a row depend neither on its place nor on other rows.
     """
-    config = dataclasses.replace(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
+    config = with_experts(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
     layer = xj.init_params(config, jax.random.key(0), dtype)["layers"][0]
     x_TD, other_TD = jax.random.normal(jax.random.key(1), (2, 30, config.hidden_size), dtype)
 
     def together(x_TD, layer):
-        return experts.mixture_of_experts(x_TD[None], layer, config)[0]
+        return experts.mixture_of_experts(x_TD[None], layer, config, config.experts)[0]
 
     def alone(x_TD, layer):
         return jax.vmap(lambda x_D: together(x_D[None], layer)[0])(x_TD)
@@ -257,12 +262,12 @@ def test_an_expert_that_was_not_chosen_may_overflow():
         name: {"weight": leaf["weight"].at[jnp.argmin(logits_X)].set(jnp.inf)}
         for name, leaf in layer["experts"].items()
     }
-    want = experts.mixture_of_experts(x_BTD, layer, config)
+    want = experts.mixture_of_experts(x_BTD, layer, config, config.experts)
     np.testing.assert_array_equal(
-        experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config), want
+        experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config, config.experts), want
     )
 
 
 def test_every_sparse_layer_has_a_router():
-    config = dataclasses.replace(cases.CASES["moe-defaults"].config, layer_experts=(True, False, True))
+    config = xj.from_hf(cases.CASES["moe-defaults"].hf | dict(mlp_only_layers=[1]))
     assert ["router" in layer for layer in file_specs(config)["layers"]] == [True, False, True]

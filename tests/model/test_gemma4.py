@@ -67,7 +67,10 @@ def test_negative_scales_of_experts():
     scale_X = layer["router"]["per_expert_scale"]
     opposite = layer | dict(router=layer["router"] | dict(per_expert_scale=-scale_X))
     x_BTD = jax.random.normal(jax.random.key(0), (1, 9, config.hidden_size))
-    out, negated = (mixture_of_experts(x_BTD, tree, config, routed_BTD=x_BTD) for tree in (layer, opposite))
+    out, negated = (
+        mixture_of_experts(x_BTD, tree, config, config.experts, routed_BTD=x_BTD)
+        for tree in (layer, opposite)
+    )
     np.testing.assert_array_equal(negated, -out)
     assert np.abs(out).max() > 0.1
 
@@ -113,7 +116,7 @@ def test_per_layer_config_of_saved_files():
         with pytest.raises(xj.InputError, match="must have layers below 3 as its keys, each once, got"):
             xj.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, {})))
     # Without attention_k_eq_v, as transformers reads them.
-    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).num_global_key_value_heads == 2
+    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).kv_heads(1) == 2
 
 
 def test_keys_of_per_layer_config_from_ten_layers_on():

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from layer_changes import with_experts
 from parity_cases import CASES, fuse_tensors, random_tensors
 
 import kernels_pallas
@@ -98,7 +99,7 @@ def write_checkpoint(path: Path, hf: dict[str, Any], together: bool = False, **h
     """Writes a checkpoint; together: tensors that transformers fuses are fused in the file."""
     config = from_hf(hf)
     weights = random_tensors(config, 0)
-    if together or config.swiglu_limit is not None:
+    if together or config.experts and config.experts.swiglu:
         weights = fuse_tensors(config, weights)
     for name in [name for name in weights if "{}" in name]:
         weights |= {name.format(i): one for i, one in enumerate(weights.pop(name))}
@@ -544,7 +545,7 @@ def experts() -> None:
     """The kernels of a device skip choices of other devices' experts. Pallas's interpreter does not pass the
     check of varying axes.
     """
-    config = dataclasses.replace(CASES["moe-defaults"].config, moe_intermediate_size=32, num_experts=8)
+    config = with_experts(CASES["moe-defaults"].config, intermediate_size=32, num_experts=8)
     params = xj.init_params(config, jax.random.key(0), "float32")
     layer = {name: params["layers"][0][name] for name in ("router", "experts")}
     x_BTD = jax.random.normal(jax.random.key(1), (2, 5, config.hidden_size))
@@ -553,7 +554,7 @@ def experts() -> None:
 
     run = partial(mixture_of_experts, config=config, over="model", impl="interpret")
     sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    want = mixture_of_experts(x_BTD, layer, config, impl="xla")
+    want = mixture_of_experts(x_BTD, layer, config, config.experts, impl="xla")
     np.testing.assert_allclose(jax.jit(sharded)(x_BTD, layer), want, atol=1e-5)
 
 

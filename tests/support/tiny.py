@@ -124,13 +124,9 @@ def shallow_model(layers: int = 1, **options: Any) -> xj.Model:
     Its answers make no sense.
     """
     model = xj.load_model(**options)
-    cut = dict(
-        num_hidden_layers=layers,
-        layer_windows=model.config.layer_windows[:layers],
-        layer_rope=model.config.layer_rope[:layers],
-    )
+    config = dataclasses.replace(model.config, num_hidden_layers=layers)
     params = model.params | {"layers": model.params["layers"][:layers]}
-    return dataclasses.replace(model, params=params, config=dataclasses.replace(model.config, **cut))
+    return dataclasses.replace(model, params=params, config=config)
 
 
 def answering_model(answer: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -266,7 +266,7 @@ def _named_specs(
 
 def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
     """The tensors of shared experts of width 0, which a checkpoint has all the same."""
-    if config.shared_expert_intermediate_size or not config.layer_linear:
+    if not config.experts or config.experts.shared_intermediate_size:
         return set()
     return {name for name in tensors if ".mlp.shared_expert" in name}
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..config.layer_spec import AttentionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.naming import FileSpec
@@ -35,15 +36,18 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
     Raises:
         InputError: neither number divides the other.
     """
-    repeated: dict[str, int] = {}
-    for name in ("num_key_value_heads", "num_global_key_value_heads"):
-        heads = getattr(config, name)
-        if heads is None:
-            continue
+
+    def repeated(heads: int) -> int:
         if devices % heads:
             check_divisible("kv_heads", heads, devices)
-        repeated[name] = max(heads, devices)
-    return dataclasses.replace(config, **repeated)  # type: ignore[arg-type]
+        return max(heads, devices)
+
+    def of_layer(spec: AttentionSpec) -> AttentionSpec:
+        own = spec.num_key_value_heads
+        return dataclasses.replace(spec, num_key_value_heads=own and repeated(own))
+
+    config = dataclasses.replace(config, num_key_value_heads=repeated(config.num_key_value_heads))
+    return config.with_attention(of_layer)
 
 
 class LeafPartition(NamedTuple):

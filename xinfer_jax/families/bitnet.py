@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from ..config.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from ..errors import InputError, format_value
 from .family import Family, Names
 from .layer_fields import attention_bias
@@ -16,7 +17,8 @@ def read_bitnet(hf: Mapping, layers: int) -> dict:
             f"head_dim {format_value(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out,"
             f" heads are hidden_size / num_attention_heads wide, {width // heads}"
         )
-    return attention_bias(hf) | dict(sub_norm=True)
+    layer = LayerSpec(AttentionSpec(**attention_bias(hf), o_norm=True), MlpSpec(down_norm=True))
+    return dict(layers=(layer,) * layers)
 
 
 FAMILY = Family(

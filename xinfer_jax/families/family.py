@@ -12,8 +12,8 @@ class Joined:
     Attributes:
         name: of the tensor, without "model.layers.N." and without ".weight" or ".bias".
         leaves: which it holds, in order.
-        groups: the field of the config that says how many groups of rows it has, each with an equal part of
-            every leaf; "": one.
+        groups: the field of the config, or of the linear attention, that says how many groups of rows it has,
+            each with an equal part of every leaf; "": one.
         stacked: it has those of all experts, and no ".weight" in its name.
         interleaved: its inputs come first; its outputs are by turns those of the leaves.
         depthwise: it is the weight of a convolution, [rows, 1, width].

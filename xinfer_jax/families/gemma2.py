@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
+from ..config.layer_spec import AttentionSpec, LayerSpec
 from .family import Family, Names
-from .layer_fields import attention_bias, period_windows
+from .layer_fields import attention_bias, period_windows, with_windows
 from .values import get_integer, get_number, get_optional_number, reject_setting
 
 DEFAULTS = dict(
@@ -15,23 +17,23 @@ DEFAULTS = dict(
 NAMES = Names(dict(mlp_norm="pre_feedforward_layernorm.weight"))
 
 
-def read_shared(hf: Mapping, layers: int) -> dict:
-    """Fields of Gemma 2 and 3."""
+def read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSpec]:
+    """Fields of Gemma 2 and 3, and a layer. attention: fields of its `AttentionSpec`."""
     reject_setting(hf, "use_bidirectional_attention")
-    return attention_bias(hf) | dict(
-        post_norm=True,
+    scalar = get_number(hf, "query_pre_attn_scalar")
+    mixer = AttentionSpec(**attention_bias(hf), query_pre_attn_scalar=scalar, **attention)
+    fields = dict(
         norm_offset=1.0,
         embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
-        query_pre_attn_scalar=get_number(hf, "query_pre_attn_scalar"),
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
     )
+    return fields, LayerSpec(mixer, post_norm=True)
 
 
-def read_gemma2(hf: Mapping, layers: int) -> dict:
-    return read_shared(hf, layers) | dict(
-        attn_logit_softcapping=get_optional_number(hf, "attn_logit_softcapping"),
-        layer_windows=period_windows(hf, layers, 2),
-    )
+def read_gemma2(hf: Mapping, layers: int) -> dict[str, Any]:
+    cap = get_optional_number(hf, "attn_logit_softcapping")
+    fields, layer = read_shared(hf, logit_softcapping=cap)
+    return fields | dict(layers=with_windows(layer, period_windows(hf, layers, 2)))
 
 
 FAMILY = Family(DEFAULTS, read_gemma2, NAMES)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from . import gemma2
 from .family import Family
-from .layer_fields import period_windows
+from .layer_fields import period_windows, with_windows
 from .rope_settings import read_rope_per_layer_type
 from .values import get_integer, get_number, reject_setting
 
@@ -12,8 +12,9 @@ from .values import get_integer, get_number, reject_setting
 def read_gemma3(hf: Mapping, layers: int) -> dict:
     reject_setting(hf, "attn_logit_softcapping")
     windows = period_windows(hf, layers, get_integer(hf, "sliding_window_pattern"))
-    ropes = read_rope_per_layer_type(hf, get_number(hf, "rope_local_base_freq"))
-    return gemma2.read_shared(hf, layers) | ropes | dict(qk_norm=True, layer_windows=windows)
+    rope, sliding_rope = read_rope_per_layer_type(hf, get_number(hf, "rope_local_base_freq"))
+    fields, layer = gemma2.read_shared(hf, qk_norm="head")
+    return fields | dict(rope=rope, layers=with_windows(layer, windows, sliding_rope))
 
 
 FAMILY = Family(

@@ -8,9 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Family, Names
+from .layer_fields import attention_bias
 from .rope_settings import read_rope
 from .sparse_layers import EXPERTS, STACKED
 from .values import (
@@ -47,7 +49,6 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
         )
     types = _layer_types(hf, layers)
     sizes = _sizes_per_layer_type(hf, types)
-    bias = get_boolean(hf, "attention_bias")
     window = get_integer(hf, "sliding_window")
     shared = _get_count(hf, "num_kv_shared_layers", layers - 1)
     own = types[: layers - shared]
@@ -56,28 +57,29 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
             f"num_kv_shared_layers {shared} leaves no layer of {missing[0]} with keys of its own, which the"
             " last layers reuse"
         )
+    experts = _experts(hf)
+    values_are_keys = get_boolean(hf, "attention_k_eq_v")
+    of_all = dict(
+        **attention_bias(hf), qk_norm="head", v_norm=True, query_pre_attn_scalar=1.0
+    )  # fmt: skip
+    attention = {
+        _SLIDING: AttentionSpec(window, rope=_rope(hf, _SLIDING, sizes), **of_all),
+        _FULL: AttentionSpec(values_are_keys=values_are_keys, **sizes[_FULL], **of_all),
+    }
+    wide = get_integer(hf, "intermediate_size") * (2 if get_boolean(hf, "use_double_wide_mlp") else 1)
+
+    def layer(kind: str, shares_kv: bool) -> LayerSpec:
+        mixer = dataclasses.replace(attention[kind], shares_kv=shares_kv)
+        mlp = MlpSpec(wide if shares_kv else None)
+        return LayerSpec(mixer, mlp, experts, post_norm=True, scalar=True)
+
     return dict(
-        head_dim=sizes[_SLIDING]["head_dim"],
-        num_key_value_heads=sizes[_SLIDING]["num_key_value_heads"],
-        global_head_dim=sizes[_FULL]["head_dim"],
-        num_global_key_value_heads=sizes[_FULL]["num_key_value_heads"],
+        **sizes[_SLIDING],
         rope=_rope(hf, _FULL, sizes),
-        sliding_rope=_rope(hf, _SLIDING, sizes),
-        layer_windows=tuple(window if kind == _SLIDING else None for kind in types),
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        v_norm=True,
-        post_norm=True,
         norm_offset=0.0,
         embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
-        query_pre_attn_scalar=1.0,
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
-        attention_k_eq_v=get_boolean(hf, "attention_k_eq_v"),
-        num_kv_shared_layers=shared,
-        use_double_wide_mlp=get_boolean(hf, "use_double_wide_mlp"),
-        layer_scalar=True,
-        **_experts(hf, layers),
+        layers=tuple(layer(kind, i >= layers - shared) for i, kind in enumerate(types)),
         **_per_layer_input(hf),
     )
 
@@ -149,19 +151,13 @@ def _rope(hf: Mapping, kind: str, sizes: dict[str, dict[str, int]]) -> RopeConfi
     return RopeConfig(**{**vars(rope), "head_dim": sizes[kind]["head_dim"]})
 
 
-def _experts(hf: Mapping, layers: int) -> dict[str, Any]:
+def _experts(hf: Mapping) -> ExpertsSpec | None:
     """A mixture of experts beside the MLP of every layer."""
     if not get_boolean(hf, "enable_moe_block"):
-        return {}
+        return None
     experts = get_integer(hf, "num_experts")
-    return dict(
-        layer_experts=(True,) * layers,
-        experts_beside_mlp=True,
-        num_experts=experts,
-        num_experts_per_tok=get_integer_at_most(hf, "top_k_experts", experts),
-        moe_intermediate_size=get_integer(hf, "moe_intermediate_size"),
-        norm_topk_prob=True,
-    )
+    chosen = get_integer_at_most(hf, "top_k_experts", experts)
+    return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"))
 
 
 def _per_layer_input(hf: Mapping) -> dict[str, int]:

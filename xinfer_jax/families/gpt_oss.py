@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.layer_spec import AttentionSpec, ClampedSwiglu, LayerSpec
 from .family import Family, Joined, Names
-from .layer_fields import layer_windows
+from .layer_fields import attention_bias, layer_windows, with_windows
 from .rope_settings import read_rope
 from .sparse_layers import EXPERTS, read_experts
-from .values import get_boolean, get_integer, get_number
+from .values import get_integer, get_number
 
 _ROPE = dict(  # where config.json has none
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
@@ -24,23 +25,14 @@ _DEFAULTS: dict[str, Any] = dict(
 def read_gpt_oss(hf: Mapping, layers: int) -> dict[str, Any]:
     if hf.get("layer_types") is None:
         get_integer(hf, "sliding_window")
-    slides = [i % 2 == 0 for i in range(layers)]
-    bias = get_boolean(hf, "attention_bias")
+    windows = layer_windows({**hf, "use_sliding_window": True}, [i % 2 == 0 for i in range(layers)])
     if hf.get("rope_scaling") is None and hf.get("rope_parameters") is None:
         hf = {**hf, "rope_parameters": _ROPE}
+    swiglu = ClampedSwiglu(get_number(hf, "swiglu_alpha"), get_number(hf, "swiglu_limit"))
     width = get_integer(hf, "intermediate_size")
-    return read_experts({**hf, "moe_intermediate_size": width}) | dict(
-        rope=read_rope(hf),
-        layer_windows=layer_windows({**hf, "use_sliding_window": True}, slides),
-        qkv_bias=bias,
-        o_bias=bias,
-        norm_offset=0.0,
-        attention_sinks=True,
-        layer_experts=(True,) * layers,
-        norm_topk_prob=True,
-        swiglu_limit=get_number(hf, "swiglu_limit"),
-        swiglu_alpha=get_number(hf, "swiglu_alpha"),
-    )
+    experts = read_experts({**hf, "moe_intermediate_size": width}, bias=True, swiglu=swiglu)
+    layer = LayerSpec(AttentionSpec(**attention_bias(hf), sinks=True), None, experts)
+    return dict(rope=read_rope(hf), norm_offset=0.0, layers=with_windows(layer, windows))
 
 
 _STACKED = (  # inputs first; outputs of gate and up by turns

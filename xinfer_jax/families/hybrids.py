@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
 from ..errors import InputError, format_value
 from .family import Joined, Names
+from .layer_fields import attention_bias
 from .rope_settings import read_rope
 from .sparse_layers import EXPERTS, STACKED, read_experts
-from .values import get_boolean, get_integer
+from .values import get_integer
 
 _KINDS = ("linear_attention", "full_attention")
 _ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
@@ -15,7 +17,6 @@ _ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
 
 def read_hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
     """The layers of linear and of full attention."""
-    bias = get_boolean(hf, "attention_bias")
     for name, only in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32")):
         if hf.get(name) not in (None, only):
             raise InputError(
@@ -27,20 +28,18 @@ def read_hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
     values = get_integer(hf, "linear_num_value_heads")
     if values % keys:
         raise InputError(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
-    return dict(
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        norm_offset=1.0,
-        attn_output_gate=True,
-        rope=rope,
-        layer_linear=_linear_layers(hf, layers),
-        linear_num_key_heads=keys,
-        linear_num_value_heads=values,
-        linear_key_head_dim=get_integer(hf, "linear_key_head_dim"),
-        linear_value_head_dim=get_integer(hf, "linear_value_head_dim"),
-        linear_conv_kernel_dim=_convolution(hf),
+    linear = LayerSpec(
+        LinearAttentionSpec(
+            keys,
+            values,
+            get_integer(hf, "linear_key_head_dim"),
+            get_integer(hf, "linear_value_head_dim"),
+            _convolution(hf),
+        )
     )
+    full = LayerSpec(AttentionSpec(**attention_bias(hf), qk_norm="head", output_gate=True))
+    specs = tuple(linear if is_linear else full for is_linear in _linear_layers(hf, layers))
+    return dict(norm_offset=1.0, rope=rope, layers=specs)
 
 
 def _convolution(hf: Mapping) -> int:
@@ -50,11 +49,11 @@ def _convolution(hf: Mapping) -> int:
     return width
 
 
-def read_shared_experts(hf: Mapping, sparse: tuple[bool, ...]) -> dict[str, Any]:
+def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
     """Experts, one of which all tokens use."""
     name = "shared_expert_intermediate_size"
     shared = 0 if is_zero(hf[name]) else get_integer(hf, name)
-    return read_experts(hf) | dict(layer_experts=sparse, shared_expert_intermediate_size=shared)
+    return read_experts(hf, norm_topk_prob=norm_topk_prob, shared_intermediate_size=shared)
 
 
 def is_zero(value: Any) -> bool:

@@ -1,7 +1,10 @@
 """Fields that several families read from config.json: biases of attention, and sliding windows."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 
+from ..config.layer_spec import LayerSpec
+from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .values import get_boolean, get_integer
 
@@ -10,6 +13,19 @@ def attention_bias(hf: Mapping) -> dict[str, bool]:
     """Biases of the queries, keys and values, and of the output matrix."""
     bias = get_boolean(hf, "attention_bias")
     return dict(qkv_bias=bias, o_bias=bias)
+
+
+def with_windows(
+    layer: LayerSpec, windows: Iterable[int | None], sliding_rope: RopeConfig | None = None
+) -> tuple[LayerSpec, ...]:
+    """Layers like this one, with these windows. sliding_rope: of those that have one; None: the model's."""
+    return tuple(
+        dataclasses.replace(
+            layer,
+            mixer=dataclasses.replace(layer.mixer, window=window, rope=sliding_rope if window else None),
+        )
+        for window in windows
+    )
 
 
 def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:

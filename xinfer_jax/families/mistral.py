@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+from ..config.layer_spec import LayerSpec
 from .family import Family
-from .layer_fields import same_windows
+from .layer_fields import same_windows, with_windows
 
 
 def read_mistral(hf: Mapping, layers: int) -> dict:
-    return dict(layer_windows=same_windows(hf, layers))
+    return dict(layers=with_windows(LayerSpec(), same_windows(hf, layers)))
 
 
 FAMILY = Family(

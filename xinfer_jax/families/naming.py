@@ -75,15 +75,18 @@ def file_specs(config: ModelConfig) -> Params:
     layers = []
     for i, layer in enumerate(tree["layers"]):
         own = family.linear_names if config.is_linear(i) else family.names
-        layers.append(_named(layer, names | own.leaves, f"model.layers.{i}.", own.joined, config))
+        sizes = config.linear_attention if config.is_linear(i) else config
+        layers.append(_named(layer, names | own.leaves, f"model.layers.{i}.", own.joined, sizes))
     rest = {leaf: spec for leaf, spec in tree.items() if leaf != "layers"}
-    return _named(rest, names, "", (), config) | {"layers": tuple(layers)}
+    return _named(rest, names, "", (), None) | {"layers": tuple(layers)}
 
 
 def _named(
-    tree: Params, names: Mapping[str, str], prefix: str, joined: tuple[Joined, ...], config: ModelConfig
+    tree: Params, names: Mapping[str, str], prefix: str, joined: tuple[Joined, ...], sizes: Any
 ) -> Params:
-    """The specs of a layer, or of what is in none, with their places in the files."""
+    """The specs of a layer, or of what is in none, with their places in the files. sizes: what has the fields
+    that `Joined.groups` names.
+    """
     flat = {_path(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(tree)}
 
     def file_spec(keys: Any, spec: ParamSpec) -> FileSpec:
@@ -94,21 +97,21 @@ def _named(
         for tensor in joined:
             if leaf in tensor.leaves:
                 rows = [_rows(flat[f"{part}{suffix}"]) for part in tensor.leaves]
-                fields |= _place(tensor, leaf, kind, rows, config)
+                fields |= _place(tensor, leaf, kind, rows, sizes)
                 fields["fused_name"] = prefix + fields["fused_name"]
         return FileSpec(**vars(spec), **fields)
 
     return jax.tree_util.tree_map_with_path(file_spec, tree)
 
 
-def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], config: ModelConfig) -> dict[str, Any]:
+def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], sizes: Any) -> dict[str, Any]:
     """The fields of a leaf that this tensor may hold. rows: of each of its leaves."""
     index = tensor.leaves.index(leaf)
     ends = {"weight": "", "bias": "_bias"} if tensor.stacked else {"weight": ".weight", "bias": ".bias"}
     name = tensor.name + ends.get(kind, "")
     if tensor.interleaved:
         return dict(fused_name=name, first_row=index, interleaved=len(rows))
-    groups = getattr(config, tensor.groups) if tensor.groups else 1
+    groups = getattr(sizes, tensor.groups) if tensor.groups else 1
     return dict(
         fused_name=name, first_row=sum(rows[:index]) // groups, fused_rows=sum(rows) // groups,
         fused_groups=groups, depthwise=tensor.depthwise,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ..errors import InputError, format_value
 from . import olmo2
 from .family import Family
-from .layer_fields import period_windows
+from .layer_fields import period_windows, with_windows
 from .rope_settings import read_rope_per_layer_type
 
 THETA = 500000.0
@@ -19,7 +19,8 @@ def read_olmo3(hf: Mapping, layers: int) -> dict:
             " rope_parameters per layer type"
         )
     windows = period_windows(hf, layers, 4)
-    return olmo2.read_olmo2(hf, layers) | read_rope_per_layer_type(hf, THETA) | dict(layer_windows=windows)
+    rope, sliding_rope = read_rope_per_layer_type(hf, THETA)
+    return dict(norm_offset=0.0, rope=rope, layers=with_windows(olmo2.olmo2_layer(hf), windows, sliding_rope))
 
 
 FAMILY = Family(olmo2.FAMILY.defaults | dict(sliding_window=4096, rope_theta=THETA), read_olmo3)

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from ..config.layer_spec import LayerSpec
 from .family import Family, Joined, Names
-from .layer_fields import same_windows
+from .layer_fields import same_windows, with_windows
 from .rope_settings import flat_rope_settings, read_rope
 
 
@@ -13,7 +14,7 @@ def read_phi3(hf: Mapping, layers: int) -> dict:
         scaling["rope_type"] = "longrope"
     flat = {**hf, "rope_scaling": None, "rope_parameters": scaling}
     rope = read_rope(flat, ("default", "longrope"), partial=True)
-    return dict(rope=rope, layer_windows=same_windows(hf, layers))
+    return dict(rope=rope, layers=with_windows(LayerSpec(), same_windows(hf, layers)))
 
 
 _JOINED = Joined("self_attn.qkv_proj", ("q", "k", "v")), Joined("mlp.gate_up_proj", ("gate", "up"))

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from ..config.layer_spec import AttentionSpec, LayerSpec
 from .family import Family
-from .layer_fields import late_windows
+from .layer_fields import late_windows, with_windows
 
 DEFAULTS = dict(
     num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28
@@ -11,7 +12,7 @@ DEFAULTS = dict(
 
 
 def read_qwen2(hf: Mapping, layers: int) -> dict:
-    return dict(qkv_bias=True, layer_windows=late_windows(hf, layers))
+    return dict(layers=with_windows(LayerSpec(AttentionSpec(qkv_bias=True)), late_windows(hf, layers)))
 
 
 FAMILY = Family(DEFAULTS, read_qwen2)

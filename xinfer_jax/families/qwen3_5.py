@@ -5,12 +5,14 @@ from typing import Any
 
 from . import hybrids
 from .family import Family, Joined
+from .sparse_layers import with_experts
 
 
 def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
     """Experts in every layer; their weights always sum to 1."""
-    experts = hybrids.read_shared_experts(hf, (True,) * layers)
-    return hybrids.read_hybrid(hf, layers) | experts | dict(norm_topk_prob=True)
+    fields = hybrids.read_hybrid(hf, layers)
+    experts = hybrids.read_shared_experts(hf)
+    return fields | dict(layers=with_experts(fields["layers"], (True,) * layers, experts))
 
 
 _QKV = Joined("linear_attn.in_proj_qkv", ("q", "k", "v"))

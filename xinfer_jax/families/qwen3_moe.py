@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping
 
+from ..config.layer_spec import AttentionSpec, LayerSpec
 from .family import Family, Names
-from .layer_fields import attention_bias, same_windows
-from .sparse_layers import EXPERTS, STACKED, read_experts, read_sparse_layers
+from .layer_fields import attention_bias, same_windows, with_windows
+from .sparse_layers import EXPERTS, STACKED, read_experts, read_sparse_layers, with_experts
 from .values import get_boolean
 
 
 def read_qwen3_moe(hf: Mapping, layers: int) -> dict:
     windowed = hf if get_boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}
-    return attention_bias(hf) | read_experts(hf) | dict(
-        qk_norm=True,
-        layer_windows=same_windows(windowed, layers),
-        layer_experts=read_sparse_layers(hf, layers),
-        norm_topk_prob=get_boolean(hf, "norm_topk_prob"),
-    )  # fmt: skip
+    layer = LayerSpec(AttentionSpec(**attention_bias(hf), qk_norm="head"))
+    experts = read_experts(hf, norm_topk_prob=get_boolean(hf, "norm_topk_prob"))
+    specs = with_windows(layer, same_windows(windowed, layers))
+    return dict(layers=with_experts(specs, read_sparse_layers(hf, layers), experts))
 
 
 FAMILY = Family(

@@ -5,7 +5,7 @@ from typing import Any
 
 from . import hybrids
 from .family import Family, Joined
-from .sparse_layers import read_sparse_layers
+from .sparse_layers import read_sparse_layers, with_experts
 from .values import get_boolean
 
 
@@ -14,12 +14,12 @@ def read_qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
     sparse = read_sparse_layers(hf, layers)
     if hybrids.is_zero(hf["num_experts"]) or not any(sparse):
         return fields
-    experts = hybrids.read_shared_experts(hf, sparse)
-    return fields | experts | dict(norm_topk_prob=get_boolean(hf, "norm_topk_prob"))
+    experts = hybrids.read_shared_experts(hf, get_boolean(hf, "norm_topk_prob"))
+    return fields | dict(layers=with_experts(fields["layers"], sparse, experts))
 
 
-_QKVZ = Joined("linear_attn.in_proj_qkvz", ("q", "k", "v", "z"), groups="linear_num_key_heads")
-_BA = Joined("linear_attn.in_proj_ba", ("b", "a"), groups="linear_num_key_heads")
+_QKVZ = Joined("linear_attn.in_proj_qkvz", ("q", "k", "v", "z"), groups="num_key_heads")
+_BA = Joined("linear_attn.in_proj_ba", ("b", "a"), groups="num_key_heads")
 FAMILY = Family(
     hybrids.SPARSE
     | dict(

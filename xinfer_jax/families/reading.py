@@ -65,8 +65,6 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=get_number(hf, "rms_norm_eps"),
         tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
         hidden_act=_ACTIVATIONS[activation],
-        layer_windows=(None,) * layers,
-        layer_rope=(True,) * layers,
     )
     fields |= family.read(hf, layers)
     config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
@@ -115,7 +113,7 @@ def _check_supported(hf: Mapping, activation: Any) -> None:
 
 
 def _check_consistency(config: ModelConfig) -> None:
-    for heads in {config.num_key_value_heads, config.num_global_key_value_heads or 1}:
+    for heads in {config.num_key_value_heads, *map(config.kv_heads, config.attention_layers)}:
         if config.num_attention_heads % heads:
             raise InputError(
                 f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"

@@ -79,8 +79,8 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
     return rope
 
 
-def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None]:
-    """Returns `rope` and `sliding_rope` of families whose full and sliding layers have different embeddings.
+def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeConfig, RopeConfig | None]:
+    """Returns the embeddings of full and of sliding layers, where they may differ; None: they are equal.
 
     Older files have `rope_scaling` for the full layers; newer ones have `rope_parameters` per layer type.
 
@@ -104,4 +104,4 @@ def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> dict[str, Rop
     full, sliding = (dict(given.get(kind) or {}) for kind in kinds)
     rope = layer_type_rope({**full, **get_object(hf, "rope_scaling")}, hf["rope_theta"])
     sliding_rope = layer_type_rope(sliding, sliding_theta)
-    return dict(rope=rope, sliding_rope=None if rope == sliding_rope else sliding_rope)
+    return rope, None if rope == sliding_rope else sliding_rope

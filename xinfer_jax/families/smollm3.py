@@ -1,11 +1,12 @@
 """SmolLM3: some layers have no rotary embedding."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from ..errors import InputError, format_value
 from . import llama
 from .family import Family
-from .layer_fields import layer_windows
+from .layer_fields import layer_windows, with_windows
 from .values import get_integer
 
 
@@ -23,9 +24,14 @@ def read_smollm3(hf: Mapping, layers: int) -> dict:
         raise InputError(
             f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {format_value(bad[0])}"
         )
-    uses_rope = tuple(bool(u) for u in uses_rope[:layers])
-    windows = layer_windows(hf, [not u for u in uses_rope])
-    return llama.read_llama(hf, layers) | dict(layer_rope=uses_rope, layer_windows=windows)
+    windows = layer_windows(hf, [not u for u in uses_rope[:layers]])
+    specs = with_windows(llama.llama_layer(hf), windows)
+    return dict(
+        layers=tuple(
+            dataclasses.replace(spec, mixer=dataclasses.replace(spec.mixer, uses_rope=bool(u)))
+            for spec, u in zip(specs, uses_rope, strict=False)
+        )
+    )
 
 
 FAMILY = Family(

@@ -1,8 +1,10 @@
 """Fields and names of a mixture of experts that several families share."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..config.layer_spec import ExpertsSpec, LayerSpec
 from ..errors import InputError, format_value
 from .family import Joined
 from .values import get_integer, get_integer_at_most
@@ -17,13 +19,20 @@ STACKED = (
 )
 
 
-def read_experts(hf: Mapping) -> dict[str, Any]:
-    """Returns the numbers of experts, and the width of one."""
+def read_experts(hf: Mapping, **options: Any) -> ExpertsSpec:
+    """Returns the experts of a layer. options: fields that not all families have."""
     experts = get_integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
-    return dict(
-        num_experts=experts,
-        num_experts_per_tok=get_integer_at_most(hf, "num_experts_per_tok", experts),
-        moe_intermediate_size=get_integer(hf, "moe_intermediate_size"),
+    chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
+    return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"), **options)
+
+
+def with_experts(
+    layers: Iterable[LayerSpec], sparse: Iterable[bool], experts: ExpertsSpec
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers, those that are sparse with experts in place of the MLP."""
+    return tuple(
+        dataclasses.replace(layer, mlp=None, experts=experts) if is_sparse else layer
+        for layer, is_sparse in zip(layers, sparse, strict=True)
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 import kernels_pallas
 from kernels_pallas.reference import gated
 
+from ..config.layer_spec import ExpertsSpec
 from ..config.model_config import ModelConfig
 from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.params import Params
@@ -22,10 +23,18 @@ from .layers import activation, gated_mlp, linear, products, rms_norm
 _TILE_ROWS = 64  # at most: more rows are no faster
 
 
+class _Model(NamedTuple):
+    """A model, and the experts of a layer."""
+
+    config: ModelConfig
+    spec: ExpertsSpec
+
+
 def mixture_of_experts(
     x_BTD: jax.Array,
     layer: Params,
     config: ModelConfig,
+    spec: ExpertsSpec,
     over: str | None = None,
     impl: str | None = None,
     *,
@@ -39,7 +48,7 @@ def mixture_of_experts(
         layer: "router": {"weight": [X, D]}, in Gemma 4 also "scale" [D] of its input and "per_expert_scale"
             [X] of the chosen experts' weights; "experts": the tree of a gated MLP with a first axis X; its
             matrices may be quantized. Both may have biases.
-        config: num_experts_per_tok, norm_topk_prob and the activation.
+        config, spec: the model, and the experts of this layer.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
         routed_BTD: the router's input before a norm with the weight scale, divided by sqrt(D); None: x.
@@ -57,8 +66,8 @@ def mixture_of_experts(
         routed_MD = rms_norm(routed_BTD.reshape(x_MD.shape), router["scale"], config.rms_norm_eps)
         routed_MD = routed_MD * x_MD.shape[1] ** -0.5
     score_MX = linear(routed_MD, router, jnp.float32)
-    U = config.num_experts_per_tok
-    if config.norm_topk_prob:  # softmax, divided by the sum of those that are chosen
+    U = spec.num_experts_per_tok
+    if spec.norm_topk_prob:  # softmax, divided by the sum of those that are chosen
         score_MU, expert_MU = lax.top_k(score_MX, U)
         weight_MU = jax.nn.softmax(score_MU, -1)
     else:
@@ -70,7 +79,7 @@ def mixture_of_experts(
         expert_MU = expert_MU - lax.axis_index(over) * _num_local(experts)
     chosen = select_experts(impl, x_MD, experts).impl
     platform = kernels_pallas.platform_of(chosen, impl)
-    out_MD = _mix(chosen, platform, config, x_MD, weight_MU, expert_MU, experts)
+    out_MD = _mix(chosen, platform, _Model(config, spec), x_MD, weight_MU, expert_MU, experts)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
 
@@ -83,12 +92,13 @@ def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pall
     return select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle)
 
 
-def _expert(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
+def _expert(x_MD: jax.Array, tree: Params, model: _Model) -> jax.Array:
     """One expert's MLP for all tokens, float32 [M, D]."""
-    if (limit := config.swiglu_limit) is None:
-        return gated_mlp(x_MD, tree, config).astype(jnp.float32)
+    swiglu = model.spec.swiglu
+    if swiglu is None:
+        return gated_mlp(x_MD, tree, model.config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
-    inner_MF = gated(gate_MF, up_MF, partial(_swish, config.swiglu_alpha), limit)
+    inner_MF = gated(gate_MF, up_MF, partial(_swish, swiglu.alpha), swiglu.limit)
     return linear(inner_MF, tree["down"], jnp.float32)
 
 
@@ -116,22 +126,22 @@ def _arrays(experts: Params) -> list[Any]:
     return [kernels_pallas.Mxfp4(x.values, x.scale) if isinstance(x, Mxfp4Weight) else x for x in arrays]
 
 
-def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> jax.Array:
+def _mix(impl: str, platform: str | None, model: _Model, *arrays: Any) -> jax.Array:
     """[M, D], float32: by the kernel of `kernels_pallas`, and on CPU by tiles where they are faster.
 
     Args:
         impl: of the kernel; "xla": none.
         platform: whose programs run the kernel; None: all, or no kernel.
-        config: the model.
+        model: the model and its experts.
         arrays: x_MD, weight_MU, expert_MU and the experts.
     """
-    plain = partial(_plain, config=config)
-    by_kernel = partial(_by_kernel, impl=impl, config=config)
+    plain = partial(_plain, model=model)
+    by_kernel = partial(_by_kernel, impl=impl, model=model)
     if impl != "xla" and platform is None:
         return with_plain_derivative(by_kernel, plain, None, *arrays)
     forms: dict[str, Callable] = {} if platform is None else {platform: by_kernel}
-    if _tiles_are_faster(arrays[2].size, config):
-        forms["cpu"] = partial(_by_tiles, config=config)
+    if _tiles_are_faster(arrays[2].size, model):
+        forms["cpu"] = partial(_by_tiles, model=model)
     if not forms:
         return plain(*arrays)
 
@@ -141,27 +151,27 @@ def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> 
     return with_plain_derivative(fastest, plain, None, *arrays)
 
 
-def _by_kernel(x_MD, weight_MU, expert_MU, experts: Params, impl: str, config: ModelConfig) -> jax.Array:
+def _by_kernel(x_MD, weight_MU, expert_MU, experts: Params, impl: str, model: _Model) -> jax.Array:
     args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
-    of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
-    if config.swiglu_limit is not None:
-        of_model |= dict(activation=partial(_swish, config.swiglu_alpha), limit=config.swiglu_limit)
+    of_model: dict[str, Any] = dict(activation=activation(model.config), num_experts=model.spec.num_experts)
+    if swiglu := model.spec.swiglu:
+        of_model |= dict(activation=partial(_swish, swiglu.alpha), limit=swiglu.limit)
     return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
 
 
-def _tiles_are_faster(choices: int, config: ModelConfig) -> bool:
+def _tiles_are_faster(choices: int, model: _Model) -> bool:
     """Whether `_by_tiles`, with up to 3 rows per choice, is faster than every expert for all tokens."""
-    return choices >= config.num_experts >= 4 * config.num_experts_per_tok
+    return choices >= model.spec.num_experts >= 4 * model.spec.num_experts_per_tok
 
 
-def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, model: _Model) -> jax.Array:
     """[M, D]: in order of the experts, a tile of choices (C) of one expert at a time; as many steps as there
     are tiles. Its rows past the expert's last choice are overwritten by the next tile. For CPU.
     """
     M, U = expert_MU.shape
     C = M * U
     X = _num_local(experts)
-    rows = min(_TILE_ROWS, 1 << (2 * C // config.num_experts - 1).bit_length())
+    rows = min(_TILE_ROWS, 1 << (2 * C // model.spec.num_experts - 1).bit_length())
     key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
     choice_C = key_C % C
     padded_C = jnp.pad(choice_C, (0, rows))
@@ -174,7 +184,7 @@ def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
         first = first_X[expert] + (tile - last_X[expert] + tiles_X[expert]) * rows
         token_R = lax.dynamic_slice_in_dim(padded_C, first, rows) // U
         tree = _expert_at(expert, experts)
-        out_RD = _expert(x_MD[token_R], tree, config)
+        out_RD = _expert(x_MD[token_R], tree, model)
         return lax.dynamic_update_slice_in_dim(out_CD, out_RD, first, 0)
 
     start_CD = jnp.zeros((C + rows, x_MD.shape[1]), jnp.float32)
@@ -186,18 +196,18 @@ def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
     return jnp.where(here_MU[..., None], weight_MU[..., None] * out_MUD, 0).sum(1)
 
 
-def _plain(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+def _plain(x_MD, weight_MU, expert_MU, experts: Params, model: _Model) -> jax.Array:
     """[M, D], float32, in plain jnp."""
-    mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
-    return mix(x_MD, weight_MU, expert_MU, experts, config)
+    mix = _chosen_experts if expert_MU.size < model.spec.num_experts else _all_experts
+    return mix(x_MD, weight_MU, expert_MU, experts, model)
 
 
-def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, model: _Model) -> jax.Array:
     """[M, D]: one chosen expert after the other; reads no other expert. For few tokens."""
 
     def one(x_D, expert):  # float32 [D]
         tree = _expert_at(expert, experts)
-        return _expert(x_D[None], tree, config)[0]
+        return _expert(x_D[None], tree, model)[0]
 
     def one_if_local(choice):  # zeros where the expert is on another device
         x_D, expert = choice
@@ -205,19 +215,19 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
         return lax.cond((expert >= 0) & (expert < num_local), one, lambda *_: none_D, x_D, expert)
 
     num_local = _num_local(experts)
-    compute = one_if_local if num_local < config.num_experts else lambda choice: one(*choice)
+    compute = one_if_local if num_local < model.spec.num_experts else lambda choice: one(*choice)
     outs = lax.map(compute, (jnp.repeat(x_MD, expert_MU.shape[1], 0), expert_MU.reshape(-1)))
     return (outs.reshape(*expert_MU.shape, -1) * weight_MU[..., None]).sum(1)
 
 
-def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, model: _Model) -> jax.Array:
     """[M, D]: every expert for all tokens, used where it was chosen; reads each expert once."""
     used_MUX = expert_MU[..., None] == jnp.arange(_num_local(experts))
     weight_MX = (weight_MU[..., None] * used_MUX).sum(1)
 
     def add(sum_MD, part):
         tree, weight_M = part
-        out_MD = _expert(x_MD, tree, config)
+        out_MD = _expert(x_MD, tree, model)
         # 0 * inf would be NaN.
         return sum_MD + jnp.where(weight_M[:, None] != 0, weight_M[:, None] * out_MD, 0), None
 

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError
+from ..config.unsupported import check_supported
 from ..host import run_in_blocks
 from .params import Params, ParamSpec, param_specs
 
@@ -162,22 +162,13 @@ def _rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
     return x.reshape(x_RI.shape)
 
 
-def check_foldable_norms(config: ModelConfig, what: str) -> None:
-    """Raises InputError for families with experts, or whose norms' gains cannot be folded into matrices."""
-    if config.num_experts or config.post_norm or config.sub_norm or config.norm_offset or not config.pre_norm:
-        why = "a mixture of experts" if config.num_experts else "norms of another kind or in other places"
-        raise InputError(
-            f"{what} are not supported for model_type {config.model_type!r}, which has {why}: leave them out"
-        )
-
-
 def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
     """Returns the rotation of every parameter that changes, by its name in the tree.
 
     Raises:
-        InputError: as `check_foldable_norms`.
+        InputError: the model has a part with which they are not supported.
     """
-    check_foldable_norms(config, "rotations, which int8 activations need,")
+    check_supported(config, "rotations", "rotations, which int8 activations need, are", "leave them out")
     d = config.hidden_size
     h = config.head_dim
     attn = (0, d, "attn_norm")

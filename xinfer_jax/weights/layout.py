@@ -75,8 +75,8 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
     )
     for layer in config.layers_with_kv:
         check_divisible("kv_heads", config.kv_heads(layer), devices, remedy=remedy)
-    if any(config.layer_linear):
-        check_divisible("linear_num_key_heads", config.linear_num_key_heads, devices)
+    if linear := config.linear_attention:
+        check_divisible("linear_num_key_heads", linear.num_key_heads, devices)
 
 
 @lru_cache(maxsize=64)

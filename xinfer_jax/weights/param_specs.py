@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from ..config.layer_spec import ExpertsSpec, MlpSpec
 from ..config.model_config import ModelConfig
 
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
@@ -59,50 +60,45 @@ def _with_name(path: Any, spec: ParamSpec) -> ParamSpec:
 
 
 def _layer(config: ModelConfig, index: int) -> Params:
+    spec = config.layers[index]
     d = (config.hidden_size, "embed")
-    tree = _linear_attention(config) if config.is_linear(index) else _attention(config, index)
-    if config.pre_norm:
+    tree = _attention(config, index) if config.attention(index) else _linear_attention(config)
+    if spec.pre_norm:
         tree |= dict(attn_norm=_norm(d), mlp_norm=_norm(d))
-    if config.post_norm:
+    if spec.post_norm:
         tree |= dict(attn_post_norm=_norm(d), mlp_post_norm=_norm(d))
-    if config.sub_norm:
-        tree["down_norm"] = _norm((config.intermediate_size, "mlp"))
+    if spec.mlp:
+        tree |= _mlp(config, spec.mlp)
+    if spec.experts:
+        tree |= _experts(config, spec.experts)
+    if spec.mlp and spec.experts:
+        gains = dict(scale=d, per_expert_scale=(spec.experts.num_experts, None))
+        tree["router"] |= {name: _spec(size, init="ones") for name, size in gains.items()}
+        tree |= {name: _norm(d) for name in ("mlp_out_norm", "experts_norm", "experts_out_norm")}
     if P := config.hidden_size_per_layer_input:
-        tree["input_gate"] = _linear((P, None), d)
-        tree["input_proj"] = _linear(d, (P, None))
-        tree["input_norm"] = _norm(d)
-    if config.layer_scalar:
-        tree["layer_scalar"] = ParamSpec((1,), (None,), "ones")
-    has_experts = config.layer_experts and config.layer_experts[index]
-    if not has_experts or config.experts_beside_mlp:
-        is_double = config.use_double_wide_mlp and index >= config.num_cached_layers
-        tree |= _mlp(config, config.intermediate_size * (2 if is_double else 1))
-    if has_experts:
-        tree |= _experts(config)
+        tree |= dict(input_gate=_linear((P, None), d), input_proj=_linear(d, (P, None)), input_norm=_norm(d))
+    if spec.scalar:
+        tree["layer_scalar"] = _spec((1, None), init="ones")
     return tree
 
 
 def _attention(config: ModelConfig, index: int) -> Params:
+    spec: Any = config.attention(index)
     h = config.head_width(index)
     d = (config.hidden_size, "embed")
     n = (config.num_attention_heads * h, "heads")
     k = (config.kv_heads(index) * h, "kv_heads")
-    tree: Params = {"o": _linear(d, n, config.o_bias), "q": _linear(n, d, config.qkv_bias)}
-    has_kv = index < config.num_cached_layers
-    if has_kv:
-        tree["k"] = _linear(k, d, config.qkv_bias)
-    if has_kv and not (config.attention_k_eq_v and config.layer_windows[index] is None):
-        tree["v"] = _linear(k, d, config.qkv_bias)
-    if config.attn_output_gate:
-        tree["attn_gate"] = _linear(n, d, config.qkv_bias)
-    if config.attention_sinks:
-        tree["sinks"] = ParamSpec((config.num_attention_heads,), n[1:], "small")
-    if config.sub_norm:
+    own = {} if spec.shares_kv else {"k": k} if spec.values_are_keys else {"k": k, "v": k}
+    gate = {"attn_gate": n} if spec.output_gate else {}
+    tree: Params = {name: _linear(size, d, spec.qkv_bias) for name, size in ({"q": n} | own | gate).items()}
+    tree["o"] = _linear(d, n, spec.o_bias)
+    if spec.sinks:
+        tree["sinks"] = _spec((config.num_attention_heads, "heads"), init="small")
+    if spec.o_norm:
         tree["o_norm"] = _norm(n)
-    if config.qk_norm:
-        tree["q_norm"] = _norm(n if config.qk_norm_joint else (h, None))
-        if has_kv:
-            tree["k_norm"] = _norm(k if config.qk_norm_joint else (h, None))
+    if spec.qk_norm:
+        sizes = dict(q_norm=n) | ({} if spec.shares_kv else dict(k_norm=k))
+        tree |= {name: _norm(size if spec.qk_norm == "joint" else (h, None)) for name, size in sizes.items()}
     count = config.kv_heads(index)
     of_kv = lambda spec: dataclasses.replace(spec, kv_heads=count) if "kv_heads" in spec.axes else spec  # noqa: E731
     return jax.tree.map(of_kv, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
@@ -110,50 +106,44 @@ def _attention(config: ModelConfig, index: int) -> Params:
 
 def _linear_attention(config: ModelConfig) -> Params:
     """Gated DeltaNet."""
+    spec: Any = config.linear_attention
     d = (config.hidden_size, "embed")
-    N = (config.linear_num_value_heads, "linear_heads")
-    keys = (config.linear_num_key_heads * config.linear_key_head_dim, "linear_heads")
-    values = (N[0] * config.linear_value_head_dim, "linear_heads")
+    n = (spec.num_value_heads, "linear_heads")
+    keys = (spec.num_key_heads * spec.key_head_dim, "linear_heads")
+    values = (spec.num_value_heads * spec.value_head_dim, "linear_heads")
     tree: Params = {name: _linear(size, d) for name, size in dict(q=keys, k=keys, v=values, z=values).items()}
-    tree |= {name: _linear(N, d, stays_float=True) for name in ("a", "b")}
-    for name, (size, axis) in dict(q=keys, k=keys, v=values).items():
-        shape = (size, config.linear_conv_kernel_dim)
-        tree[f"conv_{name}"] = ParamSpec(shape, (axis, None), stays_float=True)
-    tree["A_log"] = ParamSpec(N[:1], N[1:], "log_decay")
-    tree["dt_bias"] = ParamSpec(N[:1], N[1:], "ones")
-    tree["gated_norm"] = ParamSpec((config.linear_value_head_dim,), (None,), "ones")
-    tree["o"] = _linear(d, values)
+    tree |= {name: _linear(n, d, stays_float=True) for name in ("a", "b")}
+    for name, channels in dict(q=keys, k=keys, v=values).items():
+        tree[f"conv_{name}"] = _spec(channels, (spec.conv_kernel_dim, None), stays_float=True)
+    tree |= dict(A_log=_spec(n, init="log_decay"), dt_bias=_spec(n, init="ones"))
+    tree |= dict(gated_norm=_spec((spec.value_head_dim, None), init="ones"), o=_linear(d, values))
     return tree
 
 
-def _mlp(config: ModelConfig, width: int) -> Params:
+def _mlp(config: ModelConfig, spec: MlpSpec) -> Params:
     d = (config.hidden_size, "embed")
-    f = (width, "mlp")
-    gate = _linear(f, d, config.mlp_bias)
-    return {"gate": gate, "up": gate, "down": _linear(d, f, config.mlp_bias)}
+    f = (spec.intermediate_size or config.intermediate_size, "mlp")
+    gate = _linear(f, d, spec.bias)
+    tree: Params = {"gate": gate, "up": gate, "down": _linear(d, f, spec.bias)}
+    return tree | ({"down_norm": _norm(f)} if spec.down_norm else {})
 
 
-def _experts(config: ModelConfig) -> Params:
-    experts = (config.num_experts, "experts")
+def _experts(config: ModelConfig, spec: ExpertsSpec) -> Params:
+    experts = (spec.num_experts, "experts")
     d = (config.hidden_size, "embed")
-    f = (config.moe_intermediate_size, None)
-    bias = config.swiglu_limit is not None
+    f = (spec.intermediate_size, None)
 
     def stack(outputs: _Axis, inputs: _Axis) -> Params:
         leaf = {"weight": _spec(experts, outputs, inputs)}
-        return leaf | ({"bias": _spec(experts, outputs, init="small", stays_float=True)} if bias else {})
+        return leaf | ({"bias": _spec(experts, outputs, init="small", stays_float=True)} if spec.bias else {})
 
-    router = _linear((config.num_experts, None), d, bias, stays_float=True)
     tree: Params = {
-        "router": router,
+        "router": _linear((spec.num_experts, None), d, spec.bias, stays_float=True),
         "experts": {"gate": stack(f, d), "up": stack(f, d), "down": stack(d, f)},
     }
-    if width := config.shared_expert_intermediate_size:
-        tree["shared"] = _mlp(config, width)
+    if width := spec.shared_intermediate_size:
+        tree["shared"] = _mlp(config, MlpSpec(width))
         tree["shared_gate"] = _linear((1, None), d, stays_float=True)
-    if config.experts_beside_mlp:
-        router |= {"scale": _spec(d, init="ones"), "per_expert_scale": _spec((experts[0], None), init="ones")}
-        tree |= {name: _norm(d) for name in ("mlp_out_norm", "experts_norm", "experts_out_norm")}
     return tree
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..memory import check_memory
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
@@ -96,17 +97,10 @@ def check_params(params: Any, config: Any) -> None:
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
-    if method == "mxfp4" and config.swiglu_limit is not None:  # experts of gpt-oss
-        return
-    if (
-        method
-        and method not in METHODS
-        and (method == "mxfp4" or config.num_experts or config.layer_linear or config.layer_scalar)
-    ):
-        raise InputError(
-            f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: load a"
-            f" float checkpoint with quantize={' or '.join(METHODS)}"
-        )
+    if method and method not in METHODS:
+        feature = "mxfp4" if method == "mxfp4" else "stored formats"
+        remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
+        check_supported(config, feature, f"quantized weights ({method}) are", remedy)
 
 
 def activation_dtype(params: Params) -> Any:
