@@ -19,6 +19,7 @@ from ..families.naming import FileSpec, file_specs
 from ..families.reading import from_hf, text_settings
 from ..formatting import format_mib
 from ..host import run_in_blocks
+from ..plugins import load
 from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, memory_fraction
 from ..stats import LoadStats
@@ -209,8 +210,7 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     rotations: Mapping[str, TensorRotation],
 ) -> tuple[Params, Callable[[], Params]]:
     """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
-    if config.layer_linear or config.layer_scalar:
-        tensors = text_tensors(path, tensors)
+    tensors = text_tensors(path, tensors)
     specs, tree = _named_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
     expected: dict[str, TensorSpec] = {}
@@ -266,7 +266,8 @@ def _named_specs(
 
 def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
     """The tensors of shared experts of width 0, which a checkpoint has all the same."""
-    if not config.experts or config.experts.shared_intermediate_size:
+    has_shared = "shared_gate" in load("family", config.model_type).names.leaves
+    if not has_shared or config.experts and config.experts.shared_intermediate_size:
         return set()
     return {name for name in tensors if ".mlp.shared_expert" in name}
 
