@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from agreement import Forced, agreement, checking_params, forced
-from machine_limits import bytes_per_pass, decode_work, prefill_work
-from model_shapes import SHAPES
-from section_cases import emulated, limit
+from bench.machine_limits import bytes_per_pass, decode_work, prefill_work
+from bench.model_shapes import SHAPES
 
 import xinfer_jax as xj
+from gpu.agreement import Forced, agreement, checking_params, forced
+from gpu.section_cases import emulated, limit
 from xinfer_jax.cache.quantized_kv import vector_bytes
 from xinfer_jax.families.reading import from_hf
 

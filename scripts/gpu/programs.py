@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_specs import Card
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_specs import Tpu
+from tpu.tpu_specs import Tpu
 
 import kernels_pallas
+from gpu.gpu_specs import Card
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.layer_caches import Ring
 from xinfer_jax.cache.paged import PAGE_SIZE

@@ -184,7 +184,7 @@ def test_layer_and_its_gradient_equal_those_of_xla(changes):
     config, layer, x_BTD = layer_of(**changes)
 
     def loss(x_BTD, layer, impl):
-        out_BTD = mixture_of_experts(x_BTD, layer, config, config.experts, impl=impl)
+        out_BTD = mixture_of_experts(x_BTD, layer, config, impl=impl)
         return jnp.sum(out_BTD**2), out_BTD
 
     gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)

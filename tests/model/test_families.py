@@ -200,18 +200,13 @@ def test_few_and_many_tokens_use_the_same_experts():
     def alone(layer):
         return jnp.stack(
             [
-                jnp.stack(
-                    [
-                        experts.mixture_of_experts(x[None, None], layer, config, config.experts)[0, 0]
-                        for x in row
-                    ]
-                )
+                jnp.stack([experts.mixture_of_experts(x[None, None], layer, config)[0, 0] for x in row])
                 for row in x_BTD
             ]
         )
 
     def together(layer):
-        return experts.mixture_of_experts(x_BTD, layer, config, config.experts)
+        return experts.mixture_of_experts(x_BTD, layer, config)
 
     assert config.num_experts_per_tok < config.num_experts <= 4 * config.num_experts_per_tok
     np.testing.assert_allclose(alone(layer), together(layer), atol=1e-5)
@@ -230,7 +225,7 @@ def test_tiles_of_one_expert(dtype):
     x_TD, other_TD = jax.random.normal(jax.random.key(1), (2, 30, config.hidden_size), dtype)
 
     def together(x_TD, layer):
-        return experts.mixture_of_experts(x_TD[None], layer, config, config.experts)[0]
+        return experts.mixture_of_experts(x_TD[None], layer, config)[0]
 
     def alone(x_TD, layer):
         return jax.vmap(lambda x_D: together(x_D[None], layer)[0])(x_TD)
@@ -262,9 +257,9 @@ def test_an_expert_that_was_not_chosen_may_overflow():
         name: {"weight": leaf["weight"].at[jnp.argmin(logits_X)].set(jnp.inf)}
         for name, leaf in layer["experts"].items()
     }
-    want = experts.mixture_of_experts(x_BTD, layer, config, config.experts)
+    want = experts.mixture_of_experts(x_BTD, layer, config)
     np.testing.assert_array_equal(
-        experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config, config.experts), want
+        experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config), want
     )
 
 

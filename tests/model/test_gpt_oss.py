@@ -66,7 +66,7 @@ def test_experts_by_number_of_tokens(model):
     params, config, _, _ = model
     layer = params["layers"][0]
     x_BTD = 3 * jax.random.normal(jax.random.key(1), (1, 9, config.hidden_size))
-    run = jax.jit(lambda x, config: mixture_of_experts(x, layer, config, config.experts), static_argnums=1)
+    run = jax.jit(lambda x, config: mixture_of_experts(x, layer, config), static_argnums=1)
     each = np.concatenate([run(x_BTD[:, i : i + 1], config) for i in range(9)], 1)
     every = with_experts(config, num_experts_per_tok=3)  # no tiles
     np.testing.assert_allclose(run(x_BTD, config), each, atol=2e-5)

@@ -85,7 +85,7 @@ def test_experts_equal_those_of_dequantized_matrices():
     x_BTD = jax.random.normal(jax.random.key(1), (1, 9, CONFIG.hidden_size))
 
     def total(x_BTD, layer):
-        out_BTD = mixture_of_experts(x_BTD, layer, CONFIG, CONFIG.experts)
+        out_BTD = mixture_of_experts(x_BTD, layer, CONFIG)
         return out_BTD.sum(), out_BTD
 
     run = jax.jit(jax.grad(total, has_aux=True))

@@ -19,11 +19,11 @@ from ..families.naming import FileSpec, file_specs
 from ..families.reading import from_hf, text_settings
 from ..formatting import format_mib
 from ..host import run_in_blocks
+from ..ops.cpu import cpu_features
 from ..plugins import load
 from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, memory_fraction
 from ..stats import LoadStats
-from ..weights import cpu_features
 from ..weights.hadamard import TensorRotation, tensor_rotations
 from ..weights.layout import check_mesh, shardings
 from ..weights.params import (

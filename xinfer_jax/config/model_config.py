@@ -66,6 +66,10 @@ class ModelConfig:
                 f"num_hidden_layers is {self.num_hidden_layers}, and layers has only {len(self.layers)}"
             )
         object.__setattr__(self, "layers", self.layers[: self.num_hidden_layers])
+        for what, own in (("experts", self.experts), ("linear attention", self.linear_attention)):
+            of_layers = (layer.experts if what == "experts" else layer.mixer for layer in self.layers)
+            if any(isinstance(spec, type(own)) and spec != own for spec in of_layers if own):
+                raise InputError(f"layers with different {what} are not supported")
 
     @property
     def context_length(self) -> int:
@@ -101,7 +105,7 @@ class ModelConfig:
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The experts of the first layer that has some; None: none has."""
+        """The experts, which are the same in all layers that have some; None: none has."""
         return next((layer.experts for layer in self.layers if layer.experts), None)
 
     @property

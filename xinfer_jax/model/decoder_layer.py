@@ -21,9 +21,9 @@ from ..weights.layout import is_divisible, layer_partition_specs
 from ..weights.params import Params
 from .attention import attention
 from .experts import mixture_of_experts
-from .kernel_products import Norm
 from .layers import (
     Angles,
+    Norm,
     activation,
     apply_rope,
     gated_mlp,
@@ -264,7 +264,7 @@ def _feed_forward(  # noqa: PLR0913
             x_BTD, layer, config, over, down_norm=spec.mlp.down_norm, before=before, impl=impl
         )
         routed_BTD = norm(x_BTD, layer, "experts_norm", config)
-        mixed_BTD = mixture_of_experts(routed_BTD, layer, config, spec.experts, over, impl, routed_BTD=x_BTD)
+        mixed_BTD = mixture_of_experts(routed_BTD, layer, config, over, impl, routed_BTD=x_BTD)
         mixed_BTD = norm(mixed_BTD, layer, "experts_out_norm", config)
         out_BTD = norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
         return out_BTD if residual is None else residual + out_BTD
@@ -273,7 +273,7 @@ def _feed_forward(  # noqa: PLR0913
         return gated_mlp(x_BTD, layer, config, over, **around, impl=impl)
     assert spec.experts is not None
     x_BTD = norm(x_BTD, layer, "mlp_norm", config) if spec.pre_norm else x_BTD
-    out_BTD = mixture_of_experts(x_BTD, layer, config, spec.experts, over, impl)
+    out_BTD = mixture_of_experts(x_BTD, layer, config, over, impl)
     if spec.experts.shared_intermediate_size:  # an expert that all tokens use
         shared_BTD = gated_mlp(x_BTD, layer["shared"], config, over, impl=impl)
         out_BTD = out_BTD + jax.nn.sigmoid(linear(x_BTD, layer["shared_gate"])) * shared_BTD
