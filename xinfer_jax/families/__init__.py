@@ -7,6 +7,7 @@ family (`llama`, `mistral`, `qwen2`, `qwen3`, `qwen3_moe`, `smollm3`, `olmo2`, `
 names of all tensors from a family's table; `reading` is `from_hf`.
 
 - A family is a file here, a line in `plugins.py` and a case in `tests/support/parity_cases.py`.
+- What a model does not support follows from its layers (`config.unsupported`): no family can forget it.
 - Names are data: a table of leaves that differ from `naming.NAMES`, and the tensors that hold several leaves.
   Shapes are not repeated: rows within such a tensor follow from the parameter specs.
 - A setting that would change the result and is not supported is rejected by name, never ignored.
