@@ -66,10 +66,10 @@ class ModelConfig:
                 f"num_hidden_layers is {self.num_hidden_layers}, and layers has only {len(self.layers)}"
             )
         object.__setattr__(self, "layers", self.layers[: self.num_hidden_layers])
-        for what, own in (("experts", self.experts), ("linear attention", self.linear_attention)):
-            of_layers = (layer.experts if what == "experts" else layer.mixer for layer in self.layers)
-            if any(isinstance(spec, type(own)) and spec != own for spec in of_layers if own):
-                raise InputError(f"layers with different {what} are not supported")
+        parts = [part for layer in self.layers for part in (layer.experts, layer.mixer)]
+        for kind in (ExpertsSpec, LinearAttentionSpec):
+            if len({part for part in parts if isinstance(part, kind)}) > 1:
+                raise InputError(f"layers with different {kind.__name__}s are not supported")
 
     @property
     def context_length(self) -> int:

@@ -227,8 +227,8 @@ def _project_qkv(  # noqa: PLR0913
     of attention's output, [B, T, N H], if the layer has one.
     """
     spec: Any = config.attention(kind)
-    has = dict(q=True, k=True, v=not spec.values_are_keys, attn_gate=spec.output_gate)
-    names = [name for name, is_there in has.items() if is_there]
+    wanted = dict(q=True, k=True, v=not spec.values_are_keys, attn_gate=spec.output_gate)
+    names = [name for name in wanted if wanted[name]]
     ys = products(x_BTD, [layer[name] for name in names], before=before, impl=impl)
     if spec.qk_norm == "joint":
         ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
