@@ -46,7 +46,7 @@ from tpu.tpu_specs import TPUS  # noqa: E402
 
 from xinfer_jax.cache.quantized_kv import KV_BITS  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
-from xinfer_jax.config.model_config import from_hf  # noqa: E402
+from xinfer_jax.families.reading import from_hf  # noqa: E402
 
 TARGET = flags.DEFINE_enum("target", "h200", [*CARDS, *TPUS], "GPU or TPU to compile for.")
 MODEL = flags.DEFINE_string(

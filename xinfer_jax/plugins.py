@@ -48,6 +48,24 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("top_k", "cuda"): ("ops.gpu.top_k", "gpu_top_k_form"),
     ("top_k", "any"): ("ops.mesh", "mesh_top_k_form"),
     ("verify", "cuda"): ("ops.gpu.verify", "verify_form"),
+    # Families by model_type.
+    ("family", "bitnet"): ("families.bitnet", "FAMILY"),
+    ("family", "gemma2"): ("families.gemma2", "FAMILY"),
+    ("family", "gemma3_text"): ("families.gemma3", "FAMILY"),
+    ("family", "gemma4_text"): ("families.gemma4", "FAMILY"),
+    ("family", "gpt_oss"): ("families.gpt_oss", "FAMILY"),
+    ("family", "llama"): ("families.llama", "FAMILY"),
+    ("family", "mistral"): ("families.mistral", "FAMILY"),
+    ("family", "olmo2"): ("families.olmo2", "FAMILY"),
+    ("family", "olmo3"): ("families.olmo3", "FAMILY"),
+    ("family", "phi3"): ("families.phi3", "FAMILY"),
+    ("family", "qwen2"): ("families.qwen2", "FAMILY"),
+    ("family", "qwen3"): ("families.qwen3", "FAMILY"),
+    ("family", "qwen3_5_moe_text"): ("families.qwen3_5", "MOE"),
+    ("family", "qwen3_5_text"): ("families.qwen3_5", "DENSE"),
+    ("family", "qwen3_moe"): ("families.qwen3_moe", "FAMILY"),
+    ("family", "qwen3_next"): ("families.qwen3_next", "FAMILY"),
+    ("family", "smollm3"): ("families.smollm3", "FAMILY"),
 }
 
 

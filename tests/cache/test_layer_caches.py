@@ -7,7 +7,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.cache.layer_caches import RING_SLACK, Contiguous, Ring
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 SLOTS = 12
 

@@ -22,7 +22,7 @@ from xinfer_jax.cache.layer_caches import Contiguous, Ring
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.quantized_kv import cache_specs
 from xinfer_jax.cache.stored_kv import SideBySideKV, empty_pair, separate_pair
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.newest

@@ -151,17 +151,18 @@ def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
 
 def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """The shapes of one row's arrays of a linear-attention layer, as `Recurrent.shapes`."""
-    W = config.linear_conv_kernel_dim - 1
-    key = (config.linear_num_key_heads, W, config.linear_key_head_dim)
-    N = config.linear_num_value_heads
-    Y = config.linear_value_head_dim
-    return key, key, (N, W, Y), (N, config.linear_key_head_dim, Y)
+    spec: Any = config.linear_attention
+    W = spec.conv_kernel_dim - 1
+    key = (spec.num_key_heads, W, spec.key_head_dim)
+    N = spec.num_value_heads
+    Y = spec.value_head_dim
+    return key, key, (N, W, Y), (N, spec.key_head_dim, Y)
 
 
 def state_bytes(config: ModelConfig) -> int:
     """Bytes of one row's states in all layers, without draft slots."""
-    numbers = sum(map(math.prod, state_shapes(config))) if any(config.layer_linear) else 0
-    return 4 * sum(config.layer_linear) * numbers
+    layers = config.num_linear_layers
+    return 4 * layers * sum(map(math.prod, state_shapes(config))) if layers else 0
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
