@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from layer_changes import with_experts
 from parity_cases import CASES
 from quick import full_except
 
 import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference, tpu, triton
+from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.model.experts import mixture_of_experts
 
 pytestmark = [
@@ -156,8 +158,9 @@ def test_vmap_equals_a_loop():
         np.testing.assert_allclose(got, by_kernel(*args), atol=1e-6)
 
 
-def layer_of(dtype="float32", **changes):
-    config = dataclasses.replace(CASES["moe-defaults"].config, moe_intermediate_size=F, **changes)
+def layer_of(dtype="float32", hidden_act="silu", **changes):
+    config = dataclasses.replace(CASES["moe-defaults"].config, hidden_act=hidden_act)
+    config = with_experts(config, intermediate_size=F, **changes)
     params = xj.init_params(config, jax.random.key(0), dtype)
     x_BTD = jax.random.normal(jax.random.key(1), (2, 5, config.hidden_size), dtype)
     return config, params["layers"][0], x_BTD
@@ -175,9 +178,9 @@ def test_layer_on_a_tpu_equals_that_of_xla():
 @pytest.mark.parametrize(
     "changes",
     full_except(
-        (dict(hidden_act="silu"), dict(swiglu_limit=1.0, swiglu_alpha=1.7)),
+        (dict(hidden_act="silu"), dict(swiglu=ClampedSwiglu(1.7, 1.0), bias=True)),
         [dict(hidden_act="silu"), dict(hidden_act="gelu_pytorch_tanh"), dict(hidden_act="relu2"),
-            dict(swiglu_limit=1.0, swiglu_alpha=1.7)],
+            dict(swiglu=ClampedSwiglu(1.7, 1.0), bias=True)],
     ),
 )  # fmt: skip
 def test_layer_and_its_gradient_equal_those_of_xla(changes):

@@ -10,9 +10,7 @@ from xinfer_jax.config.model_config import ModelConfig
 def with_mixer(config: ModelConfig, **changes: Any) -> ModelConfig:
     """The config with these fields of the attention, or linear attention, that has them, of every layer."""
     layers = (
-        dataclasses.replace(x, mixer=dataclasses.replace(x.mixer, **changes))
-        if all(hasattr(x.mixer, name) for name in changes)
-        else x
+        x.with_mixer(**changes) if all(hasattr(x.mixer, name) for name in changes) else x
         for x in config.layers
     )
     return dataclasses.replace(config, layers=tuple(layers))
@@ -20,10 +18,7 @@ def with_mixer(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 def with_windows(config: ModelConfig, windows: Sequence[int | None], **changes: Any) -> ModelConfig:
     """The first layers of the config, with these windows. changes: of the config."""
-    layers = (
-        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=window))
-        for layer, window in zip(config.layers, windows, strict=False)
-    )
+    layers = (layer.with_mixer(window=window) for layer, window in zip(config.layers, windows, strict=False))
     return dataclasses.replace(config, layers=tuple(layers), num_hidden_layers=len(windows), **changes)
 
 

@@ -1,6 +1,7 @@
 """`LayerSpec`: what a decoder layer is made of. Layers with equal specs have parameters of equal shapes."""
 
 import dataclasses
+from typing import Any
 
 from .rope import RopeConfig
 
@@ -131,3 +132,7 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     scalar: bool = False
+
+    def with_mixer(self, **changes: Any) -> "LayerSpec":
+        """The layer with these fields of its mixer changed."""
+        return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, **changes))

@@ -48,7 +48,7 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
             " text is generated with causal attention"
         )
     types = _layer_types(hf, layers)
-    sizes = _sizes_per_layer_type(hf, types)
+    sizes: dict[str, dict[str, Any]] = _sizes_per_layer_type(hf, types)
     window = get_integer(hf, "sliding_window")
     shared = _get_count(hf, "num_kv_shared_layers", layers - 1)
     own = types[: layers - shared]
@@ -59,9 +59,7 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
         )
     experts = _experts(hf)
     values_are_keys = get_boolean(hf, "attention_k_eq_v")
-    of_all = dict(
-        **attention_bias(hf), qk_norm="head", v_norm=True, query_pre_attn_scalar=1.0
-    )  # fmt: skip
+    of_all = attention_bias(hf) | dict(qk_norm="head", v_norm=True, query_pre_attn_scalar=1.0)
     attention = {
         _SLIDING: AttentionSpec(window, rope=_rope(hf, _SLIDING, sizes), **of_all),
         _FULL: AttentionSpec(values_are_keys=values_are_keys, **sizes[_FULL], **of_all),

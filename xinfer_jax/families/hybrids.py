@@ -96,7 +96,7 @@ NAMES = Names(
 _PARTS = dict(q="query", k="key", v="value")
 
 
-def linear_names(own: Mapping[str, str], *joined: Joined) -> Names:
+def linear_names(own: dict[str, str], *joined: Joined) -> Names:
     """Names of a layer of linear attention. own: of z, b and a; joined: tensors with its projections."""
     names = {leaf: f"{part}_proj" for leaf, part in _PARTS.items()}
     names |= {f"conv_{leaf}": f"{part}_conv.weight" for leaf, part in _PARTS.items()}

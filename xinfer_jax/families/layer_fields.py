@@ -1,7 +1,7 @@
 """Fields that several families read from config.json: biases of attention, and sliding windows."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ..config.layer_spec import LayerSpec
 from ..config.rope import RopeConfig
@@ -9,7 +9,7 @@ from ..errors import InputError, format_value
 from .values import get_boolean, get_integer
 
 
-def attention_bias(hf: Mapping) -> dict[str, bool]:
+def attention_bias(hf: Mapping) -> dict[str, Any]:
     """Biases of the queries, keys and values, and of the output matrix."""
     bias = get_boolean(hf, "attention_bias")
     return dict(qkv_bias=bias, o_bias=bias)
@@ -19,13 +19,7 @@ def with_windows(
     layer: LayerSpec, windows: Iterable[int | None], sliding_rope: RopeConfig | None = None
 ) -> tuple[LayerSpec, ...]:
     """Layers like this one, with these windows. sliding_rope: of those that have one; None: the model's."""
-    return tuple(
-        dataclasses.replace(
-            layer,
-            mixer=dataclasses.replace(layer.mixer, window=window, rope=sliding_rope if window else None),
-        )
-        for window in windows
-    )
+    return tuple(layer.with_mixer(window=window, rope=sliding_rope if window else None) for window in windows)
 
 
 def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:

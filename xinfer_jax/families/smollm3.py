@@ -1,12 +1,11 @@
 """SmolLM3: some layers have no rotary embedding."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from ..errors import InputError, format_value
 from . import llama
 from .family import Family
-from .layer_fields import layer_windows, with_windows
+from .layer_fields import layer_windows
 from .values import get_integer
 
 
@@ -24,14 +23,11 @@ def read_smollm3(hf: Mapping, layers: int) -> dict:
         raise InputError(
             f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {format_value(bad[0])}"
         )
-    windows = layer_windows(hf, [not u for u in uses_rope[:layers]])
-    specs = with_windows(llama.llama_layer(hf), windows)
-    return dict(
-        layers=tuple(
-            dataclasses.replace(spec, mixer=dataclasses.replace(spec.mixer, uses_rope=bool(u)))
-            for spec, u in zip(specs, uses_rope, strict=False)
-        )
-    )
+    rotated = [bool(u) for u in uses_rope[:layers]]
+    windows = layer_windows(hf, [not u for u in rotated])
+    layer = llama.llama_layer(hf)
+    pairs = zip(windows, rotated, strict=True)
+    return dict(layers=tuple(layer.with_mixer(window=window, uses_rope=u) for window, u in pairs))
 
 
 FAMILY = Family(

@@ -269,7 +269,7 @@ def _feed_forward(  # noqa: PLR0913
         out_BTD = norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
         return out_BTD if residual is None else residual + out_BTD
     if spec.mlp:
-        around = dict(down_norm=spec.mlp.down_norm, before=before, residual=residual)
+        around: dict[str, Any] = dict(down_norm=spec.mlp.down_norm, before=before, residual=residual)
         return gated_mlp(x_BTD, layer, config, over, **around, impl=impl)
     assert spec.experts is not None
     x_BTD = norm(x_BTD, layer, "mlp_norm", config) if spec.pre_norm else x_BTD

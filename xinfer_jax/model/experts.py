@@ -69,7 +69,7 @@ def mixture_of_experts(
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
     """One expert's MLP for all tokens, float32 [M, D]."""
-    swiglu = config.experts and config.experts.swiglu
+    swiglu = config.experts.swiglu if config.experts else None
     if swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
