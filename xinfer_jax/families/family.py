@@ -52,7 +52,7 @@ class Family:
         linear_names: of the layers of linear attention, beside these.
     """
 
-    defaults: Mapping[str, Any]
+    defaults: dict[str, Any]
     read: Callable[[Mapping, int], dict[str, Any]]
     names: Names = Names()
     linear_names: Names = Names()
