@@ -26,12 +26,13 @@ from absl import flags
 from model_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import uncached_kv
-from xinfer_jax.cache.quantized_kv import KV_BITS, dequantize_kv, empty_kv, quantize_kv
+from xinfer_jax.cache.contiguous import uncached_kv
+from xinfer_jax.cache.stored_kv import dequantize_kv, empty_kv, quantize_kv
 from xinfer_jax.config.model_config import ModelConfig, from_hf
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states
 from xinfer_jax.model.layers import apply_rope, linear, norm, rotary_angles
+from xinfer_jax.plugins import names
 from xinfer_jax.weights.params import Params
 
 MODEL = flags.DEFINE_string(
@@ -63,7 +64,7 @@ def run() -> dict:
     for bias in biases:
         biased = _with_bias(params, config, bias)
         exact_BT = _best_tokens(biased, config, tokens_BT, "float32")
-        for name in KV_BITS:
+        for name in names("cache dtype"):
             errors = _errors(biased, config, tokens_BT, name, bias).mean(0)
             agreed = float(np.mean(_best_tokens(biased, config, tokens_BT, name) == exact_BT))
             keys, without_bias, output = (round(float(error), 5) for error in errors)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from gpu_specs import Card
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,10 +17,11 @@ from tpu_specs import Tpu
 
 import kernels_pallas
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
-from xinfer_jax.cache.layer_caches import Ring
+from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE
-from xinfer_jax.cache.quantized_kv import KV_BITS, cache_specs
 from xinfer_jax.cache.recurrent import Recurrent
+from xinfer_jax.cache.ring import Ring
+from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.engine.device import Device
 from xinfer_jax.engine.pages import num_pages_for
@@ -50,7 +50,7 @@ class ProgramJob:
 
     config: ModelConfig
     params: Any  # shapes
-    kv: Any  # dtype of keys and values, or a name in `KV_BITS`
+    kv: Any  # dtype of keys and values, or a name in the table of cache dtypes
     rows: int
     capacity: int  # tokens that a row can hold
     length: int  # valid tokens of each row after the step, or tokens of the prompt
@@ -61,7 +61,7 @@ class ProgramJob:
     @property
     def cache_dtype(self) -> str:
         """The name of the dtype of keys and values."""
-        return self.kv if self.kv in KV_BITS else jnp.dtype(self.kv).name
+        return cache_dtype_of(self.kv).name
 
 
 class Call(NamedTuple):

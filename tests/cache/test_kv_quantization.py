@@ -13,7 +13,7 @@ import tiny
 from paths import SCRIPTS
 
 import xinfer_jax as xj
-from xinfer_jax.cache.quantized_kv import KV_BITS, dequantize_kv, empty_kv, quantize_kv
+from xinfer_jax.cache.stored_kv import dequantize_kv, empty_kv, quantize_kv
 from xinfer_jax.generation.batch_arrays import pad_prompts
 from xinfer_jax.generation.loop import PREFILL
 from xinfer_jax.model.layers import apply_rope, rope_bias_fn, rotary_angles
@@ -21,6 +21,7 @@ from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.oldest
 
+BITS = dict(int8=8, int4=4, gear=4)
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
 
 
@@ -34,10 +35,10 @@ def shallow():
     return tiny.shallow_model(1, dtype="float32")
 
 
-@pytest.mark.parametrize("name", KV_BITS)
+@pytest.mark.parametrize("name", BITS)
 def test_the_quantization_error_is_at_most_half_a_step(name):
     x = np.random.RandomState(0).standard_normal((2, 3, 5, 16)).astype(np.float32) + 3
-    bits = KV_BITS[name]
+    bits = BITS[name]
     quantized = quantize_kv(jnp.array(x), empty_kv(x.shape, name), jnp.array([5, 3]))
     assert quantized.shape == x.shape and quantized.name == name
     # Bytes.
@@ -133,7 +134,7 @@ def test_gear_has_two_thirds_of_the_error_of_int4(model, talks):
     first, *others = model.params["layers"]  # its keys are stored without their bias
     first = first | {"k": first["k"] | {"bias": 0 * first["k"]["bias"]}}
     params = model.params | {"layers": (first, *others)}
-    caches = [xj.init_cache(model.config, 8, 256, kind) for kind in ("float32", *KV_BITS)]
+    caches = [xj.init_cache(model.config, 8, 256, kind) for kind in ("float32", *BITS)]
     caches = [xj.prefill(params, model.config, tokens_BT, num_tokens_B, cache)[1] for cache in caches]
     T = int(num_tokens_B.min())
     # Later layers get the output of the first.
@@ -331,7 +332,7 @@ def test_measure_kv_reports_large_key_biases(tmp_path):
         for row in json.loads(done.stdout.splitlines()[-1])["rows"]
     }
     assert error[0, "int8"] < 0.02
-    for name in KV_BITS:
+    for name in BITS:
         assert 0.8 * error[0, name] < error[100, name] < 1.25 * error[0, name]
     rejected = run("--biases=1,x")
     assert rejected.returncode == 2 and len(rejected.stderr.splitlines()) == 1, rejected.stderr

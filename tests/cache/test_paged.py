@@ -11,9 +11,10 @@ import pytest
 from quick import full_except
 
 import xinfer_jax as xj
+from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.kv_cache import KVCache
-from xinfer_jax.cache.layer_caches import Contiguous, Ring
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
+from xinfer_jax.cache.ring import Ring
 from xinfer_jax.model.attention import attention
 
 pytestmark = pytest.mark.newest

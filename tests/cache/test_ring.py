@@ -12,7 +12,7 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import reorder_tail, truncate
-from xinfer_jax.cache.layer_caches import Ring
+from xinfer_jax.cache.ring import Ring
 from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.newest

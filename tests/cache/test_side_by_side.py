@@ -17,11 +17,13 @@ from safetensors.numpy import load_file
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.kv_cache import cache_bytes
-from xinfer_jax.cache.layer_caches import Contiguous, Ring
+from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
-from xinfer_jax.cache.quantized_kv import cache_specs
-from xinfer_jax.cache.stored_kv import SideBySideKV, empty_pair, separate_pair
+from xinfer_jax.cache.ring import Ring
+from xinfer_jax.cache.side_by_side import SideBySideKV
+from xinfer_jax.cache.stored_kv import empty_pair, separate_pair
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.weights.params import tree_bytes
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.compress import awq
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.experts import mixture_of_experts

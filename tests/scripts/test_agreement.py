@@ -19,7 +19,7 @@ from agreement import (
 )
 
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import Contiguous
+from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.config.model_config import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]

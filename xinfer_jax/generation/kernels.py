@@ -8,14 +8,14 @@ import numpy as np
 import kernels_pallas
 
 from ..cache.kv_cache import empty_layers
-from ..cache.quantized_kv import KV_BITS
+from ..cache.stored_kv import resolve_cache_dtype
 from ..config.model_config import ModelConfig
 from ..model.attention import check_impl, select_attention, select_kernel
 from ..model.decoder import lm_head
 from ..model.experts import select_experts
 from ..model.greedy import select_head_kernel
 from ..model.kernel_products import Operands, select_product
-from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
+from ..weights.params import Params, activation_dtype, cache_dtype
 from ..weights.quantized_weights import is_quantized
 from .options import GenerateOptions, default_capacity
 
@@ -56,7 +56,7 @@ def kernels_used(
         jax.ShapeDtypeStruct((rows, 1, heads, config.head_width(layer)), dtype)
         for layer in range(config.num_cached_layers)
     ]
-    dtype_of_cache = kv_dtype if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
+    dtype_of_cache = resolve_cache_dtype(kv_dtype or cache_dtype(params))
     layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
     used = {
         kernel: _by_layer(kernel, impl, queries, layers)

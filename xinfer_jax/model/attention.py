@@ -9,7 +9,7 @@ from jax import lax
 
 import kernels_pallas
 
-from ..cache.layer_caches import Block, Contiguous
+from ..cache.contiguous import Block, Contiguous
 from ..errors import InputError
 from .layers import soft_cap
 
@@ -74,7 +74,7 @@ def attention(  # noqa: PLR0913
             jnp.
 
     Returns:
-        [B, T, N, H] in the dtype of q.
+        [B, T, N, width of a value] in the dtype of q.
 
     Raises:
         InputError: the named impl does not support these arguments.
@@ -97,7 +97,7 @@ def attention(  # noqa: PLR0913
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
     """The implementation for these queries and keys; raises as `select_kernel`."""
     k, v = kv.kernel_arrays()
-    obstacle = "keys in GEAR's format" if k is None else None
+    obstacle = kv.kernel_obstacle
     return select_kernel(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=obstacle)
 
 
@@ -176,8 +176,8 @@ def _blocked(q_BTNH, kv: Contiguous, start_B, length_B, sink_N, scoring: _Scorin
         # The backward pass recomputes a block of queries at a time instead of storing every score.
         step = jax.checkpoint(lambda block: run(block[0], kv, start_B + block[1], length_B, sink_KG))
         outs = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
-        out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, H)[:, :, :T]
-    return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+        out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, -1)[:, :, :T]
+    return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
 
 
 def _by_row(q_BKTGH, kv: Contiguous, start_B, length_B, sink_KG, scoring: _Scoring):
@@ -197,7 +197,7 @@ def _query_block(  # noqa: PLR0913
     q_BKTGH, kv: Contiguous, start_B, length_B, sink_KG, scoring: _Scoring, static: bool, row=None
 ):
     """Attention of one block of queries over all visible key blocks, [B, K, T, G, H]. row: that row only."""
-    B, K, T, G, H = q_BKTGH.shape
+    B, K, T, G, _ = q_BKTGH.shape
     if T > 1:
         max_width = KEY_BLOCK
     else:
@@ -210,7 +210,7 @@ def _query_block(  # noqa: PLR0913
         return _add_block(softmax, q_BKTGH, block, _visible(block, query_BT, kv.window), scoring)
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
-    softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
+    softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, kv.value_width), jnp.float32))
     if sink_KG is not None:  # the first score, of weight 1, without a value
         softmax = softmax._replace(max_BKTG=zeros + sink_KG[:, None], sum_BKTG=zeros + 1)
     softmax = kernels_pallas.match_varying_axes(softmax, q_BKTGH, kv, start_B, length_B)

@@ -10,7 +10,7 @@ import jax
 import kernels_pallas
 from kernels_pallas import HeadNorms
 
-from ..cache.layer_caches import Contiguous
+from ..cache.contiguous import Contiguous
 from ..sharding import abstract_mesh_of
 from .attention import ROW_QUERIES
 from .kernel_products import may_use_kernel, with_plain_derivative
