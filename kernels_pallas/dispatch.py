@@ -83,6 +83,14 @@ def device_impl() -> Selection:
     return _impl_of(capability, name)
 
 
+def platforms() -> tuple[str, ...]:
+    """The platforms of this process's devices, as `lax.platform_dependent` names them."""
+    here = device_impl().impl
+    if here == "tpu":
+        return "cpu", "tpu"
+    return ("cpu", "cuda") if here != "xla" or _first_device("cuda") is not None else ("cpu",)
+
+
 def _first_device(platform: str) -> jax.Device | None:
     """All devices of a process are taken to be alike. None: it has none of this platform."""
     try:

@@ -34,9 +34,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from bench_report import HEADER, case_lines, cost_by_position, draw, row_line
-from machine_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread
-from model_shapes import hf_config
+from bench.bench_report import HEADER, case_lines, cost_by_position, draw, row_line
+from bench.machine_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread
+from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf

@@ -2,28 +2,17 @@
 request, and the time until an engine is ready.
 
     python scripts/bench_engine.py --config=qwen2.5-0.5b --quantize=none,int8
-    python scripts/bench_engine.py --parts=throughput --quantize=int8 --python=peers=/path/to/venv/bin/python
 
 Prints one JSON line per result; `a_over_b` is a ratio of seconds. Lengths of prompts and answers are
 log-uniform. A third of the prompts starts with a common prefix, then has its own tokens, cut at the longest
 prompt. Weights are random, and EOS is off.
 
 throughput: all requests at once, interleaved with `generate` over batches of as many rows, sorted by prompt
-    length. Each batch runs until its longest answer ends; only the requested tokens count. openvino-genai's
-    continuous batching (--python, int8) and llama.cpp's server (llama-server on PATH, and --llama_model)
-    follow with as many slots. Peers that are skipped are reported.
+    length. Each batch runs until its longest answer ends; only the requested tokens count.
 load: Poisson arrivals at --load times that rate, one thread per request. Times are measured in the thread,
     from the scheduled arrival.
 alone: one request at a time: an engine of one row and `generate`, interleaved.
-goodput: not by default. How many requests are within --ttft and --tpot, over the rate at which they arrive:
-    one engine, and two sides (one engine prefills, one decodes) on two devices; a CPU gets two virtual ones.
-    Beside it what scripts/simulate.py finds with the step times of the same run; --times_out writes these.
-disturbance: not by default. The 99th percentile of the time between tokens of eight rows, alone and while
-    prompts of 3,000 tokens are prefilled: one engine, and two sides, with a model that fits a CPU's cache.
 ready: seconds of `Engine(...)` in new processes, with an empty compilation cache and with a filled one.
-tiers: --requests prompts of the longest length, of which an engine's pages hold half, one after another in
-    each round: seconds to the first token from host memory, from files and computed, interleaved; and the
-    gaps between the tokens of a row that decodes beside them.
 """
 
 from launcher import start
@@ -41,25 +30,28 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
-import bench_peers as peers
 import jax
 import numpy as np
-import tier_timing
 from absl import flags
-from bench_peers import CONFIG, ROUNDS, SEED, THREADS, TIMEOUT
-from peer_serving import llama_server
-from side_parts import SIDE_PARTS, define_flags, disturbance, goodput
+from bench.model_shapes import hf_config
+from goodput.goodput_flags import positive_numbers
 
 import xinfer_jax as xj
 from xinfer_jax.cli.startup import use_compilation_cache
 from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.host import cpu_count
 
 FORMATS = ("none", "int8", "int4")
-PARTS = ("throughput", "load", "alone", "ready", "tiers")
+PARTS = ("throughput", "load", "alone", "ready")
+CONFIG = flags.DEFINE_string(
+    "config", "qwen2.5-0.5b", "A built-in shape (model_shapes.py) or a directory with config.json."
+)
+ROUNDS = flags.DEFINE_integer("rounds", 1, "Rounds; medians are reported.", lower_bound=1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights and prompts.")
 QUANTIZE = flags.DEFINE_list(
     "quantize", ["none", "int8"], f"Formats of the weights to measure: {', '.join(FORMATS)}."
 )
-WANTED = flags.DEFINE_list("parts", list(PARTS), f"What to measure: {', '.join(PARTS + SIDE_PARTS)}.")
+WANTED = flags.DEFINE_list("parts", list(PARTS), f"What to measure: {', '.join(PARTS)}.")
 REQUESTS = flags.DEFINE_integer("requests", 64, "Number of requests.", lower_bound=1)
 ROWS = flags.DEFINE_integer("rows", 8, "Rows of the engine, and of a batch.", lower_bound=1)
 CAPACITY = flags.DEFINE_integer(
@@ -75,89 +67,47 @@ LOAD = flags.DEFINE_float(
 )
 ALONE = flags.DEFINE_list("alone", ["26", "128"], "Tokens of the prompt and of the answer for part alone.")
 PAIRS = flags.DEFINE_integer("pairs", 10, "Pairs of calls for part alone.", lower_bound=2)
-SIDES = define_flags(REQUESTS)
-LLAMA_MODEL = flags.DEFINE_string("llama_model", None, "A GGUF file with a vocabulary, for llama-server.")
 COMPILED = flags.DEFINE_string("compilation_cache", None, "Internal: compilation cache of a worker.")
-flags.set_default(ROUNDS, 1)
-for unused in (peers.LENGTHS, peers.BATCHES, peers.NEW, peers.WANTED):
-    delattr(flags.FLAGS, unused.name)
 
 Request = tuple[list[int], int]  # token ids of the prompt, number of new tokens
 
 
 def main(argv: list[str]) -> None:
-    for flag, known in ((QUANTIZE, FORMATS), (WANTED, PARTS + SIDE_PARTS)):
+    for flag, known in ((QUANTIZE, FORMATS), (WANTED, PARTS)):
         if not flag.value or not {*flag.value} <= {*known}:
             raise xj.InputError(f"--{flag.name}={','.join(flag.value)}: choose among {', '.join(known)}")
     for flag in (PROMPTS, ANSWERS, ALONE):
-        if len(peers.numbers(flag)) != 2:
+        if len(numbers(flag)) != 2:
             raise xj.InputError(f"--{flag.name}={','.join(flag.value)}: give two numbers")
-    pythons = peers.interpreters()
     if COMPILED.value:
         use_compilation_cache("bench_engine", COMPILED.value)
         print(json.dumps(seconds_until_ready(QUANTIZE.value[0])))
         return
-    SIDES.check()
-    if {*WANTED.value} & {*SIDE_PARTS}:
-        jax.config.update("jax_num_cpu_devices", 2)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     about = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{jax.devices()[0].device_kind}, {THREADS} threads of {peers.cpu_name()}",
+        "device": f"{jax.devices()[0].device_kind}, {cpu_count()} cores",
         "versions": versions | {"python": platform.python_version()},
         "config": CONFIG.value,
     }
     for quantize in QUANTIZE.value:
-        for part, result in measure(quantize, pythons):
+        for part, result in measure(quantize):
             print(json.dumps(about | {"quantize": quantize, "part": part} | result), flush=True)
 
 
-def measure(quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
+def measure(quantize: str) -> Iterator[tuple[str, dict]]:
     """The name of each part and its results."""
     wanted = {*WANTED.value}
     if "ready" in wanted:
         yield "ready", ready(quantize)
-    if "disturbance" in wanted:
-        for result in disturbance(ROUNDS.value, SIDES):
-            yield "disturbance", result
-    if wanted - {"ready", "disturbance"}:
-        yield from measure_model(random_model(quantize), quantize, pythons)
-
-
-def measure_model(model: xj.Model, quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
-    """The parts that share one model."""
-    wanted = {*WANTED.value}
+    if wanted == {"ready"}:
+        return
+    model = random_model(quantize)
     if wanted & {"throughput", "load"}:
         yield from throughput_and_load(model)
-    if "throughput" in wanted:
-        for result in throughput_of_peers(model, quantize, pythons):
-            yield "throughput", result
     if "alone" in wanted:
         yield "alone", alone(model)
-    if "tiers" in wanted:
-        yield "tiers", tiers(model)
-    if "goodput" in wanted:
-        for result in goodput(model, ROWS.value, CAPACITY.value, SIDES):
-            yield "goodput", result
-
-
-def tiers(model: xj.Model) -> dict:
-    """Seconds to the first token of prompts of the longest length."""
-    length = peers.numbers(PROMPTS)[1]
-    tokens = np.random.default_rng(SEED.value)
-    prompts = tokens.integers(0, model.config.vocab_size, (REQUESTS.value, length)).tolist()
-    return tier_timing.measure(model, prompts, ROWS.value, ROUNDS.value)
-
-
-def throughput_of_peers(model: xj.Model, quantize: str, pythons: dict[str, str]) -> Iterator[dict]:
-    """Other engines with the same requests."""
-    requests = draw(model, 3)
-    llama = llama_server(LLAMA_MODEL.value, requests, ROWS.value, THREADS, TIMEOUT.value)
-    for name, result in (("openvino-genai", openvino(requests, quantize, pythons)), ("llama-server", llama)):
-        if "seconds" in result:
-            result["tokens_per_second"] = sum(new for _, new in requests) / result["seconds"]
-        yield {"peer": name} | result
 
 
 def throughput_and_load(model: xj.Model) -> Iterator[tuple[str, dict]]:
@@ -173,8 +123,16 @@ def throughput_and_load(model: xj.Model) -> Iterator[tuple[str, dict]]:
             yield "load", load(engine, draw(model, 2), LOAD.value * REQUESTS.value / seconds)
 
 
+def numbers(flag: flags.FlagHolder) -> list[int]:
+    """The shortest and the longest length, or the two lengths of a call."""
+    values = positive_numbers(flag)
+    if any(value % 1 for value in values):
+        raise xj.InputError(f"--{flag.name}={','.join(flag.value)}: give whole numbers")
+    return [int(value) for value in values]
+
+
 def random_model(quantize: str) -> xj.Model:
-    config = from_hf(peers.shape())
+    config = from_hf(hf_config(CONFIG.value))
     params = xj.init_params(config, jax.random.key(0), None, None if quantize == "none" else quantize)
     return xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, quantize))
 
@@ -190,11 +148,11 @@ def draw(model: xj.Model, number: int) -> list[Request]:
         return tokens.integers(0, model.config.vocab_size, count).tolist()
 
     def between(flag: flags.FlagHolder) -> int:
-        first, last = peers.numbers(flag)
+        first, last = numbers(flag)
         return min(last, int(np.exp(lengths.uniform(np.log(first), np.log(last + 1)))))
 
     common = ids(COMMON.value)
-    longest = peers.numbers(PROMPTS)[1]
+    longest = numbers(PROMPTS)[1]
     requests = [(ids(between(PROMPTS)), between(ANSWERS)) for _ in range(REQUESTS.value)]
     return [((common + own)[:longest] if i % 3 == 1 else own, new) for i, (own, new) in enumerate(requests)]
 
@@ -246,15 +204,6 @@ def throughput(model: xj.Model, engine: xj.Engine) -> dict:
     return result | {name: total / len(rounds) for name, total in sums.items()}
 
 
-def openvino(requests: list[Request], quantize: str, pythons: dict[str, str]) -> dict:
-    if quantize != "int8" or "openvino-genai" not in pythons:
-        return {"skipped": "needs --quantize=int8 and --python=openvino-genai=PATH"}
-    workdir = peers.checkpoint(peers.shape())
-    job = dict(program="peer_serving.py", engine="openvino-genai", precision=quantize, threads=THREADS)
-    job |= dict(checkpoint=str(workdir / "checkpoint"), requests=requests, rows=ROWS.value)
-    return peers.measure(job, pythons["openvino-genai"], workdir)
-
-
 def load(engine: xj.Engine, requests: list[Request], rate: float) -> dict:
     """Percentiles of the latencies at this many requests per second."""
     arrivals = np.random.default_rng(SEED.value).exponential(1 / rate, len(requests)).cumsum()
@@ -278,7 +227,7 @@ def load(engine: xj.Engine, requests: list[Request], rate: float) -> dict:
 
 def alone(model: xj.Model) -> dict:
     """Seconds of one request by a one-row engine and by `generate`; quartiles of their ratio in a pair."""
-    length, new = peers.numbers(ALONE)
+    length, new = numbers(ALONE)
     ids = np.random.default_rng(SEED.value).integers(0, model.config.vocab_size, length).tolist()
     with xj.Engine(model, rows=1, capacity=CAPACITY.value, prefix_cache=False, warm_up=True) as engine:
         runs = [lambda: batch(engine, [(ids, new)])[0], lambda: static_batches(model, [(ids, new)])[0]]

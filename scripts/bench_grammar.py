@@ -17,7 +17,7 @@ import time
 import jax
 import numpy as np
 from absl import flags
-from model_shapes import hf_config
+from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf

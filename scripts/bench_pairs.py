@@ -1,98 +1,102 @@
-"""Compares two shapes with random weights in interleaved pairs of calls of one row, and measures what a token
-of the first costs by position.
+"""Times the working tree beside a commit: interleaved pairs of calls in two processes, so that what else the
+machine does meets both alike.
 
-    python scripts/bench_pairs.py --config=qwen3.5-0.8b --against=qwen3-as-0.8b
-    python scripts/bench_pairs.py --config=qwen3.5-0.8b --curve_lengths=1024,2048,4096,8192,16384,32768
+    python scripts/bench_pairs.py --base=main --config=qwen2.5-0.5b --quantize=none,int8,int4
 
-Prints a JSON line for each length. Ratios are tokens per second of --config by those of --against, in each
-pair. The curve has the milliseconds per token of the last tokens of a prompt of each length (half as many as
-the first length), prefilled in chunks, and of 16 tokens decoded after it.
+Prints for each format and call the ratio of seconds, the working tree's by the commit's: median
+and quartiles. `first` is the call `stream` in a new process that has compiled nothing, with the process's own
+start. Weights are random.
 """
 
 from launcher import start
 
 # isort: split
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 
-import jax
 import numpy as np
 from absl import flags
-from goodput_flags import positive_numbers
-from machine_limits import spread
-from model_shapes import hf_config
+from bench.commit_checkout import checkout_of
+from bench.model_shapes import hf_config
+from script_paths import ROOT
 
-import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
-from xinfer_jax.generation.buckets import bucket
-
-CONFIG = flags.DEFINE_string("config", "qwen3.5-0.8b", "A built-in shape, or a directory with config.json.")
-AGAINST = flags.DEFINE_string("against", None, "The shape to compare it with.")
-LAYERS = flags.DEFINE_integer("layers", None, "Layers of both; None: all.", lower_bound=1)
-DTYPE = flags.DEFINE_string("dtype", "float32", "float32, bfloat16 or float16.")
-PROMPTS = flags.DEFINE_list("prompt_lengths", ["256", "2048"], "Tokens of the prompts of pairs.")
-NEW = flags.DEFINE_integer("new_tokens", 32, "Tokens to decode after each.", lower_bound=2)
-PAIRS = flags.DEFINE_integer("pairs", 10, "Pairs of calls, after one that compiles.", lower_bound=1)
-CURVE = flags.DEFINE_list("curve_lengths", [], "Tokens of prompts of the curve, the least first.")
-
-Shape = tuple[Any, xj.ModelConfig]  # parameters and config
-_DECODED = 16  # tokens over which a point of the curve averages
+CALLS = ("stream", "stream_8", "generate", "generate_8", "prompt")
+_BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")
+_CONFIG = flags.DEFINE_string("config", "qwen2.5-0.5b", "A built-in shape or a directory with config.json.")
+_QUANTIZE = flags.DEFINE_list("quantize", ["none", "int8", "int4"], "Formats of the weights.")
+_CALLS = flags.DEFINE_multi_enum("calls", [*CALLS, "first"], [*CALLS, "first"], "Calls; repeat for several.")
+_PAIRS = flags.DEFINE_integer("pairs", 10, "Pairs of each call.", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
-    first = create(CONFIG.value)
-    if AGAINST.value:
-        second = create(AGAINST.value)
-        for tokens in positive_numbers(PROMPTS):
-            print(json.dumps(compare([first, second], int(tokens))), flush=True)
-        del second
-    if CURVE.value:
-        lengths = [int(length) for length in positive_numbers(CURVE)]
-        next(cost_by_length(first, lengths))  # compiles
-        for point in cost_by_length(first, lengths):
-            print(json.dumps(point), flush=True)
+def start_process(checkout: Path, config_file: Path, quantize: str) -> subprocess.Popen:
+    program = ROOT / "scripts" / "bench" / "call_times.py"
+    command = [sys.executable, str(program), str(config_file), quantize]
+    env = os.environ | dict(PYTHONPATH=str(checkout), JAX_ENABLE_COMPILATION_CACHE="0")
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(command, env=env, cwd=checkout, text=True, **pipes)
 
 
-def create(name: str) -> Shape:
-    hf = hf_config(name)
-    config = from_hf(hf | dict(num_hidden_layers=LAYERS.value or hf["num_hidden_layers"]))
-    return xj.init_params(config, jax.random.key(0), DTYPE.value), config
+def ask(process: subprocess.Popen, call: str) -> float:
+    """Returns the seconds of a call in a process."""
+    process.stdin.write(f"{call}\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"{call} failed: see above")
+    return float(answer)
 
 
-def compare(models: Sequence[Shape], tokens: int) -> dict[str, Any]:
-    """Tokens per second of both models after a prompt of so many tokens, and the ratios of pairs."""
-    prompt = random_tokens(tokens)
-    rounds = [[call(model, prompt, NEW.value).stats for model in models] for _ in range(PAIRS.value + 1)]
-    found: dict[str, Any] = dict(prompt_tokens=tokens, new_tokens=NEW.value)
-    for phase in ("prefill", "decode"):
-        rates = [[getattr(stats, f"{phase}_tokens_per_second") for stats in pair] for pair in rounds[1:]]
-        found[f"{phase}_tok_s"] = [spread(of_model) for of_model in zip(*rates, strict=True)]
-        found[f"{phase}_ratio"] = spread([first / second for first, second in rates])
+def first_call(checkout: Path, config_file: Path, quantize: str) -> float:
+    """Returns the seconds of a new process until its first answer is complete."""
+    began = time.perf_counter()
+    with start_process(checkout, config_file, quantize) as process:
+        ask(process, "stream")
+        return time.perf_counter() - began
+
+
+def ratios(measure: Callable[[int], float]) -> list[float]:
+    """Returns the ratios of pairs. measure: seconds of the commit (0) or of the working tree (1)."""
+    found = []
+    for number in range(_PAIRS.value):
+        order = (0, 1) if number % 2 else (1, 0)
+        seconds = {side: measure(side) for side in order}
+        found.append(seconds[1] / seconds[0])
     return found
 
 
-def cost_by_length(model: Shape, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The curve. The prompt grows: each length prefills only what it has beyond the one before."""
-    tokens: list[int] = []
-    prefix = None
-    for length in lengths:
-        for end, new in ((length - lengths[0] // 2, 1), (length, 1 + _DECODED)):
-            tokens += random_tokens(end - len(tokens))
-            cached = dict(capacity=bucket(lengths[-1] + _DECODED), prefix=prefix, keep_prefix=True)
-            out = call(model, tokens, new, **cached)
-            prefix = out.prefix
-            tokens += out.tokens[0][:-1]  # the last one is not in the cache
-        prefill_s = 1 / out.stats.prefill_tokens_per_second
-        yield dict(length=length, prefill_ms=1e3 * prefill_s, decode_ms=1e3 * out.stats.tpot_seconds)
+def measure_format(quantize: str, checkouts: list[Path], config_file: Path) -> None:
+    with (
+        start_process(checkouts[0], config_file, quantize) as base,
+        start_process(checkouts[1], config_file, quantize) as tree,
+    ):
+        for call in CALLS:
+            if call in _CALLS.value:
+                for process in (base, tree):
+                    ask(process, call)  # compiles
+                print_ratios(quantize, call, ratios(lambda side, call=call: ask((base, tree)[side], call)))
+    if "first" in _CALLS.value:
+        print_ratios(
+            quantize, "first", ratios(lambda side: first_call(checkouts[side], config_file, quantize))
+        )
 
 
-def call(model: Shape, prompt: list[int], new: int, **more: Any) -> xj.GenerateOutput:
-    return xj.generate(*model, [prompt], xj.GenerateOptions(new, eos_token_ids=(), **more))
+def print_ratios(quantize: str, call: str, found: list[float]) -> None:
+    low, median, high = np.quantile(found, (0.25, 0.5, 0.75))
+    print(f"{quantize:8} {call:12} {median:.3f} ({low:.3f}-{high:.3f})", flush=True)
 
 
-def random_tokens(count: int) -> list[int]:
-    return np.random.RandomState(count).randint(0, 64, count).tolist()
+def main(argv: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name, checkout_of(_BASE.value, Path(name) / "base") as base:
+        config_file = Path(name) / "config.json"
+        config_file.write_text(json.dumps(hf_config(_CONFIG.value)), encoding="utf-8")
+        for quantize in _QUANTIZE.value:
+            measure_format(quantize, [base, ROOT], config_file)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import json
 import random
 
 from absl import flags
-from engine_requests import SHAPES, check, draw, random_model
+from soak.engine_requests import SHAPES, check, draw, random_model
 
 import xinfer_jax as xj
 from xinfer_jax.cli.startup import parse_devices

@@ -18,15 +18,15 @@ import sys
 import script_paths  # noqa: F401
 
 # isort: split
-from section_runner import Section, missing_packages
+from gpu.section_runner import Section, missing_packages
 
 if _missing := missing_packages(("absl", "jax", "numpy")):
     print(f"check_gpu: {_missing}", file=sys.stderr)
     sys.exit(2)
 
-import check_command  # noqa: E402
 from absl import app, flags  # noqa: E402
-from check_command import MODEL, TEXT, Program  # noqa: E402
+from gpu import check_command  # noqa: E402
+from gpu.check_command import MODEL, TEXT, Program  # noqa: E402
 from launcher import parse  # noqa: E402
 
 SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes

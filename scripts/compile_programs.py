@@ -27,21 +27,21 @@ import shutil
 import sys
 import tempfile
 
-from machine_code import dump_settings, find_ptxas, ptxas_version
+from gpu.machine_code import dump_settings, find_ptxas, ptxas_version
 
 DUMP = tempfile.mkdtemp()
 os.environ |= {"JAX_PLATFORMS": "cpu"} | dump_settings(DUMP)  # before jax is imported
 
 import jax  # noqa: E402
-import plan_estimates as estimates  # noqa: E402
 from absl import flags  # noqa: E402
-from compile_kernels import compile_kernels  # noqa: E402
-from gpu_specs import CARDS  # noqa: E402
-from model_shapes import SHAPES, hf_config  # noqa: E402
-from program_report import MIB, report  # noqa: E402
-from programs import PROGRAMS, ProgramJob  # noqa: E402
-from tpu_report import print_report as print_tpu_report, report as tpu_report  # noqa: E402
-from tpu_specs import TPUS  # noqa: E402
+from bench.model_shapes import SHAPES, hf_config  # noqa: E402
+from gpu import plan_estimates as estimates  # noqa: E402
+from gpu.compile_kernels import compile_kernels  # noqa: E402
+from gpu.gpu_specs import CARDS  # noqa: E402
+from gpu.program_report import MIB, report  # noqa: E402
+from gpu.programs import PROGRAMS, ProgramJob  # noqa: E402
+from tpu.tpu_report import print_report as print_tpu_report, report as tpu_report  # noqa: E402
+from tpu.tpu_specs import TPUS  # noqa: E402
 
 from xinfer_jax.cache.stored_kv import resolve_cache_dtype  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402

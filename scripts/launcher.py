@@ -15,7 +15,8 @@ STARTED = Path(sys.argv[0])
 if SCRIPTS in STARTED.resolve().parents:  # a test imports programs; it handles Ctrl-C itself
     process.install_signal_handlers()
     # For the processes that programs start.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    folders = [str(ROOT), str(SCRIPTS), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
 
 from collections.abc import Callable  # noqa: E402
 from typing import NoReturn  # noqa: E402

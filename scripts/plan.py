@@ -27,15 +27,15 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiles for devices but does not use them
 
 import numpy as np  # noqa: E402
-import plan_estimates as estimates  # noqa: E402
 from absl import flags  # noqa: E402
-from device_times import KINDS, Machine, parse_devices  # noqa: E402
-from goodput_flags import define_workload_flags  # noqa: E402
-from goodput_search import Workload  # noqa: E402
-from gpu_specs import Card  # noqa: E402
-from model_shapes import SHAPES, hf_config  # noqa: E402
-from plan_goodput import Cluster, make_plan, print_plan  # noqa: E402
-from tpu_specs import Tpu  # noqa: E402
+from bench.model_shapes import SHAPES, hf_config  # noqa: E402
+from goodput.device_times import KINDS, Machine, parse_devices  # noqa: E402
+from goodput.goodput_flags import define_workload_flags  # noqa: E402
+from goodput.goodput_search import Workload  # noqa: E402
+from goodput.plan_goodput import Cluster, make_plan, print_plan  # noqa: E402
+from gpu import plan_estimates as estimates  # noqa: E402
+from gpu.gpu_specs import Card  # noqa: E402
+from tpu.tpu_specs import Tpu  # noqa: E402
 
 from xinfer_jax.cache.page_size import PAGE_SIZE  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402

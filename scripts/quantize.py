@@ -25,8 +25,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny_data
 from absl import flags
+from train import tiny_data
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.files import checkpoint_dir, read_json

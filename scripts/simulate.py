@@ -5,9 +5,9 @@ scheduler against a clock of given step times.
     python scripts/simulate.py --times=FILE --prefill_engines=2 --decode_engines=1 --ttft=0.25 --tpot=0.1
     python scripts/simulate.py --model=llama-13b --devices=2xa100 --ttft=0.25 --tpot=0.1 --rates=1,2,4,8
 
---times is a JSON file of step times, which `bench_engine.py --parts=goodput` measures; README.md in
-scripts/goodput has its form. With --model they are computed from bytes and FLOP at the rates of data sheets,
-each engine on the --devices; only that imports jax. Prints a table, and a JSON object as the last line.
+--times is a JSON file of step times (their form: scripts/goodput/README.md). With --model they are computed
+from bytes and FLOP at the rates of data sheets, each engine on the --devices; only that imports jax. Prints a
+table, and a JSON object as the last line.
 """
 
 from launcher import InputError, start
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from goodput_flags import define_workload_flags, positive_numbers
-from goodput_search import Workload, simulated_times
-from simulated_engine import EngineSizes
-from simulator import Deployment
-from step_times import read_step_times
-from workload import attainment
+from goodput.goodput_flags import define_workload_flags, positive_numbers
+from goodput.goodput_search import Workload, simulated_times
+from goodput.simulated_engine import EngineSizes
+from goodput.simulator import Deployment
+from goodput.step_times import read_step_times
+from goodput.workload import attainment
 
 from xinfer_jax.engine.pages import num_pages_for, usable_capacity
 
@@ -71,7 +71,7 @@ def deployment_from_flags() -> Deployment:
     if TIMES.value:
         times = read_step_times(TIMES.value)
     else:
-        from device_times import times_of_shape  # it imports jax
+        from goodput.device_times import times_of_shape  # it imports jax
 
         computed = times_of_shape(MODEL.value, DEVICES.value, sizes)
         times = dict.fromkeys(("engine", "prefill", "decode"), computed)

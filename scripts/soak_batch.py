@@ -30,9 +30,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tiny_data
 from absl import flags
-from batch_lines import mixed_lines, write_lines
+from soak.batch_lines import mixed_lines, write_lines
+from train import tiny_data
 
 PARTS = ("kills", "questions", "memory")
 WANTED = flags.DEFINE_list("parts", ["kills"], f"Parts to run: {', '.join(PARTS)}.")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 from absl import flags
-from engine_requests import draw, outcome
+from soak.engine_requests import draw, outcome
 
 import xinfer_jax as xj
 

@@ -22,8 +22,8 @@ import jax
 import jsonschema
 import numpy as np
 from absl import flags
-from grammar_inputs import regexes, schemas
-from schema_walks import walk_schemas
+from soak.grammar_inputs import regexes, schemas
+from soak.schema_walks import walk_schemas
 
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError

@@ -26,8 +26,8 @@ from collections import Counter
 from pathlib import Path
 
 from absl import flags
-from engine_requests import draw, outcome, same_outcome
 from script_paths import ROOT
+from soak.engine_requests import draw, outcome, same_outcome
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint

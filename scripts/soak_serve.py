@@ -31,9 +31,9 @@ import subprocess
 import sys
 from functools import partial
 
-import attack_runs
 from absl import flags
-from server_requests import SETTINGS, crowd, flood, malformed, resident, serve, time_call, wait_idle
+from soak import attack_runs
+from soak.server_requests import SETTINGS, crowd, flood, malformed, resident, serve, time_call, wait_idle
 
 import xinfer_jax as xj
 

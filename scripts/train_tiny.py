@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tiny_data
 from absl import flags
 from safetensors.numpy import save_file
+from train import tiny_data
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED

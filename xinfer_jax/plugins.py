@@ -7,9 +7,9 @@ import functools
 from importlib import import_module
 from typing import Any
 
-# (kind, name): module and attribute.
-TABLE = {
-    ("compiler", "options"): ("weights.cpu_features", "compiler_options"),
+# (kind, name): module and attribute, or a module.
+TABLE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("compiler", "options"): ("ops.cpu.cpu_features", "compiler_options"),
     ("compiler", "ahead"): ("layerwise.precompile", "precompile_once"),
     ("compiler", "dry run"): ("layerwise.precompile", "Precompiler"),
     ("runner", "choice"): ("layerwise.runner", "layerwise_runner"),
@@ -22,6 +22,30 @@ TABLE = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
+    # How operations get their forms; then the forms of each: for "any" platform, by a "kernel", and for
+    # a platform.
+    ("operation", "choose"): ("ops.forms", "choose"),
+    ("operation", "check impl"): ("ops.forms", "check_available"),
+    ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
+    ("after_recording", "cuda"): ("ops.gpu.verify", "recording_form"),
+    ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
+    ("attention", "cpu"): ("ops.cpu.attention_by_row", "attention_form"),
+    ("attention", "kernel"): ("ops.kernels.attention_kernels", "ATTENTION"),
+    ("products", "any"): ("ops.kernels.product_kernels", "products_form"),
+    ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
+    ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
+    ("rope_append", "any"): ("ops.kernels.append_kernels", "append_form"),
+    ("experts", "cpu"): ("ops.cpu.experts_by_tiles", "experts_form"),
+    ("experts", "kernel"): ("ops.kernels.expert_kernels", "EXPERTS"),
+    ("choose_tokens", "cuda"): ("ops.gpu.gpu_sampler", "choice_form"),
+    ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
+    ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),
+    ("sample_from_hidden", "any"): ("ops.kernels.head", "sampling_form"),
+    ("sampled_from", "cuda"): ("ops.gpu.gpu_sampler", "sampled_from_form"),
+    ("threshold", "cuda"): ("ops.gpu.reductions", "threshold_form"),
+    ("top_k", "cuda"): ("ops.gpu.top_k", "gpu_top_k_form"),
+    ("top_k", "any"): ("ops.mesh", "mesh_top_k_form"),
+    ("verify", "cuda"): ("ops.gpu.verify", "verify_form"),
 }
 
 
@@ -35,10 +59,11 @@ def load(kind: str, name: str) -> Any:
     """The attribute that the table names; None where it names none, or its module is not installed."""
     if (kind, name) not in TABLE:
         return None
-    module, attribute = TABLE[kind, name]
+    module, *attribute = TABLE[kind, name]
     full = f"{__package__}.{module}"
     try:
-        return getattr(import_module(full), attribute)
+        found = import_module(full)
+        return getattr(found, attribute[0]) if attribute else found
     except ModuleNotFoundError as error:
         if error.name != full:
             raise

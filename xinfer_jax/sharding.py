@@ -2,39 +2,22 @@
 shards.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .checks import check_integer
 from .errors import InputError
+from .ops.operation import MODEL, abstract_mesh_of as abstract_mesh_of
 
-MODEL = "model"  # the axis of a mesh over which one model is divided
 # The mesh axis of each logical axis of parameters, caches and states; None: not divided.
 RULES: Mapping[str, str | None] = dict(
     vocab=MODEL, heads=MODEL, kv_heads=MODEL, linear_heads=MODEL, mlp=MODEL, experts=MODEL, embed=None,
     rows=None,
 )  # fmt: skip
 REPLICATED = PartitionSpec()
-_MOST_SORTED = 4096  # numbers that a GPU sorts in one kernel
-_MOST_BUILT_IN = 16  # XLA has a kernel for so few largest numbers
-
-
-def abstract_mesh_of(tree: Any) -> Any:
-    """Returns the abstract mesh whose axis "model" divides the arrays, from their types, also under `jit`.
-
-    None: one device, no such axis, or inside a `shard_map` over it.
-    """
-    leaves = jax.tree.leaves(tree)
-    mesh = jax.typeof(leaves[0]).sharding.mesh if leaves else None
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
-    return mesh if kinds.get(MODEL) == AxisType.Auto else None
 
 
 def concrete_mesh_of(tree: Any) -> Mesh | None:
@@ -138,66 +121,3 @@ def shard_map_model(function: Callable, mesh: Any, in_specs: Any, out_specs: Any
     return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL})
     )
-
-
-def sharded_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns `lax.top_k` of [..., V]. Where V is divided over devices, each finds candidates in its part
-    first. NVIDIA GPUs find the groups of the candidates first.
-    """
-    mesh = abstract_mesh_of(x)
-    if mesh is None:
-        return _top_k(x, count)
-    if more := -x.shape[-1] % mesh.shape[MODEL]:  # padding comes after V, so ties go to real entries
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)], constant_values=-jnp.inf)
-
-    def local_top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, index = _top_k(x, min(count, x.shape[-1]))
-        return values, index + lax.axis_index(MODEL) * x.shape[-1]
-
-    parts = PartitionSpec(*(None,) * (x.ndim - 1), MODEL)
-    values, index = shard_map_model(local_top_k, mesh, parts, (parts, parts))(x)
-    largest, which = lax.top_k(values, count)
-    return largest, jnp.take_along_axis(index, which, -1)
-
-
-def _top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    def ungrouped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, index = lax.top_k(x, count)
-        return values, index
-
-    if x.shape[-1] <= _MOST_SORTED or count <= _MOST_BUILT_IN:
-        return ungrouped(x)
-    return lax.platform_dependent(x, cuda=partial(_grouped_top_k, count=count), default=ungrouped)
-
-
-def _grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, which for CUDA sorts everything in 28 kernels, by two sorts of a few thousand numbers: the
-    largest numbers are in the groups with the largest maxima. So x is read once.
-    """
-    size = x.shape[-1]
-    group = math.isqrt(size // count) + 1  # as many groups as numbers in `count` of them
-    groups = -(-size // group)
-    more = [(0, 0)] * (x.ndim - 1) + [(0, groups * group - size)]
-    padded = jnp.pad(x, more, constant_values=-jnp.inf).reshape(*x.shape[:-1], groups, group)
-    take = partial(jnp.take_along_axis, x, axis=-1)
-    return top_k_of_groups(jnp.max(padded, -1), take, group, size, count)
-
-
-def top_k_of_groups(
-    largest: jax.Array, take: Callable[[jax.Array], jax.Array], group: int, size: int, count: int
-) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k` of numbers in groups.
-
-    Args:
-        largest: [..., groups], the largest number of each group.
-        take: gives the numbers at indices, int32 [..., I].
-        group: numbers of a group.
-        size: numbers of a row; the last group may have fewer.
-        count: results of a row.
-    """
-    _, which = lax.top_k(largest, min(count, largest.shape[-1]))
-    which = jnp.sort(which, -1)  # so that the lowest index of equal numbers is first
-    index = (which[..., None] * group + jnp.arange(group)).reshape(*largest.shape[:-1], -1)
-    inside = take(jnp.minimum(index, size - 1))
-    values, at = lax.top_k(jnp.where(index < size, inside, -jnp.inf), count)
-    return values, jnp.take_along_axis(index, at, -1)

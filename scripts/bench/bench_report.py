@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine_limits import bytes_per_pass, decode_work, spread
 
 import xinfer_jax as xj
+from bench.machine_limits import bytes_per_pass, decode_work, spread
 from xinfer_jax.generation.buckets import bucket
 from xinfer_jax.weights.params import Params, cache_dtype
 

@@ -6,15 +6,15 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-import plan_estimates as estimates
-from gpu_specs import CARDS, Card
-from machine_limits import prefill_work
-from model_shapes import hf_config
-from plan_estimates import Job, Limits
-from simulated_engine import EngineSizes
-from step_times import StepTimes
-from tpu_specs import TPUS, Tpu
+from bench.machine_limits import prefill_work
+from bench.model_shapes import hf_config
+from gpu import plan_estimates as estimates
+from gpu.gpu_specs import CARDS, Card
+from gpu.plan_estimates import Job, Limits
+from tpu.tpu_specs import TPUS, Tpu
 
+from goodput.simulated_engine import EngineSizes
+from goodput.step_times import StepTimes
 from xinfer_jax.cache.page_size import PAGE_SIZE
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.errors import InputError

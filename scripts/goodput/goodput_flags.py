@@ -1,11 +1,11 @@
-"""Flags of simulate.py, plan.py and bench_engine.py that describe requests; without jax."""
+"""Flags of simulate.py and plan.py that describe requests; without jax."""
 
 import math
 from typing import Any, NamedTuple
 
 from absl import flags
-from goodput_search import Workload, draw_workload
 
+from goodput.goodput_search import Workload, draw_workload
 from xinfer_jax.errors import InputError
 
 Flag = flags.FlagHolder[Any]

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from simulator import Deployment, simulate
-from workload import Attainment, Lengths, attainment, draw_arrivals, draw_lengths
+
+from goodput.simulator import Deployment, simulate
+from goodput.workload import Attainment, Lengths, attainment, draw_arrivals, draw_lengths
 
 FRACTION = 0.9  # of the requests must be within both limits (DistServe)
 _HALVINGS = 5  # the rate found is within 3%

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from goodput_search import Workload, goodput
-from simulated_engine import EngineSizes
-from simulator import Deployment
-from step_times import StepTimes
+from goodput.goodput_search import Workload, goodput
+from goodput.simulated_engine import EngineSizes
+from goodput.simulator import Deployment
+from goodput.step_times import StepTimes
 
 _NEAR = 0.97  # of the best estimate: the smallest group of engines that reaches this is taken
 

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import placement
-import plan_estimates as estimates
-from device_times import Machine, computed_times, page_bytes, sizes_that_fit
-from goodput_search import Workload, simulated_attainment
-from placement import Group, Option
-from plan_estimates import Job
-from simulated_engine import EngineSizes
-from simulator import Deployment
-from step_times import StepTimes
+from gpu import plan_estimates as estimates
+from gpu.plan_estimates import Job
+
+from goodput import placement
+from goodput.device_times import Machine, computed_times, page_bytes, sizes_that_fit
+from goodput.goodput_search import Workload, simulated_attainment
+from goodput.placement import Group, Option
+from goodput.simulated_engine import EngineSizes
+from goodput.simulator import Deployment
+from goodput.step_times import StepTimes
 
 _PREFILL_ROWS = 16  # slots of a prefill engine: rows that prefill or wait until they have moved
 

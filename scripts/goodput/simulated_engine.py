@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from step_times import Lines, StepTimes, seconds_at
-from workload import SimulatedRequest
-
+from goodput.step_times import Lines, StepTimes, seconds_at
+from goodput.workload import SimulatedRequest
 from xinfer_jax.engine.pacing import Pacing
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.row import Action, PrefillChunk, Row, Swap

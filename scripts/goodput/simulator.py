@@ -6,10 +6,9 @@ arrivals ─► one engine, or a prefill engine ─ pages ─► a decode engine
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from simulated_engine import Clock, EngineSizes, SimulatedDecode, SimulatedEngine, SimulatedPrefill
-from step_times import StepTimes
-from workload import Lengths, SimulatedRequest
-
+from goodput.simulated_engine import Clock, EngineSizes, SimulatedDecode, SimulatedEngine, SimulatedPrefill
+from goodput.step_times import StepTimes
+from goodput.workload import Lengths, SimulatedRequest
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.row import Row
 

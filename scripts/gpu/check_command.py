@@ -14,8 +14,9 @@ from pathlib import Path
 
 from absl import flags
 from launcher import exit_with_error
-from script_paths import HELPERS, ROOT, SCRIPTS
-from section_runner import (
+from script_paths import ROOT, SCRIPTS
+
+from gpu.section_runner import (
     Records,
     Section,
     Unsupported,
@@ -131,9 +132,8 @@ def environment(out: Path) -> dict[str, str]:
     preallocate the GPU's memory.
     """
     cache = Path(CACHE.value or f"{out}.cache").resolve()
-    folders = (ROOT, *(SCRIPTS / name for name in HELPERS))
     settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(SCRIPTS), os.environ.get("PYTHONPATH")))),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",

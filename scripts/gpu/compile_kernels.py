@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from gpu_specs import CARDS
 from jax.sharding import NamedSharding, PartitionSpec
-from kernel_cases import KernelCase, kernel_cases
-from machine_code import assemble, empty, pallas_ptx
+
+from gpu.gpu_specs import CARDS
+from gpu.kernel_cases import KernelCase, kernel_cases
+from gpu.machine_code import assemble, empty, pallas_ptx
 
 _TENSOR_INSTRUCTIONS = {
     "mosaic": r"wgmma\.mma_async",

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from agreement import Forced, float32_params, greedy_agreement, sampled_agreement
-from engine_requests import check, draw, random_model
-from model_run import ModelRun, settings
-from section_cases import Case, limit_cases
+from soak.engine_requests import check, draw, random_model
 
 import xinfer_jax as xj
+from gpu.agreement import Forced, float32_params, greedy_agreement, sampled_agreement
+from gpu.model_run import ModelRun, settings
+from gpu.section_cases import Case, limit_cases
 from xinfer_jax.cache.paged import PAGE_SIZE
 
 # Of draft tokens that are those of plain decoding: from the first near-tie on, all may be rejected.

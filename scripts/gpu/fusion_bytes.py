@@ -6,7 +6,7 @@ and of a result that it updates in place it writes the update.
 
 from collections import defaultdict
 
-from hlo_text import Array, Computation, Instruction, Module
+from gpu.hlo_text import Array, Computation, Instruction, Module
 
 _SLICES = ("slice", "dynamic-slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": None}  # operand with the update; of scatter the last third

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from kernel_refs import Ref, UncountableError, known_or_none, with_unknown
-from known_values import Evaluator, Observer
-from memory_accesses import Touched
+
+from gpu.kernel_refs import Ref, UncountableError, known_or_none, with_unknown
+from gpu.known_values import Evaluator, Observer
+from gpu.memory_accesses import Touched
 
 _MOST_PROGRAMS = 64  # of a grid that is evaluated whole
 _MOST_STEPS = 20_000_000  # equations

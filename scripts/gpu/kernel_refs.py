@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from memory_accesses import Touched, box_of_mask
+
+from gpu.memory_accesses import Touched, box_of_mask
 
 
 class UncountableError(Exception):

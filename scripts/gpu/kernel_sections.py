@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from model_shapes import SHAPES
-from section_cases import Case, copies_beyond_cache, limit, limit_cases, max_error, random, time_call
+from bench.model_shapes import SHAPES
 
 import kernels_pallas
+from gpu.section_cases import Case, copies_beyond_cache, limit, limit_cases, max_error, random, time_call
 from kernels_pallas import reference
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention

@@ -7,10 +7,11 @@ from collections import defaultdict
 from typing import Any
 
 import jax
-from hlo_text import Instruction, Module
-from kernel_bytes import kernel_bytes
-from kernel_refs import UncountableError
-from known_values import Evaluator, Observer, SourcePlace, known_leaf
+
+from gpu.hlo_text import Instruction, Module
+from gpu.kernel_bytes import kernel_bytes
+from gpu.kernel_refs import UncountableError
+from gpu.known_values import Evaluator, Observer, SourcePlace, known_leaf
 
 _PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from known_primitives import apply_primitive, is_small, short_circuit
+
+from gpu.known_primitives import apply_primitive, is_small, short_circuit
 
 KERNELS = ("pallas_call", "mpmd_map")
 _MOST_STEPS = 4096  # of a loop that is followed step by step

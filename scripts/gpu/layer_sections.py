@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from model_run import ModelRun, settings
-from section_cases import Case
 
 import xinfer_jax as xj
+from gpu.model_run import ModelRun, settings
+from gpu.section_cases import Case
 
 
 def layers(plan: SimpleNamespace) -> Iterator[Case]:

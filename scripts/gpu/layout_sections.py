@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from section_cases import Case, max_error, random
 
 import kernels_pallas
+from gpu.section_cases import Case, max_error, random
 from kernels_pallas import KeyBias, reference, reference_products
 from kernels_pallas.key_layouts import quantize
 from kernels_pallas.reference_products import Matrix

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from agreement import Forced, agreement, checking_params, forced
-from machine_limits import bytes_per_pass, decode_work, prefill_work
-from model_shapes import SHAPES
-from section_cases import emulated, limit
+from bench.machine_limits import bytes_per_pass, decode_work, prefill_work
+from bench.model_shapes import SHAPES
 
 import xinfer_jax as xj
+from gpu.agreement import Forced, agreement, checking_params, forced
+from gpu.section_cases import emulated, limit
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import from_hf
 

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from agreement import forced, greedy_agreement
-from layer_sections import per_layer
-from model_run import SMALL, ModelRun, settings
-from section_cases import Case, emulated, limit_cases, max_error, random
 
 import xinfer_jax as xj
+from gpu.agreement import forced, greedy_agreement
+from gpu.layer_sections import per_layer
+from gpu.model_run import SMALL, ModelRun, settings
+from gpu.section_cases import Case, emulated, limit_cases, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gpu_specs import Card
+from bench.machine_limits import bytes_per_pass, decode_work, expert_fraction, prefill_work
 from jax.sharding import Mesh
-from machine_limits import bytes_per_pass, decode_work, expert_fraction, prefill_work
-from programs import Call, ProgramJob, find_call, target_card, to_shapes
-from tpu_specs import Tpu
+from tpu.tpu_specs import Tpu
 
 import kernels_pallas
+from gpu.gpu_specs import Card
+from gpu.programs import Call, ProgramJob, find_call, target_card, to_shapes
 from xinfer_jax.cache.kv_cache import cache_bytes, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype

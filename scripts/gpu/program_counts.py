@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Protocol
 
-from fusion_bytes import operation_bytes, results, through_bitcasts, updates_in_place
-from hlo_text import Array, Computation, Instruction, Module
+from gpu.fusion_bytes import operation_bytes, results, through_bitcasts, updates_in_place
+from gpu.hlo_text import Array, Computation, Instruction, Module
 
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id".split()

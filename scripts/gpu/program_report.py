@@ -7,15 +7,16 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
-from gpu_specs import Card
-from hlo_text import Module, parse_module
+from bench.machine_limits import bytes_per_pass, expert_fraction
 from jax.sharding import Mesh
-from known_choices import KnownChoices
-from machine_code import assemble, empty, pallas_ptx
-from machine_limits import bytes_per_pass, expert_fraction
-from plan_estimates import Job, device_weights, visible_kv_bytes
-from program_counts import PALLAS, Counts, count_program, whole_copies
-from programs import (
+
+from gpu.gpu_specs import Card
+from gpu.hlo_text import Module, parse_module
+from gpu.known_choices import KnownChoices
+from gpu.machine_code import assemble, empty, pallas_ptx
+from gpu.plan_estimates import Job, device_weights, visible_kv_bytes
+from gpu.program_counts import PALLAS, Counts, count_program, whole_copies
+from gpu.programs import (
     DRAFT_TOKENS,
     LOOPS,
     ProgramJob,
@@ -25,7 +26,6 @@ from programs import (
     to_shapes,
     with_layers,
 )
-
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
 from xinfer_jax.engine.pages import num_pages_for

@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from gpu_specs import Card
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_specs import Tpu
+from tpu.tpu_specs import Tpu
 
 import kernels_pallas
+from gpu.gpu_specs import Card
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE
-from xinfer_jax.cache.recurrent import Recurrent
-from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.engine.device import Device
@@ -144,7 +142,7 @@ def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
 def _cache(job: ProgramJob, length: int) -> KVCache:
     layers = jax.eval_shape(lambda: empty_layers(job.config, job.rows, job.capacity, job.kv))
     length_B: Any = np.full(job.rows, length, np.int32)
-    has_limits = any(isinstance(layer, Ring | Recurrent) for layer in layers)
+    has_limits = any(layer.limits for layer in layers)
     overflow_B: Any = np.zeros(job.rows, bool)
     return KVCache(layers, length_B, overflow_B, length_B if has_limits else None)
 

@@ -27,7 +27,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(
         max(plan.seconds - 1, 0.5)
     )  # prints where it hangs, before the parent kills it
-    import section_cases
+    from gpu import section_cases
 
     if plan.section == "machine" and not plan.tiny and (why := section_cases.unusable_reason(plan.platform)):
         send(event="unsupported", why=why)
@@ -63,13 +63,15 @@ def run_cases(plan: SimpleNamespace, end: float, send: Callable[..., None]) -> N
 
 def sections_of(platform: str) -> dict[str, Callable]:
     """The sections that such a device may run, by name."""
-    import decoding_sections
-    import kernel_sections
-    import layer_sections
-    import layout_sections
-    import model_sections
-    import section_cases
-    import tpu_sections
+    from gpu import (
+        decoding_sections,
+        kernel_sections,
+        layer_sections,
+        layout_sections,
+        model_sections,
+        section_cases,
+        tpu_sections,
+    )
 
     kernels = (tpu_sections,) if platform == "tpu" else (kernel_sections, layout_sections)
     sections = {"machine": section_cases.machine}

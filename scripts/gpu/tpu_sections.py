@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_sections import MODELS
-from section_cases import (
+
+import kernels_pallas
+from gpu.kernel_sections import MODELS
+from gpu.section_cases import (
     Case,
     copies_beyond_cache,
     emulated,
@@ -22,8 +24,6 @@ from section_cases import (
     random,
     time_call,
 )
-
-import kernels_pallas
 from kernels_pallas import SideBySide, reference, reference_append
 from kernels_pallas.key_layouts import join, quantize
 

@@ -17,9 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from attacks import ATTACKS, CHAT, COMPLETIONS, Attack
-from server_process import GRACE, MORE_GRACE, SHAPE, Server, Watcher
-
+from soak.attacks import ATTACKS, CHAT, COMPLETIONS, Attack
+from soak.server_process import GRACE, MORE_GRACE, SHAPE, Server, Watcher
 from xinfer_jax.errors import InputError
 
 FACTOR = 3.0

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raw_requests import Target, drip, hold, post, send_and_disconnect
+from soak.raw_requests import Target, drip, hold, post, send_and_disconnect
 
 MOST_REQUESTS = 20_000
 PAUSE = 1.0  # seconds before the next request of a worker whose last one was rejected

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tiny_data
+from train import tiny_data
 
 
 def mixed_lines(rng: random.Random, count: int) -> Iterator[Any]:

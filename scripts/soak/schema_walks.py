@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import llguidance
 import numpy as np
-from grammar_inputs import SchemaInputs
 
 import xinfer_jax as xj
+from soak.grammar_inputs import SchemaInputs
 from xinfer_jax.errors import InputError
 
 _END = 256

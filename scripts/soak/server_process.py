@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attacks import Attack
-from raw_requests import HOST
 from script_paths import SCRIPTS
 
+from soak.attacks import Attack
+from soak.raw_requests import HOST
 from xinfer_jax.errors import InputError
 
 SHAPE = dict(rows=8, capacity=2048, pages=300)

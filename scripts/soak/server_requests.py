@@ -1,6 +1,4 @@
-"""Requests to a server: many clients, a flood, and malformed requests; for soak_serve.py, bench_serve.py and
-tests.
-"""
+"""Requests to a server: many clients, a flood, and malformed requests; for soak_serve.py and tests."""
 
 import asyncio
 import dataclasses

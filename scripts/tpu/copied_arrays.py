@@ -1,10 +1,11 @@
 """Copies, gathers and conversions of whole arrays in a TPU program, as those of weights and caches."""
 
-from fusion_bytes import results
-from hbm_bytes import updates_an_operand
-from hlo_text import Array, Computation, Instruction, Module
-from program_counts import COPIES
-from tile_bytes import is_in_hbm
+from gpu.fusion_bytes import results
+from gpu.hlo_text import Array, Computation, Instruction, Module
+from gpu.program_counts import COPIES
+
+from tpu.hbm_bytes import updates_an_operand
+from tpu.tile_bytes import is_in_hbm
 
 PALLAS = "tpu_custom_call"
 

@@ -8,9 +8,10 @@ import math
 import re
 from collections.abc import Sequence
 
-from fusion_bytes import needed_elements, results
-from hlo_text import Array, Computation, Instruction, Module
-from tile_bytes import box_bytes, is_in_hbm, is_whole_rows, stored_bytes
+from gpu.fusion_bytes import needed_elements, results
+from gpu.hlo_text import Array, Computation, Instruction, Module
+
+from tpu.tile_bytes import box_bytes, is_in_hbm, is_whole_rows, stored_bytes
 
 _TAKING = ("slice", "dynamic-slice", "gather")
 _UPDATING = ("dynamic-update-slice", "scatter")

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from hlo_text import Array
-from kernel_bytes import KernelEvaluator, block_window
-from kernel_refs import UNKNOWN, Ref, UncountableError, with_unknown
-from known_values import Observer, SourcePlace
-from tile_bytes import box_bytes
-from tpu_specs import Tpu
+from gpu.hlo_text import Array
+from gpu.kernel_bytes import KernelEvaluator, block_window
+from gpu.kernel_refs import UNKNOWN, Ref, UncountableError, with_unknown
+from gpu.known_values import Observer, SourcePlace
+
+from tpu.tile_bytes import box_bytes
+from tpu.tpu_specs import Tpu
 
 VECTOR_SLOTS = 4  # instructions of a cycle for the vector unit
 _MOST_STEPS = 4_000_000  # equations

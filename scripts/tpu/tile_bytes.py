@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hlo_text import Array
+from gpu.hlo_text import Array
 
 _LANES = 128
 VMEM = 1

@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from copied_arrays import PALLAS, copied_arrays
-from hbm_bytes import hbm_bytes
-from hlo_text import Computation, Instruction, Module
-from kernel_dma import KernelWork
-from program_counts import COLLECTIVES, FREE, Choices, Unknown
-from tile_bytes import is_in_hbm
-from tpu_specs import Tpu
-from tpu_time import Operation, Timeline, TpuCounts, kernel_seconds
+from gpu.hlo_text import Computation, Instruction, Module
+from gpu.program_counts import COLLECTIVES, FREE, Choices, Unknown
+
+from tpu.copied_arrays import PALLAS, copied_arrays
+from tpu.hbm_bytes import hbm_bytes
+from tpu.kernel_dma import KernelWork
+from tpu.tile_bytes import is_in_hbm
+from tpu.tpu_specs import Tpu
+from tpu.tpu_time import Operation, Timeline, TpuCounts, kernel_seconds
 
 _FREE_TARGETS = ("ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound")
 _KINDS = (  # of a fusion: the first operation that it contains

@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from hlo_text import parse_module
+from bench.machine_limits import prefill_work
+from gpu.hlo_text import parse_module
+from gpu.known_choices import KnownChoices
+from gpu.plan_estimates import Job, device_weights, indivisible_sizes
+from gpu.program_report import MIB, at_depth, leaf_shapes, least_bytes
+from gpu.programs import LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes, with_layers
 from jax.sharding import Mesh
-from kernel_dma import kernel_work
-from known_choices import KnownChoices
-from machine_limits import prefill_work
-from plan_estimates import Job, device_weights, indivisible_sizes
-from program_report import MIB, at_depth, leaf_shapes, least_bytes
-from programs import LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes, with_layers
-from tpu_counts import TpuCounter
-from tpu_specs import Tpu
-from tpu_time import Operation, TpuCounts
 
 import kernels_pallas
+from tpu.kernel_dma import kernel_work
+from tpu.tpu_counts import TpuCounter
+from tpu.tpu_specs import Tpu
+from tpu.tpu_time import Operation, TpuCounts
 from xinfer_jax.checkpoint.sharded_leaves import sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.errors import InputError
 from xinfer_jax.sharding import MODEL

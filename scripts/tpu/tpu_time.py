@@ -20,9 +20,10 @@ gathers and scatters of single rows, have none.
 import dataclasses
 from collections import Counter, defaultdict
 
-from hlo_text import Array
-from kernel_dma import KernelWork
-from tpu_specs import Tpu
+from gpu.hlo_text import Array
+
+from tpu.kernel_dma import KernelWork
+from tpu.tpu_specs import Tpu
 
 _START_CYCLES = 2100
 _STEP_SECONDS = 0.35e-6

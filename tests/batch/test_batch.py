@@ -20,15 +20,15 @@ import threading
 import time
 from pathlib import Path
 
-import batch_lines
 import jax
 import numpy as np
 import pytest
 from paths import ROOT
+from soak import batch_lines
 
 import xinfer_jax as xj
 from xinfer_jax.batch import input_lines, resumable_output, run_batch, run_settings
-from xinfer_jax.weights import cpu_features
+from xinfer_jax.ops.cpu import cpu_features
 
 pytestmark = pytest.mark.oldest
 

@@ -5,7 +5,6 @@ operation and in all that is built on them.
 import functools
 import random
 
-import engine_requests
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ import tiny
 from jax.sharding import PartitionSpec
 from quick import full_except
 from safetensors.numpy import load_file
+from soak import engine_requests
 
 import kernels_pallas
 import xinfer_jax as xj

@@ -6,7 +6,7 @@ import random
 
 import jax.numpy as jnp
 import pytest
-import tiny_data as data
+from train import tiny_data as data
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED

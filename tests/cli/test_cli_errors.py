@@ -16,7 +16,7 @@ from tiny import ASK
 
 import xinfer_jax as xj
 from xinfer_jax.cli import answer, answer_flags as cli, startup
-from xinfer_jax.model.attention import check_impl
+from xinfer_jax.ops.operation import check_impl
 from xinfer_jax.weights.params import resolve_dtype
 from xinfer_jax.weights.quantized_weights import check_quantize_method
 

@@ -240,7 +240,7 @@ def test_version_flag_prints_versions(capsys):
         ("generate.py", ["--version"], 0, r"xinfer-jax \d+\.\d+\.\d+ \(jax"),
         ("generate.py", ["--model=/nowhere", "--prompt=x"], 2, "xinfer-jax: model '/nowhere' is neither"),
         ("chat.py", ["--temperature=-1"], 2, "xinfer-jax-chat: --temperature=-1: give"),
-        ("compare_kv_cache.py", ["--layers=x"], 2, "compare_kv_cache: .*--layers=x"),
+        ("perplexity.py", ["--window=x"], 2, "perplexity: .*--window=x"),
         ("examples/beams.py", ["--width=4"], 2, "beams: .*width"),
     ],
 )

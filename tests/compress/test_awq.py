@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import run_script
 import tiny
-import tiny_data as data
 import tokenizers
 from parity_cases import CASES, params_from, random_tensors
 from paths import STORIES
+from train import tiny_data as data
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED

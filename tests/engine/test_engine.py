@@ -6,10 +6,10 @@ import random
 import threading
 
 import compiling
-import engine_requests
 import jax
 import numpy as np
 import pytest
+from soak import engine_requests
 
 import xinfer_jax as xj
 

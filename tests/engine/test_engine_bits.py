@@ -2,8 +2,8 @@
 
 import random
 
-import engine_requests
 import pytest
+from soak import engine_requests
 
 import xinfer_jax as xj
 

@@ -10,7 +10,7 @@ from xinfer_jax.grammar.served_schemas import served_schema
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 pytest.importorskip("jsonschema", reason="the extra `test` is not installed")
-import schema_walks  # noqa: E402
+from soak import schema_walks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Possible")  # of `re`, about & and - in classes
 A = dict(type="integer")

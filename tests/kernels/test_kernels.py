@@ -21,7 +21,8 @@ from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
-from xinfer_jax.model.greedy import argmax, can_fuse_head, greedy_tokens
+from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
+from xinfer_jax.ops.largest import argmax
 from xinfer_jax.weights.quantized_weights import Int8Weight, with_int8_activations
 
 pytestmark = pytest.mark.newest

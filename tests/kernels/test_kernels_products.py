@@ -18,9 +18,8 @@ import xinfer_jax as xj
 from kernels_pallas import reference_products, triton
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.decoder import forward
-from xinfer_jax.model.kernel_products import Norm
-from xinfer_jax.model.layers import linear, products, rms_norm
-from xinfer_jax.weights.matmul import int8_activation_product
+from xinfer_jax.model.layers import Norm, linear, products, rms_norm
+from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.quantization import quantize_matrix
 from xinfer_jax.weights.quantized_weights import GroupedWeight, with_int8_activations
 

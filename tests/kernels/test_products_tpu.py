@@ -18,8 +18,8 @@ import xinfer_jax as xj
 from kernels_pallas import reference, reference_products
 from kernels_pallas.tpu import streaming
 from xinfer_jax.config.model_config import from_hf
-from xinfer_jax.model.kernel_products import Norm, Operands, select_product
-from xinfer_jax.model.layers import products
+from xinfer_jax.model.layers import Norm, products
+from xinfer_jax.ops.kernels.product_kernels import Operands, select_product
 from xinfer_jax.weights.quantization import quantize_matrix
 from xinfer_jax.weights.quantized_weights import device_form
 

@@ -21,10 +21,15 @@ pytestmark = pytest.mark.oldest
 
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
-    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding", "plugins"),
+    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "plugins"),
+    "ops": ("operation", "largest", "product", "forms"),
+    "ops.cpu": ("cpu_features", "cpu_products"),
+    "ops.tpu": ("tpu_products",),
+    "sharding": (),
+    "ops.mesh": (),
     "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
-        "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
+        "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
         "param_specs", "params", "layout", "hadamard",
     ),
     "cache": (
@@ -32,11 +37,11 @@ PACKAGES = {
         "side_by_side", "page_size", "paged", "recurrent", "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
-        "kernel_products", "layers", "attention", "rope_append", "linear_attention", "experts",
-        "decoder_layer", "decoder", "greedy",
+        "layers", "attention", "rope_append", "linear_attention", "experts",
+        "decoder_layer", "decoder",
     ),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context",
+        "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
     "tool_calls": (
@@ -50,9 +55,15 @@ PACKAGES = {
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
         "executor", "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional",
-        "runners", "options", "validation", "kernels", "output_checks", "batch_arrays", "batch_matchers",
+        "runners", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
+    "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
+    "ops.cpu.attention_by_row": (),
+    "ops.cpu.experts_by_tiles": (),
+    "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
+    "ops.gpu.verify": (),
+    "generation.kernels": (),
     "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
@@ -176,7 +187,7 @@ def test_programs_start_in_one_way():
     del examples["checkout"]
     flagged = {name for name, tree in trees.items() if "flags.DEFINE_" in ast.unparse(tree)}
     # check_gpu and check_tpu check for packages first, and print a table at Ctrl-C.
-    assert {"bench", "compare_kv_cache", "perplexity", "quantize", "train_tiny"} <= flagged
+    assert {"bench", "compare_programs", "perplexity", "quantize", "train_tiny"} <= flagged
     for name in flagged | {"chat", "generate"}:
         first = next(node for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom))
         assert "launcher" in ast.unparse(first), name

@@ -13,12 +13,13 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from small_models import build
 
 import xinfer_jax as xj
+from xinfer_jax.ops.gpu import gpu_sampler
+from xinfer_jax.ops.gpu.reductions import logsumexp_in_one_pass
+from xinfer_jax.ops.largest import largest_k
 from xinfer_jax.sampling import processors, sampler
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
-from xinfer_jax.sampling.reductions import logsumexp_in_one_pass
 from xinfer_jax.sampling.sampling_config import OPTIONAL_SETTINGS
-from xinfer_jax.sharding import sharded_top_k
 
 pytestmark = pytest.mark.newest
 
@@ -103,7 +104,7 @@ def test_largest_of_groups_equal_top_k(size, count):
     """Also in their order: the lowest index of equal ones first."""
     logits = jnp.asarray(random_logits(5, size))
     with gpu_forms.selected():
-        got = sharded_top_k(logits, count)
+        got = largest_k(logits, count)
     for one, other in zip(got, jax.lax.top_k(logits, count), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -198,7 +199,7 @@ def test_rows_in_groups_equal_all_rows(monkeypatch):
     rows = ALL_SETTINGS + RARE
     logits = random_logits(len(rows), V)
     want = sampled(rows, logits, True)
-    monkeypatch.setattr(sampler, "_GROUP", 4)
+    monkeypatch.setattr(gpu_sampler, "_GROUP", 4)
     assert len(rows) % 4
     for one, other in zip(sampled(rows, logits, True), want, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -210,11 +211,11 @@ def test_every_other_processor_leaves_the_common_branch():
     values = {name: 1 for name in OPTIONAL_SETTINGS if name not in always} | {"bad_words_ids": [[3]]}
     for name, value in values.items():
         rows = settings_per_row([xj.SamplingConfig(), xj.SamplingConfig(**{name: value})], 2, 70)
-        uses = sampler._uses_other_processors(rows, context_of(rows, 2, 70))
+        uses = gpu_sampler._uses_other_processors(rows, context_of(rows, 2, 70))
         np.testing.assert_array_equal(uses, [False, True], name)
     context = context_of(rows, 2, 70)
     context.allowed_bits[0, 0, 2] = 0
-    np.testing.assert_array_equal(sampler._uses_other_processors(rows, context), [True, True])
+    np.testing.assert_array_equal(gpu_sampler._uses_other_processors(rows, context), [True, True])
 
 
 @pytest.mark.full

@@ -4,12 +4,12 @@ each; comparisons of too few ids fail.
 
 import dataclasses
 
-import agreement
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import (
+from gpu import agreement
+from gpu.agreement import (
     Forced,
     checking_params,
     float32_params,

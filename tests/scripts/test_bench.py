@@ -1,5 +1,5 @@
-"""scripts/bench.py, bench_pairs.py, bench_start.py and bench_engine.py on tiny models: their fields, figures
-that must agree with each other, and bad flags.
+"""scripts/bench.py, bench_engine.py and bench_pairs.py on tiny models: their fields, figures that must agree
+with each other, and bad flags.
 """
 
 import importlib.util
@@ -15,8 +15,8 @@ import jax
 import pytest
 import run_script
 import tiny
-from machine_limits import bytes_per_pass, decode_work, prefill_work
-from model_shapes import hf_config
+from bench.machine_limits import bytes_per_pass, decode_work, prefill_work
+from bench.model_shapes import hf_config
 from paths import ROOT
 
 import xinfer_jax as xj
@@ -154,83 +154,25 @@ def assert_rejected(done, word: str, program: str = "bench") -> None:
     assert line.startswith(f"{program}: ") and word in line
 
 
-def test_bench_of_pairs_and_of_a_curve(directory):
-    done = run_script.run(
-        "bench_pairs", f"--config={directory}", f"--against={directory}", "--prompt_lengths=32",
-        "--pairs=1", "--new_tokens=3", "--curve_lengths=32,128",
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    pair, *curve = map(json.loads, done.stdout.splitlines())
-    for phase in ("prefill", "decode"):
-        first, second = (rate["median"] for rate in pair[f"{phase}_tok_s"])
-        assert pair[f"{phase}_ratio"]["median"] == pytest.approx(first / second)
-    assert [point["length"] for point in curve] == [32, 128]
-    assert all(min(point["prefill_ms"], point["decode_ms"]) > 0 for point in curve)
-
-
-def test_bench_start_on_two_depths(directory, tmp_path):
-    """On random weights, with an empty and a filled compilation cache; a missing engine is skipped."""
-    (tmp_path / "ctranslate2.py").write_text("raise ImportError")
-    engines = "--engines=ours,ctranslate2:float32"
-    done = process(
-        f"--config={directory}", f"--workdir={tmp_path}", "--layers=1,3", "--precisions=float32", engines,
-        "--rounds=1", "--new_tokens=5", "--ways=command,generate,server", program="bench_start",
-        path=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    results = json.loads(done.stdout.splitlines()[-1])
-    (runs,) = results["rounds"]["ours:float32"]
-    assert results["prompt_tokens"] == 26
-    for way in ("generate", "server"):
-        for kind in ("cold", "warm"):
-            run = runs.pop(f"1 layers {way} {kind}")
-            assert 0 < run.get("ready_s", 0.01) <= run["first_s"] <= run["last_s"]
-            if way != "server":
-                assert run["programs"] >= run["fetched"]
-            if way == "generate":
-                assert run["fetched"] == (run["programs"] if kind == "warm" else 0)
-    assert list(runs) == ["1 layers cold", "1 layers warm", "3 layers cold", "3 layers warm"]
-    for what, run in runs.items():
-        phases = run["phases"]
-        assert all(0 <= seconds <= last - first + 2e-3 for seconds, first, last, _ in phases.values())
-        order = [phases["imports"][2], phases["opening"][2], phases["reading"][2], run["first_s"]]
-        assert order == sorted(order) and run["first_s"] <= run["last_s"] <= run["end_s"]
-        assert phases["opening"][2] <= phases["compiling"][1] and run["new_tokens"] == 5
-        assert run["programs"] == phases["compiling"][3] > 3
-        assert run["fetched"] == (run["programs"] if what.endswith("warm") else 0)
-        assert run["anon_mib"] is None or 10 < run["anon_mib"] < run["hwm_mib"]
-    assert results["growth"]["ours:float32 3 layers cold"]["programs"] == 1  # one for each kind of layer
-    assert "not installed (pip install ctranslate2" in results["problems"]["ctranslate2:float32"]
-
-
-@pytest.mark.parametrize(
-    "flags, word",
-    [
-        (["--precisions=int3"], "int3"),
-        (["--engines=transformers", "--precisions=int4"], "none of --engines"),
-        (["--layers=24,x"], "layers"),
-        (["--ways=command,phone"], "phone"),
-        (["--model=x", "--layers=24"], "exclude"),
-        (
-            ["--prompt_lengths=26"],
-            "prompt_lengths",
-        ),  # bench_start has no such flag: the prompt has one length
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_flags_of_bench_start(flags, word):
-    assert_rejected(process(*flags, program="bench_start"), word, "bench_start")
+def test_pairs_of_calls(directory):
+    """Of this checkout with itself; the commit's process is started likewise."""
+    bench_pairs = run_script.functions("bench_pairs")
+    with bench_pairs.start_process(ROOT, directory / "config.json", "int8") as process:
+        for call in bench_pairs.CALLS[:2]:
+            assert 0 < bench_pairs.ask(process, call) < 100
+        process.stdin.close()
+    assert process.returncode == 0
 
 
 def test_bench_engine_reports_throughput_load_and_one_row(directory):
-    """Few concurrent requests and one row alone; engines that are missing are skipped with a reason."""
+    """Few concurrent requests, and one row alone."""
     done = process(
         f"--config={directory}", "--quantize=none", "--parts=throughput,load,alone", "--requests=9",
         "--rows=2", "--prompt_tokens=4,150", "--answer_tokens=3,20", "--common=128", "--alone=9,12",
         "--pairs=3", program="bench_engine",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    whole, load, openvino, llama, alone = map(json.loads, done.stdout.splitlines())
+    whole, load, alone = map(json.loads, done.stdout.splitlines())
     assert [line["part"] for line in (whole, load, alone)] == ["throughput", "load", "alone"]
     assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
     assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
@@ -247,8 +189,6 @@ def test_bench_engine_reports_throughput_load_and_one_row(directory):
     ratio = alone["engine_over_generate"]
     assert alone["pairs"] == 3 and 0 < ratio["q1"] <= ratio["median"] <= ratio["q3"]
     assert "2 rows of 256" in whole["engine"] and "1 rows of 256" in alone["engine"]
-    assert (openvino["peer"], llama["peer"]) == ("openvino-genai", "llama-server")
-    assert "--python" in openvino["skipped"] and "--llama_model" in llama["skipped"]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +197,7 @@ def test_bench_engine_reports_throughput_load_and_one_row(directory):
         (["--parts=throughput,speed"], "parts"),
         (["--quantize=int3"], "int3"),
         (["--answer_tokens=16"], "two numbers"),
-        (["--python=llama.cpp=no/such"], "executable"),
+        (["--alone=9,1.5"], "whole numbers"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

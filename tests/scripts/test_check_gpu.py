@@ -10,18 +10,20 @@ import sys
 import time
 from pathlib import Path
 
-import decoding_sections
-import kernel_sections
-import layer_sections
-import layout_sections
-import model_sections
 import numpy as np
 import pytest
-import section_cases
-import section_process as child
-import section_runner as runner
+from gpu import (
+    decoding_sections,
+    kernel_sections,
+    layer_sections,
+    layout_sections,
+    model_sections,
+    section_cases,
+    section_process as child,
+    section_runner as runner,
+)
+from gpu.section_runner import Section
 from paths import ROOT, SCRIPTS
-from section_runner import Section
 
 import kernels_pallas
 

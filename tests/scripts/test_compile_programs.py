@@ -7,14 +7,14 @@ import importlib.util
 import compiled_programs
 import jax
 import jax.numpy as jnp
-import known_choices
 import numpy as np
 import pytest
-from hlo_text import parse_module
-from kernel_bytes import kernel_bytes
-from kernel_refs import UncountableError
-from known_values import Evaluator, Observer, known_leaf
-from program_counts import Unknown, count_program, whole_copies
+from gpu import known_choices
+from gpu.hlo_text import parse_module
+from gpu.kernel_bytes import kernel_bytes
+from gpu.kernel_refs import UncountableError
+from gpu.known_values import Evaluator, Observer, known_leaf
+from gpu.program_counts import Unknown, count_program, whole_copies
 
 import kernels_pallas
 

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo_text import parse_arrays, parse_module
+from gpu.hlo_text import parse_arrays, parse_module
+from gpu.kernel_refs import UncountableError
+from gpu.known_values import Evaluator, Observer, known_leaf
+from gpu.program_counts import Unknown
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_dma import KernelWork, kernel_work
-from kernel_refs import UncountableError
-from known_values import Evaluator, Observer, known_leaf
-from program_counts import Unknown
-from tile_bytes import box_bytes, is_in_hbm, stored_bytes
-from tpu_counts import TpuCounter
-from tpu_specs import TPUS
-from tpu_time import kernel_seconds
+from tpu.kernel_dma import KernelWork, kernel_work
+from tpu.tile_bytes import box_bytes, is_in_hbm, stored_bytes
+from tpu.tpu_counts import TpuCounter
+from tpu.tpu_specs import TPUS
+from tpu.tpu_time import kernel_seconds
 
 import kernels_pallas
 

@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 import run_script
-from goodput_search import draw_workload, goodput, highest_rate, simulated_attainment, simulated_times
+from goodput.goodput_search import draw_workload, goodput, highest_rate, simulated_attainment, simulated_times
+from goodput.simulated_engine import EngineSizes
+from goodput.simulator import Deployment, simulate
+from goodput.step_times import StepTimes
+from goodput.workload import attainment, draw_arrivals, draw_lengths
 from paths import ROOT
-from simulated_engine import EngineSizes
-from simulator import Deployment, simulate
-from step_times import StepTimes
-from workload import attainment, draw_arrivals, draw_lengths
 
 pytestmark = pytest.mark.oldest
 
@@ -177,11 +177,11 @@ def test_plan_prints_meshes_and_both_kinds_of_links():
 
 def test_computed_times_are_the_lower_bounds_of_plan():
     """The lines of a decode step and of chunks, at their ends, beside `plan_estimates`."""
-    import plan_estimates as estimates
-    from device_times import Machine, computed_times
-    from gpu_specs import CARDS
-    from model_shapes import hf_config
-    from step_times import seconds_at
+    from bench.model_shapes import hf_config
+    from goodput.device_times import Machine, computed_times
+    from goodput.step_times import seconds_at
+    from gpu import plan_estimates as estimates
+    from gpu.gpu_specs import CARDS
 
     from xinfer_jax.config.model_config import from_hf
 
@@ -194,22 +194,3 @@ def test_computed_times_are_the_lower_bounds_of_plan():
     limits = estimates.prefill_limits(job, 2, CARDS["h200"])
     assert chunks == pytest.approx(max(limits.memory, limits.compute) / 0.5 + limits.links, rel=0.02)
     assert times.move == pytest.approx(2 * 28 * 4 * 128 * 2 * 64 / 10e9)  # K and V of 28 layers
-
-
-@pytest.mark.full
-def test_measured_attainment_is_near_the_simulated_one():
-    """Of a tiny engine, by the step times of the same run; the limits are far from what it needs."""
-    from engine_goodput import TimedCore, fitted_times, measure_rate
-
-    import xinfer_jax as xj
-
-    workload = draw_workload("lognormal:100,12,0.3,0.3", 8, 200, 1.0, 60, 60, seed=0)
-    with xj.Engine(xj.load_model(), rows=2, capacity=256) as engine:
-        cores = [TimedCore(engine)]
-        result = measure_rate(engine, cores, workload, 20.0, 0)
-    assert result["measured"]["both"] == result["simulated"]["both"] == 1 and result["points"] == 0
-    times = fitted_times(cores)
-    assert min(times.page[0][0], times.decode[0][0], times.first) > 0
-    decoded = sum(answer - 1 for _, answer in workload.lengths)
-    records = cores[0].records
-    assert len(records["first"]) == 8 and sum(call.number for call in records["call"]) <= decoded

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import plan_estimates as estimates
 import pytest
 import run_script
-from gpu_specs import CARDS
+from bench.model_shapes import hf_config
+from gpu import plan_estimates as estimates
+from gpu.gpu_specs import CARDS
+from gpu.programs import to_shapes
 from mesh_cases import FAMILIES, collectives, mesh_of, write_checkpoint
-from model_shapes import hf_config
-from programs import to_shapes
 from small_models import QWEN
 
 import xinfer_jax as xj

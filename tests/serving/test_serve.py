@@ -25,10 +25,10 @@ from paths import ROOT
 
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
 pytest.importorskip("prometheus_client")
-import server_requests
 import serving
 import tokenizers
 from browser import CHROMIUM, LAST, Browser
+from soak import server_requests
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import xinfer_jax as xj

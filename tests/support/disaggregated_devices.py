@@ -8,12 +8,12 @@ import threading
 import time
 
 import compiling
-import engine_requests
 import jax
 import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from soak import engine_requests
 
 import xinfer_jax as xj
 from xinfer_jax.engine.disaggregated import DisaggregatedEngine

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import compiling
-import engine_requests
 import jax
 import pytest
 import tiny
 from paths import SCRIPTS
+from soak import engine_requests
 
 import xinfer_jax as xj
 from xinfer_jax.engine.engines import Engines

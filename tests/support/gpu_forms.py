@@ -7,6 +7,8 @@ from unittest import mock
 
 import jax
 
+import kernels_pallas
+
 
 @contextlib.contextmanager
 def selected() -> Iterator[None]:
@@ -17,5 +19,8 @@ def selected() -> Iterator[None]:
     def on_gpu(*args: Any, default: Callable, **of_platforms: Callable) -> Any:
         return of_platforms.get("cuda", default)(*args)
 
-    with mock.patch.object(jax.lax, "platform_dependent", on_gpu):
+    with (
+        mock.patch.object(jax.lax, "platform_dependent", on_gpu),
+        mock.patch.object(kernels_pallas, "platforms", lambda: ("cpu", "cuda")),
+    ):
         yield

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import launcher
 from absl import flags
@@ -47,13 +47,36 @@ def run_tests_on_devices(count: int, file: Path, timeout: int) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
+def functions(name: str) -> ModuleType:
+    """Returns scripts/NAME.py as a module, whose flags have no values."""
+    known = set(flags.FLAGS)
+    try:
+        return _import(name)
+    finally:
+        _remove_flags(known)
+
+
+def _import(name: str) -> ModuleType:
+    file = SCRIPTS / f"{name}.py"
+    if str(file.parent) not in sys.path:  # as Python does for a program
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(f"program_{name}", file)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
+
+
+def _remove_flags(known: set[str]) -> None:
+    """Another program may have flags of the same names."""
+    for flag in set(flags.FLAGS) - known:
+        delattr(flags.FLAGS, flag)
+
+
 def run(name: str, *arguments: str) -> SimpleNamespace:
     """Runs scripts/NAME.py here and returns what a process would leave: returncode, stdout, stderr."""
     known = set(flags.FLAGS)
     out = io.StringIO()
     err = io.StringIO()
-    spec = importlib.util.spec_from_file_location(f"program_{name}", SCRIPTS / f"{name}.py")
-    program = importlib.util.module_from_spec(spec)
     started = launcher.STARTED
     argv = sys.argv
     launcher.STARTED = Path(f"{name}.py")
@@ -61,7 +84,7 @@ def run(name: str, *arguments: str) -> SimpleNamespace:
     code = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            spec.loader.exec_module(program)
+            program = _import(name)
             given = launcher.parse(sys.argv)
             run_and_exit(name, lambda: program.main(given))
         except SystemExit as end:
@@ -69,6 +92,5 @@ def run(name: str, *arguments: str) -> SimpleNamespace:
         finally:
             launcher.STARTED = started
             sys.argv = argv
-            for flag in set(flags.FLAGS) - known:  # another program may have one of the same name
-                delattr(flags.FLAGS, flag)
+            _remove_flags(known)
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import server_requests
+from soak import server_requests
 
 import xinfer_jax as xj
 from xinfer_jax.serve.app import make_server

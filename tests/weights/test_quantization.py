@@ -15,7 +15,7 @@ from quick import full_except
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights import cpu_features, matmul
+from xinfer_jax.ops.cpu import cpu_features, cpu_products
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf
 from xinfer_jax.weights.quantized_matmul import quantized_product
@@ -139,7 +139,7 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_features, "_INFO", file)
     monkeypatch.setattr(cpu_features, "_flags", cpu_features._flags.__wrapped__)
     monkeypatch.setattr(cpu_features, "fast_matmul_types", cpu_features.fast_matmul_types.__wrapped__)
-    monkeypatch.setattr(matmul, "fast_matmul_types", cpu_features.fast_matmul_types)
+    monkeypatch.setattr(cpu_products, "fast_matmul_types", cpu_features.fast_matmul_types)
     assert ",".join(
         name for name in cpu_features._FLAGS if name in cpu_features.fast_matmul_types()
     ) == has.replace("none", "")
@@ -149,7 +149,7 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
         x = np.random.default_rng(rows).standard_normal((rows, 128)).astype(jnp.bfloat16).astype(np.float32)
         for got, matrix_float32 in (
             (quantized_product(x, weight), dequantize(weight)),
-            (matmul.float_product(jnp.asarray(x, jnp.bfloat16), half), half.astype(jnp.float32)),
+            (cpu_products.float_product(jnp.asarray(x, jnp.bfloat16), half), half.astype(jnp.float32)),
         ):
             wanted = x @ np.asarray(matrix_float32).T
             np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())
@@ -164,7 +164,7 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
 @pytest.mark.parametrize("has", ["bfloat16", "bfloat16,amx", "none"])
 def test_experts_narrower_than_the_model_in_bfloat16(has, monkeypatch):
     """64 tokens at once: XLA has no bfloat16 product with a transposed result of `matrix_lhs_dot`."""
-    monkeypatch.setattr(matmul, "fast_matmul_types", lambda: frozenset(has.split(",")))
+    monkeypatch.setattr(cpu_products, "fast_matmul_types", lambda: frozenset(has.split(",")))
     config = CASES["moe-some-layers-dense"].config
     assert config.moe_intermediate_size < config.hidden_size
     params = xj.init_params(config, jax.random.key(0), "bfloat16")

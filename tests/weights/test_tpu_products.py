@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kernels_pallas
-from xinfer_jax.weights.matmul import dot, tpu_forms
+from xinfer_jax.ops.product import dot
+from xinfer_jax.ops.tpu.tpu_products import tpu_forms
 from xinfer_jax.weights.quantized_matmul import tpu_grouped_product
 from xinfer_jax.weights.quantized_weights import GroupedWeight, Int8Weight, dequantize, embedding_rows
 

@@ -14,8 +14,8 @@ from ..checkpoint.loading import Model
 from ..checks import is_sequence
 from ..engine.engine import Engine
 from ..engine.shape import max_request_tokens
+from ..ops.cpu import cpu_features
 from ..sharding import MODEL, concrete_mesh_of
-from ..weights import cpu_features
 from .input_lines import json_default, sha256_int
 from .line_request import LineDefaults
 

@@ -122,7 +122,7 @@ class Contiguous(LayerCache):
 
     def kernel_arrays(self) -> tuple[Any, Any]:
         """Keys and values as kernels read them; None for each where no kernel does."""
-        return kernel_array(self.k), kernel_array(self.v)
+        return (None, None) if self.kernel_obstacle else (kernel_array(self.k), kernel_array(self.v))
 
     @property
     def kernel_obstacle(self) -> str | None:

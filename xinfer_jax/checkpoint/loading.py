@@ -18,10 +18,10 @@ from ..config.model_config import ModelConfig, from_hf
 from ..errors import InputError, format_names
 from ..formatting import format_mib
 from ..host import run_in_blocks
+from ..ops.cpu import cpu_features
 from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, memory_fraction
 from ..stats import LoadStats
-from ..weights import cpu_features
 from ..weights.hadamard import TensorRotation, tensor_rotations
 from ..weights.layout import check_mesh, shardings
 from ..weights.params import (

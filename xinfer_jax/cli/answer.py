@@ -20,12 +20,12 @@ from ..generation.kernels import kernels_used
 from ..generation.options import GenerateOptions, default_capacity
 from ..generation.runners import runner_class
 from ..grammar.grammars import Grammar, choice, json_schema, regex
+from ..ops.cpu import cpu_features
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_text_from_ids
-from ..weights import cpu_features
 from .process import seconds_since_start
 from .startup import (
     chunks_with_status,

@@ -21,9 +21,9 @@ from ..generation.speculation import SpeculationState, last_and_draft_tokens, pr
 from ..generation.state import new_state
 from ..generation.strategies import Plain
 from ..model.decoder import final_norm, hidden_states, unembed
+from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
-from ..sharding import sharded_top_k
 from .pacing import MAX_DECODE_TOKENS
 
 MAX_LOGPROBS = 20  # alternatives of a token
@@ -155,7 +155,7 @@ def _target_logprobs(params, config, hidden_1TD, target_T):
     def part(pair):
         hidden_TD, target_T = pair
         logprobs_TV = jax.nn.log_softmax(unembed(params, config, hidden_TD), -1)
-        top_TA, id_TA = sharded_top_k(logprobs_TV, min(MAX_LOGPROBS, config.vocab_size))
+        top_TA, id_TA = largest_k(logprobs_TV, min(MAX_LOGPROBS, config.vocab_size))
         return id_TA, top_TA, jnp.take_along_axis(logprobs_TV, target_T[:, None], 1)[:, 0]
 
     parts = hidden_1TD.reshape(-1, _LOGITS_TOKENS, hidden_1TD.shape[-1]), target_T.reshape(-1, _LOGITS_TOKENS)

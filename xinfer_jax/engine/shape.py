@@ -20,9 +20,9 @@ from ..errors import InputError, format_value
 from ..generation.options import MAX_DRAFT_TOKENS
 from ..host import cpu_count
 from ..memory import memory_bytes
-from ..model.attention import check_impl
+from ..ops.cpu.cpu_features import numerics_features
+from ..ops.operation import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
-from ..weights.cpu_features import numerics_features
 from ..weights.params import Params, cache_dtype as default_cache_dtype, tree_bytes
 from .pages import num_pages_for, usable_capacity
 

@@ -16,8 +16,8 @@ from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import check_array, check_integer, check_range, check_token_ids, is_sequence, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
-from ..model.attention import check_impl
 from ..model.decoder import hidden_states, unembed
+from ..ops.operation import check_impl
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys

@@ -10,11 +10,13 @@ import kernels_pallas
 from ..cache.kv_cache import empty_layers
 from ..cache.stored_kv import resolve_cache_dtype
 from ..config.model_config import ModelConfig
-from ..model.attention import check_impl, select_attention, select_kernel
 from ..model.decoder import lm_head
-from ..model.experts import select_experts
-from ..model.greedy import select_head_kernel
-from ..model.kernel_products import Operands, select_product
+from ..ops.forms import named
+from ..ops.kernels.attention_kernels import select_attention
+from ..ops.kernels.expert_kernels import select_experts
+from ..ops.kernels.head import select_head_kernel
+from ..ops.kernels.product_kernels import Operands, select_product
+from ..ops.operation import check_impl
 from ..weights.params import Params, activation_dtype, cache_dtype
 from ..weights.quantized_weights import is_quantized
 from .options import GenerateOptions, default_capacity
@@ -62,9 +64,8 @@ def kernels_used(
         kernel: _by_layer(kernel, impl, queries, layers)
         for kernel in ("prefill_attention", "decode_attention")
     }
-    used["argmax"] = select_kernel(
-        "argmax", impl, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
-    )
+    logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
+    used["argmax"] = named("argmax", impl, logits)
     if params["layers"]:
         used["product"] = select_product(impl, Operands(attended, [params["layers"][0]["o"]]), None)
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)

@@ -11,17 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import match_varying_axes
-
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..model.decoder import hidden_states, unembed
-from ..model.greedy import can_fuse_head, greedy_tokens
-from ..sampling.sampler import is_plain_greedy, sample_tokens
+from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params, activation_dtype
 from .executor import decode_compiler_options
-from .state import DecodeState, append_token, sample_and_append
+from .state import DecodeState, sample_and_append
 from .strategies import Carry, ParamsAndConfig, Strategy
 
 
@@ -175,24 +172,12 @@ def loop_until_done(step: Callable, continues: Callable, steps: Any, *carry: Any
 def sample_from_hidden(
     params: Params, config: ModelConfig, hidden_BD: jax.Array, state: DecodeState, impl: str | None
 ) -> DecodeState:
-    """`sample_and_append` of hidden states. Where a fused kernel serves, greedy rows need no logits.
+    """`sample_and_append` of hidden states."""
 
-    Of the predicates that the host of a GPU waits for in each step, greedy rows have this one. Sampled rows
-    have this one and that of the sampler, or only that of the sampler where no kernel serves (as with all
-    settings, whose `is_plain_greedy` is a constant). The two cannot be one: whether the candidates suffice
-    depends on the logits, which greedy rows do not compute.
-    """
-    if state.alternatives is not None or not can_fuse_head(params, hidden_BD, impl):
+    def plain(params: Params, hidden_BD: jax.Array, state: DecodeState) -> DecodeState:
         return sample_and_append(unembed(params, config, hidden_BD), state, impl)
 
-    def from_logits():
-        logits_BV = unembed(params, config, hidden_BD)
-        return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)[:2]
-
-    greedy = is_plain_greedy(state.sampling_B, state.context)
-    return append_token(
-        state, *lax.cond(greedy, lambda: greedy_tokens(params, config, hidden_BD, impl), from_logits)
-    )
+    return run("sample_from_hidden", plain, params, hidden_BD, state, impl=impl, config=config)
 
 
 class JitVariants(NamedTuple):

@@ -15,8 +15,8 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..model.attention import check_impl
 from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
+from ..ops.operation import check_impl
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
 from .buckets import next_power_of_two

@@ -20,19 +20,11 @@ from jax import lax
 from ..cache.kv_cache import KVCache, truncate, without_layers
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
-from ..model.greedy import can_fuse_head, greedy_tokens
+from ..ops.operation import run
 from ..sampling.context import Context
-from ..sampling.sampler import choose_at_draft_positions, is_plain_greedy, sample_tokens
-from .loop import Hidden, to_logits
-from .state import (
-    DecodeState,
-    RowProgress,
-    after_recording,
-    append_tokens,
-    ends_row,
-    record_tokens,
-    sample_and_append,
-)
+from ..sampling.sampler import sample_tokens
+from .loop import to_logits
+from .state import DecodeState, RowProgress, sample_and_append
 from .strategies import Carry, Operations, Strategy, logits_at, one_token
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
@@ -127,12 +119,6 @@ def verify(
     """Appends the tokens that the model samples itself as long as they equal the draft tokens, and one
     more.
 
-    CPUs sample one position after the other. GPUs sample all positions at the same time, and throw away the
-    tokens after the first rejected draft token: these cost less than the launches of each position. Of the
-    predicates that the host of a GPU waits for, greedy rows have one where a fused kernel serves (up to 64
-    rows x positions). Sampled rows have this one and that of the sampler, or only that of the sampler where
-    no kernel serves or alternatives are recorded, and these have one more where `wanted_B` says who asked.
-
     Args:
         outputs: logits [B, T, V], or `Hidden` [B, T, D], of the last token and T - 1 draft tokens.
         state: of the rows.
@@ -142,12 +128,8 @@ def verify(
     """
     active_B = state.active_B
     length_B = state.length_B
-    state = lax.platform_dependent(
-        state,
-        draft_BT,
-        cuda=functools.partial(_verify_at_once, outputs, impl),
-        default=functools.partial(_verify_in_turn, outputs, impl),
-    )
+    plain = functools.partial(_verify_in_turn, outputs, impl)
+    state = run("verify", plain, state, draft_BT, impl=impl, outputs=outputs)
     num_accepted_B = counts.accepted_B + jnp.maximum(state.length_B - length_B - 1, 0)
     return state, SpeculationState(counts.cache, counts.passes_B + active_B, num_accepted_B)
 
@@ -161,55 +143,6 @@ def _verify_in_turn(outputs, impl, state, draft_BT):
         state = sample_and_append(logits_BTV[:, i], state, impl, accepted_B)
         accepted_B = accepted_B & (state.token_B == draft_BT[:, min(i, count - 1)])
     return state
-
-
-def _verify_at_once(outputs, impl, state, draft_BT):
-    """The state after `verify`; the contexts of all positions are known, as they contain draft tokens."""
-    if state.alternatives is None and isinstance(outputs, Hidden):
-        token_BT, logprob_BT = _sample_from_hidden(outputs, impl, state, draft_BT)
-        return append_tokens(state, token_BT, logprob_BT, _count_appended(token_BT, draft_BT, state))
-    logits_BTV = to_logits(outputs)
-    token_BT, logprob_BT = _sample_from_logits(logits_BTV, state, draft_BT)
-    count_B = _count_appended(token_BT, draft_BT, state)
-    state = record_tokens(logits_BTV, token_BT, draft_BT, count_B, state)
-    token_BT, state = after_recording(token_BT, state)
-    return append_tokens(state, token_BT, logprob_BT, count_B)
-
-
-def _sample_from_hidden(outputs, impl, state, draft_BT):
-    """The tokens [B, T] of all positions, and their log-probabilities. Where a fused kernel serves, greedy
-    rows need no logits.
-    """
-    (B, T, D) = outputs.hidden.shape
-    hidden_RD = outputs.hidden.reshape(-1, D)
-
-    def from_logits():
-        return _sample_from_logits(to_logits(outputs), state, draft_BT)
-
-    def greedy():
-        found = greedy_tokens(*outputs.model, hidden_RD, impl)
-        return tuple(x_R.reshape(B, T) for x_R in found)
-
-    if not can_fuse_head(outputs.model[0], hidden_RD, impl):
-        return from_logits()
-    return lax.cond(is_plain_greedy(state.sampling_B, state.context), greedy, from_logits)
-
-
-def _sample_from_logits(logits_BTV, state, draft_BT):
-    """The tokens [B, T] of all positions, and their log-probabilities."""
-    rows = state.key_B, state.sampling_B, state.context
-    return choose_at_draft_positions(logits_BTV, *rows, draft_BT)
-
-
-def _count_appended(token_BT, draft_BT, state):
-    """int32 [B]: tokens that each row appends: up to the first that is no draft token, or ends the row."""
-    count = draft_BT.shape[1]
-    index_T = jnp.arange(count)
-    token_BT = token_BT[:, :count]
-    goes_on_BT = (token_BT == draft_BT) & ~ends_row(token_BT, state.context.eos_BE)
-    goes_on_BT &= state.length_B[:, None] + index_T + 1 < state.limit_B[:, None]
-    accepted_B = jnp.min(jnp.where(goes_on_BT, count, index_T), 1)
-    return jnp.where(state.active_B, accepted_B + 1, 0)
 
 
 def _verify(outputs, state, draft_BT, counts, lengths, impl):

@@ -4,18 +4,17 @@ axis.
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..formatting import ShortRepr
+from ..ops.operation import run
 from ..sampling.context import Context
-from ..sampling.logprobs import Alternatives, if_wanted, record_alternatives
-from ..sampling.sampler import choose_tokens, sampled_from_in_groups
+from ..sampling.logprobs import Alternatives, record_alternatives
+from ..sampling.sampler import choose_tokens
 from ..sampling.sampling_config import SamplingConfig
 
 
@@ -119,9 +118,7 @@ def after_recording(token: jax.Array, state: DecodeState) -> tuple[jax.Array, De
     the context as it was, and appending changes it in place.
     """
     recorded = token, state.alternatives
-    token, alternatives = lax.platform_dependent(
-        recorded, cuda=lax.optimization_barrier, default=lambda recorded: recorded
-    )
+    token, alternatives = run("after_recording", lambda *recorded: recorded, *recorded)
     return token, dataclasses.replace(state, alternatives=alternatives)
 
 
@@ -157,53 +154,6 @@ def append_token(
     )
 
 
-def record_tokens(
-    logits_BTV: jax.Array, token_BT: jax.Array, draft_BT: jax.Array, count_B: jax.Array, state: DecodeState
-) -> DecodeState:
-    """`record_token` of the first `count_B` tokens of each row, for GPUs: one predicate for all.
-
-    Args:
-        logits_BTV: of T positions.
-        token_BT: int32, sampled there.
-        draft_BT: int32, T - 1 draft tokens: those before a position were in its context.
-        count_B: int32, 0 of rows that have ended.
-        state: before these tokens.
-    """
-    if state.alternatives is None:
-        return state
-    column_BT = _columns(state, count_B, token_BT.shape[1])
-
-    def record(i: Any, alternatives: Alternatives) -> Alternatives:
-        context = state.context.append_tokens(draft_BT, jnp.full_like(count_B, i))
-        rows = logits_BTV[:, i], state.key_B, state.sampling_B, context
-        taken = partial(sampled_from_in_groups, *rows)
-        return record_alternatives(alternatives, column_BT[:, i], rows[0], taken, token_BT[:, i])
-
-    def record_all(alternatives: Alternatives) -> Alternatives:
-        return lax.fori_loop(0, token_BT.shape[1], record, alternatives)
-
-    return dataclasses.replace(state, alternatives=if_wanted(state.alternatives, column_BT[:, 0], record_all))
-
-
-def append_tokens(
-    state: DecodeState, token_BT: jax.Array, logprob_BT: jax.Array, count_B: jax.Array
-) -> DecodeState:
-    """`append_token` of the first `count_B` tokens of each row; 0 of rows that have ended."""
-    column_BT = _columns(state, count_B, token_BT.shape[1])
-    row_B1 = jnp.arange(len(token_BT))[:, None]
-    last_B1 = jnp.maximum(count_B - 1, 0)[:, None]
-    token_B = jnp.where(count_B > 0, jnp.take_along_axis(token_BT, last_B1, 1)[:, 0], state.token_B)
-    ends_B = jnp.take_along_axis(ends_row(token_BT, state.context.eos_BE), last_B1, 1)[:, 0]
-    return dataclasses.replace(
-        state,
-        token_B=token_B,
-        finished_B=state.finished_B | ((count_B > 0) & ends_B),
-        context=state.context.append_tokens(token_BT, count_B),
-        tokens_BT=jnp.asarray(state.tokens_BT).at[row_B1, column_BT].set(token_BT, mode="drop"),
-        logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B1, column_BT].set(logprob_BT, mode="drop"),
-    )
-
-
 def ends_row(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
     """bool [B, T]: whether a token ends its row."""
     return jnp.any(token_BT[..., None] == eos_BE[:, None], -1)
@@ -211,15 +161,9 @@ def ends_row(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
 
 def _column(state: DecodeState, among_B: Any) -> jax.Array:
     """int32 [B]: the column of each row's next token; past the end where the row gets none."""
-    return jnp.where(state.active_B & among_B, _next_column(state), state.tokens_BT.shape[1])
+    return jnp.where(state.active_B & among_B, next_column(state), state.tokens_BT.shape[1])
 
 
-def _columns(state: DecodeState, count_B: jax.Array, size: int) -> jax.Array:
-    """int32 [B, T]: the columns of each row's next tokens; past the end from `count_B` on. size: T."""
-    index_T = jnp.arange(size)
-    column_BT = _next_column(state)[:, None] + index_T
-    return jnp.where(index_T < count_B[:, None], column_BT, state.tokens_BT.shape[1])
-
-
-def _next_column(state: DecodeState) -> jax.Array:
+def next_column(state: DecodeState) -> jax.Array:
+    """int32 [B]: the column of each row's next token."""
     return state.length_B if state.noted_B is None else state.length_B - state.noted_B

@@ -13,7 +13,7 @@ from ..cache.stored_kv import check_head_dim, resolve_cache_dtype
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
-from ..model.attention import check_impl
+from ..ops.operation import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens

@@ -14,7 +14,7 @@ from ..generation.loop import last_hidden
 from ..generation.state import append_token, record_token
 from ..model.decoder import embed_inputs, final_norm, unembed
 from ..model.decoder_layer import layer_kinds, run_layers
-from ..model.greedy import argmax
+from ..ops.largest import argmax
 from ..sampling.batched_settings import select_rows
 from ..sampling.sampler import choose_tokens, token_logprobs
 

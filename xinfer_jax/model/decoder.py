@@ -14,11 +14,11 @@ from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..ops.operation import check_impl
 from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, check_mesh_context, shard_map_model
 from ..weights.hadamard import hadamard_rotate, hadamard_unrotate
 from ..weights.layout import partition_specs
 from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
-from .attention import check_impl
 from .decoder_layer import Positions, layer_kinds, model_mesh, run_layers
 from .layers import embed, linear, norm, rotary_angles, soft_cap
 

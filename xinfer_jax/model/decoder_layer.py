@@ -20,9 +20,9 @@ from ..weights.layout import is_divisible, layer_partition_specs
 from ..weights.params import Params
 from .attention import attention
 from .experts import mixture_of_experts
-from .kernel_products import Norm
 from .layers import (
     Angles,
+    Norm,
     activation,
     apply_rope,
     gated_mlp,

@@ -1,25 +1,17 @@
 """Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels_pallas
 from kernels_pallas.reference import gated
 
 from ..config.model_config import ModelConfig
-from ..weights.mxfp4 import Mxfp4Weight
+from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params
-from ..weights.quantized_weights import is_quantized
-from .attention import select_kernel
-from .kernel_products import with_plain_derivative
-from .layers import activation, gated_mlp, linear, products, rms_norm
-
-_TILE_ROWS = 64  # at most: more rows are no faster
+from .layers import gated_mlp, linear, products, rms_norm
 
 
 def mixture_of_experts(
@@ -67,36 +59,28 @@ def mixture_of_experts(
         weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
-        expert_MU = expert_MU - lax.axis_index(over) * _num_local(experts)
-    chosen = select_experts(impl, x_MD, experts).impl
-    platform = kernels_pallas.platform_of(chosen, impl)
-    out_MD = _mix(chosen, platform, config, x_MD, weight_MU, expert_MU, experts)
+        expert_MU = expert_MU - lax.axis_index(over) * num_local_experts(experts)
+    plain = partial(plain_experts, config=config)
+    operands = x_MD, weight_MU, expert_MU, experts
+    out_MD = run("experts", plain, *operands, impl=impl, derivative=plain, config=config)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
 
 
-def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
-    """The implementation for these tokens and experts; raises as `select_kernel`."""
-    weight = experts["gate"]["weight"]
-    obstacle = "quantized experts" if is_quantized(weight) and not isinstance(weight, Mxfp4Weight) else None
-    args = () if obstacle else _arrays(experts)
-    return select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle)
-
-
-def _expert(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
+def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
     """One expert's MLP for all tokens, float32 [M, D]."""
     if (limit := config.swiglu_limit) is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
-    inner_MF = gated(gate_MF, up_MF, partial(_swish, config.swiglu_alpha), limit)
+    inner_MF = gated(gate_MF, up_MF, partial(swish, config.swiglu_alpha), limit)
     return linear(inner_MF, tree["down"], jnp.float32)
 
 
-def _swish(alpha: float, x: jax.Array) -> jax.Array:
+def swish(alpha: float, x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(alpha * x)
 
 
-def _expert_at(expert: jax.Array, experts: Params) -> Params:
+def expert_at(expert: jax.Array, experts: Params) -> Params:
     """The leaves of one expert. On CPU jax 0.10 would slice 16-bit stacks in float32: without the barrier it
     would convert all experts once, before the loop.
     """
@@ -104,90 +88,13 @@ def _expert_at(expert: jax.Array, experts: Params) -> Params:
     return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
 
 
-def _num_local(experts: Params) -> int:
+def num_local_experts(experts: Params) -> int:
     """Experts of this device."""
     return len(jax.tree.leaves(experts)[0])
 
 
-def _arrays(experts: Params) -> list[Any]:
-    """The matrices of gate, up and down as kernels take them, then their biases if there are any."""
-    leaves = [experts[name] for name in ("gate", "up", "down")]
-    arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
-    return [kernels_pallas.Mxfp4(x.values, x.scale) if isinstance(x, Mxfp4Weight) else x for x in arrays]
-
-
-def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> jax.Array:
-    """[M, D], float32: by the kernel of `kernels_pallas`, and on CPU by tiles where they are faster.
-
-    Args:
-        impl: of the kernel; "xla": none.
-        platform: whose programs run the kernel; None: all, or no kernel.
-        config: the model.
-        arrays: x_MD, weight_MU, expert_MU and the experts.
-    """
-    plain = partial(_plain, config=config)
-    by_kernel = partial(_by_kernel, impl=impl, config=config)
-    if impl != "xla" and platform is None:
-        return with_plain_derivative(by_kernel, plain, None, *arrays)
-    forms: dict[str, Callable] = {} if platform is None else {platform: by_kernel}
-    if _tiles_are_faster(arrays[2].size, config):
-        forms["cpu"] = partial(_by_tiles, config=config)
-    if not forms:
-        return plain(*arrays)
-
-    def fastest(*arrays: Any) -> jax.Array:
-        return lax.platform_dependent(*arrays, **forms, default=plain)
-
-    return with_plain_derivative(fastest, plain, None, *arrays)
-
-
-def _by_kernel(x_MD, weight_MU, expert_MU, experts: Params, impl: str, config: ModelConfig) -> jax.Array:
-    args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
-    of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
-    if config.swiglu_limit is not None:
-        of_model |= dict(activation=partial(_swish, config.swiglu_alpha), limit=config.swiglu_limit)
-    return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
-
-
-def _tiles_are_faster(choices: int, config: ModelConfig) -> bool:
-    """Whether `_by_tiles`, with up to 3 rows per choice, is faster than every expert for all tokens."""
-    return choices >= config.num_experts >= 4 * config.num_experts_per_tok
-
-
-def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D]: in order of the experts, a tile of choices (C) of one expert at a time; as many steps as there
-    are tiles. Its rows past the expert's last choice are overwritten by the next tile. For CPU.
-    """
-    M, U = expert_MU.shape
-    C = M * U
-    X = _num_local(experts)
-    rows = min(_TILE_ROWS, 1 << (2 * C // config.num_experts - 1).bit_length())
-    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
-    choice_C = key_C % C
-    padded_C = jnp.pad(choice_C, (0, rows))
-    first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
-    tiles_X = -((first_X - stop_X) // rows)
-    last_X = jnp.cumsum(tiles_X)
-
-    def step(tile, out_CD):
-        expert = (last_X <= tile).sum()
-        first = first_X[expert] + (tile - last_X[expert] + tiles_X[expert]) * rows
-        token_R = lax.dynamic_slice_in_dim(padded_C, first, rows) // U
-        tree = _expert_at(expert, experts)
-        out_RD = _expert(x_MD[token_R], tree, config)
-        return lax.dynamic_update_slice_in_dim(out_CD, out_RD, first, 0)
-
-    start_CD = jnp.zeros((C + rows, x_MD.shape[1]), jnp.float32)
-    start_CD = kernels_pallas.match_varying_axes(start_CD, x_MD, expert_MU, experts)
-    out_CD = lax.fori_loop(0, last_X[-1], step, start_CD)
-    place_C = jnp.zeros_like(choice_C).at[choice_C].set(jnp.arange(C))
-    here_MU = (expert_MU >= 0) & (expert_MU < X)
-    out_MUD = out_CD[place_C].reshape(M, U, -1)
-    return jnp.where(here_MU[..., None], weight_MU[..., None] * out_MUD, 0).sum(1)
-
-
-def _plain(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D], float32, in plain jnp."""
+def plain_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D], float32: the experts' outputs with their weights, in plain jnp."""
     mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
     return mix(x_MD, weight_MU, expert_MU, experts, config)
 
@@ -196,15 +103,15 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
     """[M, D]: one chosen expert after the other; reads no other expert. For few tokens."""
 
     def one(x_D, expert):  # float32 [D]
-        tree = _expert_at(expert, experts)
-        return _expert(x_D[None], tree, config)[0]
+        tree = expert_at(expert, experts)
+        return expert_output(x_D[None], tree, config)[0]
 
     def one_if_local(choice):  # zeros where the expert is on another device
         x_D, expert = choice
-        none_D = kernels_pallas.match_varying_axes(jnp.zeros(x_D.shape, jnp.float32), x_D, experts)
+        none_D = match_varying_axes(jnp.zeros(x_D.shape, jnp.float32), x_D, experts)
         return lax.cond((expert >= 0) & (expert < num_local), one, lambda *_: none_D, x_D, expert)
 
-    num_local = _num_local(experts)
+    num_local = num_local_experts(experts)
     compute = one_if_local if num_local < config.num_experts else lambda choice: one(*choice)
     outs = lax.map(compute, (jnp.repeat(x_MD, expert_MU.shape[1], 0), expert_MU.reshape(-1)))
     return (outs.reshape(*expert_MU.shape, -1) * weight_MU[..., None]).sum(1)
@@ -212,14 +119,14 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
 
 def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
     """[M, D]: every expert for all tokens, used where it was chosen; reads each expert once."""
-    used_MUX = expert_MU[..., None] == jnp.arange(_num_local(experts))
+    used_MUX = expert_MU[..., None] == jnp.arange(num_local_experts(experts))
     weight_MX = (weight_MU[..., None] * used_MUX).sum(1)
 
     def add(sum_MD, part):
         tree, weight_M = part
-        out_MD = _expert(x_MD, tree, config)
+        out_MD = expert_output(x_MD, tree, config)
         # 0 * inf would be NaN.
         return sum_MD + jnp.where(weight_M[:, None] != 0, weight_M[:, None] * out_MD, 0), None
 
-    start_MD = kernels_pallas.match_varying_axes(jnp.zeros(x_MD.shape, jnp.float32), x_MD, experts)
+    start_MD = match_varying_axes(jnp.zeros(x_MD.shape, jnp.float32), x_MD, experts)
     return lax.scan(add, start_MD, (experts, weight_MX.T))[0]

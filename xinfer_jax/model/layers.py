@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas import BIAS_STRIDE, device_impl, platform_of
+from kernels_pallas import BIAS_STRIDE
 from kernels_pallas.key_layouts import rotate_pairs
-from kernels_pallas.reference_products import FEW_ROWS
 
 from ..config.model_config import ModelConfig, RopeConfig
+from ..ops.operation import run
+from ..ops.product import float_product
 from ..weights.hadamard import hadamard_rotate, mlp_block_width
-from ..weights.matmul import float_product
 from ..weights.params import Params
 from ..weights.quantized_matmul import quantized_product
 from ..weights.quantized_weights import embedding_rows, is_quantized, local_shard
-from .kernel_products import Norm, Operands, by_kernel, may_use_kernel, select_product
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin) for each of `ModelConfig.ropes`
 
@@ -30,6 +29,14 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+class Norm(NamedTuple):
+    """An RMS norm of the input of products."""
+
+    weight: Any  # [I]
+    eps: float
+    offset: float | None  # as in `rms_norm`; kernels always multiply in float32
 
 
 def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
@@ -129,40 +136,36 @@ def products(  # noqa: PLR0913
         A result for each leaf; one with an activation.
     """
     dtype = dtype or x.dtype
-    weight, eps, offset = before or Norm(None, 0.0, None)
-
-    def plain(operands: Operands) -> list[jax.Array]:
-        x, leaves, weight, residual = operands
-        x = x if weight is None else _apart(rms_norm(x, weight, eps, offset))
-        return finish([_product(x, leaf, dtype) for leaf in leaves], residual)
-
-    def finish(ys: list[jax.Array], residual: jax.Array | None) -> list[jax.Array]:
-        ys = ys if activation is None else [_apart(_ACTIVATIONS[activation](ys[0]) * ys[1])]
-        return ys if residual is None else [residual + ys[0]]
-
-    operands = Operands(x, leaves, weight, residual)
-    if not may_use_kernel(impl):
-        return plain(operands)
-    chosen = select_product(impl, operands, activation).impl
-    if chosen != "xla":
-        options = dict(eps=eps, offset=offset or 0.0, activation=activation, dtype=dtype)
-        platform = platform_of(chosen, impl)
-        return by_kernel(plain, operands, chosen, platform, **options)
-    if weight is None and len(leaves) == 1:
-        return plain(operands)
-    if weight is not None:  # perhaps without its norm
-        x = _apart(rms_norm(x, weight, eps, offset))
-        return products(x, leaves, activation=activation, residual=residual, dtype=dtype, impl=impl)
-    return finish([products(x, [leaf], dtype=dtype, impl=impl)[0] for leaf in leaves], residual)
+    static: dict[str, Any] = dict(norm=before and before[1:], activation=activation, dtype=dtype)
+    operands = x, leaves, before and before.weight, residual
+    return run("products", partial(plain_products, **static), *operands, impl=impl, **static)
 
 
-def _apart(x: jax.Array) -> jax.Array:
-    """x, which XLA computes before the products that read it, where a TPU multiplies many rows. It would
-    compute a norm or an activation again for each of their tiles: 1,024 rows of 7B's gate take 249 us on a
-    v6e instead of 176.
-    """
-    is_prompt = x.size > FEW_ROWS * x.shape[-1]
-    return lax.optimization_barrier(x) if is_prompt and device_impl().impl == "tpu" else x
+def plain_products(  # noqa: PLR0913
+    x: jax.Array,
+    leaves: list[Params],
+    norm_weight: Any,
+    residual: Any,
+    norm: Any,
+    activation: Any,
+    dtype: Any,
+) -> list[jax.Array]:
+    """`products` by one product for each leaf. norm: eps and offset of `Norm`; None: there is none."""
+    x = x if norm is None else run("apart", _identity, rms_norm(x, norm_weight, *norm))
+    return finish_products([_product(x, leaf, dtype) for leaf in leaves], residual, activation)
+
+
+def finish_products(
+    ys: list[jax.Array], residual: jax.Array | None, activation: str | None
+) -> list[jax.Array]:
+    """The results of products with the activation and the residual of `products`."""
+    if activation is not None:
+        ys = [run("apart", _identity, _ACTIVATIONS[activation](ys[0]) * ys[1])]
+    return ys if residual is None else [residual + ys[0]]
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
 
 
 def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:

@@ -22,8 +22,7 @@ import kernels_pallas
 from ..cache.recurrent import Inputs, Recurrent, last_inputs, state_shapes
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
-from .kernel_products import Norm
-from .layers import activation, linear, products, rms_norm
+from .layers import Norm, activation, linear, products, rms_norm
 
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
 _INVERSE_BLOCK = 8

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ..formatting import ShortRepr
-from ..sharding import sharded_top_k
+from ..ops.largest import largest_k
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +79,8 @@ def record_alternatives(
 
     count = old.id_BTA.shape[-1]
     processed_logprob_BV = jax.nn.log_softmax(sampled_from())
-    logprob_BA, id_BA = sharded_top_k(jax.nn.log_softmax(logits_BV), count)
-    processed_BA, processed_id_BA = sharded_top_k(processed_logprob_BV, count)
+    logprob_BA, id_BA = largest_k(jax.nn.log_softmax(logits_BV), count)
+    processed_BA, processed_id_BA = largest_k(processed_logprob_BV, count)
     sampled_B = jnp.take_along_axis(processed_logprob_BV, token_B[:, None], 1)[:, 0]
     kept_BV = None if old.logits_BTV is None else logits_BV
     new = Alternatives(id_BA, logprob_BA, processed_id_BA, processed_BA, sampled_B, kept_BV)

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..sharding import abstract_mesh_of
-from .reductions import threshold_by_digits
+from ..ops.operation import run
 
 FEW = 65  # logits that are compared with each other: the candidates
 
@@ -176,11 +175,7 @@ def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B
     bits_BV = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
     # Negative floats have the opposite order as integers.
     order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
-    # XLA does not divide a reduction of several arrays over a mesh.
-    on_gpu = _threshold_by_halves if abstract_mesh_of(logits_BV) else threshold_by_digits
-    threshold_B = lax.platform_dependent(
-        order_BV, weight_BV, least_B, cuda=on_gpu, default=_threshold_by_halves
-    )
+    threshold_B = run("threshold", _threshold_by_halves, order_BV, weight_BV, least_B)
     return jnp.where(order_BV >= threshold_B[:, None], logits_BV, -jnp.inf)
 
 

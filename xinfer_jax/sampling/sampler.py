@@ -1,30 +1,21 @@
 """From logits to tokens: `sample_tokens`, and its three stages."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels_pallas
-from kernels_pallas import match_varying_axes
-from kernels_pallas.reference import LOGITS_GROUP
-
-from ..model.greedy import argmax
-from ..sharding import abstract_mesh_of, sharded_top_k, top_k_of_groups
+from ..ops.largest import argmax, largest_k
+from ..ops.operation import abstract_mesh_of, match_varying_axes, run
 from . import processors
 from .batched_settings import has_all_settings
-from .context import ALL_BITS, Context, repeat_rows
+from .context import ALL_BITS, Context
 from .random_keys import DRAW_TOKEN, draw_key, gumbel_noise
-from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
 
-_NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
-_FEW_LOGITS = 4096  # so many are summarized without a kernel
-_GROUP = 16  # rows that GPUs sample from the whole vocabulary at the same time
+NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
 
@@ -69,45 +60,18 @@ def choose_tokens(
         write them.
     """
     args = logits_BV, key_B, sampling_B, context
-    token_B, taken_BV, logsumexp_B = lax.platform_dependent(
-        *args, cuda=partial(_choose_in_one_branch, impl=impl), default=partial(_choose_in_branches, impl=impl)
-    )
+    plain = partial(_choose_in_branches, impl=impl)
+    token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, *args, impl=impl)
 
     def logprobs(token_B: jax.Array) -> jax.Array:
-        known_B = lax.platform_dependent(
-            logsumexp_B, logits_BV, cuda=lambda known_B, _: known_B, default=lambda _, x_BV: _logsumexp(x_BV)
-        )
-        return _at_token(logits_BV, token_B) - known_B
+        compute = lambda _, logits_BV: logsumexp(logits_BV)  # noqa: E731
+        known_B = run("known_logsumexp", compute, logsumexp_B, logits_BV)
+        return at_token(logits_BV, token_B) - known_B
 
     def sampled_from() -> jax.Array:
-        return lax.platform_dependent(
-            taken_BV,
-            *args,
-            cuda=lambda _, *args: sampled_from_in_groups(*args),
-            default=lambda x_BV, *_: x_BV,
-        )
+        return run("sampled_from", lambda taken_BV, *_: taken_BV, taken_BV, *args)
 
     return token_B, logprobs, sampled_from
-
-
-def choose_at_draft_positions(
-    logits_BTV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context, draft_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`choose_tokens` of GPUs for T positions of each row at the same time, as B * T rows: before its T - 1
-    draft tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
-    before any processor, float32 [B, T]. No kernel reads the logits: it would need a bias and the tokens seen
-    of each position in memory.
-    """
-    (_, T, V) = logits_BTV.shape
-
-    def as_rows(logits_BTV, key_B, sampling_B, context, draft_BT):
-        repeated = repeat_rows((key_B, sampling_B), T)
-        return logits_BTV.reshape(-1, V), *repeated, context.at_draft_positions(draft_BT)
-
-    arrays = logits_BTV, key_B, sampling_B, context, draft_BT
-    token_R, logsumexp_R = _choose_of_rows(as_rows, max(1, _GROUP // T), "xla", *arrays)
-    logprob_R = _at_token(logits_BTV.reshape(-1, V), token_R) - logsumexp_R
-    return token_R.reshape(-1, T), logprob_R.reshape(-1, T)
 
 
 def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
@@ -122,7 +86,7 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
             rest = key_B, sampling_B, context.position_B
             if abstract_mesh_of(processed_BV) is not None:
                 return _sample_from_all(processed_BV, *rest)
-            return _sample_rows(processed_BV, *rest)
+            return sample_rows(processed_BV, *rest)
 
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
@@ -131,134 +95,27 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
     return token_B, taken_BV, match_varying_axes(jnp.zeros(len(logits_BV)), logits_BV)
 
 
-def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, impl):
-    """`choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were sampled
-    from, and their logsumexp.
-    """
-    arrays = logits_BV, key_B, sampling_B, context
-    token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, impl, *arrays)
-    return token_B, logits_BV, logsumexp_B
-
-
-def _choose_of_rows(
-    as_rows: Callable, group: int, impl: str | None, *arrays: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The tokens of the rows `as_rows(*arrays)`: logits, keys, settings and context; and the logsumexp of
-    these logits. On GPUs the host waits for the predicate of each branch. There is one: whether all rows are
-    sampled from their candidates, by processors that cost no pass over the logits of their own. The other
-    branch makes the rows of `group` entries of the arrays after the others.
-    """
-    logits_BV, key_B, sampling_B, context = as_rows(*arrays)
-    (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, impl)
-    rest = key_B, sampling_B, context.position_B, logits_BV.shape[1]
-    token_B, _, common_B = _sample_candidates(candidates_BA, index_BA, *rest)
-    common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
-    if has_all_settings(sampling_B):
-        common_B &= ~_uses_other_processors(sampling_B, context)
-    if context.automata is not None:
-        common_B &= ~context.automata.used_B
-
-    def from_all() -> jax.Array:
-        drawn_B = _in_groups(lambda *arrays: _process_and_sample(*as_rows(*arrays))[0], group, *arrays)
-        return jnp.where(common_B, token_B, drawn_B)
-
-    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logsumexp_B
-
-
-def _summarize_logits(logits_BV, sampling_B, context, impl):
-    """The candidates among the logits with bias and repetition penalty, as `sharded_top_k` returns them; and
-    the logsumexp of the logits as they are.
-    """
-    V = logits_BV.shape[1]
-    chosen = "xla"
-    if V > _FEW_LOGITS and abstract_mesh_of(logits_BV) is None:
-        chosen = kernels_pallas.select("summarize_logits", impl, logits_BV).impl
-    if chosen == "xla":
-        processed_BV = _bias_and_repeat(logits_BV, sampling_B, context)
-        return _top_candidates(processed_BV), _logsumexp_on_gpu(logits_BV)
-    bias = ()
-    if has_all_settings(sampling_B):
-        bias = sampling_B.logit_bias, context.biased_B
-    args = logits_BV, sampling_B.repetition_penalty, context.seen_BV, *bias
-    largest_BQ, logsumexp_B = kernels_pallas.run_kernel(chosen, "summarize_logits", *args)
-
-    def processed_at(index_BI: jax.Array) -> jax.Array:
-        def take(x_BV):
-            return jnp.take_along_axis(jnp.asarray(x_BV), index_BI, -1)
-
-        sampling = sampling_B
-        if bias:
-            sampling = dataclasses.replace(sampling_B, logit_bias=take(sampling_B.logit_bias))
-        seen = dataclasses.replace(context, seen_BV=take(context.seen_BV))
-        return _bias_and_repeat(take(logits_BV), sampling, seen)
-
-    count = min(_NUM_CANDIDATES, V)
-    return top_k_of_groups(largest_BQ, processed_at, LOGITS_GROUP, V, count), logsumexp_B
-
-
-def _top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return sharded_top_k(processed_BV, min(_NUM_CANDIDATES, processed_BV.shape[1]))
-
-
-def sampled_from_in_groups(
-    logits_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context
-) -> jax.Array:
-    """The logits [B, V] that GPUs sample from."""
-    arrays = logits_BV, key_B, sampling_B, context
-    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
-
-
-def _process_and_sample(logits_BV, key_B, sampling_B, context):
-    processed_BV = process_logits(logits_BV, sampling_B, context)
-    return _sample_rows(processed_BV, key_B, sampling_B, context.position_B)
-
-
-def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
-    """`function` of some rows after the others, so that its temporaries are those of few rows. It may make
-    several rows of each. Groups are of equal size: the last one may repeat rows of the one before.
-    """
-    B = len(rows[0])
-    if B <= size or abstract_mesh_of(rows[0]) is not None:
-        return function(*rows)
-
-    rows = jax.tree.map(jnp.asarray, rows)
-
-    def group(i):
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), size), rows)
-
-    def first(i):
-        return jnp.minimum(i * size, B - size)
-
-    shape = jax.eval_shape(lambda: function(*group(0)))
-    times = shape.shape[0] // size
-
-    def put(i, out):
-        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i) * times, 0)
-
-    zeros = match_varying_axes(jnp.zeros((B * times, *shape.shape[1:]), shape.dtype), rows)
-    return lax.fori_loop(0, -(-B // size), put, zeros)
-
-
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the log-probability of each row's token."""
-    logsumexp_B = lax.platform_dependent(logits_BV, cuda=_logsumexp_on_gpu, default=_logsumexp)
-    return _at_token(logits_BV, token_B) - logsumexp_B
+    return at_token(logits_BV, token_B) - run("logsumexp", logsumexp, logits_BV)
 
 
-def _logsumexp(logits_BV: jax.Array) -> jax.Array:
+def logsumexp(logits_BV: jax.Array) -> jax.Array:
+    """float32 [B]."""
     return jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def _logsumexp_on_gpu(logits_BV: jax.Array) -> jax.Array:
-    """In one pass, but over a mesh as XLA does it."""
-    return _logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
-
-
-def _at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+def at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+    """float32 [B]: the logit of each row's token."""
     return logits_BV[jnp.arange(len(token_B)), token_B]
 
 
-def _sample_rows(processed_BV, key_B, sampling_B, position_B):
+def top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logits, float32 [B, A], and their tokens, int32 [B, A]."""
+    return largest_k(processed_BV, min(NUM_CANDIDATES, processed_BV.shape[1]))
+
+
+def sample_rows(processed_BV, key_B, sampling_B, position_B):
     """A token of each row, and the logits that it was sampled from.
 
     Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
@@ -266,7 +123,7 @@ def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     """
     rest = key_B, sampling_B, position_B
     (_, V) = processed_BV.shape
-    token_B, kept, valid_B = _sample_candidates(*_top_candidates(processed_BV), *rest, V)
+    token_B, kept, valid_B = sample_candidates(*top_candidates(processed_BV), *rest, V)
     taken_BV = _logits_kept(processed_BV, sampling_B, *kept)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
@@ -276,7 +133,7 @@ def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     return lax.cond(jnp.all(valid_B), lambda: (token_B, taken_BV), from_all)
 
 
-def _sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V):  # noqa: PLR0913
+def sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V):  # noqa: PLR0913
     """A token of each row from its A largest logits; the largest of these, and the smallest and the largest
     that the row keeps, each [B, 1]; and the rows for which this is valid: those that keep no other token.
     """
@@ -329,7 +186,7 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
     """Applies the processors that greedy rows have too: biases, penalties, forbidden tokens."""
     s = sampling_B
     c = context
-    logits_BV = _bias_and_repeat(logits_BV, s, c)
+    logits_BV = bias_and_repeat(logits_BV, s, c)
     if not has_all_settings(s):
         return _follow_automata(logits_BV, c)
 
@@ -361,22 +218,13 @@ def _follow_automata(logits_BV, context):
     return _apply_if_any(context.automata.used_B, context.automata.mask, logits_BV)
 
 
-def _bias_and_repeat(logits_BV, sampling_B, context):
+def bias_and_repeat(logits_BV, sampling_B, context):
     """The logits with bias and repetition penalty, the processors that are applied even where no row uses
     them.
     """
     if has_all_settings(sampling_B):
         logits_BV = logits_BV + sampling_B.logit_bias
     return processors.repetition_penalty(logits_BV, sampling_B.repetition_penalty, context.seen_BV)
-
-
-def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
-    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
-    s = sampling_B
-    c = context
-    uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
-    uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
-    return uses_B | jnp.any(c.allowed_bits[:, 0] != ALL_BITS, -1)
 
 
 def _apply_if_any(uses: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:

@@ -33,9 +33,9 @@ from ..engine.requests import Answer, Request
 from ..engine.row import Row
 from ..engine.submission import make_request
 from ..errors import InputError, format_message
+from ..ops.cpu import cpu_features
 from ..sampling.logprobs import TokenLogprobs
 from ..sharding import concrete_mesh_of
-from ..weights import cpu_features
 
 _POLL_SECONDS = 0.2  # for the end
 _COUNT_SECONDS = 1.0  # between two reports of counters

@@ -22,7 +22,8 @@ from jax import lax
 from kernels_pallas.mxfp4 import GROUP as GROUP, number, power
 
 from ..formatting import ShortRepr
-from .matmul import dot, tiled_product
+from ..ops.cpu.cpu_products import tiled_product
+from ..ops.product import dot
 
 BYTES = GROUP // 2  # of a group of one output
 # Of 4 bits.

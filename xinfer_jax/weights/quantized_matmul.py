@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .matmul import (
+from ..ops.cpu.cpu_products import (
     choose_int8_dot,
-    dot,
     int8_activation_product,
     pad_outputs,
     tiled_product,
-    tpu_forms,
     upcast_product,
     upcasts_int8,
 )
+from ..ops.product import dot
+from ..ops.tpu.tpu_products import tpu_forms
 from .mxfp4 import Mxfp4Weight, mxfp4_product
 from .quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, dequantize, split_groups
 from .ternary import TernaryWeight, ternary_product

@@ -26,7 +26,8 @@ from jax import lax
 from ..errors import InputError
 from ..formatting import ShortRepr
 from ..host import aligned_empty, run_in_blocks
-from .matmul import dot, quantize_activations, tiled_product
+from ..ops.cpu.cpu_products import quantize_activations, tiled_product
+from ..ops.product import dot
 
 _WORD = 32  # inputs in a word
 _RUN = 4  # words of one sum

@@ -1,0 +1,48 @@
+"""Times calls of a random model: a process that scripts/bench_pairs.py starts in each of two checkouts. It
+uses public names alone. Arguments: a file with a config.json, the format of the weights.
+
+Each line that it reads is the name of a call; it answers with the call's seconds.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import xinfer_jax as xj
+
+
+def calls(params: Any, config: xj.ModelConfig) -> dict[str, Callable[[], Any]]:
+    """Returns the calls by name: `stream` and `generate` of 26 + 24 tokens, and a prompt of 300."""
+    random = np.random.RandomState(0)
+    prompts = [random.randint(0, config.vocab_size, 26).tolist() for _ in range(8)]
+    long_prompt = random.randint(0, config.vocab_size, 300).tolist()
+    options = xj.GenerateOptions(24, eos_token_ids=())
+    return dict(
+        stream=lambda: list(xj.stream(params, config, prompts[:1], options)),
+        stream_8=lambda: list(xj.stream(params, config, prompts, options)),
+        generate=lambda: xj.generate(params, config, prompts[:1], options),
+        generate_8=lambda: xj.generate(params, config, prompts, options),
+        prompt=lambda: xj.generate(params, config, [long_prompt], xj.GenerateOptions(1, eos_token_ids=())),
+    )
+
+
+def main(config_file: str, quantize: str) -> None:
+    assert Path.cwd() in Path(xj.__file__).parents, "another checkout is imported"
+    config = xj.from_hf(json.loads(Path(config_file).read_text(encoding="utf-8")))
+    weights = None if quantize == "none" else quantize
+    params = jax.block_until_ready(xj.init_params(config, jax.random.key(0), "float32", weights))
+    by_name = calls(params, config)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        by_name[line.strip()]()
+        print(time.perf_counter() - start, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Counts what compiled GPU programs do, and checks cards."""

@@ -1,0 +1,1 @@
+"""Requests, attacks, schemas and processes of the soak_*.py programs."""

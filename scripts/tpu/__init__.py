@@ -1,0 +1,1 @@
+"""Counts what compiled TPU programs do: bytes of HBM, copies, times."""

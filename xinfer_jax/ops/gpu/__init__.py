@@ -1,0 +1,1 @@
+"""Forms of operations for NVIDIA GPUs, in plain jnp: `reductions`, `top_k`, `gpu_sampler`, `verify`."""

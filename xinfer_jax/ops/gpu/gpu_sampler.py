@@ -1,0 +1,190 @@
+"""A sampler whose host waits for one predicate a step, and log-sum-exp in one pass, for NVIDIA GPUs."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+from kernels_pallas.reference import LOGITS_GROUP
+
+from ...sampling.batched_settings import has_all_settings
+from ...sampling.context import ALL_BITS, Context, repeat_rows
+from ...sampling.sampler import (
+    NUM_CANDIDATES,
+    at_token,
+    bias_and_repeat,
+    logsumexp,
+    process_logits,
+    sample_candidates,
+    sample_rows,
+    top_candidates,
+)
+from ...sampling.sampling_config import SamplingConfig
+from ..operation import abstract_mesh_of, match_varying_axes
+from .reductions import logsumexp_in_one_pass
+from .top_k import top_k_of_groups
+
+_FEW_LOGITS = 4096  # so many are summarized without a kernel
+_GROUP = 16  # rows that are sampled from the whole vocabulary at the same time
+
+# Forms: (plain, impl, operands, static) -> what takes the operands.
+
+
+def choice_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+    return partial(_choose_in_one_branch, impl=impl)
+
+
+def known_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+    return lambda known_B, _: known_B
+
+
+def sampled_from_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+    return lambda _, *args: sampled_from_in_groups(*args)
+
+
+def logsumexp_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
+    """In one pass, but over a mesh as XLA does it."""
+    return None if abstract_mesh_of(operands) else logsumexp_in_one_pass
+
+
+def choose_at_draft_positions(
+    logits_BTV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context, draft_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`choose_tokens` for T positions of each row at the same time, as B * T rows: before its T - 1 draft
+    tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
+    before any processor, float32 [B, T]. No kernel reads the logits: it would need a bias and the tokens seen
+    of each position in memory.
+    """
+    (_, T, V) = logits_BTV.shape
+
+    def as_rows(logits_BTV, key_B, sampling_B, context, draft_BT):
+        repeated = repeat_rows((key_B, sampling_B), T)
+        return logits_BTV.reshape(-1, V), *repeated, context.at_draft_positions(draft_BT)
+
+    arrays = logits_BTV, key_B, sampling_B, context, draft_BT
+    token_R, logsumexp_R = _choose_of_rows(as_rows, max(1, _GROUP // T), "xla", *arrays)
+    logprob_R = at_token(logits_BTV.reshape(-1, V), token_R) - logsumexp_R
+    return token_R.reshape(-1, T), logprob_R.reshape(-1, T)
+
+
+def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, impl):
+    """`choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were sampled
+    from, and their logsumexp.
+    """
+    arrays = logits_BV, key_B, sampling_B, context
+    token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, impl, *arrays)
+    return token_B, logits_BV, logsumexp_B
+
+
+def _choose_of_rows(
+    as_rows: Callable, group: int, impl: str | None, *arrays: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The tokens of the rows `as_rows(*arrays)`: logits, keys, settings and context; and the logsumexp of
+    these logits. On GPUs the host waits for the predicate of each branch. There is one: whether all rows are
+    sampled from their candidates, by processors that cost no pass over the logits of their own. The other
+    branch makes the rows of `group` entries of the arrays after the others.
+    """
+    logits_BV, key_B, sampling_B, context = as_rows(*arrays)
+    (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, impl)
+    rest = key_B, sampling_B, context.position_B, logits_BV.shape[1]
+    token_B, _, common_B = sample_candidates(candidates_BA, index_BA, *rest)
+    common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
+    if has_all_settings(sampling_B):
+        common_B &= ~_uses_other_processors(sampling_B, context)
+    if context.automata is not None:
+        common_B &= ~context.automata.used_B
+
+    def from_all() -> jax.Array:
+        drawn_B = _in_groups(lambda *arrays: _process_and_sample(*as_rows(*arrays))[0], group, *arrays)
+        return jnp.where(common_B, token_B, drawn_B)
+
+    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logsumexp_B
+
+
+def _summarize_logits(logits_BV, sampling_B, context, impl):
+    """The candidates among the logits with bias and repetition penalty, as `largest_k` returns them; and
+    the logsumexp of the logits as they are.
+    """
+    V = logits_BV.shape[1]
+    chosen = "xla"
+    if V > _FEW_LOGITS and abstract_mesh_of(logits_BV) is None:
+        chosen = kernels_pallas.select("summarize_logits", impl, logits_BV).impl
+    if chosen == "xla":
+        processed_BV = bias_and_repeat(logits_BV, sampling_B, context)
+        return top_candidates(processed_BV), _logsumexp_on_gpu(logits_BV)
+    bias = ()
+    if has_all_settings(sampling_B):
+        bias = sampling_B.logit_bias, context.biased_B
+    args = logits_BV, sampling_B.repetition_penalty, context.seen_BV, *bias
+    largest_BQ, logsumexp_B = kernels_pallas.run_kernel(chosen, "summarize_logits", *args)
+
+    def processed_at(index_BI: jax.Array) -> jax.Array:
+        def take(x_BV):
+            return jnp.take_along_axis(jnp.asarray(x_BV), index_BI, -1)
+
+        sampling = sampling_B
+        if bias:
+            sampling = dataclasses.replace(sampling_B, logit_bias=take(sampling_B.logit_bias))
+        seen = dataclasses.replace(context, seen_BV=take(context.seen_BV))
+        return bias_and_repeat(take(logits_BV), sampling, seen)
+
+    count = min(NUM_CANDIDATES, V)
+    return top_k_of_groups(largest_BQ, processed_at, LOGITS_GROUP, V, count), logsumexp_B
+
+
+def sampled_from_in_groups(
+    logits_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context
+) -> jax.Array:
+    """The logits [B, V] that GPUs sample from."""
+    arrays = logits_BV, key_B, sampling_B, context
+    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
+
+
+def _process_and_sample(logits_BV, key_B, sampling_B, context):
+    processed_BV = process_logits(logits_BV, sampling_B, context)
+    return sample_rows(processed_BV, key_B, sampling_B, context.position_B)
+
+
+def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
+    """`function` of some rows after the others, so that its temporaries are those of few rows. It may make
+    several rows of each. Groups are of equal size: the last one may repeat rows of the one before.
+    """
+    B = len(rows[0])
+    if B <= size or abstract_mesh_of(rows[0]) is not None:
+        return function(*rows)
+
+    rows = jax.tree.map(jnp.asarray, rows)
+
+    def group(i):
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), size), rows)
+
+    def first(i):
+        return jnp.minimum(i * size, B - size)
+
+    shape = jax.eval_shape(lambda: function(*group(0)))
+    times = shape.shape[0] // size
+
+    def put(i, out):
+        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i) * times, 0)
+
+    zeros = match_varying_axes(jnp.zeros((B * times, *shape.shape[1:]), shape.dtype), rows)
+    return lax.fori_loop(0, -(-B // size), put, zeros)
+
+
+def _logsumexp_on_gpu(logits_BV: jax.Array) -> jax.Array:
+    """In one pass, but over a mesh as XLA does it."""
+    return logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
+
+
+def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
+    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
+    s = sampling_B
+    c = context
+    uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
+    uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
+    return uses_B | jnp.any(c.allowed_bits[:, 0] != ALL_BITS, -1)

@@ -1,0 +1,136 @@
+"""Verifying all draft tokens of a step at the same time, for NVIDIA GPUs."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...generation.loop import Hidden, to_logits
+from ...generation.state import DecodeState, after_recording, ends_row, next_column
+from ...sampling.logprobs import Alternatives, if_wanted, record_alternatives
+from ...sampling.sampler import is_plain_greedy
+from ..kernels.head import can_fuse_head, greedy_tokens
+from .gpu_sampler import choose_at_draft_positions, sampled_from_in_groups
+
+
+def recording_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+    """A form of `after_recording`, which keeps the order."""
+    return lambda *recorded: lax.optimization_barrier(recorded)
+
+
+def verify_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable:
+    """A form of `verify`: all positions are sampled at the same time, and the tokens after the first rejected
+    draft token are thrown away: these cost less than the launches of each position.
+
+    Of the predicates that the host waits for, greedy rows have one where a fused kernel serves (up to 64 rows
+    x positions). Sampled rows have this one and that of the sampler, or only that of the sampler where no
+    kernel serves or alternatives are recorded, and these have one more where `wanted_B` says who asked.
+    """
+    return partial(_verify_at_once, static["outputs"], impl)
+
+
+def _verify_at_once(outputs, impl, state, draft_BT):
+    """The state after `verify`; the contexts of all positions are known, as they contain draft tokens."""
+    if state.alternatives is None and isinstance(outputs, Hidden):
+        token_BT, logprob_BT = _sample_from_hidden(outputs, impl, state, draft_BT)
+        return append_tokens(state, token_BT, logprob_BT, _count_appended(token_BT, draft_BT, state))
+    logits_BTV = to_logits(outputs)
+    token_BT, logprob_BT = _sample_from_logits(logits_BTV, state, draft_BT)
+    count_B = _count_appended(token_BT, draft_BT, state)
+    state = record_tokens(logits_BTV, token_BT, draft_BT, count_B, state)
+    token_BT, state = after_recording(token_BT, state)
+    return append_tokens(state, token_BT, logprob_BT, count_B)
+
+
+def _sample_from_hidden(outputs, impl, state, draft_BT):
+    """The tokens [B, T] of all positions, and their log-probabilities. Where a fused kernel serves, greedy
+    rows need no logits.
+    """
+    (B, T, D) = outputs.hidden.shape
+    hidden_RD = outputs.hidden.reshape(-1, D)
+
+    def from_logits():
+        return _sample_from_logits(to_logits(outputs), state, draft_BT)
+
+    def greedy():
+        found = greedy_tokens(*outputs.model, hidden_RD, impl)
+        return tuple(x_R.reshape(B, T) for x_R in found)
+
+    if not can_fuse_head(outputs.model[0], hidden_RD, impl):
+        return from_logits()
+    return lax.cond(is_plain_greedy(state.sampling_B, state.context), greedy, from_logits)
+
+
+def _sample_from_logits(logits_BTV, state, draft_BT):
+    """The tokens [B, T] of all positions, and their log-probabilities."""
+    rows = state.key_B, state.sampling_B, state.context
+    return choose_at_draft_positions(logits_BTV, *rows, draft_BT)
+
+
+def _count_appended(token_BT, draft_BT, state):
+    """int32 [B]: tokens that each row appends: up to the first that is no draft token, or ends the row."""
+    count = draft_BT.shape[1]
+    index_T = jnp.arange(count)
+    token_BT = token_BT[:, :count]
+    goes_on_BT = (token_BT == draft_BT) & ~ends_row(token_BT, state.context.eos_BE)
+    goes_on_BT &= state.length_B[:, None] + index_T + 1 < state.limit_B[:, None]
+    accepted_B = jnp.min(jnp.where(goes_on_BT, count, index_T), 1)
+    return jnp.where(state.active_B, accepted_B + 1, 0)
+
+
+def record_tokens(
+    logits_BTV: jax.Array, token_BT: jax.Array, draft_BT: jax.Array, count_B: jax.Array, state: DecodeState
+) -> DecodeState:
+    """`record_token` of the first `count_B` tokens of each row, for GPUs: one predicate for all.
+
+    Args:
+        logits_BTV: of T positions.
+        token_BT: int32, sampled there.
+        draft_BT: int32, T - 1 draft tokens: those before a position were in its context.
+        count_B: int32, 0 of rows that have ended.
+        state: before these tokens.
+    """
+    if state.alternatives is None:
+        return state
+    column_BT = _columns(state, count_B, token_BT.shape[1])
+
+    def record(i: Any, alternatives: Alternatives) -> Alternatives:
+        context = state.context.append_tokens(draft_BT, jnp.full_like(count_B, i))
+        rows = logits_BTV[:, i], state.key_B, state.sampling_B, context
+        taken = partial(sampled_from_in_groups, *rows)
+        return record_alternatives(alternatives, column_BT[:, i], rows[0], taken, token_BT[:, i])
+
+    def record_all(alternatives: Alternatives) -> Alternatives:
+        return lax.fori_loop(0, token_BT.shape[1], record, alternatives)
+
+    return dataclasses.replace(state, alternatives=if_wanted(state.alternatives, column_BT[:, 0], record_all))
+
+
+def append_tokens(
+    state: DecodeState, token_BT: jax.Array, logprob_BT: jax.Array, count_B: jax.Array
+) -> DecodeState:
+    """`append_token` of the first `count_B` tokens of each row; 0 of rows that have ended."""
+    column_BT = _columns(state, count_B, token_BT.shape[1])
+    row_B1 = jnp.arange(len(token_BT))[:, None]
+    last_B1 = jnp.maximum(count_B - 1, 0)[:, None]
+    token_B = jnp.where(count_B > 0, jnp.take_along_axis(token_BT, last_B1, 1)[:, 0], state.token_B)
+    ends_B = jnp.take_along_axis(ends_row(token_BT, state.context.eos_BE), last_B1, 1)[:, 0]
+    return dataclasses.replace(
+        state,
+        token_B=token_B,
+        finished_B=state.finished_B | ((count_B > 0) & ends_B),
+        context=state.context.append_tokens(token_BT, count_B),
+        tokens_BT=jnp.asarray(state.tokens_BT).at[row_B1, column_BT].set(token_BT, mode="drop"),
+        logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B1, column_BT].set(logprob_BT, mode="drop"),
+    )
+
+
+def _columns(state: DecodeState, count_B: jax.Array, size: int) -> jax.Array:
+    """int32 [B, T]: the columns of each row's next tokens; past the end from `count_B` on. size: T."""
+    index_T = jnp.arange(size)
+    column_BT = next_column(state)[:, None] + index_T
+    return jnp.where(index_T < count_B[:, None], column_BT, state.tokens_BT.shape[1])

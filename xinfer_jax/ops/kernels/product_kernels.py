@@ -1,0 +1,191 @@
+"""Matrix products by a kernel: which ones it takes."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import kernels_pallas
+from kernels_pallas.reference_products import FEW_ROWS, Matrix
+
+from ...model.layers import finish_products, products, rms_norm
+from ...weights.mxfp4 import Mxfp4Weight
+from ...weights.params import Params
+from ...weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
+from ...weights.ternary import TernaryWeight
+from ..cpu.cpu_products import quantize_activations
+from ..operation import abstract_mesh_of, run, with_derivative
+
+_WITHOUT_KERNEL: dict[type, str] = {TernaryWeight: "ternary weights", Mxfp4Weight: "MXFP4 weights"}
+_TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
+
+
+class Operands(NamedTuple):
+    """What products read."""
+
+    x: Any  # [..., I]
+    leaves: Sequence[Params]  # matrices that share x, with their biases
+    norm_weight: Any = None  # [I]
+    residual: Any = None  # [..., O]
+
+
+def products_form(
+    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
+) -> Callable | None:
+    """A form of `products` in one launch, with the derivative of `plain`. Where no kernel takes them all: of
+    the products without their norm, and of each. None: of none.
+    """
+    if not may_use_kernel(impl):
+        return None
+    given = Operands(*operands)
+    chosen = select_product(impl, given, static["activation"]).impl
+    if chosen != "xla":
+        (eps, offset) = static["norm"] or (0.0, None)
+        options = dict(eps=eps, offset=offset or 0.0, activation=static["activation"], dtype=static["dtype"])
+        kernel = partial(_run, impl=chosen, options=options)
+        return partial(with_plain_derivative, kernel, plain, kernels_pallas.platform_of(chosen, impl))
+    if given.norm_weight is None and len(given.leaves) == 1:
+        return None
+    return partial(_in_parts, impl=impl, **static)
+
+
+def _in_parts(x, leaves, norm_weight, residual, impl, norm, activation, dtype):  # noqa: PLR0913
+    if norm is not None:  # perhaps without its norm
+        x = run("apart", lambda x: x, rms_norm(x, norm_weight, *norm))
+        return products(x, leaves, activation=activation, residual=residual, dtype=dtype, impl=impl)
+    ys = [products(x, [leaf], dtype=dtype, impl=impl)[0] for leaf in leaves]
+    return finish_products(ys, residual, activation)
+
+
+def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | None, *operands: Any) -> Any:
+    """`kernel(*operands)` in programs of a platform (None: in all), with the derivative of `plain`."""
+    form = partial(kernels_pallas.run_on_platform, platform, kernel, plain)
+    return with_derivative(form, plain, operands)
+
+
+def may_use_kernel(impl: str | None) -> bool:
+    """Whether this process has a kernel for products under that name."""
+    return impl != "xla" and (impl is not None or kernels_pallas.dispatch.device_impl().impl != "xla")
+
+
+def select_product(impl: str | None, operands: Operands, activation: str | None) -> kernels_pallas.Selection:
+    """The implementation of products in one launch; "xla" where there is no kernel for them.
+
+    A named implementation is one of attention: other matrices stay with XLA under every name.
+    """
+    x, leaves, norm_weight, _ = operands
+    if impl == "xla":
+        return kernels_pallas.Selection("xla", "requested by name")
+    if impl is None and (here := kernels_pallas.dispatch.device_impl()).impl == "xla":
+        return here
+    matrices = [leaf["weight"] for leaf in leaves]
+    rows = x.size // max(x.shape[-1], 1)
+    if abstract_mesh_of(matrices):  # a kernel sees only one device's part
+        return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
+    on_tpu = (impl or kernels_pallas.dispatch.device_impl().impl) in ("tpu", "interpret_tpu")
+    if on_tpu:
+        reason = _unsupported_on_tpu(x, matrices, rows, norm_weight)
+    else:
+        reason = _unsupported_on_gpu(x, matrices, rows, norm_weight)
+    if activation is not None and len({_layout(matrix) for matrix in matrices}) > 1:
+        reason = reason or "gate and up of different formats"
+    if reason:
+        return kernels_pallas.Selection("xla", reason)
+    return kernels_pallas.select("product", impl, x)
+
+
+def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
+    """Why the TPU kernel does not take these products in one launch, or None."""
+    if rows > FEW_ROWS:
+        return f"{rows} rows, more than {FEW_ROWS}"
+    if len({(type(matrix), getattr(matrix, "group", None)) for matrix in matrices}) > 1:
+        return "matrices of different formats"
+    if not is_quantized(matrices[0]):
+        is_same = all(matrix.dtype == x.dtype for matrix in matrices)
+        return None if is_same and x.dtype in (jnp.bfloat16, jnp.float32) else "floats of another dtype"
+    if x.dtype != jnp.bfloat16:
+        return f"quantized weights with activations of {x.dtype}"
+    if rows * x.shape[-1] > _TPU_NUMBERS:
+        return f"{rows} rows of {x.shape[-1]} numbers"
+    if isinstance(matrices[0], Int8Weight):
+        return "int8 activations" if any(map(_has_int8_activations, matrices)) else None
+    if not isinstance(matrices[0], GroupedWeight):
+        return _WITHOUT_KERNEL[type(matrices[0])]
+    if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
+        return "int8 in groups, or groups that are no multiple of 64"
+    if any(matrix.zero is None for matrix in matrices) and any(
+        matrix.zero is not None for matrix in matrices
+    ):
+        return "zero points of some matrices"
+    return _ordered_reason(matrices, norm_weight)
+
+
+def _ordered_reason(matrices, norm_weight) -> str | None:
+    is_ordered = any(matrix.order is not None for matrix in matrices)
+    is_shared = norm_weight is not None or len(matrices) > 1
+    return "inputs in the order of one matrix" if is_ordered and is_shared else None
+
+
+def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:
+    """The same for GPUs."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {x.dtype}"
+    if norm_weight is not None and (rows > FEW_ROWS or x.dtype != jnp.bfloat16):
+        return "a norm of many rows or of float16"
+    if len({_has_int8_activations(matrix) for matrix in matrices}) > 1:
+        return "int8 activations of some matrices"
+    normed = norm_weight is not None
+    several = len(matrices) > 1
+    reasons = (_unsupported_matrix(matrix, x.dtype, rows, normed, several) for matrix in matrices)
+    return next(filter(None, reasons), None)
+
+
+def _has_int8_activations(matrix: Any) -> bool:
+    return isinstance(matrix, Int8Weight) and matrix.int8_activations
+
+
+def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
+    """The same for one matrix. normed: x has a norm; several: x is that of other matrices too."""
+    if type(matrix) in _WITHOUT_KERNEL:
+        return _WITHOUT_KERNEL[type(matrix)]
+    if reason := kernels_pallas.support.too_large(getattr(matrix, "values", matrix)):
+        return reason
+    if isinstance(matrix, Int8Weight):
+        return "a norm before int8 activations" if normed and matrix.int8_activations else None
+    if isinstance(matrix, GroupedWeight):
+        if matrix.values.shape[1] % 16:
+            return "small groups"
+        ordered = matrix.order is not None and (normed or several)
+        return "inputs in the order of one matrix" if ordered else None
+    return None if matrix.dtype == dtype and rows <= FEW_ROWS else "floats of another dtype, or for many rows"
+
+
+def _layout(matrix: Any) -> tuple[Any, ...]:
+    values = getattr(matrix, "values", matrix)
+    return values.shape, values.dtype
+
+
+def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -> list[jax.Array]:
+    x_MI = x.reshape(-1, x.shape[-1])
+    order = getattr(leaves[0]["weight"], "order", None)
+    x_MI = x_MI if order is None else x_MI[:, order]
+    residual_MO = None if residual is None else residual.reshape(len(x_MI), -1)
+    step_M = None
+    if _has_int8_activations(leaves[0]["weight"]):
+        x_MI, factor_M1 = quantize_activations(x_MI)
+        step_M = 1 / factor_M1[:, 0]
+    args = (x_MI, [_matrix(leaf) for leaf in leaves], norm_weight, residual_MO, step_M)
+    ys = kernels_pallas.run_kernel(impl, "product", *args, **options)
+    return [y_MO.reshape(*x.shape[:-1], -1) for y_MO in ys]
+
+
+def _matrix(leaf: Params) -> Matrix:
+    weight = leaf["weight"]
+    bias = leaf.get("bias")
+    if isinstance(weight, Int8Weight):
+        return Matrix(weight.values, weight.scale, None, bias)
+    if isinstance(weight, GroupedWeight):
+        return Matrix(weight.values, weight.scale, weight.zero, bias)
+    return Matrix(weight, bias=bias)

@@ -1,0 +1,29 @@
+"""The largest numbers of each row: `argmax` and `largest_k`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .operation import run
+
+
+def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
+    """The index of each row's largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any."""
+    return run("argmax", plain_argmax, logits_BV, impl=impl)
+
+
+def plain_argmax(logits_BV: jax.Array) -> jax.Array:
+    """`argmax` in plain jnp."""
+    return jnp.argmax(logits_BV, -1).astype(jnp.int32)
+
+
+def largest_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns `lax.top_k` of [..., V]: the `count` largest numbers, and their indices."""
+    return run("top_k", partial(_top_k, count=count), x, count=count)
+
+
+def _top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    values, index = lax.top_k(x, count)
+    return values, index
