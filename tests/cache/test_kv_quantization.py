@@ -100,7 +100,8 @@ def talks(model):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "dtype, most, agree", [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95)]
+    "dtype, most, agree",
+    [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95), ("float8_e4m3fn", 0.27, 0.97)],
 )
 def test_cache_bytes_and_top_1_agreement(model, talks, dtype, most, agree):
     """Top-1 agreement, teacher-forced: the first 16 tokens in one call, then one by one."""
@@ -182,7 +183,7 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "int4", "gear"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "gear", "float8_e4m3fn"])
 def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
     model = shallow
     keys = jax.random.split(jax.random.key(3), 2)
@@ -198,7 +199,7 @@ def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "gear", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8", "gear", "float8_e4m3fn", "bfloat16"])
 def test_quantized_caches_with_drafts_several_answers_and_prefix_files(shallow, dtype, tmp_path):
     """Draft tokens, several answers, a prefix in a file: the same tokens as with this cache alone."""
     model = shallow
@@ -241,7 +242,10 @@ def test_rotating_the_key_bias_separately_equals_rotating_the_key():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype, rope", [("int8", "default"), ("int4", "default"), ("int8", "dynamic")])
+@pytest.mark.parametrize(
+    "dtype, rope",
+    [("int8", "default"), ("int4", "default"), ("float8_e4m3fn", "default"), ("int8", "dynamic")],
+)
 def test_large_key_biases_cost_no_precision(shallow, dtype, rope):
     """With a bias of 300 on every key the error of logits stays near that without."""
     config = shallow.config

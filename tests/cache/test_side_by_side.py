@@ -114,7 +114,7 @@ def test_pages_of_a_prefill_chunk(dtype):
     assert_same(separate_pair(layers[0].k, None), (layers[1].k, layers[1].v))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear", "float8_e4m3fn"])
 def test_a_process_with_a_tpu_stores_them_side_by_side(dtype):
     """And 4-bit formats, which no TPU kernel reads, in two arrays as elsewhere."""
     config = from_hf(tiny.CONFIG)
