@@ -2,13 +2,15 @@
 
     python scripts/bench_grammar.py --config=qwen2.5-0.5b --tokenizer=DIR --pairs=10
 
-Weights are random. A JSON schema in `stream` and in an engine (masks of the host), and a regular expression
-in `generate` of one row (an automaton on the device).
+Weights are random. A JSON schema in `stream`, in an engine (masks of the host) and in an engine whose masks
+other processes compute, as in a server (pool); a regular expression in `generate` of one row (an automaton on
+the device).
 """
 
 from launcher import start
 
 # isort: split
+import asyncio
 import dataclasses
 import json
 import statistics
@@ -23,6 +25,7 @@ import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.grammar.matcher import CompiledGrammar
+from xinfer_jax.grammar.pool import GrammarPool
 
 CONFIG = flags.DEFINE_string("config", None, "A built-in shape; default: the bundled model.")
 TOKENIZER = flags.DEFINE_string("tokenizer", None, "A directory with tokenizer.json, with --config.")
@@ -30,7 +33,7 @@ DTYPE = flags.DEFINE_string("dtype", "float32", "float32, bfloat16 or float16.")
 PAIRS = flags.DEFINE_integer("pairs", 10, "Interleaved pairs of calls; medians are printed.", lower_bound=1)
 NEW = flags.DEFINE_integer("new_tokens", 32, "Tokens of each answer.", lower_bound=2)
 ROWS = flags.DEFINE_integer("rows", 8, "Constrained rows of the engine.", lower_bound=1)
-PARTS = flags.DEFINE_list("parts", ["build", "stream", "generate", "engine"], "What to measure.")
+PARTS = flags.DEFINE_list("parts", ["build", "stream", "generate", "engine", "pool"], "What to measure.")
 
 
 def main(argv: list[str]) -> None:
@@ -50,6 +53,7 @@ def main(argv: list[str]) -> None:
         stream=lambda: compare(lambda grammar: stream(model, grammar), of_host),
         generate=lambda: compare(lambda grammar: generate(model, grammar), of_device),
         engine=lambda: engine(model, of_host),
+        pool=lambda: pool(model, of_host),
     )
     for part in PARTS.value:
         print(json.dumps(dict(part=part) | parts[part]()), flush=True)
@@ -115,6 +119,15 @@ def engine(model: xj.Model, grammar: xj.Grammar) -> dict:
             return statistics.median(out.stats.decode_seconds / out.stats.decode_steps for out in outs)
 
         return compare(seconds_per_token, grammar)
+
+
+def pool(model: xj.Model, grammar: xj.Grammar) -> dict:
+    """`engine` with masks of other processes."""
+    grammars = GrammarPool(model.tokenizer, model.config.vocab_size)
+    try:
+        return engine(model, asyncio.run(grammars.compile("", grammar)))
+    finally:
+        grammars.close()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from soak.schema_walks import walk_schemas
 
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError
-from xinfer_jax.grammar.compiler import next_tokens, vocabulary_of
+from xinfer_jax.grammar.compiler import vocabulary_of
+from xinfer_jax.grammar.token_masks import next_tokens
 
 SCHEMAS = flags.DEFINE_integer("schemas", 300, "Number of schemas.", lower_bound=0)
 REGEXES = flags.DEFINE_integer("regexes", 200, "Number of regular expressions.", lower_bound=0)

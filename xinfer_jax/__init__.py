@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .generation.scoring import score as score, score_completions as score_completions
     from .generation.state import DecodeState as DecodeState
-    from .grammar.automaton import Dfa as Dfa
+    from .grammar.automaton import Dfa as Dfa, dfa as dfa
     from .grammar.grammars import (
         Grammar as Grammar,
         choice as choice,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         lark as lark,
         regex as regex,
     )
-    from .grammar.token_automaton import dfa as dfa
     from .model.decoder import (
         embed_tokens as embed_tokens,
         forward as forward,
@@ -88,7 +87,6 @@ _EXPORTS = {
     "sampling.logprobs": ("TokenLogprobs",),
     "embedding": ("embed_texts",),
     "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
-    "grammar.token_automaton": ("dfa",),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),
@@ -96,7 +94,7 @@ _EXPORTS = {
     "cache.prefix": ("Prefix",),
     "cache.prefix_files": ("load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),
-    "grammar.automaton": ("Dfa",),
+    "grammar.automaton": ("Dfa", "dfa"),
     "sampling.sampling_config": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),

@@ -22,6 +22,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
+    # Leaves that are not float arrays, and rotated models.
+    ("leaf", "local_shard"): ("weights.quantized_weights", "local_shard"),
+    ("leaf", "product"): ("weights.quantized_matmul", "quantized_product"),
+    ("leaf", "rows"): ("weights.quantized_weights", "embedding_rows"),
+    ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
+    ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
+    ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),
     # How operations get their forms; then the forms of each: for "any" platform, by a "kernel", and for
     # a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
@@ -35,6 +42,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
     ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
     ("rope_append", "any"): ("ops.kernels.append_kernels", "append_form"),
+    ("embedding", "cpu"): ("ops.cpu.cpu_products", "embedding_form"),
+    ("expert_at", "any"): ("ops.cpu.experts_by_tiles", "expert_at_form"),
     ("experts", "cpu"): ("ops.cpu.experts_by_tiles", "experts_form"),
     ("experts", "kernel"): ("ops.kernels.expert_kernels", "EXPERTS"),
     ("choose_tokens", "cuda"): ("ops.gpu.gpu_sampler", "choice_form"),

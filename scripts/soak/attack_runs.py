@@ -23,8 +23,7 @@ from xinfer_jax.errors import InputError
 
 FACTOR = 3.0
 EXTRA = 0.5  # limit of the 99th percentile: FACTOR times that without an attack, plus EXTRA seconds
-GROWTH = 200
-LOG = 10  # limits in MiB: growth of memory, size of the log
+LOG = 10  # limit in MiB of the size of the log
 WARM = 60.0
 SETTLED = 5.0  # limits in seconds: a call of the warm-up, settling after an attack
 LAST = 2.0  # seconds that a call may last beyond the time of an attack; the attacker continues too
@@ -78,6 +77,7 @@ def warm_up(server: Server) -> None:
         (COMPLETIONS, dict(prompt=ids, max_tokens=0, echo=True, logprobs=1)),
         (COMPLETIONS, dict(prompt="a", max_tokens=50, n=4, logprobs=20, temperature=1.0)),
         (COMPLETIONS, dict(prompt="a", max_tokens=50, stream=True, stop=["b", "c"], logit_bias={"7": 2})),
+        (COMPLETIONS, dict(prompt="a", max_tokens=9, guided_regex="[a-z]+")),
         (COMPLETIONS, dict(prompt="a", max_tokens=50, allowed_token_ids=[7, 8], no_repeat_ngram_size=9)),
         (CHAT, dict(messages=[dict(role="user", content="Hello")] * 50, max_tokens=20)),
         ("/tokenize", dict(prompt="word " * 10_000)),
@@ -189,7 +189,7 @@ def exceeded_limits(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
         status={*result["statuses"]} == {"200"},
         wrong=not result["wrong"],
         health={*result["health"]} == {"200"},
-        memory=result["peak_mib"] < GROWTH,
+        memory=result["peak_mib"] < ATTACKS[result["attack"]].growth,
         log=result["log_mib"] < LOG,
         end=result["end_seconds"] <= GRACE + MORE_GRACE and not result["left_processes"],
         died=not result["died"] and not result["killed"],

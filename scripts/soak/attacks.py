@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from soak import hostile_grammars
 from soak.raw_requests import Target, drip, hold, post, send_and_disconnect
 
 MOST_REQUESTS = 20_000
@@ -43,6 +44,8 @@ class Attack:
         flags: flags of the server.
         files: limit of open files of the server; None: the limit of the system.
         keyed: whether the second client has an API key; the attacker has none.
+        growth: limit in MiB of the growth of memory.
+        rotates: whether a worker goes on to the next request after every answer.
     """
 
     what: str
@@ -52,6 +55,8 @@ class Attack:
     flags: tuple[str, ...] = ()
     files: int | None = None
     keyed: bool = False
+    growth: int = 200
+    rotates: bool = False
 
 
 def _body(**fields: Any) -> bytes:
@@ -209,6 +214,25 @@ def _half_letters(context: int) -> list[list[RawRequest]]:
     return [[(COMPLETIONS, _body(prompt="Hello", **body))] for body in (half, grams)]
 
 
+def _grammars(_: int) -> list[list[RawRequest]]:
+    """Six chains through all hostile grammars, each from another one on."""
+    found = [*hostile_grammars.named().values(), *hostile_grammars.corpus()]
+    bodies = [(COMPLETIONS, _body(prompt="a", max_tokens=1, **{field: value})) for field, value in found]
+    return [bodies[at:] + bodies[:at] for at in range(0, 6 * 35, 35)]
+
+
+def _compiles(_: int) -> list[list[RawRequest]]:
+    """Schemas that compile without end; none is sent twice."""
+    schemas = [dict(type="integer", multipleOf=9699690 + i) for i in range(360)]
+    bodies = [(COMPLETIONS, _body(prompt="a", max_tokens=9, guided_json=schema)) for schema in schemas]
+    return [bodies[i::6] for i in range(6)]
+
+
+def _ambiguous(_: int) -> list[list[RawRequest]]:
+    fields = dict(prompt="a", max_tokens=500, guided_grammar=hostile_grammars.AMBIGUOUS, stream=True)
+    return [[(COMPLETIONS, _body(**fields))]]
+
+
 def _nothing(_: int) -> list[list[RawRequest]]:
     return [[("", b"")]]
 
@@ -257,6 +281,13 @@ ATTACKS = dict(
         partial(send_and_disconnect, least=0.0, most=0.3), flags=("--deadline=2",),
     ),
     half_letters=Attack("long answers of half characters, and without repeats", 16, _half_letters),
+    grammars=Attack("212 hostile grammars × 6", 6, _grammars, growth=400, rotates=True),
+    compiles=Attack("schemas that compile without end × 6", 6, _compiles, growth=400),
+    compiles_leave=Attack(
+        "the same, and the client disconnects", 6, _compiles,
+        partial(send_and_disconnect, least=0.1, most=0.5), growth=400,
+    ),
+    ambiguous=Attack("long answers by an ambiguous grammar × 4", 4, _ambiguous, growth=400),
     idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),
     trickle=Attack("200 requests sent at one byte per second", 200, _trickle, drip),
 )  # fmt: skip
@@ -288,7 +319,7 @@ def main(job: dict[str, Any]) -> None:
                 texts.setdefault(status, text[-200:])
             if status not in ("200", "left"):
                 time.sleep(PAUSE)
-            if status in ("400", "413"):
+            if attack.rotates or status in ("400", "413"):
                 at = (at + 1) % len(chain)
 
     print("ready", flush=True)

@@ -49,7 +49,7 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
         engine.update(model.params)
         requests = [engine.submit(prompt, OPTIONS) for prompt in prompts[:2]]
         while engine.stats.running < running or engine.stats.running + engine.stats.reading < 2:
-            engine._core._pacing._step_seconds = 1.0  # so that a step decodes one token
+            engine._core._pacing.step_seconds = 1.0  # so that a step decodes one token
             engine.step()
         requests += [engine.submit(prompts[2], OPTIONS, priority=20)]  # preempts another
         assert [row[:2] for row in answers(requests)] == [row[:2] for row in alone]

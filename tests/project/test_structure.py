@@ -49,8 +49,8 @@ PACKAGES = {
         "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
-        "automaton", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
-        "served_schemas", "grammars",
+        "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
+        "compiler", "matcher", "served_schemas", "grammars", "worker", "pool",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (

@@ -16,6 +16,7 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.ops.cpu import cpu_features, cpu_products
+from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf
 from xinfer_jax.weights.quantized_matmul import quantized_product
@@ -149,7 +150,7 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
         x = np.random.default_rng(rows).standard_normal((rows, 128)).astype(jnp.bfloat16).astype(np.float32)
         for got, matrix_float32 in (
             (quantized_product(x, weight), dequantize(weight)),
-            (cpu_products.float_product(jnp.asarray(x, jnp.bfloat16), half), half.astype(jnp.float32)),
+            (float_product(jnp.asarray(x, jnp.bfloat16), half), half.astype(jnp.float32)),
         ):
             wanted = x @ np.asarray(matrix_float32).T
             np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())

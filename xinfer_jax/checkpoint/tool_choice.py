@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, format_value
-from ..grammar.compiler import AUTO, CALLS, lark_text
+from ..grammar.compiler import AUTO, CALLS
 from ..grammar.grammars import Grammar
 from ..grammar.served_schemas import served_schema
+from ..grammar.token_masks import lark_text
 from ..tool_calls.call_grammar import call_grammar
 from ..tool_calls.descriptions import parameter_schemas
 from ..tool_calls.tool_call_parser import HARMONY
@@ -56,7 +57,7 @@ def tool_grammar(
     }
     source = call_grammar(call_format, chosen, several and name is None)
     if answer is not None:
-        other = f"answer: %lark {{\n{lark_text(answer)}\n}}"
+        other = f"answer: %lark {{\n{lark_text(answer.kind, answer.source)}\n}}"
         source = "\n".join(["start: calls | answer", other, source.replace("start:", "calls:", 1)])
         reasoning_end = answer.reasoning_end
     if call_format == HARMONY and reasoning_end == AUTO:

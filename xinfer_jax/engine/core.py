@@ -28,6 +28,7 @@ from .statistics import EngineCounters
 
 _POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
 _FILE_POLL_SECONDS = 0.001  # the same, as files are read
+_MASK_SECONDS = 0.005  # that rows wait for the mask of another one
 
 
 class EngineCore:
@@ -64,7 +65,7 @@ class EngineCore:
         self.shape = shape
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
-        self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for programs: their stages
+        self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
@@ -73,6 +74,8 @@ class EngineCore:
             answer.row.salt = self.tiers.salt(answer.row.salt)
             self._answers[answer.row] = answer
             self._held[answer] = self._stages(answer)
+            if isinstance(answer.matcher, Matcher) and not answer.sampled:
+                answer.matcher.start()
 
     @property
     def num_held(self) -> int:
@@ -93,7 +96,8 @@ class EngineCore:
         """
         if self._held:
             ready = {stages for stages in {*self._held.values()} if self._is_ready(stages)}
-            for answer in [answer for answer, stages in self._held.items() if stages in ready]:
+            held = [answer for answer, stages in self._held.items() if stages in ready]
+            for answer in filter(_has_masks, held):
                 del self._held[answer]
                 self.scheduler.submit(answer.row)
         self.tiers.step()
@@ -184,7 +188,7 @@ class EngineCore:
         """The first token of a prefilled row, which decodes from now on."""
         request = answer.request
         call = request.call
-        masks = self._masks([(0, answer)], 1, first=True)
+        masks = self._masks([(0, answer)], 1)
         if answer.row not in self._answers:  # it failed
             return
         dfa = answer.matcher and answer.matcher.dfa
@@ -200,18 +204,22 @@ class EngineCore:
         self._notify([request])
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
-        """Decodes the running rows for a limited time; while others wait, until a row ends."""
+        """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks
+        are not computed yet does not take part.
+        """
         scheduler = self.scheduler
         tokens_per_step = 1 + self.shape.num_draft_tokens
-        masks = self._masks([(slot, self._answers[row]) for slot, row in scheduler.running], self.shape.rows)
-        if not scheduler.running:  # all have failed
+        late = self._late_rows()
+        in_time = [(slot, self._answers[row]) for slot, row in scheduler.running if row not in late]
+        masks = self._masks(in_time, self.shape.rows)
+        running = [answer for _, answer in in_time if answer.row in self._answers]
+        if not running:  # all are late, or have failed
             return
-        running = [self._answers[row] for _, row in scheduler.running]
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
         steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
-        steps = steps if masks is None else 1
+        steps = steps if masks is None and not late else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
-        answers = {slot: self._answers[row] for slot, row in scheduler.running}
+        answers = {slot: self._answers[row] for slot, row in scheduler.running if row not in late}
         began = time.perf_counter()
         pages = {slot: answer.row.pages for slot, answer in answers.items()}
         calls = [answer.request.call for answer in answers.values()]
@@ -226,29 +234,46 @@ class EngineCore:
                 self._append(answer, out, slot)
         self._notify({answer.request for answer in answers.values()})
 
-    def _masks(
-        self, answers: Sequence[tuple[int, Answer]], rows: int, first: bool = False
-    ) -> np.ndarray | None:
+    def _late_rows(self) -> set[Row]:
+        """The running rows whose masks are not computed yet. The others wait a moment for those whose last
+        mask came soon.
+        """
+        running = [(slot, self._answers[row]) for slot, row in self.scheduler.running]
+        constrained = [(slot, answer) for slot, answer in running if isinstance(answer.matcher, Matcher)]
+        if not constrained:
+            return set()
+        draft_BT = self.device.draft_tokens() if self.shape.num_draft_tokens else None
+        for slot, answer in constrained:
+            answer.matcher.start(() if draft_BT is None else draft_BT[slot].tolist())
+        end = time.monotonic() + max(_MASK_SECONDS, self._pacing.step_seconds / 2)
+
+        def is_late(matcher: Matcher) -> bool:
+            left = end - time.monotonic() if matcher.seconds < _MASK_SECONDS else 0.0
+            return not matcher.wait(max(0.0, left))
+
+        late = [answer for _, answer in constrained if is_late(answer.matcher)]
+        if len(late) == len(running):
+            late[0].matcher.wait(_POLL_SECONDS)
+        return {answer.row for answer in late}
+
+    def _masks(self, answers: Sequence[tuple[int, Answer]], rows: int) -> np.ndarray | None:
         """uint32 [rows, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
         whose grammar fails ends.
 
         Args:
             answers: with their rows in the masks.
             rows: of the masks.
-            first: of an answer before its first token, which no draft tokens follow.
         """
         constrained = [
             (at, answer, answer.matcher) for at, answer in answers if isinstance(answer.matcher, Matcher)
         ]
         if not constrained:
             return None
-        num_drafts = self.shape.num_draft_tokens
         vocab_size = constrained[0][1].request.call.config.vocab_size
-        masks = np.full((rows, 1 + num_drafts, -(-vocab_size // 32)), ALL_BITS)
-        draft_BT = self.device.draft_tokens() if num_drafts and not first else None
+        masks = np.full((rows, 1 + self.shape.num_draft_tokens, -(-vocab_size // 32)), ALL_BITS)
         for at, answer, matcher in constrained:
             try:
-                matcher.fill(masks[at], () if draft_BT is None else draft_BT[at].tolist())
+                matcher.fill(masks[at])
             except InputError as error:
                 self._fail(answer.request, error)
                 self._notify([answer.request])
@@ -274,6 +299,8 @@ class EngineCore:
             return True
         if ended:
             self._end(answer, answer.finish_reason or "")
+        elif isinstance(answer.matcher, Matcher) and not self.shape.num_draft_tokens:
+            answer.matcher.start()  # beside what follows in this step
         return ended
 
     def _fail(self, request: Request, error: BaseException) -> None:
@@ -290,3 +317,8 @@ class EngineCore:
         if self._held.pop(answer, None) is None:  # the scheduler has it
             self.scheduler.end(answer.row, answer.sampled, valid)
         del self._answers[answer.row]
+
+
+def _has_masks(answer: Answer) -> bool:
+    """Whether the masks of its next token are computed, or it needs none."""
+    return not isinstance(answer.matcher, Matcher) or answer.matcher.wait()

@@ -86,7 +86,9 @@ def _decode_steps(  # noqa: PLR0913
     num_draft_tokens,
     impl,
 ):
-    """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup."""
+    """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup; other
+    rows stay as they are.
+    """
     sampling_B = select_rows(rows.sampling_B, running_B)
     limit_B = jnp.where(running_B, rows.limit_B, 0)
     context = rows.context.select_rows(running_B)
@@ -115,6 +117,11 @@ def _decode_steps(  # noqa: PLR0913
 
     counts = SpeculationState(None, zeros_B, zeros_B)
     state, cache, counts = loop_until_done(step, continues, steps, state, cache, counts)
+    automata = state.context.automata
+    if automata is not None:
+        automata = dataclasses.replace(automata, width_B=rows.context.automata.width_B)
+    context = dataclasses.replace(state.context, automata=automata)
+    state = dataclasses.replace(state, sampling_B=rows.sampling_B, limit_B=rows.limit_B, context=context)
     rows, out = _take_output(state)
     out = out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)
     return rows, cache_pools(cache), cache_states(cache), out

@@ -27,6 +27,9 @@ class DecodeCall(NamedTuple):
 class Pacing:
     """Decides how long a step prefills and decodes.
 
+    Attributes:
+        step_seconds: of the last decode steps, each; 0 before the first.
+
     Args:
         chunk: tokens of a full chunk.
         tokens_per_step: that a row may get in one decode step: more than 1 with draft tokens.
@@ -35,7 +38,7 @@ class Pacing:
     def __init__(self, chunk: int, tokens_per_step: int = 1):
         self._chunk = chunk
         self._tokens_per_step = tokens_per_step
-        self._step_seconds = 0.0  # of the last decode steps, each
+        self.step_seconds = 0.0
         self._prefill_steps = 0  # since the last step that decoded
 
     def may_prefill(self, width: int) -> bool:
@@ -68,13 +71,13 @@ class Pacing:
 
     def record_decode(self, seconds: float, steps: int) -> None:
         """A call of so many decode steps took so long."""
-        self._step_seconds = seconds / max(1, steps)
+        self.step_seconds = seconds / max(1, steps)
 
     def _affordable_steps(self, others: bool, live: bool) -> int:
         """Decode steps in the time of one step. others: whether rows wait or prefill."""
-        if not self._step_seconds:
+        if not self.step_seconds:
             return _FIRST_STEPS
         seconds = _LONGEST_SECONDS
         if live:
             seconds = _BUSY_SECONDS if others else _LIVE_SECONDS
-        return max(1, int(seconds / self._step_seconds))
+        return max(1, int(seconds / self.step_seconds))

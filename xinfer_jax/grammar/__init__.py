@@ -2,8 +2,9 @@
 
 In the order to read: `grammars` has `Grammar` and what makes one (`json_schema`, `regex`, `choice`, …);
 `vocabulary` gives the bytes of each token; `regex_parser`, `byte_automaton` and `token_automaton` make `Dfa`s
-of regular expressions; `automaton` follows them; `compiler` compiles grammars by llguidance; `matcher`
-follows one answer; `served_schemas` rewrites JSON Schemas before they are compiled.
+of regular expressions; `automaton` follows them; `token_masks` and `compiler` compile grammars by llguidance;
+`matcher` follows one answer; `served_schemas` rewrites JSON Schemas before they are compiled; `pool` and
+`worker` compile and follow those of a server's clients in processes of their own.
 `generate` does not import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`.
 
 There are two forms, which sample the same tokens. Masks of the host serve every grammar. Automata

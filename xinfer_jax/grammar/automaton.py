@@ -2,18 +2,21 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_traced
+from ..errors import InputError, format_value
 from ..formatting import ShortRepr
+from .regex_parser import NotRegularError
+from .token_automaton import ENDS, MAX_ENTRIES, NEVER, token_automaton
+from .vocabulary import token_bytes
 
-MAX_ENTRIES = 2**16  # of a table: states x classes of tokens
-ENDS = 0  # the class of ids that end a row
-NEVER = 1  # the class of tokens that no state allows
+if TYPE_CHECKING:
+    from .grammars import Grammar
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +100,34 @@ class Automata:
         """int32 [B, X]: the next state after a token of each class."""
         start_B1 = (jnp.maximum(self.state_B, 0) * self.width_B)[:, None]
         return jnp.take_along_axis(jnp.asarray(self.next_BN), start_B1 + class_BX, 1).astype(jnp.int32)
+
+
+def dfa(pattern: "str | Grammar", tokenizer: Any) -> Dfa:
+    """Compiles a regular expression to arrays, which a loop on the device follows without the host.
+
+    `decode_loop(…, grammar=…)` takes them, also in a caller's jit, under vmap, and traced. `generate` and
+    engines use this form themselves where a grammar has it; the tokens are those of the other form.
+
+    Args:
+        pattern: the expression, or a grammar from `regex` or `choice`; it matches the answer as a whole.
+        tokenizer: from `load_model`.
+
+    Returns:
+        At most 512 states, 65,536 entries of the table, and 16.8 million states x tokens that may occur.
+
+    Raises:
+        InputError: syntax that is not among literals, classes, groups, `|` and quantifiers, or an automaton
+            that is too large: give `GenerateOptions(grammar=regex(…))`, which llguidance serves.
+    """
+    source = getattr(pattern, "source", pattern)
+    if not isinstance(source, str) or getattr(pattern, "kind", "regex") != "regex":
+        raise InputError(f"dfa takes a regular expression, or regex or choice, got {format_value(pattern)}")
+    vocab_size = tokenizer.backend.get_vocab_size()
+    try:
+        return Dfa(*token_automaton(source, *token_bytes(tokenizer, vocab_size)))
+    except NotRegularError as error:
+        remedy = "give GenerateOptions(grammar=regex(…)) to generate"
+        raise InputError(f"dfa does not serve {format_value(source)}: {error}; {remedy}") from error
 
 
 def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:

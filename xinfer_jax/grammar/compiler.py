@@ -1,20 +1,18 @@
 """Grammars compiled by llguidance, once for each tokenizer and vocabulary."""
 
 import contextlib
-import re
 import threading
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..errors import GrammarError, InputError
+from ..errors import InputError
 from ..tool_calls.harmony import CALL, MESSAGE, last_header
 from ..tool_calls.reasoning import THINK_END, THINK_START
 from .automaton import Dfa
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
+from .token_masks import compile_matcher, make_tokenizer
 from .vocabulary import token_bytes
 
 if TYPE_CHECKING:
@@ -26,11 +24,6 @@ CALLS = "calls"  # the kind of `tool_grammar`
 _MOST_GRAMMARS = 256  # that are kept, the latest ones
 _MOST_CHARACTERS = 2**22  # of them together
 _MOST_AUTOMATA = 32  # of half a megabyte at most for 150,000 tokens
-# Bounds of llguidance that hold for one grammar. They bound time too: work is counted, not measured.
-_LIMITS = dict(max_lexer_states=50_000, initial_lexer_fuel=100_000, verbose_errors=False)
-_MOST_INTERSECTIONS = 8  # & and ~ of a Lark grammar: their work is not all counted
-# Where text is forced, the model still chooses among its tokenizations.
-_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _LAST_TOKENS = 64  # of a prompt, which tell whether it ends where a model begins to reason
 
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[int, "Vocabulary"]] = weakref.WeakKeyDictionary()
@@ -94,7 +87,7 @@ class Vocabulary:
                 return self._automata[grammar.source]
         found = None
         with contextlib.suppress(NotRegularError):
-            found = token_automaton(grammar.source, self.tokens, self.special)
+            found = Dfa(*token_automaton(grammar.source, self.tokens, self.special))
         with self._lock:
             self._automata[grammar.source] = found
             if len(self._automata) > _MOST_AUTOMATA:
@@ -105,20 +98,10 @@ class Vocabulary:
         return sum(len(source) for _, source in self._compiled)
 
     def _compile(self, grammar: "Grammar") -> Any:
-        llguidance = _import_llguidance()
         with self._lock:
             if self._llguidance is None:
-                self._llguidance = llguidance.LLTokenizer(_wrap(self.tokens, self.special), self.size + 1)
-        limits = llguidance.LLParserLimits(**_LIMITS)
-        matcher = llguidance.LLMatcher(self._llguidance, lark_text(grammar), log_level=0, limits=limits)
-        if not matcher.is_error():
-            next_tokens(matcher, self.size)
-        if matcher.get_error().startswith("NoExtension"):
-            raise GrammarError(f"the {grammar.kind} grammar allows no text: loosen it")
-        if matcher.is_error():
-            error = matcher.get_error()
-            raise GrammarError(f"{_failed_part(grammar, error)} is not served: {error_words(error)}")
-        return matcher
+                self._llguidance = make_tokenizer(self.tokens, self.special)
+        return compile_matcher(self._llguidance, self.size, grammar.kind, grammar.source)
 
     def reasoning_end(self, grammar: "Grammar", prompt: list[int]) -> "ReasoningEnd | None":
         """After what a grammar begins in the answer to a prompt; None: with the answer."""
@@ -168,78 +151,6 @@ class ReasoningEnd:
         if self._tokenizer.harmony_marks.get(recent[-1]) != MESSAGE:
             return None
         return last_header(self._tokenizer.decode_marked(recent))
-
-
-def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray:
-    """uint32 [ceil((V + 1) / 32)]: a bit for each token that may come next, and for the end at bit V."""
-    bits = np.zeros(vocab_size // 32 + 1, np.uint32)
-    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-    return bits
-
-
-def _import_llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        why = "a grammar needs llguidance, which is not installed: pip install '.[grammar]' in the checkout"
-        raise InputError(why) from error
-    return llguidance
-
-
-def _wrap(tokens: list[bytes], special: list[int]) -> Any:
-    """The vocabulary as llguidance takes it. The end of a text is a token of its own after the others, so the
-    EOS ids of a request need no other vocabulary. Nothing is ever tokenized.
-    """
-    from llguidance import TokenizerWrapper
-
-    class Tokens:
-        eos_token_id = len(tokens)
-        bos_token_id = None
-        special_token_ids = [*special, len(tokens)]
-
-        def __call__(self, text: Any) -> list[int]:
-            return []
-
-    found = Tokens()
-    found.tokens = [*tokens, b"<|end of text|>"]  # type: ignore[attr-defined]
-    return TokenizerWrapper(found)
-
-
-def lark_text(grammar: "Grammar") -> str:
-    """The grammar in llguidance's Lark syntax, whatever its kind."""
-    if grammar.kind == "lark":
-        operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", grammar.source))
-        if len(operators) > _MOST_INTERSECTIONS:
-            raise GrammarError(
-                f"the lark grammar has {len(operators)} of & and ~: at most {_MOST_INTERSECTIONS} are served"
-            )
-        return grammar.source if "%llguidance" in grammar.source else _NO_FORCING + grammar.source
-    if grammar.kind == CALLS:
-        return _NO_FORCING + grammar.source
-    if grammar.kind == "json":
-        return f"{_NO_FORCING}start: %json {grammar.source}"
-    return f"{_NO_FORCING}start: /{_import_llguidance().regex_to_lark(grammar.source, use_ascii='dws')}/"
-
-
-def error_words(error: str) -> str:
-    """llguidance's words, without the grammar and the expressions that it repeats and the place in them."""
-    text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
-    text = re.sub(
-        r"regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text, flags=re.DOTALL
-    )
-    text = re.sub(r":\s+\((And|SearchRegex) .*", "", text)
-    text = re.sub(r"Enable 'coerce_one_of' .*", "Give anyOf", text)
-    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
-
-
-def _failed_part(grammar: "Grammar", error: str) -> str:
-    """Which grammar an error is of, or which tool's schema: its rule has the tool's name in a comment."""
-    place = re.match(r"at (\d+)\(", error)
-    if grammar.kind != CALLS or place is None:
-        return f"the {grammar.kind} grammar"
-    line = lark_text(grammar).split("\n")[int(place[1]) - 1]
-    _, mark, name = line.rpartition(" // ")
-    return f"the schema of tool {name!r}" if mark else "the grammar beside tools"
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:

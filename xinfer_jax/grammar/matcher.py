@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import NoTokenLeftError
 from ..sampling.context import ALL_BITS
-from .automaton import ENDS, Dfa
-from .compiler import ReasoningEnd, error_words, next_tokens, vocabulary_of
+from .automaton import Dfa
+from .compiler import ReasoningEnd, vocabulary_of
+from .token_automaton import ENDS
+from .token_masks import TokenMasks, check_allowed
 
 if TYPE_CHECKING:
     from .grammars import Grammar
@@ -44,8 +45,11 @@ class CompiledGrammar:
         waits_for = self._vocabulary.reasoning_end(self._grammar, list(prompt))
         if self._dfa is not None and waits_for is None:
             return DfaMatcher(self._dfa, end_ids)
-        begun = self._vocabulary.matcher(self._grammar)
-        return Matcher(begun, self._vocabulary.size, end_ids, waits_for)
+        return Matcher(self._new_masks(), self._vocabulary.size, end_ids, waits_for)
+
+    def _new_masks(self) -> Any:
+        """The masks of an answer."""
+        return LocalMasks(self._vocabulary.matcher(self._grammar), self._vocabulary.size)
 
 
 class DfaMatcher:
@@ -68,6 +72,29 @@ class DfaMatcher:
             check_allowed(self._state >= 0)
 
 
+class LocalMasks:
+    """The masks of an answer, computed in this process when they are read."""
+
+    seconds = 0.0  # that the last ones took, where the caller need not wait
+
+    def __init__(self, matcher: Any, vocab_size: int):
+        """matcher: an `LLMatcher` of its own."""
+        self._masks = TokenMasks(matcher, vocab_size)
+        self._next: tuple[Sequence[int], Sequence[int]] = (), ()
+
+    def start(self, ids: Sequence[int], draft_ids: Sequence[int]) -> None:
+        """Begins to compute the masks of `TokenMasks.after`."""
+        self._next = ids, draft_ids
+
+    def wait(self, seconds: float) -> bool:
+        """Whether `result` returns at once; waits for it at most so long."""
+        return True
+
+    def result(self) -> np.ndarray:
+        """What `TokenMasks.after` returns, or raises."""
+        return self._masks.after(*self._next)
+
+
 class Matcher:
     """One answer's way through its grammar.
 
@@ -76,84 +103,97 @@ class Matcher:
 
     dfa = None
 
-    def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
-        """matcher: an `LLMatcher` of its own; waits_for: before it every token may come, but an EOS id only
-        after a call.
+    def __init__(self, masks: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
+        """masks: `LocalMasks`, or what has its methods; waits_for: before it every token may come, but an EOS
+        id only after a call.
         """
-        self._matcher = matcher
+        self._masks = masks
         self._size = vocab_size
         self._ends = np.array(end_ids, np.int64)
         self._waits_for = waits_for
         self._recent: list[int] = []  # the last tokens of the reasoning
         self._in_call = False  # they are of a call
+        self._ids: list[int] = []  # since the grammar began
+        self._started = False
+        self._free: list[Any] = []  # which EOS ids may come, for each next mask before the grammar begins
+        self._computes = False  # the others come from `_masks`
+        self._bits: Sequence[np.ndarray] = ()  # these; tokens are checked by them
+
+    @property
+    def seconds(self) -> float:
+        """That the last masks took beside other work."""
+        return self._masks.seconds
+
+    def start(self, draft_ids: Sequence[int] = ()) -> None:
+        """Begins to compute the masks of the next token, and after each draft token. Does nothing until
+        tokens were appended after the last call.
+        """
+        if self._started:
+            return
+        self._started = True
+        self._free = []
+        ahead = copy.copy(self)
+        drafts = list(draft_ids)
+        while ahead._waits_for is not None:
+            self._free.append((self._ends == ahead._waits_for.call_end) & ahead._in_call)
+            if not drafts or not ahead._try_append(drafts.pop(0)):
+                break
+        self._computes = ahead._waits_for is None
+        if self._computes:
+            self._masks.start(self._ids, drafts)
+
+    def wait(self, seconds: float = 0.0) -> bool:
+        """Whether the masks are computed; waits for them at most so long."""
+        return not self._computes or self._masks.wait(seconds)
 
     def fill(self, masks: np.ndarray, draft_ids: Sequence[int] = ()) -> None:
         """Writes the masks [Q, W] of the next token, and after each draft token. Those after one that the
         grammar forbids are not read: it is rejected.
 
         Raises:
-            NoTokenLeftError: the grammar exceeds llguidance's limits.
+            NoTokenLeftError: a token that was appended is forbidden; the grammar exceeds limits.
         """
-        self._fill(masks[0])
-        if draft_ids:
-            ahead = copy.copy(self)
-            ahead._matcher = self._matcher.deep_copy()
-            for mask, token in zip(masks[1:], draft_ids, strict=True):
-                if not ahead._try_append(token):
-                    break
-                ahead._fill(mask)
-
-    def _fill(self, mask: np.ndarray) -> None:
-        may_end: Any
-        if self._waits_for is not None:
+        self.start(draft_ids)
+        self._bits = self._masks.result() if self._computes else ()
+        at, bit = divmod(self._size, 32)
+        for mask, may_end in zip(masks, self._free, strict=False):
             mask[:] = ALL_BITS
-            may_end = (self._ends == self._waits_for.call_end) & self._in_call
-        else:
-            bits = next_tokens(self._matcher, self._size)
-            self._check_served()
+            self._allow_ends(mask, may_end)
+        for mask, bits in zip(masks[len(self._free) :], self._bits, strict=False):
             mask[:] = bits[: len(mask)]
-            at, bit = divmod(self._size, 32)
-            may_end = bool(bits[at] >> np.uint32(bit) & 1)
+            self._allow_ends(mask, bool(bits[at] >> np.uint32(bit) & 1))
+
+    def _allow_ends(self, mask: np.ndarray, may_end: Any) -> None:
         bit_of_ends = np.left_shift(np.uint32(1), (self._ends % 32).astype(np.uint32))
         allowed = np.broadcast_to(may_end, self._ends.shape)
         np.bitwise_or.at(mask, self._ends[allowed] // 32, bit_of_ends[allowed])
         np.bitwise_and.at(mask, self._ends[~allowed] // 32, ~bit_of_ends[~allowed])
 
     def append(self, ids: Sequence[int]) -> None:
-        """Follows the tokens that were sampled.
+        """Follows the tokens that were sampled under the last masks.
 
         Raises:
             NoTokenLeftError: a token that the grammar forbids: it is sampled where the settings forbid all
                 that it allows.
         """
         for token in ids:
-            is_allowed = self._try_append(token)
-            self._check_served()
-            check_allowed(is_allowed)
-
-    def _check_served(self) -> None:
-        if self._matcher.is_error():
-            why = error_words(self._matcher.get_error())
-            raise NoTokenLeftError(f"the grammar exceeds what is served: {why}; simplify it")
+            self._started = False
+            check_allowed(self._try_append(token))
 
     def _try_append(self, token: int) -> bool:
         """Whether the token may come next. An EOS id ends the answer."""
+        is_end = token in self._ends
         if (end := self._waits_for) is not None:
-            is_allowed = token not in self._ends or self._in_call and token == end.call_end
+            is_allowed = not is_end or self._in_call and token == end.call_end
             self._recent = [*self._recent, token][-end.most_tokens :]
             self._in_call = end.in_call(self._recent, self._in_call)
             if end.ends(self._recent):
                 self._waits_for = None
             return is_allowed
-        if token in self._ends:
-            return bool(self._matcher.is_accepting())
-        return bool(self._matcher.consume_token(token))
-
-
-def check_allowed(is_allowed: bool) -> None:
-    """Raises NoTokenLeftError where a grammar does not allow what was sampled."""
-    if not is_allowed:
-        raise NoTokenLeftError(
-            "the settings leave no token that the grammar allows: loosen logit_bias, allowed, forbidden or"
-            " bad words, min_new_tokens, or the grammar"
-        )
+        if not is_end:
+            self._ids.append(token)
+        if not len(self._bits):  # sampled elsewhere: the next mask checks it
+            return True
+        bits, self._bits = self._bits[0], self._bits[1:]
+        at, bit = divmod(self._size if is_end else token, 32)
+        return bool(bits[at] >> np.uint32(bit) & 1)

@@ -1,54 +1,25 @@
-"""`dfa`: a regular expression as a finite automaton over the tokens of a vocabulary."""
+"""A regular expression as a finite automaton over the tokens of a vocabulary, in NumPy arrays."""
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, format_value
-from .automaton import ENDS, MAX_ENTRIES, NEVER, Dfa
 from .byte_automaton import byte_automaton
 from .regex_parser import NotRegularError, parse_regex
-from .vocabulary import token_bytes
 
-if TYPE_CHECKING:
-    from .grammars import Grammar
-
+MAX_ENTRIES = 2**16  # of a table: states x classes of tokens
+ENDS = 0  # the class of ids that end a row
+NEVER = 1  # the class of tokens that no state allows
 _MOST_WALKS = 2**24  # states x tokens that may occur: about a second
 _PART = 2**22  # entries of the arrays that are computed at a time
 
 
-def dfa(pattern: "str | Grammar", tokenizer: Any) -> Dfa:
-    """Compiles a regular expression to arrays, which a loop on the device follows without the host.
-
-    `decode_loop(…, grammar=…)` takes them, also in a caller's jit, under vmap, and traced. `generate` and
-    engines use this form themselves where a grammar has it; the tokens are those of the other form.
-
-    Args:
-        pattern: the expression, or a grammar from `regex` or `choice`; it matches the answer as a whole.
-        tokenizer: from `load_model`.
-
-    Returns:
-        At most 512 states, 65,536 entries of the table, and 16.8 million states x tokens that may occur.
-
-    Raises:
-        InputError: syntax that is not among literals, classes, groups, `|` and quantifiers, or an automaton
-            that is too large: give `GenerateOptions(grammar=regex(…))`, which llguidance serves.
-    """
-    source = getattr(pattern, "source", pattern)
-    if not isinstance(source, str) or getattr(pattern, "kind", "regex") != "regex":
-        raise InputError(f"dfa takes a regular expression, or regex or choice, got {format_value(pattern)}")
-    vocab_size = tokenizer.backend.get_vocab_size()
-    try:
-        return token_automaton(source, *token_bytes(tokenizer, vocab_size))
-    except NotRegularError as error:
-        remedy = "give GenerateOptions(grammar=regex(…)) to generate"
-        raise InputError(f"dfa does not serve {format_value(source)}: {error}; {remedy}") from error
-
-
-def token_automaton(pattern: str, tokens: Sequence[bytes], special: Sequence[int]) -> Dfa:
-    """The automaton over tokens of these bytes. Raises NotRegularError."""
+def token_automaton(
+    pattern: str, tokens: Sequence[bytes], special: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of a `Dfa` over tokens of these bytes. Raises NotRegularError."""
     next_SX, accepts_S = byte_automaton(parse_regex(pattern))
     if not accepts_S.any():
         raise NotRegularError("no text matches")
@@ -69,7 +40,7 @@ def token_automaton(pattern: str, tokens: Sequence[bytes], special: Sequence[int
     table_CS = [np.frombuffer(column, np.int16) for column in columns]
     ends_S = np.where(accepts_S, np.arange(len(next_SX)), -1).astype(np.int16)
     assert (ENDS, NEVER) == (0, 1)  # the order of the columns
-    return Dfa(class_V, np.stack([ends_S, *table_CS], 1))
+    return class_V, np.stack([ends_S, *table_CS], 1)
 
 
 def _by_length(tokens: Sequence[bytes], without: set[int], known: bytes) -> list[Any]:

@@ -10,13 +10,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl
 from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, check_mesh_context, shard_map_model
-from ..weights.hadamard import hadamard_rotate, hadamard_unrotate
 from ..weights.layout import partition_specs
 from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
 from .decoder_layer import Positions, layer_kinds, model_mesh, run_layers
@@ -142,7 +142,7 @@ def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> 
 
 def final_norm(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """Hidden states: the output of the last layer through the final norm."""
-    x_BTD = hadamard_unrotate(x_BTD, config.hidden_size) if config.rotated else x_BTD
+    x_BTD = plugin("rotation", "unrotate")(x_BTD, config.hidden_size) if config.rotated else x_BTD
     return norm(x_BTD, params, "final_norm", config)
 
 
@@ -239,7 +239,7 @@ def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
 
 def rotate_for_head(hidden: jax.Array, config: ModelConfig) -> jax.Array:
     """Hidden states [..., D], Hadamard-rotated as the vocabulary matrix of a rotated model needs them."""
-    return hadamard_rotate(hidden, config.hidden_size) if config.rotated else hidden
+    return plugin("rotation", "rotate")(hidden, config.hidden_size) if config.rotated else hidden
 
 
 def lm_head(params: Params) -> Params:

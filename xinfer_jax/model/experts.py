@@ -81,10 +81,11 @@ def swish(alpha: float, x: jax.Array) -> jax.Array:
 
 
 def expert_at(expert: jax.Array, experts: Params) -> Params:
-    """The leaves of one expert. On CPU jax 0.10 would slice 16-bit stacks in float32: without the barrier it
-    would convert all experts once, before the loop.
-    """
-    expert, experts = lax.optimization_barrier((expert, experts))
+    """The leaves of one expert."""
+    return run("expert_at", _expert_at, expert, experts)
+
+
+def _expert_at(expert: jax.Array, experts: Params) -> Params:
     return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
 
 

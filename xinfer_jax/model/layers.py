@@ -14,13 +14,11 @@ from jax import lax
 from kernels_pallas import BIAS_STRIDE
 from kernels_pallas.key_layouts import rotate_pairs
 
+from .. import plugin
 from ..config.model_config import ModelConfig, RopeConfig
 from ..ops.operation import run
 from ..ops.product import float_product
-from ..weights.hadamard import hadamard_rotate, mlp_block_width
-from ..weights.params import Params
-from ..weights.quantized_matmul import quantized_product
-from ..weights.quantized_weights import embedding_rows, is_quantized, local_shard
+from ..weights.params import AnyArray, Params
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin) for each of `ModelConfig.ropes`
 
@@ -102,8 +100,8 @@ def linear(  # noqa: PLR0913
     if over is None:
         return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
     weight = leaf["weight"]
-    if is_quantized(weight):
-        x, weight = local_shard(x, weight, over)
+    if not isinstance(weight, AnyArray):
+        x, weight = plugin("leaf", "local_shard")(x, weight, over)
     y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
     if "bias" in leaf:
         y = y + leaf["bias"]
@@ -171,10 +169,10 @@ def _identity(x: jax.Array) -> jax.Array:
 def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
     """x @ weight.T + bias in plain jnp."""
     weight = leaf["weight"]
-    if is_quantized(weight):
-        y = quantized_product(x, weight)
+    if isinstance(weight, AnyArray):
+        y = float_product(x.reshape(-1, x.shape[-1]), jnp.asarray(weight)).reshape(*x.shape[:-1], -1)
     else:
-        y = float_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+        y = plugin("leaf", "product")(x, weight)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(dtype)
@@ -183,32 +181,15 @@ def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
     """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
     table = leaf["weight"]
-    x = (embedding_rows(table, token) if is_quantized(table) else _embed(token, table)).astype(dtype)
+    is_float = isinstance(table, AnyArray)
+    rows = _embed(token, jnp.asarray(table)) if is_float else plugin("leaf", "rows")(table, token)
+    x = rows.astype(dtype)
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
 
 
-@jax.custom_jvp
 def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
-    def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]
-        ids = token.reshape(-1)
-
-        # The barrier keeps the conversion inside the loop, as in matmul.tiled_product. It includes the ids,
-        # since XLA unrolls the loop of a single token.
-        def row(i: jax.Array) -> jax.Array:  # [D]
-            tied, at = lax.optimization_barrier((table, ids[i]))
-            return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
-
-        return lax.map(row, jnp.arange(ids.size)).reshape(*token.shape, -1).astype(table.dtype)
-
-    if table.dtype == jnp.float32:
-        return table[token]
-    return lax.platform_dependent(token, table, cpu=row_by_row, default=lambda token, table: table[token])
-
-
-@_embed.defjvp
-def _embed_jvp(primals, tangents):
-    token, table = primals
-    return _embed(token, table), tangents[1][token]
+    plain = lambda token, table: table[token]  # noqa: E731
+    return run("embedding", plain, token, table, derivative=plain)
 
 
 def mlp_intermediate(  # noqa: PLR0913
@@ -227,7 +208,7 @@ def mlp_intermediate(  # noqa: PLR0913
     leaves = [layer["gate"], layer["up"]]
     (inner,) = products(x, leaves, before=before, activation=config.hidden_act, impl=impl)
     if config.rotated:
-        return hadamard_rotate(inner, mlp_block_width(config))
+        return plugin("rotation", "mlp")(inner, config)
     return joint_norms([inner], layer, ["down_norm"], config, over)[0]
 
 

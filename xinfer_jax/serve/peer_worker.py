@@ -33,6 +33,7 @@ from ..engine.requests import Answer, Request
 from ..engine.row import Row
 from ..engine.submission import make_request
 from ..errors import InputError, format_message
+from ..grammar.pool import GrammarPool
 from ..ops.cpu import cpu_features
 from ..sampling.logprobs import TokenLogprobs
 from ..sharding import concrete_mesh_of
@@ -104,6 +105,7 @@ class PeerWorker:
             raise InputError(f"no front process at {address[0]}:{address[1]}: {error}") from error
         host = connection.getsockname()[0]
         self._transfer = PageTransfer(host, log)
+        self._grammars = GrammarPool(engine.model.tokenizer, engine.model.config.vocab_size)
         self._like = _contents_like(engine)
         self._core.on_prefilled = self._prefilled
         try:
@@ -147,7 +149,11 @@ class PeerWorker:
 
     def _make_request(self, ticket: int, args: dict[str, Any], numbers: list[int]) -> Request:
         """A request with the answers of these numbers only."""
-        what = (args[name] for name in ("ids", "options", "key", "number"))
+        options = args["options"]
+        if options.grammar is not None:
+            grammar = self._grammars.prepare(args["row"]["client"], options.grammar)
+            options = dataclasses.replace(options, grammar=grammar)
+        what = args["ids"], options, args["key"], args["number"]
         request = make_request(self._engine, *what, **args["text"])
         request.answers = [request.answers[j] for j in numbers]
         request.live = args["live"]

@@ -1,5 +1,6 @@
 """`Service`: the engine behind the routes, and how the body of a completion becomes a response."""
 
+import dataclasses
 import hashlib
 import hmac
 import itertools
@@ -24,6 +25,7 @@ from ..engine.engines import AnyEngine, make_engine
 from ..engine.requests import Request, request_updates
 from ..errors import GrammarError, InputError, NoTokenLeftError, format_message, format_value
 from ..generation.options import GenerateOptions
+from ..grammar.pool import GrammarPool
 from ..sampling.random_keys import key_from_seed
 from .admission import AdmissionControl, Reservation, count_answers, count_tokens
 from .api_errors import APIError
@@ -49,6 +51,7 @@ class Service:
         closing: the server is shutting down.
         admission: limits on what clients have in flight.
         workers: run slow work.
+        grammars: compile grammars; only with an engine.
     """
 
     def __init__(self, settings: ServerSettings, log: Callable[[str], None]):
@@ -74,6 +77,7 @@ class Service:
         self._defaults = defaults
         self.engine = engine or make_engine(model, **self.settings.shape).__enter__()
         self.admission.rows = self.engine.rows
+        self.grammars = GrammarPool(self.tokenizer, model.config.vocab_size)
         self.metrics.watch(self.engine)
 
     @property
@@ -95,9 +99,10 @@ class Service:
         return api_error.response()
 
     def close(self) -> None:
-        """Closes the engine."""
+        """Closes the engine, and the processes of grammars."""
         if self.engine is not None:
             self.engine.close()
+            self.grammars.close()
 
     def unavailable_reason(self) -> str:
         """Why no request can be answered now; "": requests can be answered."""
@@ -136,8 +141,16 @@ class Service:
     async def _respond(self, served: ServedRequest, kind: str, data: list[bytes]) -> Response:
         settings = self.settings
         client = served.reservation.client
-        submit = partial(self._submit, served, kind, data)
-        parsed, stream = await self.workers.run(client, is_large(data), submit)
+        large = is_large(data)
+        parse = partial(self._parse, served, kind, data)
+        parsed, stream, grammar_name = await self.workers.run(client, large, parse)
+        if (grammar := parsed.options.grammar) is not None:
+            try:
+                grammar = await self.grammars.compile(client, grammar)
+            except GrammarError as error:
+                raise BodyError(grammar_name, error) from error
+            parsed.options = dataclasses.replace(parsed.options, grammar=grammar)
+        await self.workers.run(client, large, partial(self._submit, served, parsed))
         requests = served.requests
         head: dict[str, Any] = dict(created=int(time.time()), model=settings.name, seed=parsed.seed)
         head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
@@ -151,19 +164,24 @@ class Service:
         body = await self.workers.run(client, large, format_response)
         return JSONBodyResponse(body, served.finish, settings.stall_seconds)
 
-    def _submit(
+    def _parse(
         self, served: ServedRequest, kind: str, data: list[bytes]
-    ) -> tuple[ParsedBody, StreamOptions]:
-        """Parses the body and submits it to the engine. Runs in a thread."""
-        assert self.engine is not None
+    ) -> tuple[ParsedBody, StreamOptions, str]:
+        """The body, how to stream its answers, and the field of its grammar. Runs in a thread."""
         reservation = served.reservation
-        settings = self.settings
         body = self.load_body(data)
-        parsed, stream = self._parse(kind, body, reservation)
+        parsed, stream = self._parse_fields(kind, body, reservation)
         if parsed.seed is None:
-            parsed.seed = _derive_seed(settings.seed, served.number)
+            parsed.seed = _derive_seed(self.settings.seed, served.number)
         parsed.call_prefix = f"call_{served.request_id}_{served.number}"
         reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
+        return parsed, stream, grammar_field(body)
+
+    def _submit(self, served: ServedRequest, parsed: ParsedBody) -> None:
+        """Submits a body to the engine. Runs in a thread."""
+        assert self.engine is not None and parsed.seed is not None
+        reservation = served.reservation
+        settings = self.settings
         if reservation.released:
             raise ClientDisconnect
         key = key_from_seed(parsed.seed)
@@ -173,12 +191,8 @@ class Service:
         if settings.api_keys and not settings.share_prefixes:
             arguments["salt"] = f"{reservation.client}:{arguments['salt']}"
         arguments["received"] = served.received
-        try:
-            requests = self.engine.submit_many(parsed.prompts, parsed.options, keys=keys, **arguments)
-        except GrammarError as error:
-            raise BodyError(grammar_field(body), error) from error
+        requests = self.engine.submit_many(parsed.prompts, parsed.options, keys=keys, **arguments)
         served.set_submitted(parsed, requests)
-        return parsed, stream
 
     def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
         """The JSON object of a body. Empties `data`, so that the bytes are freed."""
@@ -220,7 +234,7 @@ class Service:
         message = with_field_names(format_message(error)) or type(error).__name__
         return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
 
-    def _parse(
+    def _parse_fields(
         self, kind: str, body: dict[str, Any], reservation: Reservation
     ) -> tuple[ParsedBody, StreamOptions]:
         assert self.model is not None and self.engine is not None

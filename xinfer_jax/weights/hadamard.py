@@ -60,6 +60,11 @@ def _multiply_factors(x_RW: jax.Array) -> jax.Array:
     return x.reshape(x_RW.shape)
 
 
+def rotate_mlp(x: jax.Array, config: ModelConfig) -> jax.Array:
+    """The input [..., F] of an MLP's last matrix, rotated in blocks of `mlp_block_width`."""
+    return hadamard_rotate(x, mlp_block_width(config))
+
+
 def mlp_block_width(config: ModelConfig) -> int:
     """Returns the width of the blocks in which down_proj's input is rotated."""
     power = min(_BLOCK, config.intermediate_size & -config.intermediate_size)

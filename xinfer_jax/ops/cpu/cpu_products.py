@@ -141,3 +141,20 @@ def tiled_product(
 
     start = match_varying_axes(jnp.broadcast_to(x_MI[:, :1], (len(x_MI), outputs)), x_MI, *narrow)
     return -lax.fori_loop(0, -(-outputs // tile), body, start)
+
+
+def embedding_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
+    """A form of `embedding`, which converts only the rows that it takes; None: of a float32 table."""
+    return None if operands[1].dtype == jnp.float32 else _embed_row_by_row
+
+
+def _embed_row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]
+    ids = token.reshape(-1)
+
+    # The barrier keeps the conversion inside the loop, as in `tiled_product`. It includes the ids, since XLA
+    # unrolls the loop of a single token.
+    def row(i: jax.Array) -> jax.Array:  # [D]
+        tied, at = lax.optimization_barrier((table, ids[i]))
+        return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
+
+    return lax.map(row, jnp.arange(ids.size)).reshape(*token.shape, -1).astype(table.dtype)

@@ -1,0 +1,378 @@
+"""`GrammarPool`: compiles the grammars of a server's clients, and computes their masks, in processes of their
+own. A grammar that takes too long, needs too much memory or breaks the compiler costs its request alone.
+
+Nothing is lost with a process: a job says where its answer is, so any process can do it.
+"""
+
+import array
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import GrammarError, InputError, NoTokenLeftError
+from .automaton import Dfa
+from .compiler import vocabulary_of
+from .grammars import Grammar
+from .matcher import CompiledGrammar
+from .worker import MEMORY
+
+_SLOTS = 4  # processes
+_CHECK_SECONDS = 3.0  # CPU time to compile a grammar and to try it
+_MASK_SECONDS = 0.5  # CPU time of the masks of one step
+_WALL_SECONDS = 4.0  # of any job, where the machine has other work
+_BUDGET = 2.0
+_BUDGET_PER_TOKEN = 0.005  # CPU seconds of all masks of an answer: BUDGET and so many for each token
+_POLL_SECONDS = 0.05
+_MOST_CLIENTS = 1024  # whose slots are known
+_MOST_FAILED = 256  # grammars that are known to fail
+_ERRORS = {error.__name__: error for error in (GrammarError, NoTokenLeftError, InputError)}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PooledGrammar(Grammar):
+    """A grammar of a client, whose masks a pool computes.
+
+    Attributes:
+        pool: the pool.
+        client: whose grammar it is.
+        dfa: its automaton; None: it has masks.
+        first: the masks before its first token, if they are known.
+    """
+
+    pool: Any = None
+    client: str = ""
+    dfa: Dfa | None = dataclasses.field(default=None, compare=False)
+    first: Any = dataclasses.field(default=None, compare=False)
+
+    def compile(self, vocab_size: int) -> "_PooledCompiledGrammar":
+        return _PooledCompiledGrammar(self, vocab_size)
+
+
+class _PooledCompiledGrammar(CompiledGrammar):
+    def __init__(self, grammar: PooledGrammar, vocab_size: int):
+        self._grammar: PooledGrammar = grammar
+        self._vocabulary = vocabulary_of(grammar.tokenizer, vocab_size)
+        self._dfa = grammar.dfa
+
+    def _new_masks(self) -> "PooledMasks":
+        return PooledMasks(self._grammar)
+
+
+class PooledMasks:
+    """The masks of an answer, computed by a pool. Its methods are those of `LocalMasks`."""
+
+    def __init__(self, grammar: PooledGrammar):
+        self._grammar = grammar
+        self._number = next(grammar.pool.numbers)
+        self._tokens = 0
+        self._future: Future = Future()
+        self._left = _BUDGET
+        self.seconds = 0.0
+
+    def start(self, ids: Sequence[int], draft_ids: Sequence[int]) -> None:
+        grammar = self._grammar
+        self._left += _BUDGET_PER_TOKEN * (len(ids) - self._tokens)
+        self._tokens = len(ids)
+        if not ids and not draft_ids and grammar.first is not None:
+            self._future = Future()
+            self._future.set_result((0.0, ("masks", grammar.first)))
+            return
+        job = _Job(grammar.client, "masks", grammar, self._number, array.array("i", ids), list(draft_ids))
+        self._future = grammar.pool.submit(job)
+
+    def wait(self, seconds: float) -> bool:
+        if seconds and not self._future.done():
+            wait([self._future], seconds)
+        return self._future.done()
+
+    def result(self) -> np.ndarray:
+        self.seconds, (_, bits) = self._future.result()
+        self._left -= self.seconds
+        if self._left < 0:
+            raise NoTokenLeftError(
+                f"the masks of the {self._grammar.kind} grammar take more than {_BUDGET:g} s and"
+                f" {1e3 * _BUDGET_PER_TOKEN:g} ms for each token: make it less ambiguous"
+            )
+        return bits
+
+
+class _Job:
+    """One job of a client; the fields are those of `worker`."""
+
+    def __init__(self, client: str, name: str, grammar: Grammar, number: Any, ids: Any, drafts: list[int]):
+        self.client = client
+        self.name = name
+        self.kind = grammar.kind
+        self._grammar = grammar.kind, grammar.source
+        self.key = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).hexdigest()
+        self._rest = number, ids, drafts
+        self.future: Future = Future()
+        self.end = 0.0  # by time.monotonic(), once it is done
+
+    def message(self, with_grammar: bool) -> tuple[Any, ...]:
+        """What a process gets. with_grammar: it does not know the grammar, and compiles it."""
+        compiles = with_grammar or self.name == "check"
+        seconds = _CHECK_SECONDS if compiles else _MASK_SECONDS
+        return self.name, self.key, self._grammar if with_grammar else None, *self._rest, seconds
+
+    def failure(self, number: int) -> InputError:
+        """Why it failed: its process was ended by this signal."""
+        if number == signal.SIGPROF:
+            why = f"takes more than {_MASK_SECONDS:g} s for one token"
+            if self.name == "check":
+                why = f"takes more than {_CHECK_SECONDS:g} s to compile"
+        elif number == signal.SIGKILL:
+            why = f"took more than {_WALL_SECONDS:g} s"
+        else:
+            why = f"is nested too deeply, or needs more than {MEMORY >> 20} MiB"
+        error = GrammarError if self.name == "check" else NoTokenLeftError
+        return error(f"the {self.kind} grammar {why}: simplify it")
+
+
+@dataclasses.dataclass(eq=False)
+class _Slot:
+    """A process, and the thread that gives it jobs."""
+
+    number: int
+    condition: threading.Condition
+    jobs: list[_Job] = dataclasses.field(default_factory=list)
+    client: str | None = None  # whose job is done now
+    used: float = 0.0  # when the last job was
+    connection: Connection | None = None
+    done: int = 0  # jobs of this process
+
+
+class _CrashError(Exception):
+    """The process has ended. number: by this signal."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+class GrammarPool:
+    """A few processes, which start with the first job. A client uses one of them at a time. Where several
+    clients use one, their jobs take turns. Thread-safe.
+
+    Attributes:
+        numbers: of answers.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._slots = [_Slot(i, threading.Condition(self._lock)) for i in range(_SLOTS)]
+        self._threads: list[threading.Thread] = []
+        self._slot_of: OrderedDict[str, tuple[_Slot, float]] = OrderedDict()  # and when it was served
+        self._failed: OrderedDict[str, InputError] = OrderedDict()
+        self._control: socket.socket | None = None
+        self._control_lock = threading.Lock()
+        self._closed = False
+
+    def prepare(self, client: str, grammar: Grammar) -> PooledGrammar:
+        """A grammar that was compiled elsewhere. Its masks come from this pool; a regular expression is
+        compiled, and waited for.
+        """
+        if grammar.kind == "regex":
+            return self._checked(client, grammar, self._check(client, grammar).result())
+        return self._checked(client, grammar, (0.0, ("masks", None)))
+
+    async def compile(self, client: str, grammar: Grammar) -> PooledGrammar:
+        """Compiles a grammar; if this call is cancelled, the job ends.
+
+        Raises:
+            GrammarError: a grammar that is not served.
+        """
+        future = self._check(client, grammar)
+        return self._checked(client, grammar, await asyncio.wrap_future(future))
+
+    def _check(self, client: str, grammar: Grammar) -> Future:
+        return self.submit(_Job(client, "check", grammar, None, None, []))
+
+    def _checked(self, client: str, grammar: Grammar, done: tuple[float, Any]) -> PooledGrammar:
+        _, (name, *arrays) = done
+        fields = {field.name: getattr(grammar, field.name) for field in dataclasses.fields(Grammar)}
+        fields["tokenizer"] = self._tokenizer
+        dfa = Dfa(*arrays) if name == "dfa" else None
+        return PooledGrammar(**fields, pool=self, client=client, dfa=dfa, first=None if dfa else arrays[0])
+
+    def submit(self, job: _Job) -> Future:
+        """Queues a job; its future has what `worker` answers. If that is cancelled, the job ends."""
+        with self._lock:
+            if self._closed:
+                raise InputError("the server is shutting down")
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, args=(slot,), daemon=True) for slot in self._slots
+                ]
+                for thread in self._threads:
+                    thread.start()
+            slot = self._choose(job.client)
+            slot.jobs.append(job)
+            slot.condition.notify()
+        return job.future
+
+    def close(self) -> None:
+        """Ends the processes and the threads; jobs that are not done fail."""
+        with self._lock:
+            self._closed = True
+            for slot in self._slots:
+                slot.condition.notify()
+        with self._control_lock:
+            if self._control is not None:
+                self._control.close()
+                self._process.wait()
+        for thread in self._threads:
+            thread.join()
+
+    def _choose(self, client: str) -> _Slot:
+        """The slot of a client: that of its last job, unless another client uses it and some slot is free."""
+        slot, served = self._slot_of.pop(client, (None, 0.0))
+        users = {slot.client, *(job.client for job in slot.jobs)} - {None} if slot else set()
+        if slot is None or users and client not in users:
+            free = [other for other in self._slots if other.client is None and not other.jobs]
+            if free or slot is None:
+                slot = min(free or self._slots, key=lambda other: (len(other.jobs), other.used))
+        slot.used = time.monotonic()
+        self._slot_of[client] = slot, served
+        if len(self._slot_of) > _MOST_CLIENTS:
+            self._slot_of.popitem(last=False)
+        return slot
+
+    def _run(self, slot: _Slot) -> None:
+        """The thread of a slot."""
+        while True:
+            with self._lock:
+                slot.client = None
+                while not slot.jobs and not self._closed:
+                    slot.condition.wait()
+                if self._closed:
+                    break
+                job = min(slot.jobs, key=lambda job: self._slot_of.get(job.client, (slot, 0.0))[1])
+                slot.jobs.remove(job)
+                slot.client = job.client
+                self._slot_of[job.client] = slot, time.monotonic()
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                try:
+                    job.future.set_result(self._do(slot, job))
+                except BaseException as error:
+                    job.future.set_exception(error)
+        for job in slot.jobs:
+            job.future.cancel()
+
+    def _do(self, slot: _Slot, job: _Job) -> Any:
+        if job.future.cancelled():
+            return None
+        if job.key in self._failed and job.name == "check":
+            raise self._failed[job.key]
+        job.end = time.monotonic() + _WALL_SECONDS
+        while True:
+            is_new = not slot.done
+            try:
+                seconds, found = self._call(slot, job)
+                break
+            except _CrashError as crash:
+                if is_new or crash.number in (signal.SIGPROF, signal.SIGKILL):
+                    error = job.failure(crash.number)
+                    if crash.number != signal.SIGKILL:
+                        self._note_failed(job.key, error)
+                    raise error from None
+                # Else what it kept of other grammars may have been too much: once more, alone.
+        if found[0] in _ERRORS:
+            raise _ERRORS[found[0] if job.name == "check" else "NoTokenLeftError"](found[1])
+        return seconds, found
+
+    def _note_failed(self, key: str, error: InputError) -> None:
+        with self._lock:
+            self._failed[key] = error
+            if len(self._failed) > _MOST_FAILED:
+                self._failed.popitem(last=False)
+
+    def _call(self, slot: _Slot, job: _Job) -> Any:
+        if slot.connection is None:
+            self._fork(slot)
+        assert slot.connection is not None
+        found: Any = 0.0, ("missing",)
+        try:
+            for with_grammar in (False, True):
+                if found[1][0] == "missing":
+                    slot.connection.send(job.message(with_grammar))
+                    if not self._wait(slot.connection, job):
+                        raise _CrashError(self._end(slot, b"K"))
+                    found = slot.connection.recv()
+        except (OSError, EOFError):
+            raise _CrashError(self._end(slot, b"W")) from None
+        slot.done += 1
+        return found
+
+    def _wait(self, connection: Connection, job: _Job) -> bool:
+        """Waits for an answer; False where nobody waits for it any more, or it takes too long."""
+        while not connection.poll(_POLL_SECONDS):
+            if job.future.cancelled() or self._closed or time.monotonic() > job.end:
+                return False
+        return True
+
+    def _fork(self, slot: _Slot) -> None:
+        own, its = socket.socketpair()
+        with its:
+            self._command(b"F", slot, [its.fileno()])
+        slot.connection = Connection(own.detach())
+        slot.done = 0
+
+    def _end(self, slot: _Slot, name: bytes) -> int:
+        """Waits for, or kills, the process of a slot; the signal that ended it."""
+        assert slot.connection is not None
+        slot.connection.close()
+        slot.connection = None
+        return self._command(name, slot)
+
+    def _command(self, name: bytes, slot: _Slot, descriptors: Sequence[int] = ()) -> int:
+        """Sends a command to the first process, which is started if there is none."""
+        with self._control_lock:
+            for _ in range(2):
+                if self._closed:
+                    raise InputError("the server is shutting down")
+                control = self._control = self._control or self._start()
+                with contextlib.suppress(OSError):
+                    socket.send_fds(control, [name + bytes([slot.number])], descriptors)
+                    if answer := control.recv(1):
+                        return answer[0]
+                control.close()  # it has ended, and the others with it
+                self._control = None
+        raise InputError("the process that compiles grammars does not start")
+
+    def _start(self) -> socket.socket:
+        vocabulary = vocabulary_of(self._tokenizer, self._vocab_size)
+        own, its = socket.socketpair()
+        root = str(Path(__file__).parents[2])
+        code = "import sys; sys.path.insert(0, sys.argv[1]); from xinfer_jax.grammar.worker import main;"
+        command = [sys.executable, "-c", f"{code} main(int(sys.argv[2]))", root, str(its.fileno())]
+        with its:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[its.fileno()],
+                start_new_session=True, env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+            )  # fmt: skip
+        with contextlib.suppress(OSError):
+            sender = Connection(own.dup().detach())
+            sender.send((vocabulary.tokens, vocabulary.special))
+            sender.close()
+            own.recv(1)
+        return own
