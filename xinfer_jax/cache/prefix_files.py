@@ -179,9 +179,10 @@ def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) 
     return jax.tree.unflatten(tree, arrays)
 
 
-def _file_dtype(dtype: np.dtype) -> np.dtype:
+def _file_dtype(dtype: Any) -> np.dtype:
     """How a file has it: float types of one and two bytes as the bits that they are."""
-    return {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}.get(dtype.itemsize, dtype)
+    bits: Any = {1: np.uint8, 2: np.uint16}
+    return np.dtype(bits.get(dtype.itemsize, dtype))
 
 
 def _used_arrays(cache: KVCache, tokens: list[list[int]], reached: list[int] | None) -> list[Any]:
