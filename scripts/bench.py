@@ -39,7 +39,7 @@ from bench.machine_limits import AnonymousPeak, Limits, bytes_per_pass, decode_w
 from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
 FORMATS = ("none", "int8", "int4", "ternary")

@@ -38,7 +38,7 @@ from goodput.goodput_flags import positive_numbers
 
 import xinfer_jax as xj
 from xinfer_jax.cli.startup import use_compilation_cache
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.host import cpu_count
 
 FORMATS = ("none", "int8", "int4")

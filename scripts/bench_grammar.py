@@ -22,7 +22,7 @@ from absl import flags
 from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.grammar.matcher import CompiledGrammar
 from xinfer_jax.grammar.pool import GrammarPool

@@ -46,14 +46,14 @@ def write_checkpoint(folder: Path, case_name: str) -> None:
     import parity_cases
     import tiny
 
-    from xinfer_jax.config.model_config import from_hf
-    from xinfer_jax.weights.params import param_specs
+    from xinfer_jax.families.naming import file_specs
+    from xinfer_jax.families.reading import from_hf
 
     hf = copy.deepcopy(parity_cases.CASES[case_name].hf)
     hf |= {name: size for name, size in (SIZES | LINEAR_SIZES).items() if name in {"head_dim", *hf}}
     random = np.random.RandomState(0)
     weights = {}
-    for spec in parity_cases.jax.tree.leaves(param_specs(from_hf(copy.deepcopy(hf)))):
+    for spec in parity_cases.jax.tree.leaves(file_specs(from_hf(copy.deepcopy(hf)))):
         for name, shape in spec.tensor_shapes().items():
             weights[name] = random.standard_normal(shape).astype(np.float32) / 16
     tiny.write(folder, hf, weights=weights)

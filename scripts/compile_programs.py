@@ -45,7 +45,7 @@ from tpu.tpu_specs import TPUS  # noqa: E402
 
 from xinfer_jax.cache.stored_kv import resolve_cache_dtype  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
-from xinfer_jax.config.model_config import from_hf  # noqa: E402
+from xinfer_jax.families.reading import from_hf  # noqa: E402
 
 TARGET = flags.DEFINE_enum("target", "h200", [*CARDS, *TPUS], "GPU or TPU to compile for.")
 MODEL = flags.DEFINE_string(

@@ -39,7 +39,7 @@ from tpu.tpu_specs import Tpu  # noqa: E402
 
 from xinfer_jax.cache.page_size import PAGE_SIZE  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
-from xinfer_jax.config.model_config import from_hf  # noqa: E402
+from xinfer_jax.families.reading import from_hf  # noqa: E402
 from xinfer_jax.plugins import names  # noqa: E402
 from xinfer_jax.weights.params import tree_bytes  # noqa: E402
 

@@ -30,9 +30,10 @@ from train import tiny_data
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.naming import file_specs
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.decoder import hidden_states, unembed
-from xinfer_jax.weights.params import Params, param_specs
+from xinfer_jax.weights.params import Params
 
 _OUTPUT = flags.DEFINE_string("output", str(BUNDLED), "Directory to write to.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the initial weights and of the conversations.")
@@ -135,7 +136,7 @@ def train(
 
 def write_checkpoint(directory: Path, settings: dict, params: Params) -> None:
     """Writes config.json, generation_config.json and the weights, rounded to bfloat16."""
-    specs = param_specs(from_hf(settings))
+    specs = file_specs(from_hf(settings))
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf.astype(jnp.bfloat16)), params)
     tensors = {
         spec.hf_name: leaf

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .checkpoint.loading import Model as Model, load_model as load_model
     from .checkpoint.tokenizer import Tokenizer as Tokenizer
     from .checkpoint.tool_choice import tool_grammar as tool_grammar
-    from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
+    from .config.model_config import ModelConfig as ModelConfig
     from .config.rope import RopeConfig as RopeConfig
     from .embedding import embed_texts as embed_texts
     from .engine.engine import Engine as Engine
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .engine.requests import Answer as Answer, Request as Request
     from .engine.statistics import EngineStats as EngineStats
     from .errors import InputError as InputError
+    from .families.reading import from_hf as from_hf
     from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
     from .generation.entrypoints import Stream as Stream, generate as generate, stream as stream
     from .generation.functional import (
@@ -77,9 +78,10 @@ __version__: str
 _EXPORTS = {
     "generation.beams": ("BeamOutput", "beam_search"),
     "cache.kv_cache": ("KVCache", "init_cache", "truncate"),
-    "config.model_config": ("ModelConfig", "from_hf"),
+    "config.model_config": ("ModelConfig",),
     "generation.functional": ("Decoded", "decode_loop", "decode_step", "prefill"),
     "errors": ("InputError",),
+    "families.reading": ("from_hf",),
     "generation.kernels": ("kernels_used",),
     "generation.state": ("DecodeState",),
     "generation.entrypoints": ("Stream", "generate", "stream"),

@@ -29,8 +29,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
     ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
     ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),
-    # How operations get their forms; then the forms of each: for "any" platform, by a "kernel", and for
-    # a platform.
+    # How operations get their forms; then the forms of each: for "any" platform, by a "kernel" or by several
+    # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
     ("operation", "check impl"): ("ops.forms", "check_available"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
@@ -38,10 +38,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
     ("attention", "cpu"): ("ops.cpu.attention_by_row", "attention_form"),
     ("attention", "kernel"): ("ops.kernels.attention_kernels", "ATTENTION"),
-    ("products", "any"): ("ops.kernels.product_kernels", "products_form"),
+    ("products", "kernels"): ("ops.kernels.product_kernels", "products_form"),
     ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
     ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
-    ("rope_append", "any"): ("ops.kernels.append_kernels", "append_form"),
+    ("rope_append", "kernels"): ("ops.kernels.append_kernels", "append_form"),
     ("embedding", "cpu"): ("ops.cpu.cpu_products", "embedding_form"),
     ("expert_at", "any"): ("ops.cpu.experts_by_tiles", "expert_at_form"),
     ("experts", "cpu"): ("ops.cpu.experts_by_tiles", "experts_form"),
@@ -49,12 +49,30 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("choose_tokens", "cuda"): ("ops.gpu.gpu_sampler", "choice_form"),
     ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
     ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),
-    ("sample_from_hidden", "any"): ("ops.kernels.head", "sampling_form"),
+    ("sample_from_hidden", "kernels"): ("ops.kernels.head", "sampling_form"),
     ("sampled_from", "cuda"): ("ops.gpu.gpu_sampler", "sampled_from_form"),
     ("threshold", "cuda"): ("ops.gpu.reductions", "threshold_form"),
     ("top_k", "cuda"): ("ops.gpu.top_k", "gpu_top_k_form"),
     ("top_k", "any"): ("ops.mesh", "mesh_top_k_form"),
     ("verify", "cuda"): ("ops.gpu.verify", "verify_form"),
+    # Families by model_type.
+    ("family", "bitnet"): ("families.bitnet", "FAMILY"),
+    ("family", "gemma2"): ("families.gemma2", "FAMILY"),
+    ("family", "gemma3_text"): ("families.gemma3", "FAMILY"),
+    ("family", "gemma4_text"): ("families.gemma4", "FAMILY"),
+    ("family", "gpt_oss"): ("families.gpt_oss", "FAMILY"),
+    ("family", "llama"): ("families.llama", "FAMILY"),
+    ("family", "mistral"): ("families.mistral", "FAMILY"),
+    ("family", "olmo2"): ("families.olmo2", "FAMILY"),
+    ("family", "olmo3"): ("families.olmo3", "FAMILY"),
+    ("family", "phi3"): ("families.phi3", "FAMILY"),
+    ("family", "qwen2"): ("families.qwen2", "FAMILY"),
+    ("family", "qwen3"): ("families.qwen3", "FAMILY"),
+    ("family", "qwen3_5_moe_text"): ("families.qwen3_5", "MOE"),
+    ("family", "qwen3_5_text"): ("families.qwen3_5", "DENSE"),
+    ("family", "qwen3_moe"): ("families.qwen3_moe", "FAMILY"),
+    ("family", "qwen3_next"): ("families.qwen3_next", "FAMILY"),
+    ("family", "smollm3"): ("families.smollm3", "FAMILY"),
 }
 
 
@@ -65,7 +83,7 @@ def names(kind: str) -> list[str]:
 
 @functools.cache
 def load(kind: str, name: str) -> Any:
-    """The attribute that the table names; None where it names none, or its module is not installed."""
+    """The attribute that the table names; None where it names none, or its module or package is not there."""
     if (kind, name) not in TABLE:
         return None
     module, *attribute = TABLE[kind, name]
@@ -74,6 +92,6 @@ def load(kind: str, name: str) -> Any:
         found = import_module(full)
         return getattr(found, attribute[0]) if attribute else found
     except ModuleNotFoundError as error:
-        if error.name != full:
+        if not f"{full}.".startswith(f"{error.name}."):
             raise
         return None

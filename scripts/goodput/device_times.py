@@ -16,8 +16,8 @@ from tpu.tpu_specs import TPUS, Tpu
 from goodput.simulated_engine import EngineSizes
 from goodput.step_times import StepTimes
 from xinfer_jax.cache.page_size import PAGE_SIZE
-from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.errors import InputError
+from xinfer_jax.families.reading import from_hf
 
 KINDS: dict[str, Card | Tpu] = {**CARDS, **TPUS}
 _HOST_GBS = 25  # of a device to host memory: PCIe 4 with 16 lanes

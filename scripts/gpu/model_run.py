@@ -16,7 +16,7 @@ import xinfer_jax as xj
 from gpu.agreement import Forced, agreement, checking_params, forced
 from gpu.section_cases import emulated, limit
 from xinfer_jax.cache.stored_kv import cache_dtype_of
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 SMALL = dict(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
 SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096)

@@ -21,7 +21,6 @@ from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.config.model_config import ModelConfig
-from xinfer_jax.model.decoder_layer import layer_kinds
 from xinfer_jax.sharding import MODEL
 from xinfer_jax.weights.layout import check_mesh
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
@@ -97,16 +96,18 @@ class Limits:
 def indivisible_sizes(job: Job, n: int) -> str:
     """The sizes that n devices do not divide, with their names; "" if there are none."""
     config = job.config
-    names = ["num_attention_heads", "num_experts"]
-    if config.experts_beside_mlp or False in (config.layer_experts or (False,)):
-        names.append("intermediate_size")
-    names += ["shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"]
-    bad = [name for name in names if getattr(config, name) % n]
-    for name in ("num_key_value_heads", "num_global_key_value_heads"):
-        heads = getattr(config, name) or 1
-        if heads % n and n % heads:
-            bad.append(name)
-    return ", ".join(f"{name} {getattr(config, name)}" for name in bad)
+    sizes = {("num_attention_heads", config.num_attention_heads), ("num_experts", config.num_experts)}
+    if any(layer.mlp for layer in config.layers):
+        sizes.add(("intermediate_size", config.intermediate_size))
+    if config.experts:
+        sizes.add(("shared_expert_intermediate_size", config.experts.shared_intermediate_size))
+    if linear := config.linear_attention:
+        sizes.add(("linear_num_key_heads", linear.num_key_heads))
+        sizes.add(("linear_num_value_heads", linear.num_value_heads))
+    bad = {(name, size) for name, size in sizes if size % n}
+    kv_heads = {config.num_key_value_heads, *map(config.kv_heads, config.attention_layers)}
+    bad |= {("num_key_value_heads", heads) for heads in kv_heads if heads % n and n % heads}
+    return ", ".join(f"{name} {size}" for name, size in sorted(bad))
 
 
 def valid_mesh_sizes(job: Job) -> list[int]:
@@ -127,8 +128,8 @@ def device_weights(job: Job, n: int) -> Params:
             return jax.ShapeDtypeStruct(shape, job.dtype)
         if quantize == "mxfp4":
             return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
-        group = group_size_for_shards(spec.shape, spec.hf_name, quantize, n if partition.axis == 1 else 1)
-        return device_form(quantized_struct(shape, spec.hf_name, quantize, group))
+        group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
+        return device_form(quantized_struct(shape, spec.name, quantize, group))
 
     return jax.tree.map(struct, param_specs(job.config))
 
@@ -185,10 +186,11 @@ def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]
     config = job.config
     layers = job.config.num_hidden_layers
     struct = jax.ShapeDtypeStruct
-    shared = sum(config.layer_experts) if config.shared_expert_intermediate_size else 0
+    experts = (layer.experts for layer in config.layers if layer.experts)
+    shared = sum(x.shared_intermediate_size > 0 for x in experts)
     reduced = [(2 * layers + shared + 1, struct((tokens, config.hidden_size), job.dtype))]
-    if config.qk_norm_joint:
-        reduced.append((layers, struct((tokens, 2), jnp.float32)))
+    if joint := sum(getattr(layer.mixer, "qk_norm", None) == "joint" for layer in config.layers):
+        reduced.append((joint, struct((tokens, 2), jnp.float32)))
     return reduced
 
 
@@ -279,16 +281,11 @@ def program_temporaries(job: Job, mesh: Mesh, card: Card | Tpu, program: str) ->
 
 def with_few_layers(job: Job, times: int) -> Job:
     """The job with only `times` layers of each kind."""
-    kinds = list(
-        zip(layer_kinds(job.config), job.config.layer_experts or layer_kinds(job.config), strict=True)
-    )
-    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * times
-    layers.sort(key=lambda layer: layer >= job.config.num_cached_layers)  # those without keys stay the last
-    shared = sum(layer >= job.config.num_cached_layers for layer in layers)
-    changes: dict[str, Any] = dict(num_hidden_layers=len(layers), num_kv_shared_layers=shared)
-    for name in ("layer_windows", "layer_rope", "layer_experts", "layer_linear"):
-        changes[name] = tuple(getattr(job.config, name)[i] for i in layers if getattr(job.config, name))
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
+    config = job.config
+    layers = [*dict.fromkeys(config.layers)] * times
+    layers.sort(key=lambda layer: getattr(layer.mixer, "shares_kv", False))  # these stay the last
+    few = dataclasses.replace(config, layers=tuple(layers), num_hidden_layers=len(layers))
+    return dataclasses.replace(job, config=few)
 
 
 def engine_call(job: Job, mesh: Mesh, program: str) -> Call:

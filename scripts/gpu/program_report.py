@@ -131,7 +131,7 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     keys = rows * visible_kv_bytes(config, job.kv, length)
     positions = rows * (tokens if program in LOOPS else 1)
     least = {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
-    return least | ({"states": 2 * rows * state_bytes(config)} if any(config.layer_linear) else {})
+    return least | ({"states": 2 * rows * state_bytes(config)} if config.linear_attention else {})
 
 
 def report(  # noqa: PLR0913

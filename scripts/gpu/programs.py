@@ -31,7 +31,6 @@ from xinfer_jax.generation.speculation import SpeculationState, Speculative, pro
 from xinfer_jax.generation.state import DecodeState
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
-from xinfer_jax.model.decoder_layer import layer_kinds
 from xinfer_jax.sampling.sampling_config import SamplingConfig
 from xinfer_jax.sharding import REPLICATED, concrete_mesh_of
 
@@ -187,18 +186,13 @@ def _after_first_token(state: DecodeState) -> DecodeState:
 
 def layer_period(config: ModelConfig) -> int:
     """The number of layers after which the kinds of layers repeat."""
-    experts = config.layer_experts or (False,) * config.num_hidden_layers
-    kinds = list(zip(layer_kinds(config), experts, strict=True))
+    kinds = config.layers
     return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
 
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
     """The model with its first layers only."""
-    shared = max(0, count - config.num_cached_layers)
-    changes: dict[str, Any] = dict(num_hidden_layers=count, num_kv_shared_layers=shared)
-    for name in ("layer_windows", "layer_rope", "layer_experts", "layer_linear"):
-        changes[name] = getattr(config, name)[:count]
-    return dataclasses.replace(config, **changes)
+    return dataclasses.replace(config, num_hidden_layers=count)
 
 
 # --- compiling for a card -----------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.errors import InputError
+from xinfer_jax.families.reading import from_hf
 
 _SMALL = dict(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,

@@ -9,7 +9,7 @@ from small_models import CONFIGS, build
 import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.cache.ring import Ring
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.decoder import hidden_states
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]

@@ -8,7 +8,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.ring import RING_SLACK, Ring
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 SLOTS = 12
 

@@ -1,6 +1,5 @@
 """A paged cache gives the same results as a contiguous one, wherever its pages are."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases
 import pytest
+from layer_changes import with_windows
 from quick import full_except
 
 import xinfer_jax as xj
@@ -33,10 +33,7 @@ CLOSE = {
 def make_model(name, layers=2):
     config = parity_cases.CASES[name].config
     windows = config.layer_windows if config.layer_windows[0] is None else (100, None)
-    cut = dict(
-        num_hidden_layers=layers, layer_windows=windows[:layers], layer_rope=config.layer_rope[:layers]
-    )
-    config = dataclasses.replace(config, max_position_embeddings=4096, **cut)
+    config = with_windows(config, windows[:layers], max_position_embeddings=4096)
     return parity_cases.params_from(config, parity_cases.random_tensors(config, 0)), config
 
 

@@ -11,15 +11,17 @@ import parity_cases as cases
 import pytest
 import safetensors
 import tiny
+from layer_changes import with_windows
 from safetensors.numpy import save_file
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
+from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import param_specs
 
 pytestmark = pytest.mark.newest
 
-CONFIG = dataclasses.replace(from_hf(tiny.CONFIG), layer_windows=(8, None))  # a ring and a full layer
+CONFIG = with_windows(from_hf(tiny.CONFIG), (8, None))  # a ring and a full layer
 CAPACITY = 1024
 TOKENS = [[1, 2, 3, 4], [5, 6]]
 
@@ -105,17 +107,6 @@ def test_cache_dtype_may_name_the_dtype_of_the_prefix_in_any_form(model, saved):
 # --- longrope -----------------------------------------------------------------------------------------------
 
 
-def test_quantized_keys_of_dynamic_rope_have_their_own_file_format(model, tmp_path):
-    """Format 3 stored them with their bias."""
-    params, config = model
-    config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, rope_type="dynamic"))
-    xj.save_prefix(tmp_path / "new", by_hand(config, "int8"), params, config)
-    assert xj.load_prefix(tmp_path / "new", params, config).tokens == TOKENS
-    old = rewrite(tmp_path / "new", tmp_path / "old", setting("format", 3))
-    with pytest.raises(xj.InputError, match="another version of xinfer_jax"):
-        xj.load_prefix(old, params, config)
-
-
 @pytest.fixture(scope="module")
 def switching():
     """A model whose factors change beyond 32 tokens."""
@@ -192,7 +183,8 @@ HOSTILE = {
     "garbage": (lambda kept, tensors: "{", "metadata is not JSON"),
     "nested": (lambda kept, tensors: "[" * 100_000, "metadata is not JSON|another version"),
     "list": (lambda kept, tensors: "[1]", "another version"),
-    "newer": (setting("format", 3), "another version"),
+    "newer": (setting("format", 6), "another version"),
+    "older": (setting("format", 3), "an older version"),
     "no-tokens": (lambda kept, tensors: kept.pop("tokens") and None, "its tokens cannot be None"),
     "tokens-empty": (setting("tokens", []), "its tokens"),
     "tokens-of-no-row": (setting("tokens", [[], []]), "its tokens"),
@@ -209,11 +201,7 @@ HOSTILE = {
     "capacity-float": (setting("capacity", 64.0), "its capacity"),
     "capacity-nan": (setting("capacity", float("nan")), "its capacity"),
     "dtype": (setting("dtype", ["int8"]), "its dtype"),
-    "dtype-other": (
-        lambda kept, tensors: kept.update(dtype="int8", format=3),
-        "other tensors than the 8|its tensor",
-    ),
-    "quantized-older": (setting("dtype", "int8"), "another version"),  # keys with their bias
+    "dtype-other": (setting("dtype", "int8"), "other tensors than the 8|its tensor"),
     "reached-missing": (lambda kept, tensors: kept.pop("reached") and None, "its reached cannot be None"),
     "reached-short": (setting("reached", [5]), "its reached"),
     "reached-less": (setting("reached", [2, 3]), "its reached"),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases
 import pytest
+from layer_changes import with_windows
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import reorder_tail, truncate
@@ -26,8 +27,7 @@ SHORT = 300
 @pytest.fixture(scope="module")
 def model():
     config = parity_cases.CASES["gemma3-old"].config
-    one_of_each = dict(num_hidden_layers=2, layer_windows=(8, None), layer_rope=(True, True))
-    config = dataclasses.replace(config, max_position_embeddings=CAPACITY, **one_of_each)
+    config = with_windows(config, (8, None), max_position_embeddings=CAPACITY)
     return parity_cases.params_from(config, parity_cases.random_tensors(config, 0)), config
 
 
@@ -48,7 +48,7 @@ def decode_logits(model, cache, tokens_BT):
 
 def cache_without_rings(config):
     """A cache for this model that stores every token."""
-    return dataclasses.replace(config, layer_windows=(None,) * config.num_hidden_layers)
+    return with_windows(config, (None,) * config.num_hidden_layers)
 
 
 def filled_cache(model, tokens_BT, lengths, dtype=None, rings=True):
@@ -165,7 +165,7 @@ def test_a_prefix_is_reused_as_far_as_the_ring_has_its_keys(model, rows_and_logi
 def test_layers_with_different_windows(model, rows_and_logits):
     """Two rings of different lengths: a prompt in chunks, truncated as far as the shorter ring allows."""
     params = model[0]
-    config = dataclasses.replace(model[1], layer_windows=(8, 600))
+    config = with_windows(model[1], (8, 600))
     tokens_BT = rows_and_logits[0][:1]
     full_TV = np.asarray(jax.jit(xj.forward, static_argnums=1)(params, config, tokens_BT)[0][0])
     cache = filled_cache((params, config), tokens_BT[:, :-1], [LONG - 1])

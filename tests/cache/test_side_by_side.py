@@ -24,7 +24,7 @@ from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.side_by_side import SideBySideKV
 from xinfer_jax.cache.stored_kv import empty_pair, separate_pair
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.newest

@@ -16,8 +16,8 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.mxfp4_format import Mxfp4Format
-from xinfer_jax.config.model_config import from_hf
-from xinfer_jax.weights.params import param_specs
+from xinfer_jax.families.naming import file_specs
+from xinfer_jax.families.reading import from_hf
 
 LLAMA = tiny.UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
 Q1 = "model.layers.1.self_attn.q_proj.weight"
@@ -35,7 +35,7 @@ def test_every_stored_dtype_loads_as_every_dtype(checkpoint, stored, target, sha
         name: w.astype(tiny.DTYPES[stored]).astype(tiny.DTYPES[target])
         for name, w in tiny.tensors(tiny.UNTIED).items()
     }
-    specs = param_specs(model.config)
+    specs = file_specs(model.config)
     assert jax.tree.structure(model.params) == jax.tree.structure(specs)
     for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(model.params), strict=True):
         assert isinstance(leaf, jax.Array) and leaf.dtype == tiny.DTYPES[target]
@@ -232,7 +232,7 @@ sys.stdin.readline()
 def _write_large(path, hf):
     """About 200 MB of bfloat16 in two shards; experts are stacked, or about 50 MB in MXFP4."""
     random = np.random.default_rng(0)
-    specs = jax.tree.leaves(param_specs(from_hf(hf)))
+    specs = jax.tree.leaves(file_specs(from_hf(hf)))
     stacked = {spec.fused_name for spec in specs}
     shapes = {}
     for spec in specs:

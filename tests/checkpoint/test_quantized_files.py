@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
-from xinfer_jax.weights.params import param_specs
+from xinfer_jax.families.naming import file_specs
 from xinfer_jax.weights.quantization import quantize_matrix
 from xinfer_jax.weights.quantized_weights import GroupedWeight, dequantize, is_quantized
 
@@ -28,7 +28,7 @@ Q1 = "model.layers.1.self_attn.q_proj"
 
 def leaves(model) -> dict:
     """The leaves of the parameter tree, by checkpoint name."""
-    specs, tree = jax.tree.flatten(param_specs(model.config))
+    specs, tree = jax.tree.flatten(file_specs(model.config))
     return {spec.hf_name: leaf for spec, leaf in zip(specs, tree.flatten_up_to(model.params), strict=True)}
 
 
@@ -63,7 +63,7 @@ def test_every_layout_of_awq_and_gptq_loads(tmp_path, name):
             leaf = dequantize(leaf)
         np.testing.assert_array_equal(np.asarray(leaf), equal[name], err_msg=name)
     float_params = jax.tree.unflatten(
-        jax.tree.structure(param_specs(model.config)), map(jnp.asarray, equal.values())
+        jax.tree.structure(file_specs(model.config)), map(jnp.asarray, equal.values())
     )
     np.testing.assert_allclose(
         logits(model.params, model.config), logits(float_params, model.config), atol=1e-4, rtol=0

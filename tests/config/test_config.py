@@ -7,7 +7,9 @@ import math
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
+from xinfer_jax.config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
+from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = pytest.mark.oldest
 
@@ -42,7 +44,12 @@ _MOE = dict(
     qk_norm=True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=768, layer_experts=(True,) * 4
 )
 _OLMO3 = dict(
-    pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, rope=RopeConfig(rope_theta=5e5)
+    pre_norm=False,
+    post_norm=True,
+    norm_offset=0.0,
+    qk_norm=True,
+    qk_norm_joint=True,
+    rope=RopeConfig(rope_theta=5e5),
 )
 _GEMMA = dict(
     post_norm=True,
@@ -158,6 +165,10 @@ FAMILIES = {
         hf("qwen3_moe", num_experts=8, num_experts_per_tok=2, use_sliding_window=True, sliding_window=8),
         dict(_MOE, layer_windows=(8,) * 4),
     ),
+    "olmo2": (
+        hf("olmo2"),
+        dict(pre_norm=False, post_norm=True, norm_offset=0.0, qk_norm=True, qk_norm_joint=True),
+    ),
     "olmo3": (hf("olmo3", sliding_window=8), dict(_OLMO3, layer_windows=(8, 8, 8, None))),
     "olmo3-yarn-on-full-layers": (
         hf(
@@ -217,15 +228,14 @@ FAMILIES = {
         without("hidden_act", "bitnet") | dict(attention_bias=True),
         dict(sub_norm=True, hidden_act="relu2", qkv_bias=True, o_bias=True, rope=RopeConfig(rope_theta=5e5)),
     ),
-    "phi3": (without("num_key_value_heads", "phi3"), dict(num_key_value_heads=6, fused_projections=True)),
+    "phi3": (without("num_key_value_heads", "phi3"), dict(num_key_value_heads=6)),
     "phi3-partial-window": (
         hf("phi3", partial_rotary_factor=0.5, sliding_window=9),
-        dict(fused_projections=True, rope=RopeConfig(partial_rotary_factor=0.5), layer_windows=(9,) * 4),
+        dict(rope=RopeConfig(partial_rotary_factor=0.5), layer_windows=(9,) * 4),
     ),
     "phi3-longrope": (
         hf("phi3", rope_scaling=_LONG, original_max_position_embeddings=128),
         dict(
-            fused_projections=True,
             rope=RopeConfig("longrope", factor=4.0, original_max_position_embeddings=128, **_FACTORS),
         ),
     ),
@@ -234,18 +244,51 @@ PLAIN = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,
     num_key_value_heads=2, head_dim=8,
     max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=False, rope=RopeConfig(),
-    layer_windows=(None,) * 4,
-    layer_rope=(True,) * 4, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, pre_norm=True,
-    post_norm=False,
 )  # fmt: skip
+
+
+def expected(model_type, **fields):
+    """The config whose fields, or those of the specs of all layers, differ from `PLAIN`."""
+    joint = "joint" if fields.pop("qk_norm_joint", False) else "head"
+    attention = dict(
+        qk_norm=joint if fields.pop("qk_norm", False) else None,
+        o_norm=fields.get("sub_norm", False),
+        logit_softcapping=fields.pop("attn_logit_softcapping", None),
+    )
+    for name in ("qkv_bias", "o_bias", "query_pre_attn_scalar"):
+        attention[name] = fields.pop(name, getattr(AttentionSpec, name))
+    mlp = MlpSpec(bias=fields.pop("mlp_bias", False), down_norm=fields.pop("sub_norm", False))
+    sparse = fields.pop("layer_experts", (False,) * 4)
+    sizes = [fields.pop(name, 0) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")]
+    experts = ExpertsSpec(*sizes, norm_topk_prob=fields.pop("norm_topk_prob", False))
+    norms = {name: fields.pop(name) for name in ("pre_norm", "post_norm") if name in fields}
+    windows = fields.pop("layer_windows", (None,) * 4)
+    uses_rope = fields.pop("layer_rope", (True,) * 4)
+    sliding_rope = fields.pop("sliding_rope", None)
+
+    def layer(window, is_rotated, is_sparse):
+        rope = sliding_rope if window else None
+        mixer = AttentionSpec(window=window, uses_rope=is_rotated, rope=rope, **attention)
+        return LayerSpec(mixer, None if is_sparse else mlp, experts if is_sparse else None, **norms)
+
+    layers = tuple(map(layer, windows, uses_rope, sparse))
+    return xj.ModelConfig(**PLAIN | dict(model_type=model_type, layers=layers) | fields)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_gives_the_expected_config(name):
     settings, differences = FAMILIES[name]
-    assert dataclasses.asdict(from_hf(settings)) == dataclasses.asdict(
-        xj.ModelConfig(**PLAIN | dict(model_type=settings["model_type"]) | differences)
-    )
+    want = expected(settings["model_type"], **differences)
+    assert dataclasses.asdict(from_hf(settings)) == dataclasses.asdict(want)
+
+
+def test_fewer_layers():
+    """The first ones; more than there are is an error."""
+    config = from_hf(hf("smollm3"))
+    fewer = dataclasses.replace(config, num_hidden_layers=2)
+    assert fewer.layers == config.layers[:2] and fewer != config
+    with pytest.raises(xj.InputError, match="num_hidden_layers is 4, and layers has only 2"):
+        dataclasses.replace(fewer, num_hidden_layers=4)
 
 
 def test_defaults_of_missing_keys():

@@ -7,7 +7,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = pytest.mark.oldest
 

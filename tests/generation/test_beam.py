@@ -12,7 +12,7 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import reorder, reorder_tail
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.beam_steps import BeamSearch
 
 pytestmark = pytest.mark.oldest

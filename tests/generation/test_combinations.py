@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 

@@ -15,7 +15,7 @@ from quick import full_except
 from small_models import CONFIGS, QWEN, build, prompts
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.sampling.batched_settings import settings_per_row
 
 pytestmark = pytest.mark.oldest

@@ -11,7 +11,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax import memory
 from xinfer_jax.cache.kv_cache import cache_bytes
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
 
 LONG = tiny.CONFIG | dict(max_position_embeddings=10**9)

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation import batch_generator, entrypoints
 from xinfer_jax.layerwise.layer_programs import layer_groups
 from xinfer_jax.layerwise.runner import LayerwiseRunner

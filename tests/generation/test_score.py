@@ -17,7 +17,7 @@ import run_script
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = pytest.mark.oldest
 
@@ -96,7 +96,6 @@ def test_logits_in_parts_are_those_of_the_whole():
     config = dataclasses.replace(
         cases.CASES["qwen2-gqa-tied-old"].config, vocab_size=2**19, num_hidden_layers=1
     )
-    config = dataclasses.replace(config, layer_windows=(None,), layer_rope=(True,))
     params = xj.init_params(config, jax.random.key(0), "float32")
     tokens_BT = np.random.RandomState(0).randint(0, config.vocab_size, (1, 71))
     got, gradient = jax.jit(jax.value_and_grad(lambda p: xj.score(p, config, tokens_BT).sum()))(params)

@@ -6,7 +6,7 @@ import pytest
 from small_models import CONFIGS, QWEN, build, prompts
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = [
     pytest.mark.newest,

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from layer_changes import with_mixer, with_windows
 from small_models import QWEN, build, prompts
 
 import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
@@ -57,8 +58,8 @@ def test_kernels_support_soft_caps():
     """
     params, config = build("qwen2")
     params = params | {"layers": params["layers"][:1]}
-    config = dataclasses.replace(config, num_hidden_layers=1, layer_windows=(7,), layer_rope=(True,))
-    capped = dataclasses.replace(config, attn_logit_softcapping=1.5, final_logit_softcapping=4.0)
+    config = with_windows(config, (7,))
+    capped = dataclasses.replace(with_mixer(config, logit_softcapping=1.5), final_logit_softcapping=4.0)
     tokens_BT = np.array(prompts(13, 13))
     used = xj.kernels_used(params, capped, "interpret")
     assert used.pop("product") == ("xla", "dtype float32")
@@ -318,7 +319,7 @@ def test_the_head_of_an_int8_vocabulary():
 def test_kernels_serve_every_cache_but_gear(fake_gpu):
     """Rings and quantized keys too; Hopper reads quantized keys by the Triton kernel."""
     config = from_hf(QWEN | dict(head_dim=16))
-    config = dataclasses.replace(config, layer_windows=(7, None))
+    config = with_windows(config, (7, None))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
     for kind in ("bfloat16", "int8", "int4", "gear"):
         used = xj.kernels_used(params, config, kv_dtype=kind, capacity=1024)

@@ -21,7 +21,7 @@ import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import HeadNorms, SideBySide, reference, reference_append
 from kernels_pallas.key_layouts import join, quantize
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = pytest.mark.newest
 

@@ -17,7 +17,7 @@ import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference, reference_products
 from kernels_pallas.tpu import streaming
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.layers import Norm, products
 from xinfer_jax.ops.kernels.product_kernels import Operands, select_product
 from xinfer_jax.weights.quantization import quantize_matrix

@@ -16,7 +16,7 @@ from run_script import run_on_devices
 from small_models import QWEN
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.sharding import partition_spec
 from xinfer_jax.weights.layout import layer_partition_specs
 

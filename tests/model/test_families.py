@@ -2,7 +2,6 @@
 switch, rejected features.
 """
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -11,14 +10,15 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from layer_changes import with_experts
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.config.model_config import with_fixed_rope
+from xinfer_jax.families.naming import file_specs
 from xinfer_jax.model import experts
-from xinfer_jax.weights.params import param_specs
 from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
 
 pytestmark = pytest.mark.oldest
@@ -38,7 +38,7 @@ def write_checkpoint(path, name, fused=False, seed=5):
     case = cases.CASES[name]
     tensors = cases.random_tensors(case.config, seed)
     stored = cases.fuse_tensors(case.config, tensors) if fused else {}
-    for spec in () if fused else jax.tree.leaves(param_specs(case.config)):
+    for spec in () if fused else jax.tree.leaves(file_specs(case.config)):
         stored |= zip(
             spec.tensor_shapes(),
             tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]],
@@ -220,7 +220,7 @@ def test_tiles_of_one_expert(dtype):
     """With many experts, many tokens are sorted by expert: results and derivatives of both modes are those of
     each token alone, and at one shape the bits of a row depend neither on its place nor on other rows.
     """
-    config = dataclasses.replace(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
+    config = with_experts(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
     layer = xj.init_params(config, jax.random.key(0), dtype)["layers"][0]
     x_TD, other_TD = jax.random.normal(jax.random.key(1), (2, 30, config.hidden_size), dtype)
 
@@ -264,5 +264,5 @@ def test_an_expert_that_was_not_chosen_may_overflow():
 
 
 def test_every_sparse_layer_has_a_router():
-    config = dataclasses.replace(cases.CASES["moe-defaults"].config, layer_experts=(True, False, True))
-    assert ["router" in layer for layer in param_specs(config)["layers"]] == [True, False, True]
+    config = xj.from_hf(cases.CASES["moe-defaults"].hf | dict(mlp_only_layers=[1]))
+    assert ["router" in layer for layer in file_specs(config)["layers"]] == [True, False, True]

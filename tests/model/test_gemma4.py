@@ -113,7 +113,7 @@ def test_per_layer_config_of_saved_files():
         with pytest.raises(xj.InputError, match="must have layers below 3 as its keys, each once, got"):
             xj.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, {})))
     # Without attention_k_eq_v, as transformers reads them.
-    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).num_global_key_value_heads == 2
+    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).kv_heads(1) == 2
 
 
 def test_keys_of_per_layer_config_from_ten_layers_on():

@@ -9,10 +9,12 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from layer_changes import with_experts
 
 import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.compress import awq
+from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
@@ -66,10 +68,10 @@ def test_experts_by_number_of_tokens(model):
     x_BTD = 3 * jax.random.normal(jax.random.key(1), (1, 9, config.hidden_size))
     run = jax.jit(lambda x, config: mixture_of_experts(x, layer, config), static_argnums=1)
     each = np.concatenate([run(x_BTD[:, i : i + 1], config) for i in range(9)], 1)
-    every = dataclasses.replace(config, num_experts_per_tok=3)  # no tiles
+    every = with_experts(config, num_experts_per_tok=3)  # no tiles
     np.testing.assert_allclose(run(x_BTD, config), each, atol=2e-5)
     assert not np.allclose(run(x_BTD, every), each, atol=1e-2)
-    limited = dataclasses.replace(config, swiglu_limit=100.0)
+    limited = with_experts(config, swiglu=dataclasses.replace(config.experts.swiglu, limit=100.0))
     assert not np.allclose(run(x_BTD, limited), each, atol=1e-2)
 
 
@@ -114,7 +116,7 @@ def test_defaults():
     config = xj.from_hf(dict(model_type="gpt_oss", num_attention_heads=8, **sizes))
     assert config.layer_windows == (128, None, 128, None)
     assert (config.head_dim, config.num_experts, config.num_experts_per_tok) == (64, 128, 4)
-    assert (config.swiglu_limit, config.swiglu_alpha, config.rms_norm_eps) == (7, 1.702, 1e-5)
+    assert (config.experts.swiglu, config.rms_norm_eps) == (ClampedSwiglu(1.702, 7.0), 1e-5)
     assert not config.rope.truncate and config.rope.factor == 32 and config.rope.rope_theta == 150000
     assert config.context_length == 131072
 

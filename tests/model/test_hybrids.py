@@ -10,6 +10,7 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from layer_changes import with_mixer
 
 import xinfer_jax as xj
 from xinfer_jax.model.linear_attention import _step, _Tokens, delta_rule
@@ -203,15 +204,17 @@ def test_null_is_as_absent():
 
 def test_meshes_divide_the_heads_of_linear_attention():
     """Not only their widths: three heads of width 12 have 36 numbers, which two devices divide."""
-    odd = dataclasses.replace(CASE.config, linear_num_key_heads=3, linear_num_value_heads=6)
+    odd = with_mixer(CASE.config, num_key_heads=3, num_value_heads=6)
     assert is_divisible(CASE.config, 2) and not is_divisible(odd, 2)
 
 
 def test_rejected_draft_models_and_caches(model):
     params, config, prompts, _ = model
     draft = xj.Model(params, config, None, {}, None)
-    with pytest.raises(xj.InputError, match="a draft model of model_type 'qwen3_5_text' is not"):
+    with pytest.raises(
+        xj.InputError, match="draft model is not supported .*'qwen3_5_text', which has linear"
+    ):
         xj.generate(params, config, prompts, xj.GenerateOptions(NEW, draft=draft))
-    other = dataclasses.replace(config, linear_num_value_heads=8)
+    other = with_mixer(config, num_key_heads=config.linear_attention.num_key_heads, num_value_heads=8)
     with pytest.raises(xj.InputError, match=r"states of \(8, 12, 12\).* for a model of .*\(2, 12, 12\)"):
         xj.decode_step(params, config, np.zeros(1, np.int32), xj.init_cache(other, 1, 8))

@@ -9,7 +9,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights.quantization import quantized_leaf
 from xinfer_jax.weights.quantized_matmul import quantized_product

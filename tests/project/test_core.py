@@ -5,9 +5,21 @@ aims: 5,500 lines with 3,600 of code for `decode_loop`, 7,500 with 5,000 for `ge
 `python tests/support/closure.py` prints the modules.
 """
 
+import json
+import os
+import pickle
+import subprocess
+import sys
+
 import closure
+import jax
+import numpy as np
 import pytest
 from closure import FUNCTIONAL, GENERATE, Size
+from paths import ROOT
+from small_models import QWEN
+
+import xinfer_jax as xj
 
 pytestmark = pytest.mark.oldest
 
@@ -46,6 +58,47 @@ def test_core_imports_by_statements():
 def test_no_other_module_of_the_core_depends_on_the_platform():
     still = {f"{package}.{name}" for package, names in STILL.items() for name in names}
     assert {name for name in CORE if closure.platform_names(name)} <= still
+
+
+def run_alone(path, blocked):
+    """What `core_alone.py` prints."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+    command = [sys.executable, str(ROOT / "tests" / "support" / "core_alone.py"), str(path), blocked]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+ALONE = {
+    "llama": {},
+    "qwen3": dict(head_dim=16),
+    "gemma3_text": dict(head_dim=16, sliding_window=6, sliding_window_pattern=2),
+    "qwen3_moe": dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family == "llama" else pytest.param(family, marks=pytest.mark.full) for family in ALONE],
+)
+def test_core_runs_alone(family, tmp_path):
+    """Where nothing else can be imported it gives the tokens of the library, and its logits. With nothing
+    blocked the calls load the core, the table, and what the table names for this platform.
+    """
+    config = xj.from_hf(QWEN | ALONE[family] | dict(model_type=family))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    tokens = np.random.default_rng(0).integers(2, config.vocab_size, (2, 9)).tolist()
+    path = tmp_path / "model.pickle"
+    path.write_bytes(pickle.dumps((config, jax.tree.map(np.asarray, params), tokens)))
+    alone, whole = (run_alone(path, blocked) for blocked in "10")
+    for one, other in zip(alone["logits"], whole["logits"], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert alone["tokens"] == whole["tokens"]
+    assert {*alone["modules"]} <= {*CORE, "xinfer_jax.plugins"}
+    others = {name for name in whole["modules"] if name not in CORE}
+    named = ("xinfer_jax.plugins", "xinfer_jax.ops.", "xinfer_jax.layerwise", "kernels_pallas")
+    assert not [name for name in others if not name.startswith(named)]
+    assert not [name for name in others if name.startswith(("xinfer_jax.ops.gpu", "xinfer_jax.ops.tpu"))]
 
 
 def test_closure_counts_what_statements_load(tmp_path, monkeypatch):

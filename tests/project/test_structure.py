@@ -27,10 +27,15 @@ PACKAGES = {
     "ops.tpu": ("tpu_products",),
     "sharding": (),
     "ops.mesh": (),
-    "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
+    "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
         "param_specs", "params", "layout", "hadamard",
+    ),
+    "families": (
+        "family", "values", "rope_settings", "layer_fields", "sparse_layers", "llama", "mistral", "qwen2",
+        "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "phi3", "bitnet",
+        "gpt_oss", "hybrids", "qwen3_next", "qwen3_5", "naming", "reading",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",

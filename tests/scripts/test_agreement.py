@@ -17,10 +17,11 @@ from gpu.agreement import (
     greedy_agreement,
     sampled_agreement,
 )
+from layer_changes import with_mixer, with_windows
 
 import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import Contiguous
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
@@ -48,15 +49,13 @@ def one_slot_off(cache):
     return dataclasses.replace(cache, layers=layers)
 
 
-def config_with(**changes):
-    return dataclasses.replace(CONFIG, **changes)
-
-
 WRONG = {
-    "window of 25 for 30": config_with(layer_windows=(25, 25)),
-    "no window": config_with(layer_windows=(None, None)),
-    "scale + 5%": config_with(query_pre_attn_scalar=CONFIG.head_dim / 1.05**2),
-    "RoPE theta doubled": config_with(rope=dataclasses.replace(CONFIG.rope, rope_theta=20000.0)),
+    "window of 25 for 30": with_windows(CONFIG, (25, 25)),
+    "no window": with_windows(CONFIG, (None, None)),
+    "scale + 5%": with_mixer(CONFIG, query_pre_attn_scalar=CONFIG.head_dim / 1.05**2),
+    "RoPE theta doubled": dataclasses.replace(
+        CONFIG, rope=dataclasses.replace(CONFIG.rope, rope_theta=20000.0)
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from bench.model_shapes import hf_config
 from paths import ROOT
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.newest]
 

@@ -183,7 +183,7 @@ def test_computed_times_are_the_lower_bounds_of_plan():
     from gpu import plan_estimates as estimates
     from gpu.gpu_specs import CARDS
 
-    from xinfer_jax.config.model_config import from_hf
+    from xinfer_jax.families.reading import from_hf
 
     job = estimates.Job(from_hf(hf_config("qwen2.5-7b")), "bfloat16", "bfloat16", 16, 3072, 256)
     times = computed_times(job, 2, Machine(CARDS["h200"], 1e11, efficiency=0.5), move_gbs=10)

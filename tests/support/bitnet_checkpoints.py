@@ -6,7 +6,7 @@ import numpy as np
 import parity_cases as cases
 import tiny
 
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 HF = cases.CASES["bitnet-defaults"].hf
 # linear_class, quantization_mode, and how the files store matrices.

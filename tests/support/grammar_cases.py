@@ -9,7 +9,7 @@ import numpy as np
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.grammar.vocabulary import token_bytes
 
 TEXTS = ("yes", "yesterday", "no", "né", "日本")

@@ -26,12 +26,13 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from layer_changes import with_experts
 from parity_cases import CASES, fuse_tensors, random_tensors
 
 import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.own_format import save_checkpoint
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
 from xinfer_jax.generation.loop import DECODE_PLAIN, PREFILL
 from xinfer_jax.generation.strategies import Plain
@@ -98,7 +99,7 @@ def write_checkpoint(path: Path, hf: dict[str, Any], together: bool = False, **h
     """Writes a checkpoint; together: tensors that transformers fuses are fused in the file."""
     config = from_hf(hf)
     weights = random_tensors(config, 0)
-    if together or config.swiglu_limit is not None:
+    if together or config.experts and config.experts.swiglu:
         weights = fuse_tensors(config, weights)
     for name in [name for name in weights if "{}" in name]:
         weights |= {name.format(i): one for i, one in enumerate(weights.pop(name))}
@@ -544,7 +545,7 @@ def experts() -> None:
     """The kernels of a device skip choices of other devices' experts. Pallas's interpreter does not pass the
     check of varying axes.
     """
-    config = dataclasses.replace(CASES["moe-defaults"].config, moe_intermediate_size=32, num_experts=8)
+    config = with_experts(CASES["moe-defaults"].config, intermediate_size=32, num_experts=8)
     params = xj.init_params(config, jax.random.key(0), "float32")
     layer = {name: params["layers"][0][name] for name in ("router", "experts")}
     x_BTD = jax.random.normal(jax.random.key(1), (2, 5, config.hidden_size))

@@ -3,7 +3,7 @@
 import numpy as np
 import parity_cases as cases
 
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 HF = cases.CASES["gpt-oss-published"].hf | dict(
     hidden_size=64,

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from xinfer_jax.config.model_config import ModelConfig, from_hf
-from xinfer_jax.weights.params import Params, ParamSpec, param_specs
+from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.families.naming import FileSpec, file_specs
+from xinfer_jax.families.reading import from_hf
+from xinfer_jax.weights.params import Params
 
 VOCAB = 96
 NEW_TOKENS = 24  # greedy ids per prompt
@@ -191,6 +193,9 @@ _CASES = {
         mlp_only_layers=[3], tie_word_embeddings=True, attention_bias=True, use_sliding_window=True,
         sliding_window=9,
     ),
+    # olmo2: norms after attention and MLP, and over all heads together
+    "olmo2-bias-new": _hf("olmo2", **_new(rope_theta=5e5), attention_bias=True),
+    "olmo2-mha-tied-old": _hf("olmo2", **_old(), num_key_value_heads=None, tie_word_embeddings=True),
     # olmo3: norms after attention and MLP, and over all heads together; rope scaled on full layers
     "olmo3-yarn-old": _hf(
         "olmo3",
@@ -326,7 +331,7 @@ def prompts(case: Case) -> list[list[int]]:
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """Returns float32 weights by checkpoint name. All of them affect the logits, of order 1 to 10."""
     random = np.random.RandomState(seed)
-    specs = sorted(jax.tree.leaves(param_specs(config)), key=lambda spec: spec.hf_name)
+    specs = sorted(jax.tree.leaves(file_specs(config)), key=lambda spec: spec.hf_name)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = random.standard_normal(shape)
@@ -356,12 +361,12 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
 def params_from(config: ModelConfig, tensors: dict[str, np.ndarray]) -> Params:
     """Returns the parameter tree of these tensors."""
-    return jax.tree.map(lambda spec: jax.numpy.asarray(tensors[spec.hf_name]), param_specs(config))
+    return jax.tree.map(lambda spec: jax.numpy.asarray(tensors[spec.hf_name]), file_specs(config))
 
 
 def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tensors as transformers stores them, some of them fused."""
-    specs = sorted(jax.tree.leaves(param_specs(config)), key=lambda spec: spec.first_row)
+    specs = sorted(jax.tree.leaves(file_specs(config)), key=lambda spec: spec.first_row)
     parts: dict[str, list[np.ndarray]] = {}
     fused = {spec.fused_name: spec for spec in specs if spec.fused_name}
     for spec in specs:
@@ -378,7 +383,7 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
 def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns transformers' tensors as the library names them: the inverse of `fuse_tensors`."""
 
-    def part(spec: ParamSpec) -> np.ndarray:
+    def part(spec: FileSpec) -> np.ndarray:
         if spec.fused_name is None:
             return state[spec.hf_name]
         if spec.interleaved:
@@ -387,10 +392,10 @@ def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str
         rows = _grouped(spec, np.empty(spec.shape)).shape[1]
         return whole[:, spec.first_row : spec.first_row + rows].reshape(spec.shape)
 
-    return {spec.hf_name: part(spec) for spec in jax.tree.leaves(param_specs(config))}
+    return {spec.hf_name: part(spec) for spec in jax.tree.leaves(file_specs(config))}
 
 
-def _grouped(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
+def _grouped(spec: FileSpec, tensor: np.ndarray) -> np.ndarray:
     """A tensor by group of rows of the fused one with it, [groups, rows, ...]; others as they are."""
     if spec.fused_name is None:
         return tensor

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 QWEN = dict(
     model_type="qwen2",

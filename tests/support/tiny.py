@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
-from xinfer_jax.weights.params import param_specs
+from xinfer_jax.families.naming import file_specs
+from xinfer_jax.families.reading import from_hf
 
 CONFIG = dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=288, hidden_size=32,
@@ -41,7 +41,7 @@ _MERGES = ["t h", "th e", "i n", "e r", "a n", "Ġ the", "Ġ a", "o n", "an d", 
 def tensors(hf: Mapping[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
     """Returns random float32 weights by checkpoint name."""
     random = np.random.RandomState(seed)
-    specs = jax.tree.leaves(param_specs(from_hf(hf)))
+    specs = jax.tree.leaves(file_specs(from_hf(hf)))
     return {
         spec.hf_name: (
             (random.standard_normal(spec.shape) / np.sqrt(spec.shape[-1])).astype(np.float32)
@@ -124,13 +124,9 @@ def shallow_model(layers: int = 1, **options: Any) -> xj.Model:
     Its answers make no sense.
     """
     model = xj.load_model(**options)
-    cut = dict(
-        num_hidden_layers=layers,
-        layer_windows=model.config.layer_windows[:layers],
-        layer_rope=model.config.layer_rope[:layers],
-    )
+    config = dataclasses.replace(model.config, num_hidden_layers=layers)
     params = model.params | {"layers": model.params["layers"][:layers]}
-    return dataclasses.replace(model, params=params, config=dataclasses.replace(model.config, **cut))
+    return dataclasses.replace(model, params=params, config=config)
 
 
 def answering_model(answer: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -331,7 +331,6 @@ def test_no_weight_is_dequantized_outside_the_loop(quantize):
     config = xj.load_model().config
     config = dataclasses.replace(
         config, hidden_size=256, intermediate_size=1024, vocab_size=8192, num_hidden_layers=2,
-        layer_windows=(None,) * 2, layer_rope=(True,) * 2,
     )  # fmt: skip
     config = dataclasses.replace(config, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     kwargs = {"dtype": "bfloat16"} if quantize == "bfloat16" else {"quantize": quantize}

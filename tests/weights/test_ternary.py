@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights import ternary
 from xinfer_jax.weights.quantized_matmul import quantized_product
 from xinfer_jax.weights.quantized_weights import dequantize, embedding_rows, is_quantized

@@ -29,6 +29,7 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
     return hashlib.sha256(f"{_config(config)}{_digest(params)}".encode()).hexdigest()
 
 
+@functools.lru_cache(maxsize=64)
 def _config(config: ModelConfig) -> str:
     """The compared fields as JSON, without those at their default: so a field that a later version adds does
     not change the hash of models that do not use it.

@@ -170,7 +170,7 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
 
 def state_bytes(config: ModelConfig) -> int:
     """Bytes of one row in the layers that have a state of fixed size, without draft slots."""
-    return plugin("layer cache", "linear").row_bytes(config) if any(config.layer_linear) else 0
+    return plugin("layer cache", "linear").row_bytes(config) if config.num_linear_layers else 0
 
 
 def check_append(cache: KVCache, tokens: int) -> None:

@@ -20,9 +20,7 @@ from .kv_cache import KVCache, init_cache
 from .prefix import Prefix
 from .stored_kv import quantized_dtype
 
-_FORMAT = 2  # the first format had no number, and its hash did not identify the model
-_QUANTIZED_FORMAT = 3  # quantized keys of a model with a key bias: stored without the bias
-_DYNAMIC_FORMAT = 4  # the same with dynamic RoPE, where format 3 still had the bias
+_FORMAT = 5  # earlier ones have a fingerprint of another config
 
 
 def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
@@ -45,7 +43,7 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     )
     tensors = {f"{i}": x.view(_file_dtype(x.dtype)) for i, x in enumerate(leaves)}
     saved = dict(
-        format=_format(cache.dtype, params, config),
+        format=_FORMAT,
         tokens=tokens,
         dtype=cache.dtype,
         capacity=cache.capacity,
@@ -112,8 +110,8 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
         saved = json.loads(metadata["xinfer_jax"])
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged, its metadata is not JSON ({error}): save it again") from error
-    if not isinstance(saved, dict) or saved.get("format") != _format(saved.get("dtype"), params, config):
-        known = isinstance(saved, dict) and "format" not in saved and "tokens" in saved
+    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        known = isinstance(saved, dict) and saved.get("format") in (None, 2, 3, 4) and "tokens" in saved
         raise InputError(
             f"{path} was written by {'an older' if known else 'another'} version of xinfer_jax, in another"
             " format: prefill again and save it again"
@@ -147,13 +145,6 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
     if not same_model or tuple(saved["factors"]) not in _factors(config):
         raise InputError(f"{path} was saved with another model: load that one, or prefill again")
     return saved
-
-
-def _format(dtype: Any, params: Params, config: ModelConfig) -> int:
-    """The format number of a prefix with that cache dtype."""
-    if quantized_dtype(dtype) is None or not any("bias" in layer.get("k", ()) for layer in params["layers"]):
-        return _FORMAT
-    return _DYNAMIC_FORMAT if config.rope.rope_type == "dynamic" else _QUANTIZED_FORMAT
 
 
 def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ class Recurrent(LayerCache):
     @staticmethod
     def row_bytes(config: ModelConfig) -> int:
         """Bytes of one row's states in all layers, without draft slots."""
-        return 4 * sum(config.layer_linear) * sum(map(math.prod, state_shapes(config)))
+        return 4 * config.num_linear_layers * sum(map(math.prod, state_shapes(config)))
 
     @staticmethod
     def expected_fits(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
@@ -161,11 +161,12 @@ def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
 
 def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """The shapes of one row's arrays of a linear-attention layer, as `Recurrent.fits`."""
-    W = config.linear_conv_kernel_dim - 1
-    key = (config.linear_num_key_heads, W, config.linear_key_head_dim)
-    N = config.linear_num_value_heads
-    Y = config.linear_value_head_dim
-    return key, key, (N, W, Y), (N, config.linear_key_head_dim, Y)
+    spec: Any = config.linear_attention
+    W = spec.conv_kernel_dim - 1
+    key = (spec.num_key_heads, W, spec.key_head_dim)
+    N = spec.num_value_heads
+    Y = spec.value_head_dim
+    return key, key, (N, W, Y), (N, spec.key_head_dim, Y)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -21,7 +21,7 @@ format of quantized checkpoints, `awq_gptq_format`, `bitnet_format` and `mxfp4_f
 - Weights are read leaf by leaf, in blocks on all cores, into memory that the device array keeps: on CPU
   `jax.device_put` adopts a NumPy buffer aligned to 64 bytes. Apart from the leaves, each core needs a block
   of a few MiB. Files are not memory-mapped: mapped pages would count as memory of the process.
-- One place names a tensor, its `ParamSpec`: a checkpoint stores it alone, as rows of a fused matrix, or as
+- One place names a tensor, its `FileSpec`: a checkpoint stores it alone, as rows of a fused matrix, or as
   one tensor per expert. Missing, unexpected and mis-shaped tensors are reported together, before reading.
 - Experts in MXFP4 keep their bytes, with outputs last and gate and up apart. To dequantize them, tensors that
   compute float numbers of the rows that are read replace theirs: all else is as for float files.

@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..errors import InputError
+from ..families.naming import FileSpec
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
 from ..weights.hadamard import TensorRotation, rotate_tensor
-from ..weights.params import ParamSpec
 from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_stack, quantized_struct
 from ..weights.quantized_weights import device_form, with_int8_activations
 from .bitnet_format import BitNetFormat
@@ -43,9 +43,9 @@ class LeafLoader:
     quantize: str | None
     quant_format: QuantizedFormat | None
     mesh: Mesh | None
-    rotations: Mapping[str, TensorRotation]  # by tensor name, for int8 activations; empty: no rotation
+    rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
 
-    def struct(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec]) -> Any:
+    def struct(self, spec: FileSpec, quantized: Mapping[str, TensorSpec]) -> Any:
         """The shapes of a leaf, over all devices."""
         partition = self._partition(spec, quantized)
         group = self._group(spec)
@@ -60,7 +60,7 @@ class LeafLoader:
         part = self._host_struct(partition.part_spec(spec), quantized, tensors, group)
         return sharded_shapes(spec, part, self.mesh, self._num_devices)
 
-    def load(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec], struct: Any) -> Any:
+    def load(self, spec: FileSpec, quantized: Mapping[str, TensorSpec], struct: Any) -> Any:
         """Reads a leaf and puts it on the devices. struct: its shapes."""
         stored = [] if quantized else spec.tensor_parts(self.tensors)
         group = self._group(spec)
@@ -88,14 +88,14 @@ class LeafLoader:
     def _num_devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
-    def _partition(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec] | tuple = ()) -> LeafPartition:
+    def _partition(self, spec: FileSpec, quantized: Mapping[str, TensorSpec] | tuple = ()) -> LeafPartition:
         return leaf_partition(spec, self._num_devices, self._numbers_per_word(quantized))
 
     def _numbers_per_word(self, quantized: Any) -> int:
         """How many numbers of a quantized matrix the files pack in one word."""
         return 32 // getattr(self.quant_format, "bits", 32) if quantized else 1
 
-    def _group(self, spec: ParamSpec) -> int | None:
+    def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
         whole matrix; with int8 activations one group, so that there is one scale per output.
         """
@@ -106,7 +106,7 @@ class LeafLoader:
         parts = self._num_devices if self._partition(spec).axis == 1 else 1
         return group_size_for_shards(spec.shape, spec.hf_name, self.quantize, parts)
 
-    def _reads_whole(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec]) -> bool:
+    def _reads_whole(self, spec: FileSpec, quantized: Mapping[str, TensorSpec]) -> bool:
         """Whether a leaf is read whole and split in memory: its parts share scales, or an order of inputs."""
         if quantized and isinstance(self.quant_format, BitNetFormat):
             return True
@@ -114,7 +114,7 @@ class LeafLoader:
         shares_scales = (self._group(spec) or 0) >= spec.shape[-1]
         return self._partition(spec).axis == 1 and (has_order or shares_scales)
 
-    def _host_struct(self, spec: ParamSpec, quantized: Any, tensors: Any, group: int | None) -> Any:
+    def _host_struct(self, spec: FileSpec, quantized: Any, tensors: Any, group: int | None) -> Any:
         if self.quant_format and quantized:
             return device_form(self.quant_format.struct(spec.hf_name, spec.shape, tensors))
         if self.quantize is None or not spec.is_quantizable:
@@ -122,12 +122,12 @@ class LeafLoader:
         return device_form(self._mark_int8(quantized_struct(spec.shape, spec.hf_name, self.quantize, group)))
 
     def _load_host(
-        self, spec: ParamSpec, quantized: Any, tensors: Any, stored: list[Any], group: int | None
+        self, spec: FileSpec, quantized: Any, tensors: Any, stored: list[Any], group: int | None
     ) -> Any:
         """A leaf, or a part of one, on the host."""
         if self.quant_format and quantized:
             return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
-        rotation = self.rotations.get(spec.hf_name)
+        rotation = self.rotations.get(spec.name)
         tensor = rotate_tensor(stored[0], rotation, self._read_norm) if rotation else stored[0]
         if self.quantize is not None and spec.is_quantizable:
             if len(spec.shape) > 2:

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..config.hybrids import text_settings
-from ..config.model_config import ModelConfig, from_hf
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
+from ..families.naming import FileSpec, file_specs
+from ..families.reading import from_hf, text_settings
 from ..formatting import format_mib
 from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
+from ..plugins import load
 from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, memory_fraction
 from ..stats import LoadStats
@@ -26,10 +28,8 @@ from ..weights.hadamard import TensorRotation, tensor_rotations
 from ..weights.layout import check_mesh, shardings
 from ..weights.params import (
     Params,
-    ParamSpec,
     check_quantize,
     check_weights,
-    param_specs,
     resolve_dtype,
     tree_bytes,
 )
@@ -210,8 +210,7 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     rotations: Mapping[str, TensorRotation],
 ) -> tuple[Params, Callable[[], Params]]:
     """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
-    if config.layer_linear or config.layer_scalar:
-        tensors = text_tensors(path, tensors)
+    tensors = text_tensors(path, tensors)
     specs, tree = _named_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
     expected: dict[str, TensorSpec] = {}
@@ -229,6 +228,8 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     _check_tensors(path, tensors, expected, unused | others)
     warn_of_other_tensors(path, others)
     check_weights(specs, dtype, quant_format.method if quant_format else quantize, memory_fraction(mesh))
+    file_names = {spec.name: spec.hf_name for spec in specs}
+    rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in rotations.items()}
     loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs = list(map(loader.struct, specs, quantized))
 
@@ -241,7 +242,7 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
 
 def _named_specs(
     path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]
-) -> tuple[list[ParamSpec], Any]:
+) -> tuple[list[FileSpec], Any]:
     """All specs with their names in these files, and their tree.
 
     Raises:
@@ -252,7 +253,7 @@ def _named_specs(
             f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
             f" {len(tensors)} tensors: these weights are not of this config"
         )
-    specs, tree = jax.tree.flatten(param_specs(config))
+    specs, tree = jax.tree.flatten(file_specs(config))
     specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
     expected = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
     if expected > 2 * len(tensors):
@@ -265,7 +266,8 @@ def _named_specs(
 
 def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
     """The tensors of shared experts of width 0, which a checkpoint has all the same."""
-    if config.shared_expert_intermediate_size or not config.layer_linear:
+    has_shared = "shared_gate" in load("family", config.model_type).names.leaves
+    if not has_shared or config.experts and config.experts.shared_intermediate_size:
         return set()
     return {name for name in tensors if ".mlp.shared_expert" in name}
 
@@ -277,7 +279,7 @@ def _unused_kv(config: ModelConfig) -> set[str]:
     return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
 
 
-def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
+def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """The name in the files: a tied matrix may be stored under either of its names."""
     embedding, head = _TIED
     is_tied = config.tie_word_embeddings and spec.hf_name == embedding

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from ..config.model_config import from_hf
 from ..errors import InputError
+from ..families.naming import file_specs
+from ..families.reading import from_hf
 from ..weights.layout import drop_vocab_padding
-from ..weights.params import Params, param_specs
+from ..weights.params import Params
 from ..weights.quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .files import TEXT_FILES
@@ -110,7 +111,7 @@ def save_checkpoint(
         InputError: no matrix of a rotated model is quantized; `path` is `model_dir`, or cannot be written.
     """
     path = Path(path)
-    specs, tree = jax.tree.flatten(param_specs(from_hf(settings)))
+    specs, tree = jax.tree.flatten(file_specs(from_hf(settings)))
     tensors: dict[str, Any] = {}
     for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):  # type: ignore[attr-defined]
         leaf = drop_vocab_padding(spec, leaf)

@@ -18,11 +18,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..config.layer_spec import AttentionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..families.naming import FileSpec
 from ..sharding import MODEL, RULES, check_divisible
 from ..weights.layout import partition_specs
-from ..weights.params import ParamSpec
 from ..weights.quantized_weights import GroupedWeight
 from ..weights.ternary import TernaryWeight
 from .tensors import StoredTensor
@@ -35,15 +36,18 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
     Raises:
         InputError: neither number divides the other.
     """
-    repeated: dict[str, int] = {}
-    for name in ("num_key_value_heads", "num_global_key_value_heads"):
-        heads = getattr(config, name)
-        if heads is None:
-            continue
+
+    def repeated(heads: int) -> int:
         if devices % heads:
             check_divisible("kv_heads", heads, devices)
-        repeated[name] = max(heads, devices)
-    return dataclasses.replace(config, **repeated)  # type: ignore[arg-type]
+        return max(heads, devices)
+
+    def of_layer(spec: AttentionSpec) -> AttentionSpec:
+        own = spec.num_key_value_heads
+        return dataclasses.replace(spec, num_key_value_heads=own and repeated(own))
+
+    config = dataclasses.replace(config, num_key_value_heads=repeated(config.num_key_value_heads))
+    return config.with_attention(of_layer)
 
 
 class LeafPartition(NamedTuple):
@@ -56,17 +60,17 @@ class LeafPartition(NamedTuple):
     vocab_size: int = 0  # outputs of a vocabulary matrix, without padding; 0: another matrix
     packed: int = 1  # outputs of a vocabulary matrix that the files pack in one word
 
-    def part_spec(self, spec: ParamSpec) -> ParamSpec:
+    def part_spec(self, spec: FileSpec) -> FileSpec:
         """The spec of one part, padding included."""
         return self._with_size(spec, self.size)
 
-    def stored_spec(self, spec: ParamSpec, i: int) -> ParamSpec:
+    def stored_spec(self, spec: FileSpec, i: int) -> FileSpec:
         """The spec of what the files hold of part i, without padding."""
         if not self.vocab_size:
             return self._with_size(spec, self.size)
         return self._with_size(spec, min(self.size, self.vocab_size - self._stored_part(i) * self.size))
 
-    def _with_size(self, spec: ParamSpec, size: int) -> ParamSpec:
+    def _with_size(self, spec: FileSpec, size: int) -> FileSpec:
         if self.axis is None:
             return spec
         shape = list(spec.shape)
@@ -105,7 +109,7 @@ class LeafPartition(NamedTuple):
             found[name] = self._slice(tensor, axis, i)
         return found
 
-    def pad(self, spec: ParamSpec, part: Any, i: int) -> Any:
+    def pad(self, spec: FileSpec, part: Any, i: int) -> Any:
         """Part i as it was read, on the host, with rows of zeros up to the size of the other parts."""
         left = self.vocab_size - i * self.size
         if not self.vocab_size or left >= self.size:
@@ -138,7 +142,7 @@ class LeafPartition(NamedTuple):
         return tensor.slice_axis(axis, i * size, size)
 
 
-def leaf_partition(spec: ParamSpec, devices: int, packed: int = 1) -> LeafPartition:
+def leaf_partition(spec: FileSpec, devices: int, packed: int = 1) -> LeafPartition:
     """How a leaf is split over the devices of a mesh.
 
     Args:
@@ -157,7 +161,7 @@ def leaf_partition(spec: ParamSpec, devices: int, packed: int = 1) -> LeafPartit
     return LeafPartition(n, axis, devices // n, length // n)
 
 
-def check_partition(spec: ParamSpec, struct: Any, partition: LeafPartition, packed: int) -> None:
+def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition, packed: int) -> None:
     """Raises InputError where a part would split a group of inputs, or a word of packed numbers."""
     if partition.axis is None or not isinstance(struct, GroupedWeight | TernaryWeight):
         return
@@ -170,7 +174,7 @@ def check_partition(spec: ParamSpec, struct: Any, partition: LeafPartition, pack
             )
 
 
-def sharded_shapes(spec: ParamSpec, part: Any, mesh: Mesh, devices: int) -> Any:
+def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int) -> Any:
     """The shapes of a leaf over the mesh.
 
     Args:
@@ -191,7 +195,7 @@ def sharded_shapes(spec: ParamSpec, part: Any, mesh: Mesh, devices: int) -> Any:
     return leaf
 
 
-def device_part(spec: ParamSpec, leaf: Any, i: int, num_parts: int) -> Any:
+def device_part(spec: FileSpec, leaf: Any, i: int, num_parts: int) -> Any:
     """Part i of a whole leaf on the host."""
 
     def part(x: np.ndarray, places: PartitionSpec) -> np.ndarray:
@@ -212,7 +216,7 @@ def _slice_or_pad(x: np.ndarray, axis: int, start: int, size: int) -> np.ndarray
     return np.pad(x, [(0, size - length if at == axis else 0) for at, length in enumerate(x.shape)])
 
 
-def shard_leaf(spec: ParamSpec, get_part: Callable[[int], Any], struct: Any, mesh: Mesh) -> Any:
+def shard_leaf(spec: FileSpec, get_part: Callable[[int], Any], struct: Any, mesh: Mesh) -> Any:
     """Puts a leaf on the devices of the mesh.
 
     Args:

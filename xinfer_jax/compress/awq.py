@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_supported
 from ..errors import InputError
-from ..model.decoder_layer import LayerKind, Positions, layer_kinds, self_attention
+from ..model.decoder_layer import Positions, layer_kinds, self_attention
 from ..model.layers import embed, gated_mlp, linear, mlp_intermediate, norm, rotary_angles
 from ..weights.params import Params
 from ..weights.quantization import quantize_matrix, quantized_leaf
@@ -36,7 +37,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 # Matrices with a common input.
 _SHARED_INPUTS = {"attn": ("q", "k", "v"), "o": ("o",), "mlp": ("gate", "up"), "down": ("down",)}
 _TokenRows = Sequence[Sequence[int]]
-_LayerKey = tuple[ModelConfig, LayerKind]  # static: layers with the same key share a program
+_LayerKey = tuple[ModelConfig, int]  # static, with the kind: layers of one kind share a program
 
 
 class _Calibration(NamedTuple):
@@ -143,17 +144,7 @@ def scaled_params(
     """Returns scaled floating-point parameters of the same function. Arguments as in `awq_params`."""
     if config.rotated:
         raise InputError("activation-aware scales do not help a rotated model: round to nearest instead")
-    if (
-        not config.pre_norm
-        or config.post_norm
-        or config.sub_norm
-        or config.num_experts
-        or config.layer_linear
-    ):
-        raise InputError(
-            f"activation-aware scales are not supported for model_type {config.model_type!r}: round to"
-            " nearest instead"
-        )
+    check_supported(config, "scales", "activation-aware scales are", "round to nearest instead")
     quantize_args = _bits(quantize, group), group
     tokens_BT, calibration = _calibration_batch(config, token_rows)
     x_BTD = embed(tokens_BT, params["embed"], jnp.float32, config.embed_scale)

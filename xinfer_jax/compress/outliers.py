@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from ..config.model_config import ModelConfig
-from ..weights.hadamard import check_foldable_norms
+from ..config.unsupported import check_supported
 from ..weights.params import Params
 
 
@@ -17,9 +17,9 @@ def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
         factor: on these channels.
 
     Raises:
-        InputError: as `check_foldable_norms`.
+        InputError: the model has a part with which they are not supported.
     """
-    check_foldable_norms(config, "artificial outliers")
+    check_supported(config, "rotations", "artificial outliers are", "leave them out")
 
     def channel_factors(size: int) -> jnp.ndarray:
         return jnp.where(jnp.arange(size) % 64 == 5, factor, 1.0)

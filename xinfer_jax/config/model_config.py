@@ -1,21 +1,12 @@
-"""`ModelConfig`, frozen and hashable, and `from_hf`, which makes it from a Hugging Face config.json."""
+"""`ModelConfig`, frozen and hashable: all numbers of a model."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from functools import cached_property
 
-from ..errors import InputError, format_value
-from .families import FAMILIES, SHARED_DEFAULTS
-from .hybrids import text_settings
-from .rope import RopeConfig, read_rope
-from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
-
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "relu2": "relu2",
-}
+from ..errors import InputError
+from .layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
+from .rope import RopeConfig as RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +18,7 @@ class ModelConfig:
         vocab_size: V.
         hidden_size: D.
         intermediate_size: F.
-        num_hidden_layers: L.
+        num_hidden_layers: L. `dataclasses.replace` with a smaller number leaves out the last layers.
         num_attention_heads: N.
         num_key_value_heads: K.
         head_dim: H.
@@ -35,55 +26,14 @@ class ModelConfig:
         rms_norm_eps: added to the mean square under a norm's root.
         tie_word_embeddings: lm_head is the embedding matrix.
         rope: the rotary embedding.
-        layer_windows: per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
-        layer_rope: per layer: rotary embedding, or none (NoPE).
-        sliding_rope: rotary embedding of layers with a window; None: `rope`.
-        qkv_bias: queries, keys and values have biases.
-        o_bias: attention's output matrix has a bias.
-        mlp_bias: the MLP's matrices have biases.
-        qk_norm: RMS norm over each query head and key head.
-        qk_norm_joint: this norm is over all heads of a token together.
-        pre_norm: RMS norm of the inputs of attention and MLP.
-        post_norm: RMS norm of their outputs.
-        sub_norm: RMS norm of the inputs of attention's output matrix and of down_proj.
+        layers: what each layer is made of, also where that differs from these numbers. Not hashed.
         norm_offset: norms multiply by norm_offset + weight in float32, and round last; None: they round, and
             then multiply by the weight. In float32 None and 0 are the same.
         hidden_act: "silu", "gelu_pytorch_tanh" or "relu2" (relu, squared).
         embed_scale: factor on embeddings, in their dtype.
-        query_pre_attn_scalar: attention scores are multiplied by its power -1/2; None: head_dim.
-        attn_logit_softcapping: c: scores become c tanh(score / c); None: no cap.
-        final_logit_softcapping: the same for logits.
-        fused_projections: the checkpoint has q, k, v in one matrix, gate and up in another.
-        layer_experts: per layer: a mixture of experts instead of the MLP; empty: none.
-        num_experts: X.
-        num_experts_per_tok: experts of each token.
-        moe_intermediate_size: F of each expert.
-        norm_topk_prob: the weights of a token's experts are normalized to sum to 1.
-        shared_expert_intermediate_size: F of a gated expert that all tokens use; 0: none.
-        experts_beside_mlp: layers with experts have an MLP too; their outputs, each after a norm, are added.
-        swiglu_limit: c: experts and their router have biases, and an expert computes down(g sigmoid(alpha g)
-            (clip(up, -c, c) + 1)) of g = min(gate, c), as in gpt-oss; None: neither.
-        swiglu_alpha: this alpha.
-        attention_sinks: each query head has one more logit in the softmax, of no key.
-        attn_output_gate: attention's output is multiplied by sigmoid of a gate, which q_proj has beside each
-            query head.
-        layer_linear: per layer: linear attention (Gated DeltaNet) in place of attention; empty: none.
-        linear_num_key_heads: heads of its queries and keys, which are repeated to those of values.
-        linear_num_value_heads: heads of its values.
-        linear_key_head_dim: width of a query and key.
-        linear_value_head_dim: width of a value.
-        linear_conv_kernel_dim: tokens that its convolution reads, the token itself included.
-        interleaved_projections: the checkpoint has its projections in two matrices, by key head.
-        global_head_dim: H of layers without a window; None: head_dim.
-        num_global_key_value_heads: K of layers without a window; None: num_key_value_heads.
-        attention_k_eq_v: layers without a window have no v_proj: values are keys before their norm and RoPE.
-        v_norm: RMS norm, without a weight, of each value head.
-        num_kv_shared_layers: the last layers, which have no keys and values: they use those of the last layer
-            before them that has a window, or none, as they do.
-        use_double_wide_mlp: F of these layers is twice intermediate_size.
+        final_logit_softcapping: c: logits become c tanh(logit / c); None: no cap.
         hidden_size_per_layer_input: width of what each layer gets of a token's own embedding; 0: nothing.
         vocab_size_per_layer_input: rows of the matrix of these embeddings.
-        layer_scalar: a layer's output is multiplied by a number.
         rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
         eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
     """
@@ -100,53 +50,26 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: RopeConfig
-    layer_windows: tuple[int | None, ...]
-    layer_rope: tuple[bool, ...]
-    sliding_rope: RopeConfig | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_joint: bool = False
-    pre_norm: bool = True
-    post_norm: bool = False
-    sub_norm: bool = False
+    layers: tuple[LayerSpec, ...] = dataclasses.field(hash=False)
     norm_offset: float | None = None
     hidden_act: str = "silu"
     embed_scale: float = 1.0
-    query_pre_attn_scalar: float | None = None
-    attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
-    fused_projections: bool = False
-    layer_experts: tuple[bool, ...] = ()
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
-    shared_expert_intermediate_size: int = 0
-    experts_beside_mlp: bool = False
-    swiglu_limit: float | None = None
-    swiglu_alpha: float = 1.0
-    attention_sinks: bool = False
-    attn_output_gate: bool = False
-    layer_linear: tuple[bool, ...] = ()
-    linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_conv_kernel_dim: int = 0
-    interleaved_projections: bool = False
-    global_head_dim: int | None = None
-    num_global_key_value_heads: int | None = None
-    attention_k_eq_v: bool = False
-    v_norm: bool = False
-    num_kv_shared_layers: int = 0
-    use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
-    layer_scalar: bool = False
     rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.layers) < self.num_hidden_layers:
+            raise InputError(
+                f"num_hidden_layers is {self.num_hidden_layers}, and layers has only {len(self.layers)}"
+            )
+        object.__setattr__(self, "layers", self.layers[: self.num_hidden_layers])
+        parts = [part for layer in self.layers for part in (layer.experts, layer.mixer)]
+        for kind in (ExpertsSpec, LinearAttentionSpec):
+            if len({part for part in parts if isinstance(part, kind)}) > 1:
+                raise InputError(f"layers with different {kind.__name__}s are not supported")
 
     @property
     def context_length(self) -> int:
@@ -163,18 +86,58 @@ class ModelConfig:
 
     def is_linear(self, layer: int) -> bool:
         """Whether a layer is linear attention, with a recurrent state in place of keys and values."""
-        return bool(self.layer_linear) and self.layer_linear[layer]
+        return isinstance(self.layers[layer].mixer, LinearAttentionSpec)
+
+    def attention(self, layer: int) -> AttentionSpec | None:
+        """The attention of a layer; None: it is linear attention."""
+        mixer = self.layers[layer].mixer
+        return mixer if isinstance(mixer, AttentionSpec) else None
 
     @property
+    def linear_attention(self) -> LinearAttentionSpec | None:
+        """The linear attention, which is the same in all layers that have it; None: none has."""
+        return next((x.mixer for x in self.layers if isinstance(x.mixer, LinearAttentionSpec)), None)
+
+    @property
+    def num_linear_layers(self) -> int:
+        """How many layers are linear attention."""
+        return self.num_hidden_layers - len(self.attention_layers)
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts, which are the same in all layers that have some; None: none has."""
+        return next((layer.experts for layer in self.layers if layer.experts), None)
+
+    @property
+    def num_experts(self) -> int:
+        """X; 0: there are no experts."""
+        return self.experts.num_experts if self.experts else 0
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """Experts of each token."""
+        return self.experts.num_experts_per_tok if self.experts else 0
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        """F of an expert."""
+        return self.experts.intermediate_size if self.experts else 0
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether layers use the keys and values of others."""
+        return self.num_cached_layers < self.num_hidden_layers
+
+    @cached_property
     def num_cached_layers(self) -> int:
         """Layers with a cache of their own: all but the last ones that use another layer's."""
-        return self.num_hidden_layers - self.num_kv_shared_layers
+        return sum(not getattr(layer.mixer, "shares_kv", False) for layer in self.layers)
 
-    @property
+    @cached_property
     def cache_of_layer(self) -> tuple[int, ...]:
         """Of each layer the layer whose cache it uses: itself, or an earlier one."""
         own = range(self.num_cached_layers)
-        is_full = [window is None for window in self.layer_windows[: self.num_hidden_layers]]
+        is_full = [window is None for window in self.layer_windows]
         last = {kind: max((i for i in own if is_full[i] == kind), default=0) for kind in (True, False)}
         return (*own, *(last[kind] for kind in is_full[self.num_cached_layers :]))
 
@@ -188,87 +151,41 @@ class ModelConfig:
         """The layers with keys and values of their own."""
         return [layer for layer in self.attention_layers if layer < self.num_cached_layers]
 
-    @property
-    def kv_windows(self) -> list[int | None]:
-        """The sliding windows of the layers with keys and values of their own; None: no window."""
-        return [self.layer_windows[layer] for layer in self.layers_with_kv]
+    @cached_property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None: it has none."""
+        return tuple(getattr(layer.mixer, "window", None) for layer in self.layers)
 
     def kv_heads(self, layer: int) -> int:
         """K of a layer."""
-        heads = self.num_global_key_value_heads if self.layer_windows[layer] is None else None
-        return heads or self.num_key_value_heads
+        return getattr(self.attention(layer), "num_key_value_heads", None) or self.num_key_value_heads
 
     def head_width(self, layer: int) -> int:
         """H of a layer."""
-        width = self.global_head_dim if self.layer_windows[layer] is None else None
-        return width or self.head_dim
+        return getattr(self.attention(layer), "head_dim", None) or self.head_dim
 
     @property
     def head_widths(self) -> tuple[int, ...]:
         """The distinct widths of heads."""
         return tuple(dict.fromkeys(map(self.head_width, range(self.num_hidden_layers))))
 
-    def layer_rope_config(self, layer: int) -> RopeConfig | None:
+    def layer_rope(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of a layer; None: it has none."""
-        if not self.layer_rope[layer] or self.is_linear(layer):
-            return None
-        return self.sliding_rope if self.sliding_rope and self.layer_windows[layer] is not None else self.rope
+        attention = self.attention(layer)
+        return (attention.rope or self.rope) if attention and attention.uses_rope else None
 
-    @property
+    @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct rotary embeddings of all layers."""
-        return tuple(dict.fromkeys(filter(None, map(self.layer_rope_config, range(self.num_hidden_layers)))))
+        return tuple(dict.fromkeys(filter(None, map(self.layer_rope, range(self.num_hidden_layers)))))
 
-
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config of a Hugging Face config.json, a parsed object with older or newer field names.
-
-    Returns:
-        The configuration, checked for consistency; without EOS ids, which `load_model` adds.
-
-    Raises:
-        InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
-    """
-    if not isinstance(hf, Mapping):
-        raise InputError(f"from_hf takes config.json's object, got {format_value(hf)}")
-    hf = text_settings(hf)
-    model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(
-            f"model_type {format_value(model_type)} is not supported: use one of"
-            f" {', '.join(sorted(FAMILIES))}"
+    def with_attention(self, change: Callable[[AttentionSpec], AttentionSpec]) -> "ModelConfig":
+        """The config with the attention of each layer changed."""
+        layers = (
+            dataclasses.replace(x, mixer=change(x.mixer)) if isinstance(x.mixer, AttentionSpec) else x
+            for x in self.layers
         )
-    defaults, family = FAMILIES[model_type]
-    hf = {**SHARED_DEFAULTS, **defaults, **hf}
-    activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
-    _check_supported(hf, activation)
-    heads = get_integer(hf, "num_attention_heads")
-    layers = get_integer(hf, "num_hidden_layers")
-    hidden = get_integer(hf, "hidden_size")
-    fields: dict[str, Any] = dict(
-        model_type=model_type,
-        vocab_size=get_integer(hf, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=get_integer(hf, "intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=(
-            heads if hf.get("num_key_value_heads") is None else get_integer(hf, "num_key_value_heads")
-        ),
-        head_dim=_default_head_dim(hidden, heads)
-        if hf.get("head_dim") is None
-        else get_integer(hf, "head_dim"),
-        max_position_embeddings=get_integer(hf, "max_position_embeddings"),
-        rms_norm_eps=get_number(hf, "rms_norm_eps"),
-        tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
-        hidden_act=_ACTIVATIONS[activation],
-        layer_windows=(None,) * layers,
-        layer_rope=(True,) * layers,
-    )
-    fields |= family(hf, layers)
-    config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
-    _check_consistency(config)
-    return config
+        return dataclasses.replace(self, layers=tuple(layers))
 
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
@@ -290,58 +207,3 @@ def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelCo
     factor = config.rope.short_factor if longest <= limit else config.rope.long_factor
     rope = dataclasses.replace(config.rope, short_factor=factor, long_factor=factor)
     return dataclasses.replace(config, rope=rope)
-
-
-def _check_supported(hf: Mapping, activation: Any) -> None:
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise InputError(
-            f"hidden_act {format_value(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
-        )
-    architectures = [] if hf.get("architectures") is None else hf["architectures"]
-    for name in architectures if isinstance(architectures, list) else [architectures]:
-        if not str(name).endswith("ForCausalLM"):
-            raise InputError(
-                f"architecture {format_value(name)} is not supported: only causal language models"
-                " (…ForCausalLM) are"
-            )
-
-
-def _check_consistency(config: ModelConfig) -> None:
-    for heads in {config.num_key_value_heads, config.num_global_key_value_heads or 1}:
-        if config.num_attention_heads % heads:
-            raise InputError(
-                f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
-                f" {heads}"
-            )
-    for width in {config.head_dim, *config.head_widths}:
-        if width % 2:
-            raise InputError(f"head_dim {width} is odd: rotary embedding needs an even one")
-    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
-        raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
-    if config.context_length > MAX_CONTEXT:
-        raise InputError(
-            f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
-            f" is a context of {config.context_length} tokens, more than {MAX_CONTEXT}"
-        )
-    width = config.rope.head_dim or config.head_dim
-    rotated = config.rope.rotated_width(width)
-    if rotated % 2 or not 0 < rotated <= width or config.rope.partial_rotary_factor > 1:
-        raise InputError(
-            f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of"
-            f" {width} numbers of a head: rotary embedding needs an even part of it"
-        )
-    for name in ("short_factor", "long_factor"):
-        given = len(getattr(config.rope, name))
-        if config.rope.rope_type == "longrope" and given != rotated // 2:
-            raise InputError(
-                f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}"
-            )
-
-
-def _default_head_dim(hidden: int, heads: int) -> int:
-    if hidden % heads:
-        raise InputError(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no"
-            " head_dim"
-        )
-    return hidden // heads

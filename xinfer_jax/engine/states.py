@@ -27,7 +27,7 @@ class States:
 
         def empty(rows: int) -> tuple[Recurrent, ...]:
             lengths_B: Any = np.zeros(rows, np.int32)
-            count = sum(config.layer_linear)
+            count = config.num_linear_layers
             layers = (Recurrent.empty(config, rows, shape.capacity, mesh) for _ in range(count))
             return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers)
 

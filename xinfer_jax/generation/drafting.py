@@ -10,6 +10,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, with_draft_slots
 from ..cache.stored_kv import check_head_dim
 from ..config.model_config import ModelConfig, with_fixed_rope
+from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..sampling.context import Context
 from ..stats import GenerateStats
@@ -75,7 +76,7 @@ class Drafting:
     ) -> tuple[Any, SpeculationState]:
         """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
         call = self._call
-        if cache is not None and call.config.layer_linear:
+        if cache is not None and call.config.linear_attention:
             cache = executor(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
         zeros_R: Any = np.zeros(call.rows, np.int32)
         return cache, SpeculationState(draft_cache, zeros_R, zeros_R)
@@ -97,11 +98,8 @@ def _check_model(draft: Any, call: ValidatedCall) -> Any:
     config = draft.config
     longest = call.longest
     new = call.options.max_new_tokens
-    if any(config.layer_linear):
-        raise InputError(
-            f"a draft model of model_type {config.model_type!r} is not supported: its recurrent state"
-            " cannot go back from rejected tokens; give another draft model, or 'lookup'"
-        )
+    remedy = "its state cannot go back from rejected tokens: give another draft model, or 'lookup'"
+    check_supported(config, "draft model", "a draft model is", remedy)
     if config.vocab_size != call.config.vocab_size:
         own = call.config.vocab_size
         raise InputError(f"the draft's vocabulary of {config.vocab_size} is not the model's of {own}")

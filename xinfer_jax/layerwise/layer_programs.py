@@ -28,7 +28,7 @@ def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
     same size if possible, so that few programs are compiled.
     """
     L = config.num_hidden_layers
-    kinds = [*zip(layer_kinds(config), config.layer_experts or (False,) * L, strict=True)]
+    kinds = layer_kinds(config)
     period = next(p for p in range(1, L + 1) if all(kinds[i] == kinds[i % p] for i in range(L)))
     sizes = range(period, most + 1, period)
     largest = max(sizes, default=period if most > 1 and period <= _LONGEST_PERIOD else most)

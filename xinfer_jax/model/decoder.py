@@ -14,6 +14,7 @@ from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl
 from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, check_mesh_context, shard_map_model
@@ -268,11 +269,8 @@ def check_tokens(
         raise InputError(
             f"inputs must have the shape {(*shape, config.hidden_size)}, got {np.shape(inputs_BTD)}"
         )
-    if inputs_BTD is not None and config.hidden_size_per_layer_input:
-        raise InputError(
-            f"inputs_BTD is not supported for model_type {config.model_type!r}, whose layers have inputs by"
-            " token id: give tokens only"
-        )
+    if inputs_BTD is not None:
+        check_supported(config, "inputs_BTD", "inputs_BTD is", "give tokens only")
     if cache is not None and (not isinstance(cache, KVCache) or cache.length_B.shape != shape[:1]):
         raise InputError(
             f"the cache for {shape[0]} rows must be one that init_cache returns for them, got {cache!r}"

@@ -14,6 +14,7 @@ from .. import plugin
 from ..cache.contiguous import Contiguous, uncached_kv
 from ..cache.layer_cache import LayerCache, cache_specs
 from ..cache.stored_kv import is_quantized_kv
+from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from ..sharding import MODEL, REPLICATED, abstract_mesh_of, shard_map_model
 from ..weights.layout import is_divisible, layer_partition_specs
@@ -40,26 +41,10 @@ from .rope_append import rotate, rotate_and_append
 _UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
 
 
-class LayerKind(NamedTuple):
-    """How layers differ beyond their parameters. Layers of one kind share a trace, or a compiled program."""
-
-    window: int | None
-    rope: int | None  # index in `ModelConfig.ropes`; None: no RoPE
-    head_dim: int
-    linear: bool = False  # linear attention
-    shares_kv: bool = False  # keys and values are those of an earlier layer
-
-
 @functools.lru_cache(maxsize=64)
-def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """The kind of each layer."""
-    ropes = map(config.layer_rope_config, range(config.num_hidden_layers))
-    numbers = (None if rope is None else config.ropes.index(rope) for rope in ropes)
-    layers = range(config.num_hidden_layers)
-    widths = map(config.head_width, layers)
-    linear = map(config.is_linear, layers)
-    shares_kv = (layer >= config.num_cached_layers for layer in layers)
-    return tuple(map(LayerKind, config.layer_windows, numbers, widths, linear, shares_kv))
+def layer_kinds(config: ModelConfig) -> tuple[int, ...]:
+    """The kind of each layer: the first one with its spec. Layers of one kind share a trace, or a program."""
+    return tuple(map(config.layers.index, config.layers))
 
 
 class Positions(NamedTuple):
@@ -78,7 +63,7 @@ class Positions(NamedTuple):
 def run_layer(  # noqa: PLR0913
     layer: Params,
     config: ModelConfig,
-    kind: LayerKind,
+    kind: int,
     x_BTD: Any,
     positions: Positions,
     kv: Any,
@@ -92,7 +77,7 @@ def run_layer(  # noqa: PLR0913
     kv_specs = cache_specs(kv, mesh)
     run = functools.partial(_run_layer, config=config, kind=kind, impl=impl, over=MODEL)
     specs = (layer_partition_specs(layer, config, mesh), REPLICATED, REPLICATED, kv_specs)
-    new_specs = _UNCACHED if kv is None and config.num_kv_shared_layers else kv_specs
+    new_specs = _UNCACHED if kv is None and config.shares_kv else kv_specs
     return shard_map_model(run, mesh, specs, (REPLICATED, new_specs))(layer, x_BTD, positions, kv)
 
 
@@ -106,21 +91,22 @@ def model_mesh(tree: Any, config: ModelConfig) -> Any:
 
 def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # noqa: PLR0913
     """over: a mesh axis along which heads, experts, the MLP's features and the cache are sharded."""
-    post_norm = "attn_post_norm" in layer
+    spec = config.layers[kind]
     args = x_BTD, positions, kv, impl, over
-    around = dict(before=norm_before(layer, "attn_norm", config), residual=None if post_norm else x_BTD)
-    if kind.linear:
+    around: dict[str, Any] = dict(
+        before=norm_before(layer, "attn_norm", config) if spec.pre_norm else None,
+        residual=None if spec.post_norm else x_BTD,
+    )
+    if config.is_linear(kind):
         attended_BTD, kv = plugin("layer", "linear")(layer, config, *args, **around)
     else:
         attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
-    x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config) if post_norm else attended_BTD
-    if "mlp_post_norm" not in layer:
-        return _feed_forward(x_BTD, x_BTD, layer, config, over, impl), kv
-    fed_BTD = _feed_forward(x_BTD, None, layer, config, over, impl)
-    x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
+    x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config) if spec.post_norm else attended_BTD
+    fed_BTD = _feed_forward(x_BTD, None if spec.post_norm else x_BTD, layer, config, spec, over, impl)
+    x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config) if spec.post_norm else fed_BTD
     if positions.layer_inputs:
         x_BTD = x_BTD + _of_layer_input(x_BTD, positions.layer_inputs[0], layer, config, impl)
-    return x_BTD * layer["layer_scalar"] if "layer_scalar" in layer else x_BTD, kv
+    return x_BTD * layer["layer_scalar"] if spec.scalar else x_BTD, kv
 
 
 def _of_layer_input(x_BTD, input_BTP, layer: Params, config: ModelConfig, impl: str | None) -> jax.Array:
@@ -149,7 +135,7 @@ def run_layers(  # noqa: PLR0913
 def self_attention(  # noqa: PLR0913
     layer: Params,
     config: ModelConfig,
-    kind: LayerKind,
+    kind: int,
     x_BTD: Any,
     positions: Positions,
     kv: Any,
@@ -165,63 +151,72 @@ def self_attention(  # noqa: PLR0913
     (B, T, _) = x_BTD.shape
     num_tokens_B = positions.num_tokens_B
     start_B: Any = positions.start_B  # not None if there is a cache
-    layer, key_bias_fn = _split_key_bias(layer, config, kind, kv)
-    angles = None if kind.rope is None else positions.angles[kind.rope]
+    spec: Any = config.attention(kind)
+    of_layer = config.layer_rope(kind)
+    rope = None if of_layer is None else config.ropes.index(of_layer)
+    layer, key_bias_fn = _split_key_bias(layer, config, spec, rope, kv)
+    angles = None if rope is None else positions.angles[rope]
     gate_BTI = None
-    if kind.shares_kv:
+    if spec.shares_kv:
         q_BTNH = _only_queries(layer, config, kind, x_BTD, angles, before, impl)
         visible = kv
     else:
         qkv, gate_BTI = _project_qkv(layer, config, kind, x_BTD, over, before, impl)
-        norms = _head_norms(layer, config)
+        norms = _head_norms(layer, config, spec)
         if start_B is None:
             q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
             visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
-            kv = visible if config.num_kv_shared_layers else None
+            kv = visible if config.shares_kv else None
         else:
             q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
             visible = kv
     length_B = num_tokens_B
     if start_B is not None:
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
-    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-    cap = config.attn_logit_softcapping
+    scale = (spec.query_pre_attn_scalar or config.head_width(kind)) ** -0.5
+    cap = spec.logit_softcapping
     # The model's window: a cache that stores every token may have been made without one.
-    windowed = dataclasses.replace(visible, window=kind.window, key_bias_fn=key_bias_fn)
-    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer.get("sinks"))
+    windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
+    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer["sinks"] if spec.sinks else None)
     out_BTNH = attention(q_BTNH, windowed, length_B=length_B, start_B=start_B, **scoring, impl=impl)
-    (out_BTI,) = joint_norms([out_BTNH.reshape(B, T, -1)], layer, ["o_norm"], config, over)
+    out_BTI = out_BTNH.reshape(B, T, -1)
+    if spec.o_norm:
+        (out_BTI,) = joint_norms([out_BTI], layer, ["o_norm"], config, over)
     if gate_BTI is not None:
         out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
     return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), kv
 
 
-def _split_key_bias(layer: Params, config: ModelConfig, kind: LayerKind, kv: Any) -> tuple[Params, Any]:
+def _split_key_bias(
+    layer: Params, config: ModelConfig, spec: AttentionSpec, rope: int | None, kv: Any
+) -> tuple[Params, Any]:
     """For a quantized cache: the layer without k's bias, and a function that adds the RoPE-rotated bias when
     keys are read, so that a large bias costs no precision. Where that is not possible: the layer as it is,
     and None.
     """
-    rope = kind.rope
-    if kv is None or kind.shares_kv or rope is None or not is_quantized_kv(kv.k):
+    is_split = spec.qkv_bias and not spec.qk_norm and not spec.shares_kv
+    if kv is None or rope is None or not is_split or not is_quantized_kv(kv.k):
+        return layer, None
+    if not rope_is_fixed(config, rope):
         return layer, None
     leaf = layer["k"]
-    if "bias" not in leaf or "k_norm" in layer or not rope_is_fixed(config, rope):
-        return layer, None
-    bias_KH = leaf["bias"].reshape(-1, kind.head_dim)
+    bias_KH = leaf["bias"].reshape(-1, spec.head_dim or config.head_dim)
     return layer | {"k": {"weight": leaf["weight"]}}, rope_bias_fn(config, rope, bias_KH, kv.capacity)
 
 
-def _only_queries(layer, config, kind: LayerKind, x_BTD, angles, before, impl) -> jax.Array:  # noqa: PLR0913
+def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.Array:  # noqa: PLR0913
     """Queries by head, [B, T, N, H], of a layer without keys of its own, after their norm and RoPE."""
     (q_BTI,) = products(x_BTD, [layer["q"]], before=before, impl=impl)
-    q_BTNH = norm(q_BTI.reshape(*q_BTI.shape[:2], -1, kind.head_dim), layer, "q_norm", config)
+    q_BTNH = q_BTI.reshape(*q_BTI.shape[:2], -1, config.head_width(kind))
+    if config.layers[kind].mixer.qk_norm:
+        q_BTNH = norm(q_BTNH, layer, "q_norm", config)
     return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
 
 
 def _project_qkv(  # noqa: PLR0913
     layer: Params,
     config: ModelConfig,
-    kind: LayerKind,
+    kind: int,
     x_BTD: jax.Array,
     over: str | None,
     before: Norm | None,
@@ -230,21 +225,24 @@ def _project_qkv(  # noqa: PLR0913
     """Queries, keys and values by head, [B, T, N or K, H], after norms of all heads together; and the gate
     of attention's output, [B, T, N H], if the layer has one.
     """
-    names = ["q", "k", *(name for name in ("v", "attn_gate") if name in layer)]
+    spec: Any = config.attention(kind)
+    wanted = dict(q=True, k=True, v=not spec.values_are_keys, attn_gate=spec.output_gate)
+    names = [name for name in wanted if wanted[name]]
     ys = products(x_BTD, [layer[name] for name in names], before=before, impl=impl)
-    if config.qk_norm_joint:
+    if spec.qk_norm == "joint":
         ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
-    if "v" not in layer:
+    if spec.values_are_keys:
         ys.insert(2, ys[1])
-    q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, kind.head_dim) for y in ys[:3])
-    if config.v_norm:
-        v_BTKH = rms_norm(v_BTKH, jnp.ones(kind.head_dim, v_BTKH.dtype), config.rms_norm_eps)
-    return (q_BTNH, k_BTKH, v_BTKH), ys[3] if config.attn_output_gate else None
+    q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, config.head_width(kind)) for y in ys[:3])
+    if spec.v_norm:
+        ones_H = jnp.ones(config.head_width(kind), v_BTKH.dtype)
+        v_BTKH = rms_norm(v_BTKH, ones_H, config.rms_norm_eps)
+    return (q_BTNH, k_BTKH, v_BTKH), ys[3] if spec.output_gate else None
 
 
-def _head_norms(layer: Params, config: ModelConfig) -> HeadNorms | None:
+def _head_norms(layer: Params, config: ModelConfig, spec: AttentionSpec) -> HeadNorms | None:
     """The layer's norms of each head of queries and keys; None: it has none."""
-    if config.qk_norm_joint or "q_norm" not in layer:
+    if spec.qk_norm != "head":
         return None
     return HeadNorms(layer["q_norm"], layer["k_norm"], config.rms_norm_eps, config.norm_offset)
 
@@ -254,23 +252,28 @@ def _feed_forward(  # noqa: PLR0913
     residual: jax.Array | None,
     layer: Params,
     config: ModelConfig,
+    spec: LayerSpec,
     over: str | None,
     impl: str | None,
 ) -> jax.Array:
-    """The MLP or experts for x after its norm; with the residual added if there is one."""
-    if "experts" not in layer or config.experts_beside_mlp:
-        before = norm_before(layer, "mlp_norm", config)
-        fed_BTD = gated_mlp(x_BTD, layer, config, over, before=before, residual=residual, impl=impl)
-        if "experts" not in layer:
-            return fed_BTD
-        mixed_BTD = mixture_of_experts(
-            norm(x_BTD, layer, "experts_norm", config), layer, config, over, impl, routed_BTD=x_BTD
+    """The MLP, experts or both for x after its norm; with the residual added if there is one."""
+    before = norm_before(layer, "mlp_norm", config) if spec.pre_norm else None
+    if spec.mlp and spec.experts:
+        fed_BTD = gated_mlp(
+            x_BTD, layer, config, over, down_norm=spec.mlp.down_norm, before=before, impl=impl
         )
+        routed_BTD = norm(x_BTD, layer, "experts_norm", config)
+        mixed_BTD = mixture_of_experts(routed_BTD, layer, config, over, impl, routed_BTD=x_BTD)
         mixed_BTD = norm(mixed_BTD, layer, "experts_out_norm", config)
-        return norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
-    x_BTD = norm(x_BTD, layer, "mlp_norm", config)
+        out_BTD = norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
+        return out_BTD if residual is None else residual + out_BTD
+    if spec.mlp:
+        around = dict(down_norm=spec.mlp.down_norm, before=before, residual=residual)
+        return gated_mlp(x_BTD, layer, config, over, **around, impl=impl)
+    assert spec.experts is not None
+    x_BTD = norm(x_BTD, layer, "mlp_norm", config) if spec.pre_norm else x_BTD
     out_BTD = mixture_of_experts(x_BTD, layer, config, over, impl)
-    if "shared" in layer:  # an expert that all tokens use
+    if spec.experts.shared_intermediate_size:  # an expert that all tokens use
         shared_BTD = gated_mlp(x_BTD, layer["shared"], config, over, impl=impl)
         out_BTD = out_BTD + jax.nn.sigmoid(linear(x_BTD, layer["shared_gate"])) * shared_BTD
     return out_BTD if residual is None else residual + out_BTD

@@ -31,7 +31,7 @@ def mixture_of_experts(
         layer: "router": {"weight": [X, D]}, in Gemma 4 also "scale" [D] of its input and "per_expert_scale"
             [X] of the chosen experts' weights; "experts": the tree of a gated MLP with a first axis X; its
             matrices may be quantized. Both may have biases.
-        config: num_experts_per_tok, norm_topk_prob and the activation.
+        config: of the model; its `experts` and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
         routed_BTD: the router's input before a norm with the weight scale, divided by sqrt(D); None: x.
@@ -50,7 +50,7 @@ def mixture_of_experts(
         routed_MD = routed_MD * x_MD.shape[1] ** -0.5
     score_MX = linear(routed_MD, router, jnp.float32)
     U = config.num_experts_per_tok
-    if config.norm_topk_prob:  # softmax, divided by the sum of those that are chosen
+    if config.experts and config.experts.norm_topk_prob:  # softmax of those that are chosen
         score_MU, expert_MU = lax.top_k(score_MX, U)
         weight_MU = jax.nn.softmax(score_MU, -1)
     else:
@@ -69,10 +69,11 @@ def mixture_of_experts(
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
     """One expert's MLP for all tokens, float32 [M, D]."""
-    if (limit := config.swiglu_limit) is None:
+    swiglu = config.experts and config.experts.swiglu
+    if swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
-    inner_MF = gated(gate_MF, up_MF, partial(swish, config.swiglu_alpha), limit)
+    inner_MF = gated(gate_MF, up_MF, partial(swish, swiglu.alpha), swiglu.limit)
     return linear(inner_MF, tree["down"], jnp.float32)
 
 

@@ -58,8 +58,8 @@ def rms_norm(
 
 
 def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
-    """x after the RMS norm of that name; x itself where the tree has none. mean: as in `rms_norm`."""
-    return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean) if name in tree else x
+    """x after the RMS norm of that name. mean: as in `rms_norm`."""
+    return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean)
 
 
 def joint_norms(
@@ -67,7 +67,7 @@ def joint_norms(
 ) -> list[jax.Array]:
     """`norm` of several vectors, whose features may be sharded along the mesh axis `over`."""
     means: Any = [None] * len(xs)
-    if over is not None and all(name in tree for name in names):  # one reduction for all
+    if over is not None:  # one reduction for all
         own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
         means = jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
     return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
@@ -78,9 +78,9 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def norm_before(tree: Params, name: str, config: ModelConfig) -> Norm | None:
-    """The RMS norm of that name, for `products` of its result; None: the tree has none."""
-    return Norm(tree[name], config.rms_norm_eps, config.norm_offset) if name in tree else None
+def norm_before(tree: Params, name: str, config: ModelConfig) -> Norm:
+    """The RMS norm of that name, for `products` of its result."""
+    return Norm(tree[name], config.rms_norm_eps, config.norm_offset)
 
 
 def linear(  # noqa: PLR0913
@@ -198,18 +198,19 @@ def mlp_intermediate(  # noqa: PLR0913
     config: ModelConfig,
     over: str | None = None,
     *,
+    down_norm: bool = False,
     before: Norm | None = None,
     impl: str | None = "xla",
 ) -> jax.Array:
     """The input of a gated MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), after the
-    layer's norm for it if any; Hadamard-rotated in a rotated model. over: as in `joint_norms`; before and
-    impl: as in `products`.
+    norm of that name with down_norm; Hadamard-rotated in a rotated model. over: as in `joint_norms`;
+    before and impl: as in `products`.
     """
     leaves = [layer["gate"], layer["up"]]
     (inner,) = products(x, leaves, before=before, activation=config.hidden_act, impl=impl)
     if config.rotated:
         return plugin("rotation", "mlp")(inner, config)
-    return joint_norms([inner], layer, ["down_norm"], config, over)[0]
+    return joint_norms([inner], layer, ["down_norm"], config, over)[0] if down_norm else inner
 
 
 def gated_mlp(  # noqa: PLR0913
@@ -218,14 +219,15 @@ def gated_mlp(  # noqa: PLR0913
     config: ModelConfig,
     over: str | None = None,
     *,
+    down_norm: bool = False,
     before: Norm | None = None,
     residual: jax.Array | None = None,
     impl: str | None = "xla",
 ) -> jax.Array:
     """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`;
-    before, residual and impl: as in `products`.
+    before, residual and impl: as in `products`; down_norm: as in `mlp_intermediate`.
     """
-    inner = mlp_intermediate(x, layer, config, over, before=before, impl=impl)
+    inner = mlp_intermediate(x, layer, config, over, down_norm=down_norm, before=before, impl=impl)
     return linear(inner, layer["down"], over=over, residual=residual, impl=impl)
 
 

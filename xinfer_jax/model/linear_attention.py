@@ -201,7 +201,8 @@ def _empty(new: tuple[jax.Array, ...], config: ModelConfig) -> tuple[Inputs, jax
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int]:
-    return config.linear_key_head_dim, config.linear_key_head_dim, config.linear_value_head_dim
+    spec: Any = config.linear_attention
+    return spec.key_head_dim, spec.key_head_dim, spec.value_head_dim
 
 
 def _by_head(x_BTI: jax.Array, width: int) -> jax.Array:

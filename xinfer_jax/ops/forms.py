@@ -25,12 +25,14 @@ def choose(
 ) -> Callable | None:
     """The form of an operation for these operands; None: `plain` serves. Arguments as in `operation.run`.
 
-    In this order: a form for any platform; the kernel that `impl` names, in programs
+    In this order: a form for any platform; one by kernels; the kernel that `impl` names, in programs
     for all devices; in programs for each platform its kernel, or the platform's own form, or `plain`.
     """
-    first = load(name, "any")
-    if first is not None and (form := first(plain, impl, operands, static)) is not None:
-        return form
+    has_kernels = impl != "xla" and (impl or kernels_pallas.dispatch.device_impl().impl) != "xla"
+    for kind in ("any", "kernels") if has_kernels else ("any",):
+        make = load(name, kind)
+        if make is not None and (form := make(plain, impl, operands, static)) is not None:
+            return form
     forms: dict[str, Callable] = {}
     for platform in kernels_pallas.platforms():
         make = load(name, platform)

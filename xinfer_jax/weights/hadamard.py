@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError
+from ..config.unsupported import check_supported
 from ..host import run_in_blocks
 from .params import Params, ParamSpec, param_specs
 
@@ -167,35 +167,26 @@ def _rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
     return x.reshape(x_RI.shape)
 
 
-def check_foldable_norms(config: ModelConfig, what: str) -> None:
-    """Raises InputError for families with experts, or whose norms' gains cannot be folded into matrices."""
-    if config.num_experts or config.post_norm or config.sub_norm or config.norm_offset or not config.pre_norm:
-        why = "a mixture of experts" if config.num_experts else "norms of another kind or in other places"
-        raise InputError(
-            f"{what} are not supported for model_type {config.model_type!r}, which has {why}: leave them out"
-        )
-
-
 def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
-    """Returns the rotation of every tensor that changes, by its name in a checkpoint.
+    """Returns the rotation of every parameter that changes, by its name in the tree.
 
     Raises:
-        InputError: as `check_foldable_norms`.
+        InputError: the model has a part with which they are not supported.
     """
-    check_foldable_norms(config, "rotations, which int8 activations need,")
+    check_supported(config, "rotations", "rotations, which int8 activations need, are", "leave them out")
     d = config.hidden_size
     h = config.head_dim
     attn = (0, d, "attn_norm")
     mlp = (0, d, "mlp_norm")
     down = (d, mlp_block_width(config), "")
     rotations = dict(q=attn, k=attn, v=(h, d, "attn_norm"), o=(d, h, ""), gate=mlp, up=mlp, down=down)
-    changes = {"model.embed_tokens.weight": TensorRotation(0, d), "lm_head.weight": TensorRotation(0, d)}
+    changes = {"embed.weight": TensorRotation(0, d), "lm_head.weight": TensorRotation(0, d)}
     for layer in param_specs(config)["layers"]:
         for name, (outputs, inputs, norm) in rotations.items():
-            gains = layer[norm].hf_name if norm else None
-            changes[layer[name]["weight"].hf_name] = TensorRotation(outputs, inputs, gains)
+            gains = layer[norm].name if norm else None
+            changes[layer[name]["weight"].name] = TensorRotation(outputs, inputs, gains)
             if outputs and "bias" in layer[name]:
-                changes[layer[name]["bias"].hf_name] = TensorRotation(outputs)
+                changes[layer[name]["bias"].name] = TensorRotation(outputs)
             if gains:
                 changes[gains] = TensorRotation(norm=gains)
     return changes
@@ -210,10 +201,10 @@ def rotated_params(params: Params, config: ModelConfig) -> tuple[Params, ModelCo
     rotations = tensor_rotations(config)
     specs = param_specs(config)
     leaves = jax.tree.leaves(params)
-    by_name = {spec.hf_name: leaf for spec, leaf in zip(jax.tree.leaves(specs), leaves, strict=True)}
+    by_name = {spec.name: leaf for spec, leaf in zip(jax.tree.leaves(specs), leaves, strict=True)}
 
     def leaf(spec: ParamSpec, x: Any) -> jax.Array:
-        rotation = rotations.get(spec.hf_name)
+        rotation = rotations.get(spec.name)
         if rotation is None:
             return x
         x_rotated = rotate_tensor(np.asarray(x), rotation, lambda name: np.asarray(by_name[name]))

@@ -75,8 +75,8 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
     )
     for layer in config.layers_with_kv:
         check_divisible("kv_heads", config.kv_heads(layer), devices, remedy=remedy)
-    if any(config.layer_linear):
-        check_divisible("linear_num_key_heads", config.linear_num_key_heads, devices)
+    if linear := config.linear_attention:
+        check_divisible("linear_num_key_heads", linear.num_key_heads, devices)
 
 
 @lru_cache(maxsize=64)
@@ -135,9 +135,7 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
         values = spec_of(leaf.values, *experts, outputs, inputs)
         return dataclasses.replace(leaf, values=values, scale=spec_of(leaf.scale, *experts, outputs))
     if mesh and rules[inputs or "embed"] and leaf.values.shape[-3] * leaf.group != leaf.inputs:
-        raise InputError(
-            f"{param_spec.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs"
-        )
+        raise InputError(f"{param_spec.name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs")
     if isinstance(leaf, TernaryWeight):
         values = spec_of(leaf.values, inputs, None, outputs)
         scale = spec_of(leaf.scale, outputs)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..memory import check_memory
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
@@ -16,8 +17,6 @@ from .quantization import quantized_leaf, quantized_stack
 from .quantized_weights import METHODS, check_quantize_method
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
-# Vectors that begin as ones, beside norms.
-_ONES = ("dt_bias", "linear_attn.norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "scalar")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -44,19 +43,18 @@ def init_params(
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
-        if spec.hf_name.endswith(_ONES):
+        if spec.init == "ones":
             return jnp.ones(spec.shape, dtype)
-        if spec.hf_name.endswith("norm.weight"):
+        if spec.init == "norm":
             return jnp.full(spec.shape, 1 - (config.norm_offset or 0), dtype)
-        if spec.hf_name.endswith("A_log"):  # exp of it: between 0.01 and 16
+        if spec.init == "log_decay":  # exp of it: between 0.01 and 16
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
-        is_vector = len(spec.shape) == 1 or spec.hf_name.endswith("bias")
-        scale = 0.02 if "embed" in spec.hf_name or is_vector else 1 / math.sqrt(spec.shape[-1])
+        scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
         if quantize is None or not spec.is_quantizable:
             return matrix
         quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
-        return jax.device_put(quantized(np.asarray(matrix), spec.hf_name, quantize))
+        return jax.device_put(quantized(np.asarray(matrix), spec.name, quantize))
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
@@ -99,17 +97,10 @@ def check_params(params: Any, config: Any) -> None:
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
-    if method == "mxfp4" and config.swiglu_limit is not None:  # experts of gpt-oss
-        return
-    if (
-        method
-        and method not in METHODS
-        and (method == "mxfp4" or config.num_experts or config.layer_linear or config.layer_scalar)
-    ):
-        raise InputError(
-            f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: load a"
-            f" float checkpoint with quantize={' or '.join(METHODS)}"
-        )
+    if method and method not in METHODS:
+        feature = "mxfp4" if method == "mxfp4" else "stored formats"
+        remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
+        check_supported(config, feature, f"quantized weights ({method}) are", remedy)
 
 
 def activation_dtype(params: Params) -> Any:

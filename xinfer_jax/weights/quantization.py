@@ -92,7 +92,7 @@ def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, part
 
 def _bits(name: str, quantize: str) -> int:
     """8 for matrices of the vocabulary: their errors are in every logit."""
-    return 8 if "embed_tokens" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
+    return 8 if "embed" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
 
 
 def quantize_matrix(

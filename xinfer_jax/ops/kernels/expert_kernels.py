@@ -38,8 +38,8 @@ def _select(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Sele
 def _run(impl: str, x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
     args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
     of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
-    if config.swiglu_limit is not None:
-        of_model |= dict(activation=partial(swish, config.swiglu_alpha), limit=config.swiglu_limit)
+    if config.experts and (swiglu := config.experts.swiglu):
+        of_model |= dict(activation=partial(swish, swiglu.alpha), limit=swiglu.limit)
     return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
 
 

@@ -2,13 +2,19 @@
 values of earlier ones.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
+from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
-from .rope import RopeConfig, read_rope
+from .family import Family, Names
+from .layer_fields import attention_bias
+from .rope_settings import read_rope
+from .sparse_layers import EXPERTS, STACKED
 from .values import (
     get_boolean,
     get_integer,
@@ -26,8 +32,7 @@ _ROPES: dict[str, dict[str, Any]] = {  # where config.json has none
 }
 _PERIOD = 6  # layers, the last of which is full
 
-# Of config.json, as in transformers.
-DEFAULTS: dict[str, Any] = dict(
+_DEFAULTS: dict[str, Any] = dict(
     num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=None,
     max_position_embeddings=131072, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh",
     sliding_window=512, final_logit_softcapping=None, vocab_size_per_layer_input=262144,
@@ -36,8 +41,7 @@ DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def gemma4_text(hf: Mapping, layers: int) -> dict[str, Any]:
-    """The text model of Gemma 4."""
+def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
     if hf.get("use_bidirectional_attention") not in (None, "vision"):
         raise InputError(
             f"use_bidirectional_attention {format_value(hf['use_bidirectional_attention'])} is not supported:"
@@ -45,7 +49,6 @@ def gemma4_text(hf: Mapping, layers: int) -> dict[str, Any]:
         )
     types = _layer_types(hf, layers)
     sizes = _sizes_per_layer_type(hf, types)
-    bias = get_boolean(hf, "attention_bias")
     window = get_integer(hf, "sliding_window")
     shared = _get_count(hf, "num_kv_shared_layers", layers - 1)
     own = types[: layers - shared]
@@ -54,28 +57,29 @@ def gemma4_text(hf: Mapping, layers: int) -> dict[str, Any]:
             f"num_kv_shared_layers {shared} leaves no layer of {missing[0]} with keys of its own, which the"
             " last layers reuse"
         )
+    experts = _experts(hf)
+    values_are_keys = get_boolean(hf, "attention_k_eq_v")
+    of_all = dict(
+        **attention_bias(hf), qk_norm="head", v_norm=True, query_pre_attn_scalar=1.0
+    )  # fmt: skip
+    attention = {
+        _SLIDING: AttentionSpec(window, rope=_rope(hf, _SLIDING, sizes), **of_all),
+        _FULL: AttentionSpec(values_are_keys=values_are_keys, **sizes[_FULL], **of_all),
+    }
+    wide = get_integer(hf, "intermediate_size") * (2 if get_boolean(hf, "use_double_wide_mlp") else 1)
+
+    def layer(kind: str, shares_kv: bool) -> LayerSpec:
+        mixer = dataclasses.replace(attention[kind], shares_kv=shares_kv)
+        mlp = MlpSpec(wide if shares_kv else None)
+        return LayerSpec(mixer, mlp, experts, post_norm=True, scalar=True)
+
     return dict(
-        head_dim=sizes[_SLIDING]["head_dim"],
-        num_key_value_heads=sizes[_SLIDING]["num_key_value_heads"],
-        global_head_dim=sizes[_FULL]["head_dim"],
-        num_global_key_value_heads=sizes[_FULL]["num_key_value_heads"],
+        **sizes[_SLIDING],
         rope=_rope(hf, _FULL, sizes),
-        sliding_rope=_rope(hf, _SLIDING, sizes),
-        layer_windows=tuple(window if kind == _SLIDING else None for kind in types),
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        v_norm=True,
-        post_norm=True,
         norm_offset=0.0,
         embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
-        query_pre_attn_scalar=1.0,
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
-        attention_k_eq_v=get_boolean(hf, "attention_k_eq_v"),
-        num_kv_shared_layers=shared,
-        use_double_wide_mlp=get_boolean(hf, "use_double_wide_mlp"),
-        layer_scalar=True,
-        **_experts(hf, layers),
+        layers=tuple(layer(kind, i >= layers - shared) for i, kind in enumerate(types)),
         **_per_layer_input(hf),
     )
 
@@ -147,19 +151,13 @@ def _rope(hf: Mapping, kind: str, sizes: dict[str, dict[str, int]]) -> RopeConfi
     return RopeConfig(**{**vars(rope), "head_dim": sizes[kind]["head_dim"]})
 
 
-def _experts(hf: Mapping, layers: int) -> dict[str, Any]:
+def _experts(hf: Mapping) -> ExpertsSpec | None:
     """A mixture of experts beside the MLP of every layer."""
     if not get_boolean(hf, "enable_moe_block"):
-        return {}
+        return None
     experts = get_integer(hf, "num_experts")
-    return dict(
-        layer_experts=(True,) * layers,
-        experts_beside_mlp=True,
-        num_experts=experts,
-        num_experts_per_tok=get_integer_at_most(hf, "top_k_experts", experts),
-        moe_intermediate_size=get_integer(hf, "moe_intermediate_size"),
-        norm_topk_prob=True,
-    )
+    chosen = get_integer_at_most(hf, "top_k_experts", experts)
+    return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"))
 
 
 def _per_layer_input(hf: Mapping) -> dict[str, int]:
@@ -183,3 +181,18 @@ def _get_count(hf: Mapping, name: str, most: int) -> int:
             f"config.json: {name} must be an integer from 0 to {most}, got {format_value(value)}"
         )
     return value
+
+
+_EXPERTS = {leaf: name.removeprefix("mlp.") for leaf, name in EXPERTS.items()}
+_STACKED = tuple(dataclasses.replace(x, name=x.name.removeprefix("mlp.")) for x in STACKED)
+_NAMES = dict(
+    layer_embed="model.embed_tokens_per_layer", layer_proj="model.per_layer_model_projection",
+    layer_input_norm="model.per_layer_projection_norm.weight",
+    mlp_norm="pre_feedforward_layernorm.weight", input_gate="per_layer_input_gate",
+    input_proj="per_layer_projection", input_norm="post_per_layer_input_norm.weight",
+    layer_scalar="layer_scalar", router="router.proj", **{"router.scale": "router.scale"},
+    **{"router.per_expert_scale": "router.per_expert_scale"},
+    mlp_out_norm="post_feedforward_layernorm_1.weight", experts_norm="pre_feedforward_layernorm_2.weight",
+    experts_out_norm="post_feedforward_layernorm_2.weight",
+)  # fmt: skip
+FAMILY = Family(_DEFAULTS, read_gemma4, Names(_EXPERTS | _NAMES, _STACKED))

@@ -1,0 +1,52 @@
+"""What is not supported for models with some kinds of layers: the one table that every such check reads."""
+
+from collections.abc import Callable
+
+from ..errors import InputError
+from .model_config import ModelConfig
+
+
+def _has_other_norms(config: ModelConfig) -> bool:
+    """Norms whose gains cannot be folded into the matrices after them."""
+    return bool(config.norm_offset) or any(
+        layer.post_norm
+        or not layer.pre_norm
+        or getattr(layer.mixer, "o_norm", False)
+        or (layer.mlp is not None and layer.mlp.down_norm)
+        for layer in config.layers
+    )
+
+
+_PARTS: dict[str, Callable[[ModelConfig], bool]] = {
+    "a mixture of experts": lambda config: config.experts is not None,
+    "norms of another kind or in other places": _has_other_norms,
+    "linear attention": lambda config: config.linear_attention is not None,
+    "layers whose output is scaled": lambda config: any(layer.scalar for layer in config.layers),
+    "inputs of each layer by token id": lambda config: config.hidden_size_per_layer_input > 0,
+    "no experts with a clamped SwiGLU": lambda config: not (config.experts and config.experts.swiglu),
+}
+_EXPERTS, _NORMS, _LINEAR, _SCALED, _INPUTS, _NO_SWIGLU = _PARTS
+_UNSUPPORTED = {  # by feature: the parts of a model with which it is not
+    "rotations": (_EXPERTS, _NORMS, _LINEAR),
+    "scales": (_EXPERTS, _NORMS, _LINEAR),
+    "stored formats": (_EXPERTS, _LINEAR, _SCALED),
+    "mxfp4": (_NO_SWIGLU,),
+    "inputs_BTD": (_INPUTS,),
+    "draft model": (_LINEAR,),
+}
+
+
+def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -> None:
+    """Raises InputError where the model has a part with which a feature is not supported.
+
+    Args:
+        config: the model.
+        feature: a key of the table.
+        what: the feature in the message, with its verb.
+        remedy: what to do instead.
+    """
+    for part in _UNSUPPORTED[feature]:
+        if _PARTS[part](config):
+            raise InputError(
+                f"{what} not supported for model_type {config.model_type!r}, which has {part}: {remedy}"
+            )

@@ -1,0 +1,153 @@
+"""`from_hf`: the config of a model from its config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_value
+from ..plugins import TABLE, load
+from .rope_settings import read_rope
+from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+}
+_DEFAULTS: dict[str, Any] = dict(  # of all families
+    rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
+    use_sliding_window=False,
+)  # fmt: skip
+_NESTED = ("qwen3_5", "qwen3_5_moe", "gemma4")  # model types of a text model beside a vision one
+_IMAGE_MODELS = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4"))
+
+
+def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Returns the config of a Hugging Face config.json, a parsed object with older or newer field names.
+
+    Returns:
+        The configuration, checked for consistency; without EOS ids, which `load_model` adds.
+
+    Raises:
+        InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
+    """
+    if not isinstance(hf, Mapping):
+        raise InputError(f"from_hf takes config.json's object, got {format_value(hf)}")
+    hf = text_settings(hf)
+    model_type = hf.get("model_type")
+    family = load("family", model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise InputError(
+            f"model_type {format_value(model_type)} is not supported: use one of"
+            f" {', '.join(sorted(name for kind, name in TABLE if kind == 'family'))}"
+        )
+    hf = {**_DEFAULTS, **family.defaults, **hf}
+    activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]
+    _check_supported(hf, activation)
+    heads = get_integer(hf, "num_attention_heads")
+    layers = get_integer(hf, "num_hidden_layers")
+    hidden = get_integer(hf, "hidden_size")
+    fields: dict[str, Any] = dict(
+        model_type=model_type,
+        vocab_size=get_integer(hf, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=get_integer(hf, "intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=(
+            heads if hf.get("num_key_value_heads") is None else get_integer(hf, "num_key_value_heads")
+        ),
+        head_dim=_default_head_dim(hidden, heads)
+        if hf.get("head_dim") is None
+        else get_integer(hf, "head_dim"),
+        max_position_embeddings=get_integer(hf, "max_position_embeddings"),
+        rms_norm_eps=get_number(hf, "rms_norm_eps"),
+        tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
+        hidden_act=_ACTIVATIONS[activation],
+    )
+    fields |= family.read(hf, layers)
+    config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
+    _check_consistency(config)
+    return config
+
+
+def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
+    outer object has. Images are not served: the settings of a vision model are not read.
+
+    Raises:
+        InputError: `text_config` is not an object, or both say something else about the tied matrix.
+    """
+    if hf.get("model_type") not in _NESTED:
+        return dict(hf)
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise InputError(
+            f"config.json: text_config of model_type {hf['model_type']!r} must be an object, got"
+            f" {format_value(text)}"
+        )
+    ties = {s["tie_word_embeddings"] for s in (hf, text) if type(s.get("tie_word_embeddings")) is bool}
+    if len(ties) > 1:
+        raise InputError("config.json: tie_word_embeddings differs between text_config and the outer object")
+    of_text = {k: v for k, v in text.items() if v is not None}
+    named = hf.get("architectures")
+    kept = [a for a in named if a not in _IMAGE_MODELS] if isinstance(named, list | tuple) else named
+    unread = ("text_config", "vision_config", "audio_config")
+    outer = {k: v for k, v in hf.items() if k not in unread} | dict(architectures=kept)
+    return outer | of_text | dict(model_type=text.get("model_type", f"{hf['model_type']}_text"))
+
+
+def _check_supported(hf: Mapping, activation: Any) -> None:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise InputError(
+            f"hidden_act {format_value(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
+        )
+    architectures = [] if hf.get("architectures") is None else hf["architectures"]
+    for name in architectures if isinstance(architectures, list) else [architectures]:
+        if not str(name).endswith("ForCausalLM"):
+            raise InputError(
+                f"architecture {format_value(name)} is not supported: only causal language models"
+                " (…ForCausalLM) are"
+            )
+
+
+def _check_consistency(config: ModelConfig) -> None:
+    for heads in {config.num_key_value_heads, *map(config.kv_heads, config.attention_layers)}:
+        if config.num_attention_heads % heads:
+            raise InputError(
+                f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
+                f" {heads}"
+            )
+    for width in {config.head_dim, *config.head_widths}:
+        if width % 2:
+            raise InputError(f"head_dim {width} is odd: rotary embedding needs an even one")
+    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
+        raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
+    if config.context_length > MAX_CONTEXT:
+        raise InputError(
+            f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
+            f" is a context of {config.context_length} tokens, more than {MAX_CONTEXT}"
+        )
+    width = config.rope.head_dim or config.head_dim
+    rotated = config.rope.rotated_width(width)
+    if rotated % 2 or not 0 < rotated <= width or config.rope.partial_rotary_factor > 1:
+        raise InputError(
+            f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of"
+            f" {width} numbers of a head: rotary embedding needs an even part of it"
+        )
+    for name in ("short_factor", "long_factor"):
+        given = len(getattr(config.rope, name))
+        if config.rope.rope_type == "longrope" and given != rotated // 2:
+            raise InputError(
+                f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}"
+            )
+
+
+def _default_head_dim(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise InputError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no"
+            " head_dim"
+        )
+    return hidden // heads

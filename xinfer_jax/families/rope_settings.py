@@ -1,0 +1,107 @@
+"""The rotary embedding of layers from config.json."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..config.rope import RopeConfig
+from ..errors import InputError, format_value
+from .values import get_boolean, get_integer, get_number, get_numbers, get_object
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False) -> RopeConfig:
+    """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from `rope_parameters`.
+
+    Args:
+        hf: config.json.
+        rope_types: types that the family supports.
+        partial: whether the family may rotate only a part of each head.
+
+    Raises:
+        InputError: a type, a part or a value that is not supported.
+    """
+    scaling = flat_rope_settings(hf)
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in rope_types:
+        raise InputError(
+            f"rope type {format_value(rope_type)} is not supported: use one of {', '.join(rope_types)}"
+        )
+    theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
+    given = {"rope_theta": theta, **{k: v for k, v in scaling.items() if v is not None}}
+    if hf.get("partial_rotary_factor") is not None:
+        given.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
+    if given.setdefault("partial_rotary_factor", 1.0) != 1.0 and not partial:
+        raise InputError("partial_rotary_factor other than 1 is not supported")
+    if rope_type in ("llama3", "yarn", "longrope"):
+        given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+        if hf.get("original_max_position_embeddings") is not None:
+            given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
+    if rope_type in ("yarn", "longrope") and "factor" not in given:
+        given["factor"] = hf["max_position_embeddings"] / get_integer(
+            given, "original_max_position_embeddings"
+        )
+    return _rope(rope_type, {"truncate": True, **given})
+
+
+def flat_rope_settings(hf: Mapping) -> Mapping:
+    """Returns `rope_scaling` or `rope_parameters`: one flat object."""
+    scaling = get_object(hf, "rope_scaling") or get_object(hf, "rope_parameters")
+    if any(isinstance(v, Mapping) for v in scaling.values()):
+        raise InputError(
+            f"rope parameters must be one flat object (none per layer type), got {format_value(scaling)}"
+        )
+    return scaling
+
+
+def _rope(rope_type: str, given: Mapping) -> RopeConfig:
+    needed = dict(
+        llama3=("factor", "low_freq_factor", "high_freq_factor"), linear=("factor",), dynamic=("factor",)
+    )
+    for name in needed.get(rope_type, ()):
+        if name not in given:
+            raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
+    lists = ("short_factor", "long_factor")
+    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", "head_dim", *lists}
+    values: dict[str, Any] = {
+        name: (get_integer if name == "original_max_position_embeddings" else get_number)(given, name)
+        for name in sorted(names & given.keys())
+    }
+    if rope_type == "longrope":
+        values |= {name: get_numbers(given, name) for name in lists}
+    rope = RopeConfig(rope_type=rope_type, truncate=get_boolean(given, "truncate"), **values)
+    if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise InputError(
+            f"config.json: low_freq_factor {rope.low_freq_factor} must be less than high_freq_factor"
+            f" {rope.high_freq_factor}"
+        )
+    return rope
+
+
+def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeConfig, RopeConfig | None]:
+    """Returns the embeddings of full and of sliding layers, where they may differ; None: they are equal.
+
+    Older files have `rope_scaling` for the full layers; newer ones have `rope_parameters` per layer type.
+
+    Args:
+        hf: config.json.
+        sliding_theta: rope_theta of the sliding layers, where `rope_parameters` has none.
+    """
+    given = get_object(hf, "rope_parameters")
+    kinds = ("full_attention", "sliding_attention")
+    if not all(k in kinds and isinstance(v, Mapping | None) for k, v in given.items()):
+        raise InputError(
+            f"rope_parameters of model_type {hf['model_type']!r} must name {' and '.join(kinds)}, got"
+            f" {format_value(given)}"
+        )
+
+    def layer_type_rope(parameters: Mapping, theta: float) -> RopeConfig:
+        own = dict(rope_parameters=parameters, rope_theta=theta)
+        unused = dict(rope_scaling=None, original_max_position_embeddings=None)
+        return read_rope({**hf, **own, **unused}, tuple(t for t in ROPE_TYPES if t != "dynamic"))
+
+    full, sliding = (dict(given.get(kind) or {}) for kind in kinds)
+    rope = layer_type_rope({**full, **get_object(hf, "rope_scaling")}, hf["rope_theta"])
+    sliding_rope = layer_type_rope(sliding, sliding_theta)
+    return rope, None if rope == sliding_rope else sliding_rope
