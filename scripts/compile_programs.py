@@ -33,7 +33,6 @@ DUMP = tempfile.mkdtemp()
 os.environ |= {"JAX_PLATFORMS": "cpu"} | dump_settings(DUMP)  # before jax is imported
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 from absl import flags  # noqa: E402
 from bench.model_shapes import SHAPES, hf_config  # noqa: E402
 from gpu import plan_estimates as estimates  # noqa: E402
@@ -44,7 +43,7 @@ from gpu.programs import PROGRAMS, ProgramJob  # noqa: E402
 from tpu.tpu_report import print_report as print_tpu_report, report as tpu_report  # noqa: E402
 from tpu.tpu_specs import TPUS  # noqa: E402
 
-from xinfer_jax.cache.quantized_kv import KV_BITS  # noqa: E402
+from xinfer_jax.cache.stored_kv import resolve_cache_dtype  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.families.reading import from_hf  # noqa: E402
 
@@ -160,7 +159,7 @@ def full_job() -> ProgramJob:
         raise InputError(f"rows must be a power of two, as generate pads them to one, got {rows}")
     capacity = check_integer("capacity", CAPACITY.value, 2, config.context_length)
     length = check_integer("length", LENGTH.value, 2, capacity - 1)
-    kv = CACHE.value if CACHE.value in KV_BITS else jnp.dtype(CACHE.value)
+    kv = resolve_cache_dtype(CACHE.value)
     weights = estimates.device_weights(
         estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
     )

@@ -16,12 +16,16 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 import xinfer_jax as xj
+from xinfer_jax.plugins import names
 
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a name owner/name on the hub. Default: the bundled model."
@@ -39,6 +43,12 @@ DTYPE = flags.DEFINE_string(
     "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU."
 )
 QUANTIZE = flags.DEFINE_string("quantize", None, "int8 or int4: quantize the weights. Default: none.")
+CACHE_DTYPE = flags.DEFINE_enum(
+    "cache_dtype",
+    None,
+    [*names("cache dtype"), "float32", "bfloat16", "float16"],
+    "Score through a KV cache of this dtype. Default: without a cache.",
+)
 _TOKENS = 4096  # tokens of a batch, approximately
 
 
@@ -99,7 +109,7 @@ def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int)
     """Log-probability of every token except the first, float64."""
     chunks = list(windows(ids, window, stride))
     logprobs = []
-    rows = min(len(chunks), max(1, _TOKENS // window))
+    rows = min(len(chunks), max(1, _TOKENS // window)) if CACHE_DTYPE.value is None else 1
     for at in range(0, len(chunks), rows):
         # All batches have one shape, for one compiled program.
         tokens_BT = np.zeros((rows, min(window, len(ids))), np.int32)
@@ -108,12 +118,28 @@ def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int)
         for i, (chunk, _) in enumerate(batch):
             tokens_BT[i, : len(chunk)] = chunk
             num_tokens_B[i] = len(chunk)
-        logprobs_BT = np.asarray(xj.score(model.params, model.config, tokens_BT, num_tokens_B), np.float64)
+        logprobs_BT = np.asarray(score(model, tokens_BT, num_tokens_B), np.float64)
         logprobs += [
             row[max(0, len(chunk) - 1 - new) : len(chunk) - 1]
             for row, (chunk, new) in zip(logprobs_BT, batch, strict=False)
         ]
     return np.concatenate(logprobs)
+
+
+def score(model: xj.Model, tokens_BT: np.ndarray, num_tokens_B: np.ndarray) -> jax.Array:
+    """Log-probabilities [B, T-1] of every token but the first of each row."""
+    if CACHE_DTYPE.value is None:
+        return xj.score(model.params, model.config, tokens_BT, num_tokens_B)
+    cache = xj.init_cache(model.config, *tokens_BT.shape, CACHE_DTYPE.value)
+    return score_through(cache, model.params, model.config, tokens_BT, num_tokens_B)
+
+
+@partial(jax.jit, static_argnames="config")
+def score_through(cache, params, config, tokens_BT, num_tokens_B):
+    """`score` of tokens whose keys and values attention reads from this cache."""
+    logits_BTV, _ = xj.forward(params, config, tokens_BT, cache, num_tokens_B)
+    logprobs_BTV = jax.nn.log_softmax(logits_BTV[:, :-1], -1)
+    return jnp.take_along_axis(logprobs_BTV, tokens_BT[:, 1:, None], -1)[..., 0]
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from tpu.tpu_specs import Tpu  # noqa: E402
 from xinfer_jax.cache.page_size import PAGE_SIZE  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.families.reading import from_hf  # noqa: E402
+from xinfer_jax.plugins import names  # noqa: E402
 from xinfer_jax.weights.params import tree_bytes  # noqa: E402
 
 MODEL = flags.DEFINE_string(
@@ -55,7 +56,7 @@ WEIGHTS = flags.DEFINE_enum("weights", "bfloat16", estimates.WEIGHTS, "Format of
 CACHE_DTYPE = flags.DEFINE_enum(
     "cache_dtype",
     None,
-    ["float32", "bfloat16", "int8", "int4"],
+    ["float32", "bfloat16", *(name for name in names("cache dtype") if name != "gear")],
     "Dtype of keys and values; default: that of activations.",
 )
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.")

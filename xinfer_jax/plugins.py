@@ -15,6 +15,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("runner", "choice"): ("layerwise.runner", "layerwise_runner"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),
+    ("cache dtype", "int8"): ("cache.quantized_kv", "INT8"),
+    ("cache dtype", "int4"): ("cache.quantized_kv", "INT4"),
+    ("cache dtype", "gear"): ("cache.gear", "GEAR"),
+    ("cache dtype", "float8_e4m3fn"): ("cache.float8_kv", "FLOAT8_E4M3FN"),
+    ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
+    ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
+    ("layer", "linear"): ("model.linear_attention", "linear_attention"),
     # Leaves that are not float arrays, and rotated models.
     ("leaf", "local_shard"): ("weights.quantized_weights", "local_shard"),
     ("leaf", "product"): ("weights.quantized_matmul", "quantized_product"),
@@ -67,6 +74,11 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("family", "qwen3_next"): ("families.qwen3_next", "FAMILY"),
     ("family", "smollm3"): ("families.smollm3", "FAMILY"),
 }
+
+
+def names(kind: str) -> list[str]:
+    """What the table has of a kind, without importing it."""
+    return [name for of_kind, name in TABLE if of_kind == kind]
 
 
 @functools.cache

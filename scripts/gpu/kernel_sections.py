@@ -19,7 +19,7 @@ from bench.model_shapes import SHAPES
 import kernels_pallas
 from gpu.section_cases import Case, copies_beyond_cache, limit, limit_cases, max_error, random, time_call
 from kernels_pallas import reference
-from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention
 
 KERNELS = ("decode_attention", "prefill_attention", "lm_head_argmax", "argmax")

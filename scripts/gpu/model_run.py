@@ -15,7 +15,7 @@ from bench.model_shapes import SHAPES
 import xinfer_jax as xj
 from gpu.agreement import Forced, agreement, checking_params, forced
 from gpu.section_cases import emulated, limit
-from xinfer_jax.cache.quantized_kv import vector_bytes
+from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.families.reading import from_hf
 
 SMALL = dict(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
@@ -116,7 +116,9 @@ class ModelRun:
             length, new: tokens of each row before the first step, and those after it.
             logits: whether the step has logits in memory; a greedy head may have none.
         """
-        itemsize: Any = vector_bytes(self.config.head_dim, self.cache_dtype) / self.config.head_dim
+        itemsize: Any = (
+            cache_dtype_of(self.cache_dtype).vector_bytes(self.config.head_dim) / self.config.head_dim
+        )
         weights = bytes_per_pass(self.params())
         moved = decode_work(self.config, weights, itemsize, [length] * rows, new).bytes
         moved += 2 * 4 * rows * self.config.vocab_size * logits

@@ -16,7 +16,7 @@ from gpu.agreement import forced, greedy_agreement
 from gpu.layer_sections import per_layer
 from gpu.model_run import SMALL, ModelRun, settings
 from gpu.section_cases import Case, emulated, limit_cases, max_error, random
-from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention
 
 _MIDDLE = dict(vocab_size=32001, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4)

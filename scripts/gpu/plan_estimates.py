@@ -16,10 +16,9 @@ from tpu.tpu_specs import Tpu
 import kernels_pallas
 from gpu.gpu_specs import Card
 from gpu.programs import Call, ProgramJob, find_call, target_card, to_shapes
-from xinfer_jax.cache.kv_cache import cache_bytes
+from xinfer_jax.cache.kv_cache import cache_bytes, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE
-from xinfer_jax.cache.quantized_kv import KV_BITS, vector_bytes
-from xinfer_jax.cache.recurrent import state_bytes
+from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.sharding import MODEL
@@ -51,8 +50,8 @@ class Job:
 
     @property
     def kv(self) -> Any:
-        """Dtype of keys and values: a float dtype, or a name in `KV_BITS`."""
-        return self.cache_dtype if self.cache_dtype in KV_BITS else jnp.dtype(self.cache_dtype)
+        """Dtype of keys and values: a float type, or a name in the table of cache dtypes."""
+        return resolve_cache_dtype(self.cache_dtype)
 
     @property
     def pages_per_row(self) -> int:
@@ -244,7 +243,7 @@ def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> i
     """Bytes of keys and values, of dtype kv, that a row of this length reads on each of n devices."""
     return sum(
         2 * config.kv_heads(layer) // n * min(config.layer_windows[layer] or length, length)
-        * vector_bytes(config.head_width(layer), kv)
+        * cache_dtype_of(kv).vector_bytes(config.head_width(layer))
         for layer in config.attention_layers
     )  # fmt: skip
 

@@ -26,9 +26,8 @@ from gpu.programs import (
     to_shapes,
     with_layers,
 )
-from xinfer_jax.cache.kv_cache import empty_layers
+from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
-from xinfer_jax.cache.recurrent import state_bytes
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.weights.params import tree_bytes
 

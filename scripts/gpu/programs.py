@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu.tpu_specs import Tpu
@@ -18,10 +17,9 @@ from tpu.tpu_specs import Tpu
 import kernels_pallas
 from gpu.gpu_specs import Card
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
-from xinfer_jax.cache.layer_caches import Ring
+from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE
-from xinfer_jax.cache.quantized_kv import KV_BITS, cache_specs
-from xinfer_jax.cache.recurrent import Recurrent
+from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.engine.device import Device
 from xinfer_jax.engine.pages import num_pages_for
@@ -49,7 +47,7 @@ class ProgramJob:
 
     config: ModelConfig
     params: Any  # shapes
-    kv: Any  # dtype of keys and values, or a name in `KV_BITS`
+    kv: Any  # dtype of keys and values, or a name in the table of cache dtypes
     rows: int
     capacity: int  # tokens that a row can hold
     length: int  # valid tokens of each row after the step, or tokens of the prompt
@@ -60,7 +58,7 @@ class ProgramJob:
     @property
     def cache_dtype(self) -> str:
         """The name of the dtype of keys and values."""
-        return self.kv if self.kv in KV_BITS else jnp.dtype(self.kv).name
+        return cache_dtype_of(self.kv).name
 
 
 class Call(NamedTuple):
@@ -143,7 +141,7 @@ def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
 def _cache(job: ProgramJob, length: int) -> KVCache:
     layers = jax.eval_shape(lambda: empty_layers(job.config, job.rows, job.capacity, job.kv))
     length_B: Any = np.full(job.rows, length, np.int32)
-    has_limits = any(isinstance(layer, Ring | Recurrent) for layer in layers)
+    has_limits = any(layer.limits for layer in layers)
     overflow_B: Any = np.zeros(job.rows, bool)
     return KVCache(layers, length_B, overflow_B, length_B if has_limits else None)
 

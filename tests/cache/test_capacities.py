@@ -8,7 +8,7 @@ from small_models import CONFIGS, build
 
 import kernels_pallas
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import Ring
+from xinfer_jax.cache.ring import Ring
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.decoder import hidden_states
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.cache.quantized_kv import KV_BITS, dequantize_kv, empty_kv, quantize_kv
+from xinfer_jax.cache.stored_kv import dequantize_kv, empty_kv, quantize_kv
 from xinfer_jax.generation.batch_arrays import pad_prompts
 from xinfer_jax.generation.loop import PREFILL
 from xinfer_jax.model.layers import apply_rope, rope_bias_fn, rotary_angles
@@ -17,6 +17,7 @@ from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.oldest
 
+BITS = dict(int8=8, int4=4, gear=4)
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
 
 
@@ -30,10 +31,10 @@ def shallow():
     return tiny.shallow_model(1, dtype="float32")
 
 
-@pytest.mark.parametrize("name", KV_BITS)
+@pytest.mark.parametrize("name", BITS)
 def test_the_quantization_error_is_at_most_half_a_step(name):
     x = np.random.RandomState(0).standard_normal((2, 3, 5, 16)).astype(np.float32) + 3
-    bits = KV_BITS[name]
+    bits = BITS[name]
     quantized = quantize_kv(jnp.array(x), empty_kv(x.shape, name), jnp.array([5, 3]))
     assert quantized.shape == x.shape and quantized.name == name
     # Bytes.
@@ -99,7 +100,8 @@ def talks(model):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "dtype, most, agree", [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95)]
+    "dtype, most, agree",
+    [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95), ("float8_e4m3fn", 0.27, 0.97)],
 )
 def test_cache_bytes_and_top_1_agreement(model, talks, dtype, most, agree):
     """Top-1 agreement, teacher-forced: the first 16 tokens in one call, then one by one."""
@@ -129,7 +131,7 @@ def test_gear_has_two_thirds_of_the_error_of_int4(model, talks):
     first, *others = model.params["layers"]  # its keys are stored without their bias
     first = first | {"k": first["k"] | {"bias": 0 * first["k"]["bias"]}}
     params = model.params | {"layers": (first, *others)}
-    caches = [xj.init_cache(model.config, 8, 256, kind) for kind in ("float32", *KV_BITS)]
+    caches = [xj.init_cache(model.config, 8, 256, kind) for kind in ("float32", *BITS)]
     caches = [xj.prefill(params, model.config, tokens_BT, num_tokens_B, cache)[1] for cache in caches]
     T = int(num_tokens_B.min())
     # Later layers get the output of the first.
@@ -181,7 +183,7 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "int4", "gear"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "gear", "float8_e4m3fn"])
 def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
     model = shallow
     keys = jax.random.split(jax.random.key(3), 2)
@@ -197,7 +199,7 @@ def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "gear", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8", "gear", "float8_e4m3fn", "bfloat16"])
 def test_quantized_caches_with_drafts_several_answers_and_prefix_files(shallow, dtype, tmp_path):
     """Draft tokens, several answers, a prefix in a file: the same tokens as with this cache alone."""
     model = shallow
@@ -240,7 +242,10 @@ def test_rotating_the_key_bias_separately_equals_rotating_the_key():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype, rope", [("int8", "default"), ("int4", "default"), ("int8", "dynamic")])
+@pytest.mark.parametrize(
+    "dtype, rope",
+    [("int8", "default"), ("int4", "default"), ("float8_e4m3fn", "default"), ("int8", "dynamic")],
+)
 def test_large_key_biases_cost_no_precision(shallow, dtype, rope):
     """With a bias of 300 on every key the error of logits stays near that without."""
     config = shallow.config

@@ -6,7 +6,8 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import RING_SLACK, Contiguous, Ring
+from xinfer_jax.cache.contiguous import Contiguous
+from xinfer_jax.cache.ring import RING_SLACK, Ring
 from xinfer_jax.families.reading import from_hf
 
 SLOTS = 12

@@ -90,7 +90,7 @@ def test_olmo3_has_no_norm_before_attention_and_is_saved(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "gear"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "gear", "float8_e4m3fn"])
 def test_every_cache_dtype_is_saved(model, dtype, tmp_path):
     xj.save_prefix(tmp_path / "prefix", by_hand(model[1], dtype), *model)
     loaded = xj.load_prefix(tmp_path / "prefix", *model, capacity=512).cache

@@ -13,7 +13,7 @@ from layer_changes import with_windows
 
 import xinfer_jax as xj
 from xinfer_jax.cache.kv_cache import reorder_tail, truncate
-from xinfer_jax.cache.layer_caches import Ring
+from xinfer_jax.cache.ring import Ring
 from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.newest

@@ -17,11 +17,13 @@ from soak import engine_requests
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.kv_cache import cache_bytes
-from xinfer_jax.cache.layer_caches import Contiguous, Ring
+from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
-from xinfer_jax.cache.quantized_kv import cache_specs
-from xinfer_jax.cache.stored_kv import SideBySideKV, empty_pair, separate_pair
+from xinfer_jax.cache.ring import Ring
+from xinfer_jax.cache.side_by_side import SideBySideKV
+from xinfer_jax.cache.stored_kv import empty_pair, separate_pair
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
 
@@ -112,7 +114,7 @@ def test_pages_of_a_prefill_chunk(dtype):
     assert_same(separate_pair(layers[0].k, None), (layers[1].k, layers[1].v))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear", "float8_e4m3fn"])
 def test_a_process_with_a_tpu_stores_them_side_by_side(dtype):
     """And 4-bit formats, which no TPU kernel reads, in two arrays as elsewhere."""
     config = from_hf(tiny.CONFIG)

@@ -72,7 +72,7 @@ BAD_FLAGS = {
         ["--impl=fast"],
         "--impl=fast: give mosaic, triton, tpu, xla, interpret or interpret_tpu",
     ),
-    "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear"),
+    "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear, float8_e4m3fn"),
     "model-empty": (["--model="], "--model=: give a directory or a hub name"),
     "unknown-flag": (["--max_token=5"], "flag 'max_token'. Did you mean --max_tokens.*--help"),
     "switch-with-a-value": (["--nouse_cache=x"], "use_cache.*--help"),

@@ -82,6 +82,25 @@ def test_pages_come_back_from_host_memory(model, prompts, expected):
     assert engine.stats.hits == before
 
 
+@pytest.mark.full
+def test_pages_in_float8(model, prompts, tmp_path):
+    """The tokens of `generate`; from host memory and from files the same bits."""
+    shape = SHAPE | dict(cache_dtype="float8_e4m3fn", host_pages=40, page_directory=tmp_path / "pages")
+    with xj.Engine(model, **shape) as engine:
+        expected = ask(engine, prompts)
+        assert ask(engine, prompts[:3]) == expected[:3]
+        assert engine.stats.host_hits == 3 * 384
+    config = model.config
+    vectors = 2 * config.num_hidden_layers * config.num_key_value_heads
+    assert engine._core.shape.page_bytes == 64 * vectors * (config.head_dim + 2)
+    options = dataclasses.replace(SAMPLED, cache_dtype="float8_e4m3fn")
+    alone = xj.generate(model.params, model.config, prompts[:1], options, key=jax.random.key(1)[None])
+    assert alone.tokens == expected[0][0]
+    with xj.Engine(model, **shape) as again:
+        assert ask(again, prompts) == expected
+        assert again.stats.file_hits == 6 * 384
+
+
 def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, capfd):
     shape = SHAPE | dict(host_pages=40, page_directory=tmp_path / "pages")
     with xj.Engine(model, **shape) as engine:

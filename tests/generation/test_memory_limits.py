@@ -98,7 +98,7 @@ def test_weights_that_need_too_much_memory(small, tmp_path):
     assert tree_bytes(xj.load_model(path, "float32", "int8").params) < 40_000
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "gear"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "gear", "float8_e4m3fn"])
 def test_bytes_of_a_cache(dtype):
     config = from_hf(tiny.CONFIG | WINDOWS)
     cache = xj.init_cache(config, 2, 1024, dtype)

@@ -11,8 +11,9 @@ import pytest
 from quick import full_except
 
 from kernels_pallas import Levels, reference_append, triton
-from xinfer_jax.cache.layer_caches import Contiguous, Ring
-from xinfer_jax.cache.quantized_kv import empty_kv
+from xinfer_jax.cache.contiguous import Contiguous
+from xinfer_jax.cache.ring import Ring
+from xinfer_jax.cache.stored_kv import empty_kv
 from xinfer_jax.model.rope_append import rotate_and_append
 
 pytestmark = [

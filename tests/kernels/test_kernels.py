@@ -18,7 +18,7 @@ from small_models import QWEN, build, prompts
 
 import kernels_pallas
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from quick import full_except
 
-from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention
 
 pytestmark = pytest.mark.oldest

@@ -12,7 +12,7 @@ import tiny
 from layer_changes import with_experts
 
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.compress import awq
 from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.model.attention import attention

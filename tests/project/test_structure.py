@@ -38,8 +38,8 @@ PACKAGES = {
         "gpt_oss", "hybrids", "qwen3_next", "qwen3_5", "naming", "reading",
     ),
     "cache": (
-        "quantized_kv", "stored_kv", "layer_caches", "page_size", "paged", "recurrent", "kv_cache",
-        "fingerprint", "prefix", "prefix_files",
+        "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",
+        "side_by_side", "page_size", "paged", "recurrent", "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
         "layers", "attention", "rope_append", "linear_attention", "experts",

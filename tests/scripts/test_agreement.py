@@ -20,7 +20,7 @@ from gpu.agreement import (
 from layer_changes import with_mixer, with_windows
 
 import xinfer_jax as xj
-from xinfer_jax.cache.layer_caches import Contiguous
+from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]

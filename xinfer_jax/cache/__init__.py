@@ -1,13 +1,13 @@
 """The KV cache: keys and values of the tokens of a sequence. The only package that maps positions to slots:
 attention asks a layer for blocks of keys with their positions, and prefixes are truncated and padded here.
 
-Read the files in this order: `quantized_kv` (keys and values in 8 or 4 bits), `stored_kv` (keys and values in
-two arrays, or side by side in one), `layer_caches` (the cache of one layer, contiguous or a ring, both with
-the same operations: append, get a block, check whether a row can be truncated, reorder rows), `page_size` and
-`paged` (pages of a pool that rows share), `recurrent` (the state of a linear-attention layer, with the same
-operations), `kv_cache` (`KVCache`: one such cache for each layer that has its own, and the length of each
-row), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later calls reuse),
-`prefix_files` (the same in a file).
+Read the files in this order: `layer_cache` (the protocol of the cache of one layer), `stored_kv` (the
+protocol of a cache dtype), `contiguous` and `ring` (append, get a block), `kv_cache` (`KVCache`: a cache for
+each layer that has its own, and the length of each row): so much is the core. `plugins.TABLE` names what
+plugs in: `quantized_kv`, `gear` and `float8_kv` (cache dtypes), `side_by_side` (keys and values in one
+array), `recurrent` (the state of a linear-attention layer). Then `page_size` and `paged` (pages of a pool
+that rows share), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later
+calls reuse), `prefix_files` (its file).
 
 - Layout [B, K, S, H]: the keys of one row and head are one matrix, so nothing is transposed, and a block of
   64 keys is contiguous (16 KiB at width 128 in 16 bits), as a decode kernel's bulk copy needs it. The layout
@@ -15,9 +15,9 @@ row), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a c
 - In a process with TPUs float and int8 caches have keys and values side by side, [B, K, S, 2H]: the last axis
   fills lanes of 128, so keys of width 64 alone would take twice their memory, and XLA would choose other
   layouts for them, which it would copy in every step. Compiled for v6e, a decode step and the loop around it
-  copy no cache. S is a multiple of 128 there, as kernels copy slots. int4 and GEAR keep two arrays: no kernel
-  for TPUs reads them, but XLA's operations do, with copies.
-  Only `stored_kv` knows the form. Files of prefixes have two arrays on every device.
+  copy no cache. S is a multiple of 128 there, as kernels copy slots. The other cache dtypes keep
+  two arrays: no kernel for TPUs reads them, but XLA's operations do, with copies. Only `side_by_side` knows
+  the form. Files of prefixes have two arrays on every device.
 - Right padding only. `dynamic_update_slice` moves a write that would leave the array back to its end; the
   data are shifted by the same amount, so each token keeps its slot. Padding is never written. Tokens beyond
   the capacity are dropped and flagged (`overflow_B`), so only the real part of a padded prompt has to fit. A

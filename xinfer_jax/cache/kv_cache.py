@@ -11,17 +11,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
+from .. import plugin
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
 from ..memory import check_memory
 from ..sharding import REPLICATED, check_mesh_context, memory_fraction
 from ..weights.layout import check_mesh
-from ..weights.params import resolve_dtype
-from .layer_caches import Contiguous, Ring, num_slots
-from .quantized_kv import GEAR_TOKENS, KV_BITS, shard_heads
-from .recurrent import Recurrent, empty_recurrent, state_bytes, state_shapes
-from .stored_kv import Stored, dtype_name, empty_pair, pair_bytes, stores_side_by_side
+from .contiguous import Contiguous
+from .layer_cache import LayerCache, shard_heads
+from .ring import Ring, num_slots
+from .stored_kv import (
+    Stored,
+    empty_pair,
+    pair_bytes,
+    quantized_dtype,
+    resolve_cache_dtype,
+    stores_side_by_side,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +36,7 @@ from .stored_kv import Stored, dtype_name, empty_pair, pair_bytes, stores_side_b
 class KVCache(ShortRepr):
     """Keys and values of every layer, and how much of each row is filled."""
 
-    layers: tuple[Contiguous | Recurrent, ...]  # one for each layer that has its own
+    layers: tuple[Any, ...]  # `LayerCache`, one for each layer that has its own
     length_B: jax.Array  # int32: tokens cached in each row; the next one has this position
     # Bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated row needs.
     overflow_B: jax.Array
@@ -40,7 +47,7 @@ class KVCache(ShortRepr):
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:
         """The layers with keys and values."""
-        return tuple(layer for layer in self.layers if not isinstance(layer, Recurrent))
+        return tuple(layer for layer in self.layers if layer.has_keys)
 
     @property
     def k(self) -> tuple[Stored, ...]:
@@ -55,15 +62,12 @@ class KVCache(ShortRepr):
     @property
     def dtype(self) -> str:
         """The dtype argument of `init_cache`, as a name."""
-        return dtype_name(self.k[0]) if self.k else "float32"
+        return next((layer.dtype_name for layer in self.kv_layers), "float32")
 
     @property
     def fits(self) -> tuple[tuple, ...]:
         """Of each layer the key heads and head_dim, or the shapes of its state, of models that can use it."""
-        return tuple(
-            layer.shapes if isinstance(layer, Recurrent) else (layer.k.shape[1], layer.k.shape[3])
-            for layer in self.layers
-        )
+        return tuple(layer.fits for layer in self.layers)
 
     @property
     def capacity(self) -> int:
@@ -86,7 +90,8 @@ def init_cache(
         config, batch: the model, and rows (B).
         capacity: tokens that each row can hold; S is the capacity rounded up to a multiple of 8, or of 128 in
             a process with a TPU.
-        dtype: of K and V, or "int8", "int4" or "gear"; None: float32 on CPU, bfloat16 on GPU and TPU.
+        dtype: of K and V: a float type, or a name in the table of cache dtypes (`plugins.TABLE`), such as
+            "int8"; None: float32 on CPU, bfloat16 on GPU and TPU.
         mesh: keys and values are sharded over its axis "model" by key heads, as the parameters are.
 
     Raises:
@@ -112,12 +117,12 @@ def init_cache(
     if mesh is not None:
         check_mesh_context()
         mesh = check_mesh(mesh)
-    dtype = dtype if isinstance(dtype, str) and dtype in KV_BITS else resolve_dtype(dtype)
+    dtype = resolve_cache_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
     check_memory(int(memory_fraction(mesh) * cache_bytes(config, batch, capacity, dtype)), what, remedy)
     layers = empty_layers(config, batch, capacity, dtype, mesh)
-    has_limits = any(isinstance(layer, Ring | Recurrent) for layer in layers)
+    has_limits = any(layer.limits for layer in layers)
     counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
     sharding = mesh and NamedSharding(mesh, REPLICATED)
     length_B, overflow_B, reached_B = jax.device_put(tuple(counts), sharding)  # nothing to compile
@@ -126,14 +131,14 @@ def init_cache(
 
 def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
-) -> tuple[Contiguous | Recurrent, ...]:
-    """The empty cache of each layer; dtype: of keys and values, a float type or a name in `KV_BITS`."""
+) -> tuple[Any, ...]:
+    """The empty cache of each layer; dtype: of keys and values, as in `cache_dtype_of`."""
     side_by_side = stores_side_by_side(dtype)
     slots = {window: num_slots(window, capacity, side_by_side) for window in set(config.layer_windows)}
 
-    def empty(layer: int, window: int | None) -> Contiguous | Recurrent:
+    def empty(layer: int, window: int | None) -> LayerCache:
         if config.is_linear(layer):
-            return empty_recurrent(config, batch, capacity, mesh)
+            return plugin("layer cache", "linear").empty(config, batch, capacity, mesh)
         shape = batch, config.kv_heads(layer), slots[window], config.head_width(layer)
         return _empty_layer(shape, window, capacity, dtype, mesh, side_by_side)
 
@@ -149,9 +154,7 @@ def _empty_layer(  # noqa: PLR0913
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
-    """Bytes of the layers that `init_cache` makes; dtype: of keys and values, a float type or a name in
-    `KV_BITS`.
-    """
+    """Bytes of the layers that `init_cache` makes; dtype: of keys and values, as in `cache_dtype_of`."""
     side_by_side = stores_side_by_side(dtype)
 
     def of_layer(window: int | None, heads: int, width: int) -> int:
@@ -163,6 +166,11 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
     )
     of_row = sum(count * of_layer(*sizes) for sizes, count in layers.items())
     return batch * (of_row + state_bytes(config))
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of one row in the layers that have a state of fixed size, without draft slots."""
+    return plugin("layer cache", "linear").row_bytes(config) if config.num_linear_layers else 0
 
 
 def check_append(cache: KVCache, tokens: int) -> None:
@@ -179,14 +187,14 @@ def check_append(cache: KVCache, tokens: int) -> None:
 
 
 def required_chunk(cache: KVCache | None) -> int | None:
-    """Tokens of a prefill chunk that the cache's format demands; None: any number.
-
-    GEAR takes a row's directions from its first chunk. A fixed size makes them independent of other rows.
+    """Tokens of a prefill chunk that the cache's dtype demands; None: any number. Where something is computed
+    from a row's first chunk, a fixed size makes it independent of other rows.
     """
-    return GEAR_TOKENS if cache is not None and cache.dtype == "gear" else None
+    found = None if cache is None else quantized_dtype(cache.dtype)
+    return None if found is None else found.chunk
 
 
-def update_layers(cache: KVCache, layers: tuple[Contiguous, ...], num_tokens_B: jax.Array) -> KVCache:
+def update_layers(cache: KVCache, layers: tuple[Any, ...], num_tokens_B: jax.Array) -> KVCache:
     """The cache with these layers, to which num_tokens_B tokens per row have been appended."""
     return dataclasses.replace(increase_length(cache, num_tokens_B, cache.capacity), layers=layers)
 
@@ -237,9 +245,8 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
 
 def _limit(cache: KVCache) -> str:
     """How far rows can go back, for errors."""
-    if any(isinstance(layer, Recurrent) for layer in cache.layers):
-        return "its linear-attention layers have no state of that length"
-    return f"its sliding-window layers can go back by at most {cache.most_at_once}"
+    limited = (layer for layer in cache.layers if layer.limits)
+    return min(limited, key=lambda layer: layer.most_at_once).describe_limits()
 
 
 def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
@@ -258,17 +265,11 @@ def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
 
 
 def can_truncate(cache: KVCache, length_B: Any) -> Any:
-    """bool [B]: whether rows truncated to length_B still have all that their next tokens need. A ring may
-    lack keys, a recurrent layer the state.
-    """
+    """bool [B]: whether rows truncated to length_B still have all that their next tokens need."""
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
     possible_B: Any = True
-
-    def kind(layer: Any) -> tuple:
-        return () if isinstance(layer, Recurrent) else (layer.slots, layer.window)
-
-    for layer in {kind(layer): layer for layer in cache.layers}.values():  # one of each
+    for layer in {layer.limits: layer for layer in cache.layers}.values():  # one of each
         possible_B &= layer.can_truncate(length_B, cache.reached_B)
     return (length_B == 0) | possible_B
 
@@ -278,7 +279,7 @@ def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:
 
     def of_layer(layer: int) -> tuple:
         if config.is_linear(layer):
-            return state_shapes(config)
+            return plugin("layer cache", "linear").expected_fits(config)
         return config.kv_heads(layer), config.head_width(layer)
 
     return tuple(map(of_layer, range(config.num_cached_layers)))
@@ -294,11 +295,8 @@ def describe_fits(fits: tuple[tuple, ...]) -> str:
 
 
 def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
-    """A cache whose recurrent layers can go back by as many tokens as one call of `tokens` appends."""
-    layers = tuple(
-        layer.with_draft_slots(tokens, cache.length_B) if isinstance(layer, Recurrent) else layer
-        for layer in cache.layers
-    )
+    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
+    layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
     return dataclasses.replace(cache, layers=layers)
 
 

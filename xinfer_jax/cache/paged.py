@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from .layer_caches import Contiguous
+from .contiguous import Contiguous
+from .layer_cache import shard_heads
 from .page_size import PAGE_SIZE as PAGE_SIZE
-from .quantized_kv import shard_heads
-from .stored_kv import empty_pair, map_slots, slice_slots, stores_side_by_side
+from .stored_kv import empty_pair, map_slots, quantized_dtype, slice_slots, stores_side_by_side
 
 _MAX_BLOCK = 512  # keys that are gathered at a time: 1,024 took three to six times as long on CPU
 
@@ -71,17 +71,15 @@ class Paged(Contiguous):
 
 def check_page_dtype(dtype: Any) -> None:
     """Raises InputError where pages cannot hold keys and values of that dtype."""
-    if isinstance(dtype, str) and dtype == "gear":
-        raise InputError(
-            "cache_dtype='gear' has low-rank directions for a whole row, which pages cannot hold: use"
-            " 'int8' or 'int4'"
-        )
+    found = quantized_dtype(dtype)
+    if found is not None and found.page_obstacle:
+        raise InputError(f"cache_dtype={dtype!r} {found.page_obstacle}")
 
 
 def empty_pools(
     config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[tuple[Any, Any], ...]:
-    """The pair (k, v) of each layer with keys as it is stored, zeros; dtype: a float type, "int8" or "int4";
+    """The pair (k, v) of each layer with keys as it is stored, zeros; dtype: as in `cache_dtype_of`;
     mesh: as in `init_cache`.
     """
     side_by_side = stores_side_by_side(dtype)

@@ -9,10 +9,10 @@ import numpy as np
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..formatting import format_token_counts
-from ..weights.params import Params, resolve_dtype
+from ..weights.params import Params
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, can_truncate, expected_fits, truncate
-from .quantized_kv import KV_BITS
+from .stored_kv import cache_dtype_of, resolve_cache_dtype
 
 _Rows = Sequence[Sequence[int]]  # of token ids
 
@@ -69,7 +69,7 @@ class Prefix:
             raise InputError(
                 f"capacity={capacity}, but the prefix has a cache of {cache.capacity}: leave it out"
             )
-        named = dtype if dtype in (None, *KV_BITS) else np.dtype(resolve_dtype(dtype)).name
+        named = None if dtype is None else cache_dtype_of(resolve_cache_dtype(dtype)).name
         if named not in (None, cache.dtype):
             raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {cache.dtype}: leave it out")
 

@@ -18,7 +18,7 @@ from ..weights.params import Params
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, init_cache
 from .prefix import Prefix
-from .quantized_kv import KV_BITS
+from .stored_kv import quantized_dtype
 
 _FORMAT = 5  # earlier ones have a fingerprint of another config
 
@@ -41,7 +41,7 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     leaves = (
         np.ascontiguousarray(leaf)[:rows] for leaf in jax.tree.leaves(_used_arrays(cache, tokens, reached))
     )
-    tensors = {f"{i}": x.view(np.uint16) if x.itemsize == 2 else x for i, x in enumerate(leaves)}
+    tensors = {f"{i}": x.view(_file_dtype(x.dtype)) for i, x in enumerate(leaves)}
     saved = dict(
         format=_FORMAT,
         tokens=tokens,
@@ -126,7 +126,8 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
     valid = {
         "tokens": max(lengths, default=0) > 0,
         "capacity": _are_integers([capacity], max(lengths, default=1), None),
-        "dtype": saved.get("dtype") in (*KV_BITS, "float32", "bfloat16", "float16"),
+        "dtype": saved.get("dtype") in ("float32", "bfloat16", "float16")
+        or quantized_dtype(saved.get("dtype")) is not None,
         "reached": (reached is None and "reached" in saved)
         or (
             _are_integers(reached, 0, capacity)
@@ -150,7 +151,7 @@ def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) 
     """The saved arrays of a cache like this one: what `_used_arrays` returned of it."""
     used_arrays = partial(_used_arrays, tokens=saved["tokens"], reached=saved["reached"])
     wanted, tree = jax.tree.flatten(jax.eval_shape(used_arrays, like))
-    dtypes = [np.dtype(np.uint16) if x.dtype.itemsize == 2 else x.dtype for x in wanted]
+    dtypes = [_file_dtype(x.dtype) for x in wanted]
     names = [f"{i}" for i in range(len(wanted))]
     if set(file.keys()) != set(names):
         raise InputError(
@@ -167,6 +168,12 @@ def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) 
             raise InputError(f"{path} has numbers that are not finite: save it again")
         arrays.append(array)
     return jax.tree.unflatten(tree, arrays)
+
+
+def _file_dtype(dtype: Any) -> np.dtype:
+    """How a file has it: float types of one and two bytes as the bits that they are."""
+    bits: Any = {1: np.uint8, 2: np.uint16}
+    return np.dtype(bits.get(dtype.itemsize, dtype))
 
 
 def _used_arrays(cache: KVCache, tokens: list[list[int]], reached: list[int] | None) -> list[Any]:

@@ -18,20 +18,21 @@ from jax.sharding import Mesh
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..formatting import ShortRepr
-from .quantized_kv import shard_heads
+from .layer_cache import LayerCache, shard_heads
 
 Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Recurrent(ShortRepr):
+class Recurrent(LayerCache):
     """The state of each row, float32 whatever the dtype of keys and values.
 
     With draft slots it is the state before the last call of at most P tokens, which are stored beside it: the
     next call first applies those that were accepted, so nothing has to be undone.
     """
+
+    has_keys = False
 
     inputs: (
         Inputs  # the last W inputs of the convolution, then the P of draft slots: [B, K or N, W + P, H or Y]
@@ -42,10 +43,20 @@ class Recurrent(ShortRepr):
     steps: jax.Array | None = dataclasses.field(default=None, kw_only=True)
     base_B: jax.Array | None = dataclasses.field(default=None, kw_only=True)  # int32: tokens in `state`
 
-    @property
-    def most_at_once(self) -> int:
-        """The most tokens that one call may append to a row."""
-        return self.capacity
+    @staticmethod
+    def empty(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> "Recurrent":
+        """The state of rows without tokens: zeros."""
+        return _empty(config, batch, capacity, mesh)
+
+    @staticmethod
+    def row_bytes(config: ModelConfig) -> int:
+        """Bytes of one row's states in all layers, without draft slots."""
+        return 4 * config.num_linear_layers * sum(map(math.prod, state_shapes(config)))
+
+    @staticmethod
+    def expected_fits(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        """`fits` of the caches that the model can use."""
+        return state_shapes(config)
 
     @property
     def draft_slots(self) -> int:
@@ -53,7 +64,14 @@ class Recurrent(ShortRepr):
         return 0 if self.steps is None else self.steps.shape[2]
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def limits(self) -> tuple:
+        return ("state",)
+
+    def describe_limits(self) -> str:
+        return "its linear-attention layers have no state of that length"
+
+    @property
+    def fits(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a row's arrays without draft slots."""
         W = self.inputs[0].shape[2] - self.draft_slots
         (q, k, v) = ((x.shape[1], W, x.shape[3]) for x in self.inputs)
@@ -113,14 +131,6 @@ class Recurrent(ShortRepr):
         steps = jnp.zeros((*self.state.shape[:2], count, 2))
         return dataclasses.replace(self, inputs=inputs, steps=steps, base_B=length_B)
 
-    def reorder(self, index_B: jax.Array) -> Self:
-        """Row b of the result is row index_B[b]."""
-        return jax.tree.map(lambda x: x[index_B], self)
-
-    def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """`reorder`: a state has no part that belongs to some positions."""
-        return self.reorder(index_B)
-
     def used_arrays(self, tokens: int) -> tuple[Inputs, jax.Array]:
         """Inputs and state, for a file.
 
@@ -150,7 +160,7 @@ def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
 
 
 def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one row's arrays of a linear-attention layer, as `Recurrent.shapes`."""
+    """The shapes of one row's arrays of a linear-attention layer, as `Recurrent.fits`."""
     spec: Any = config.linear_attention
     W = spec.conv_kernel_dim - 1
     key = (spec.num_key_heads, W, spec.key_head_dim)
@@ -159,15 +169,8 @@ def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     return key, key, (N, W, Y), (N, spec.key_head_dim, Y)
 
 
-def state_bytes(config: ModelConfig) -> int:
-    """Bytes of one row's states in all layers, without draft slots."""
-    layers = config.num_linear_layers
-    return 4 * layers * sum(map(math.prod, state_shapes(config))) if layers else 0
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_recurrent(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> Recurrent:
-    """The state of rows without tokens: zeros."""
+def _empty(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None) -> Recurrent:
     arrays = [jnp.zeros((batch, *shape), np.float32) for shape in state_shapes(config)]
     *inputs, state = shard_heads(arrays, mesh)
     return Recurrent(tuple(inputs), state, capacity)

@@ -1,110 +1,179 @@
-"""How a layer stores its keys and values: in two arrays, or on TPUs side by side in one.
+"""How a layer stores its keys and values: cache dtypes, and what layer caches do with any of them.
 
-A layer cache has a pair (k, v). Each is an array or `QuantizedKV`; or k is a `SideBySideKV`, which has both,
-and v is None. The functions here take any of these, so layer caches need not know which they have.
+A layer cache has a pair (k, v). Each is an array, or a `StoredKV`, whose kinds are plugged in by name; or k
+has both, and v is None. The functions here take any of these, so layer caches need not know which they have.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels_pallas
-from kernels_pallas import Levels
-from kernels_pallas.key_layouts import (
-    SideBySide,
-    dequantize,
-    join,
-    pack_scale,
-    quantize,
-    separate,
-    unpack_scale,
-)
-
+from .. import plugin
 from ..formatting import ShortRepr
-from .quantized_kv import KV_BITS, QuantizedKV, dequantize_kv, empty_kv, quantize_kv, vector_bytes
+from ..weights.params import resolve_dtype
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class SideBySideKV(ShortRepr):
-    """K and V of one layer in one array, as the `SideBySide` of kernels."""
+class StoredKV(ShortRepr):
+    """Keys or values of one layer that are not one array of floats; or both. A kind is a pytree, and has a
+    `CacheDtype`.
+    """
 
-    values: jax.Array  # [B, K, S, 2H]: keys, then values; float numbers or uint8 levels
-    scale: jax.Array | None  # float32, of levels: as `SideBySide.scale`
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[B, K, S, H] of the keys."""
-        return (*self.values.shape[:-1], self.values.shape[-1] // 2)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.values.dtype
+    values: Any  # [B, K, S, ...]
+    scale: Any
 
     @property
     def name(self) -> str:
-        return self.dtype.name if self.scale is None else "int8"
+        """Its dtype, as `init_cache` takes it."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, K, S, H] of the keys or values."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of `values`."""
+        return self.values.dtype
+
+    def map_slots(self, function: Callable, *others: Self) -> Self:
+        """`map_slots` of this kind."""
+        parts = {name: function(*(getattr(y, name) for y in (self, *others))) for name in ("values", "scale")}
+        return dataclasses.replace(self, **parts)
+
+    def of_rows(self, cut: Callable) -> Self:
+        """What belongs to a row and has no slots, cut by a function of an array and its number of slots."""
+        return self
+
+    def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
+        """New keys or values, or both, in this form, with T slots. first_B: how many of the T tokens are the
+        first of their row; None: none.
+        """
+        raise NotImplementedError
+
+    def decode(self) -> Any:
+        """float32 [B, K, S, H]; of keys and values both."""
+        raise NotImplementedError
+
+    def kernel_array(self) -> Any:
+        """What kernels read; None: there are none for it."""
+        return None
+
+    def with_kernel_array(self, array: Any) -> Self:
+        """What has this array as its `kernel_array`."""
+        raise NotImplementedError
+
+    def separate(self) -> tuple[Any, Any]:
+        """Keys and values apart, where it has both."""
+        raise NotImplementedError
+
+    def join(self, k: Any, v: Any) -> Self:
+        """What `separate` returned, in this form."""
+        raise NotImplementedError
 
 
-Stored = jax.Array | QuantizedKV | SideBySideKV
+Stored = jax.Array | StoredKV
+
+
+class CacheDtype(NamedTuple):
+    """A dtype of keys and values. Those that are no float type have a line in `plugins.TABLE`."""
+
+    name: str
+    empty: Callable[[tuple[int, ...]], Any]  # zeros [B, K, S, H]
+    vector_bytes: Callable[[int], int]  # of one key or value of that width
+    check_width: Callable[[int], None] = lambda width: None  # raises InputError
+    chunk: int | None = None  # tokens that a prefill chunk must have; None: any number
+    page_obstacle: str | None = None  # why pages cannot hold it
+    kernel_obstacle: str | None = None  # why no kernel reads it
+
+
+def quantized_dtype(dtype: Any) -> CacheDtype | None:
+    """The line of the table; None: a float type."""
+    return plugin("cache dtype", dtype) if isinstance(dtype, str) else None
+
+
+def cache_dtype_of(dtype: Any) -> CacheDtype:
+    """A name in the table, or a float type."""
+    if (found := quantized_dtype(dtype)) is not None:
+        return found
+    dtype = jnp.dtype(dtype)
+    return CacheDtype(dtype.name, partial(jnp.zeros, dtype=dtype), lambda width: width * dtype.itemsize)
+
+
+def resolve_cache_dtype(dtype: Any) -> Any:
+    """A name in the table, or the float type; None: that of this device. Raises InputError for others."""
+    return resolve_dtype(dtype) if quantized_dtype(dtype) is None else dtype
+
+
+def check_head_dim(width: int, dtype: Any) -> None:
+    """Raises InputError where that dtype, None for any float type, cannot store vectors of that width."""
+    if (found := quantized_dtype(dtype)) is not None:
+        found.check_width(width)
 
 
 def stores_side_by_side(dtype: Any) -> bool:
-    """Whether new caches of this process store keys and values side by side: on TPUs, in a float type or
-    "int8". No TPU kernel reads the other formats.
-
-    Like the choice of kernels, this is a property of the process, not of the device of a call.
-    """
-    return dtype not in ("int4", "gear") and kernels_pallas.device_impl().impl == "tpu"
+    """Whether new caches of this process store keys and values side by side."""
+    kind = plugin("cache form", "side by side")
+    return kind is not None and kind.serves(dtype)
 
 
-def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[Any, Any]:
-    """Keys and values that are zeros. shape: [B, K, S, H]; dtype: a name in `KV_BITS`, or a float type."""
-    if not side_by_side:
-        return empty_kv(shape, dtype), empty_kv(shape, dtype)
-    (B, K, S, H) = shape
-    if dtype == "int8":
-        return SideBySideKV(jnp.zeros((B, K, S, 2 * H), jnp.uint8), pack_scale(jnp.zeros((B, K, S, 4)))), None
-    return SideBySideKV(jnp.zeros((B, K, S, 2 * H), dtype), None), None
+def empty_kv(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Zeros [B, K, S, H]. dtype: as in `cache_dtype_of`."""
+    return cache_dtype_of(dtype).empty(shape)
+
+
+def empty_pair(
+    shape: tuple[int, ...], dtype: Any, side_by_side: bool, value_width: Any = None
+) -> tuple[Any, Any]:
+    """Keys and values that are zeros. shape: [B, K, S, H] of keys; value_width: None: H."""
+    if side_by_side:
+        return plugin("cache form", "side by side").empty(shape, dtype), None
+    *others, width = shape
+    return empty_kv(shape, dtype), empty_kv((*others, value_width or width), dtype)
 
 
 def pair_bytes(width: int, dtype: Any) -> int:
     """Bytes of one key and its value in a new cache of this process. dtype: as in `empty_pair`."""
-    if dtype == "int8" and stores_side_by_side(dtype):
-        return 2 * width + 4 * 4
-    return 2 * vector_bytes(width, dtype)
+    if stores_side_by_side(dtype):
+        return plugin("cache form", "side by side").pair_bytes(width, dtype)
+    return 2 * cache_dtype_of(dtype).vector_bytes(width)
 
 
 def dtype_name(x: Stored) -> str:
     """The dtype argument of `init_cache`, as a name."""
-    return x.name if isinstance(x, QuantizedKV | SideBySideKV) else x.dtype.name
+    return x.name if isinstance(x, StoredKV) else x.dtype.name
 
 
 def is_quantized_kv(x: Stored) -> bool:
-    """Whether it has levels of 8 or 4 bits."""
-    return dtype_name(x) in KV_BITS
+    """Whether its dtype is no float type."""
+    return quantized_dtype(dtype_name(x)) is not None
+
+
+def quantize_kv(x_BKTH: jax.Array, like: Stored, first_B: jax.Array | None = None) -> Any:
+    """New keys or values as they are stored. like, first_B: the cache that they will be written to, and as in
+    `StoredKV.encode`.
+    """
+    return like.encode(x_BKTH, first_B=first_B) if isinstance(like, StoredKV) else x_BKTH
+
+
+def dequantize_kv(x: Stored) -> Any:
+    """Float32 keys or values; an array as it is."""
+    return x.decode() if isinstance(x, StoredKV) else x
 
 
 def map_slots(function: Callable, x: Any, *others: Any) -> Any:
     """Applies a function to each array of x, and of others like it, that has slots; the function has them on
-    axis 2. The basis is x's. None stays None.
+    axis 2. What has no slots is x's. None stays None.
     """
     if x is None:
         return None
-    if isinstance(x, SideBySideKV):
-        values = function(*(y.values for y in (x, *others)))
-        if x.scale is None:
-            return SideBySideKV(values, None)
-        return SideBySideKV(values, pack_scale(function(*(unpack_scale(y.scale) for y in (x, *others)))))
-    if not isinstance(x, QuantizedKV):
-        return function(x, *others)
-    parts = {name: function(*(getattr(y, name) for y in (x, *others))) for name in ("values", "scale")}
-    return dataclasses.replace(x, **parts)
+    return x.map_slots(function, *others) if isinstance(x, StoredKV) else function(x, *others)
 
 
 def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
@@ -115,9 +184,7 @@ def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
         return lax.dynamic_slice(y, (first, 0, at, 0), (rows, y.shape[1], width, y.shape[3]))
 
     y = map_slots(partial(cut, at=at, width=width), x)
-    if isinstance(y, QuantizedKV) and y.basis is not None:
-        y = dataclasses.replace(y, basis=cut(y.basis, 0, y.basis.shape[2]))
-    return y
+    return y.of_rows(lambda z: cut(z, 0, z.shape[2])) if isinstance(y, StoredKV) else y
 
 
 def append_pair(  # noqa: PLR0913
@@ -134,11 +201,8 @@ def append_pair(  # noqa: PLR0913
 
     def append(old: Stored, *new_BTKH: jax.Array) -> Any:
         parts = [jnp.swapaxes(x, 1, 2) for x in new_BTKH]
-        if isinstance(old, SideBySideKV):
-            pair: Any = [quantize(x, 8) for x in parts] if is_quantized_kv(old) else parts
-            encoded: Any = SideBySideKV(*join(*pair))
-        elif isinstance(old, QuantizedKV):
-            encoded = quantize_kv(parts[0], old, jnp.where(start_B == 0, num_tokens_B, 0))
+        if isinstance(old, StoredKV):
+            encoded: Any = old.encode(*parts, first_B=jnp.where(start_B == 0, num_tokens_B, 0))
         else:
             (encoded,) = parts
         return map_slots(lambda x, y: write(y, x.astype(y.dtype), start_B, num_tokens_B), encoded, old)
@@ -146,49 +210,26 @@ def append_pair(  # noqa: PLR0913
     return (append(k, *new), None) if v is None else (append(k, new[0]), append(v, new[1]))
 
 
-def read_pair(k: Stored, v: Any, cut: Callable) -> tuple[jax.Array, jax.Array]:
+def read_pair(k: Any, v: Any, cut: Callable) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, K, S, H] of what `cut` takes of a stored array, dequantized."""
-    if not isinstance(k, SideBySideKV):
-        return dequantize_kv(cut(k)), dequantize_kv(cut(v))
-    pair: tuple[Any, Any] = separate(kernel_array(cut(k)))
-    if not is_quantized_kv(k):
-        return pair
-    of_k, of_v = (dequantize(x, k.shape[-1]) for x in pair)
-    return of_k, of_v
+    return cut(k).decode() if v is None else (dequantize_kv(cut(k)), dequantize_kv(cut(v)))
 
 
-def separate_pair(k: Stored, v: Any) -> tuple[Any, Any]:
-    """The pair in two arrays or `QuantizedKV`, as other devices store it."""
-    if not isinstance(k, SideBySideKV):
-        return k, v
-    pair: tuple[Any, Any] = separate(kernel_array(k))
-    if not is_quantized_kv(k):
-        return pair
-    # The scale was rounded to float16 before it was stored.
-    of_k, of_v = (QuantizedKV(x.values, x.scale.astype(jnp.float16), None, 8) for x in pair)
-    return of_k, of_v
+def separate_pair(k: Any, v: Any) -> tuple[Any, Any]:
+    """The pair in two parts, as in files."""
+    return k.separate() if v is None else (k, v)
 
 
-def join_pair(k: Any, v: Any, like: Stored) -> tuple[Any, Any]:
-    """The pair of what `separate_pair` returned, as `like` is stored."""
-    if not isinstance(like, SideBySideKV):
-        return k, v
-    return SideBySideKV(*join(kernel_array(k), kernel_array(v))), None
+def join_pair(k: Any, v: Any, like: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The pair of what `separate_pair` returned, as the pair `like` is stored."""
+    return (like[0].join(k, v), None) if like[1] is None else (k, v)
 
 
 def kernel_array(x: Any) -> Any:
-    """Keys or values, or both, as kernels read them; None in GEAR's format, which no kernel reads."""
-    if isinstance(x, SideBySideKV):
-        return SideBySide(x.values, x.scale)
-    if not isinstance(x, QuantizedKV):
-        return x
-    return Levels(x.values, x.scale) if x.basis is None else None
+    """Keys or values, or both, as kernels read them; None: no kernel does."""
+    return x.kernel_array() if isinstance(x, StoredKV) else x
 
 
 def with_kernel_array(x: Any, array: Any) -> Any:
     """What has this array as its `kernel_array`."""
-    if isinstance(x, SideBySideKV):
-        return SideBySideKV(*array)
-    if not isinstance(x, QuantizedKV):
-        return array
-    return dataclasses.replace(x, values=array.values, scale=array.scale)
+    return x.with_kernel_array(array) if isinstance(x, StoredKV) else array

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import InputError
+from ..plugins import names
 from .flag_parser import FlagParser
 from .process import run_and_exit
 from .process_group import define_processes
@@ -19,6 +20,7 @@ PARSER = FlagParser(
     'xinfer-jax --prompt "What is the capital of France?" --temperature 0.7 --seed 1',
 )
 GRAMMAR_FLAGS = ("json_schema", "regex", "choice")
+_CACHE_DTYPES = (*names("cache dtype"), "float32", "bfloat16", "float16")
 _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 
 # Ranges of numbers within float32, and their words in an error.
@@ -97,8 +99,8 @@ def define_engine(parser: FlagParser) -> None:
         default=2**34, least=1, most=2**60,
     )  # fmt: skip
     parser.add_choice(
-        "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",
-        "int8", "int4", "float32", "bfloat16", "float16",
+        "cache_dtype", "Keys and values in fewer bytes, or a float type. Default: float32 on CPU.",
+        *(name for name in _CACHE_DTYPES if name != "gear"),
     )  # fmt: skip
 
 
@@ -211,8 +213,8 @@ define_model(PARSER)
 define_processes(PARSER)
 PARSER.group = "cache, kernels and output"
 PARSER.add_choice(
-    "cache_dtype", "Keys and values in int8, int4, gear or a float type. Default: float32 on CPU.",
-    "int8", "int4", "gear", "float32", "bfloat16", "float16",
+    "cache_dtype", "Keys and values in fewer bytes, or a float type. Default: float32 on CPU.",
+    *_CACHE_DTYPES,
 )  # fmt: skip
 PARSER.add_choice(
     "impl", "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..cache.kv_cache import KVCache, truncate
 from ..cache.paged import Paged
-from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
 from ..generation.executor import decode_compiler_options
 from ..generation.loop import Hidden, TracedOperations, loop_until_done
@@ -68,9 +67,9 @@ def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
     return tuple((layer.k, layer.v) for layer in cache.kv_layers)
 
 
-def cache_states(cache: KVCache) -> tuple[Recurrent, ...]:
+def cache_states(cache: KVCache) -> tuple[Any, ...]:
     """The layers of a cache with recurrent states."""
-    return tuple(layer for layer in cache.layers if isinstance(layer, Recurrent))
+    return tuple(layer for layer in cache.layers if not layer.has_keys)
 
 
 def _decode_steps(  # noqa: PLR0913

@@ -106,7 +106,7 @@ class Engine(EngineBase):
             prefix_cache: the common beginning of prompts is computed once.
             draft: "lookup": speculative decoding with draft tokens found earlier in the text.
             draft_tokens: of each pass.
-            cache_dtype: of keys and values: a float type, "int8" or "int4"; None: as in `GenerateOptions`.
+            cache_dtype: of keys and values, as in `GenerateOptions`; "gear" is for whole rows only.
             impl: as in `GenerateOptions`.
             warm_up: compile all programs before returning, for measurements and long runs.
             host_pages: pages in host memory, beside `pages`: what the prefix cache evicts from the device is

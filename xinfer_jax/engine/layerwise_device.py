@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, without_layers
-from ..cache.paged import PAGE_SIZE, Paged
+from ..cache.paged import PAGE_SIZE
 from ..generation.batch_arrays import token_matrix
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
@@ -130,7 +130,7 @@ class LayerwiseDevice(Device):
         cache = paged_cache(self.config, *pools, table_BP, self._shape.capacity, zeros_B, zeros_B)
         # A table for each layer: a step donates it.
         layers: Any = tuple(
-            dataclasses.replace(layer, table_BP=self._put(table_BP)) if isinstance(layer, Paged) else layer
+            dataclasses.replace(layer, table_BP=self._put(table_BP)) if layer.has_keys else layer
             for layer in cache.layers
         )
         return dataclasses.replace(self._put(without_layers(cache)), layers=layers)

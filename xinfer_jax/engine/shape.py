@@ -10,10 +10,9 @@ import jaxlib
 
 from .. import __version__
 from ..cache.fingerprint import fingerprint
-from ..cache.kv_cache import cache_bytes
+from ..cache.kv_cache import cache_bytes, state_bytes
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
-from ..cache.quantized_kv import KV_BITS
-from ..cache.recurrent import state_bytes
+from ..cache.stored_kv import resolve_cache_dtype
 from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
@@ -24,7 +23,7 @@ from ..memory import memory_bytes
 from ..ops.cpu.cpu_features import numerics_features
 from ..ops.operation import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
-from ..weights.params import Params, cache_dtype as default_cache_dtype, resolve_dtype, tree_bytes
+from ..weights.params import Params, cache_dtype as default_cache_dtype, tree_bytes
 from .pages import num_pages_for, usable_capacity
 
 _DEFAULT_CAPACITY = 4096
@@ -38,7 +37,7 @@ class EngineShape:
 
     Attributes:
         num_draft_tokens: of each pass; 0: no speculative decoding.
-        cache_dtype: a dtype, or a name in `KV_BITS`.
+        cache_dtype: a float type, or a name in the table of cache dtypes.
         page_bytes: of one page in all layers.
         state_bytes: of one row's recurrent states in all layers; 0: the model has none.
         snapshots: of such states, which the prefix cache keeps.
@@ -167,8 +166,6 @@ def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: in
 
 
 def _resolve_cache_dtype(params: Params, dtype: Any) -> Any:
-    """The dtype of keys and values: a float type, or a name in `KV_BITS`."""
+    """The dtype of keys and values: a float type, or a name in the table of cache dtypes."""
     check_page_dtype(dtype)
-    if isinstance(dtype, str) and dtype in KV_BITS:
-        return dtype
-    return default_cache_dtype(params) if dtype is None else resolve_dtype(dtype)
+    return default_cache_dtype(params) if dtype is None else resolve_cache_dtype(dtype)

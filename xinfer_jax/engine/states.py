@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from ..cache.recurrent import Recurrent, empty_recurrent
+from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
 from .device_programs import GET_ROW, SET_ROW
 from .shape import EngineShape
@@ -28,7 +28,7 @@ class States:
         def empty(rows: int) -> tuple[Recurrent, ...]:
             lengths_B: Any = np.zeros(rows, np.int32)
             count = config.num_linear_layers
-            layers = (empty_recurrent(config, rows, shape.capacity, mesh) for _ in range(count))
+            layers = (Recurrent.empty(config, rows, shape.capacity, mesh) for _ in range(count))
             return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers)
 
         self.layers = create(lambda: empty(shape.rows))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, with_draft_slots
-from ..cache.quantized_kv import check_head_dim
+from ..cache.stored_kv import check_head_dim
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value

@@ -8,7 +8,7 @@ import numpy as np
 import kernels_pallas
 
 from ..cache.kv_cache import empty_layers
-from ..cache.quantized_kv import KV_BITS
+from ..cache.stored_kv import resolve_cache_dtype
 from ..config.model_config import ModelConfig
 from ..model.decoder import lm_head
 from ..ops.forms import named
@@ -17,7 +17,7 @@ from ..ops.kernels.expert_kernels import select_experts
 from ..ops.kernels.head import select_head_kernel
 from ..ops.kernels.product_kernels import Operands, select_product
 from ..ops.operation import check_impl
-from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
+from ..weights.params import Params, activation_dtype, cache_dtype
 from ..weights.quantized_weights import is_quantized
 from .options import GenerateOptions, default_capacity
 
@@ -58,7 +58,7 @@ def kernels_used(
         jax.ShapeDtypeStruct((rows, 1, heads, config.head_width(layer)), dtype)
         for layer in range(config.num_cached_layers)
     ]
-    dtype_of_cache = kv_dtype if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
+    dtype_of_cache = resolve_cache_dtype(kv_dtype or cache_dtype(params))
     layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
     used = {
         kernel: _by_layer(kernel, impl, queries, layers)

@@ -34,8 +34,8 @@ class GenerateOptions:
         capacity: tokens that a row of the cache can hold; None: what the call needs, rounded up.
         use_cache: False: compute the whole sequence again for every token, for comparisons.
         impl: of attention and argmax: "mosaic", "triton", "tpu" or "xla"; None: what suits the device.
-        cache_dtype: of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, else
-            the type of the activations.
+        cache_dtype: of keys and values: "int8", "int4", "float8_e4m3fn", "gear", or a float type; None:
+            float32 on CPU, else the type of the activations.
         stop_token_ids: end a row as EOS ids do, with the finish_reason "stop".
         stop_strings: the text ends before the first of them; only for the text functions.
         n: answers per prompt. Rows i * n … i * n + n - 1 are those of prompt i; answer j samples with

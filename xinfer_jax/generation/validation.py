@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .. import plugin
-from ..cache.quantized_kv import KV_BITS, check_head_dim
+from ..cache.stored_kv import check_head_dim, resolve_cache_dtype
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
@@ -17,7 +17,7 @@ from ..ops.operation import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens
-from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
+from ..weights.params import Params, activation_dtype, check_params
 from .buckets import bucket, next_power_of_two
 from .options import MAX_DRAFT_TOKENS, GenerateOptions, default_capacity, options_or_default
 
@@ -160,8 +160,7 @@ def _canonical_options(config: ModelConfig, options: GenerateOptions) -> Generat
     if options.stop_strings:
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
     check_impl(options.impl)
-    if options.cache_dtype not in (None, *KV_BITS):
-        resolve_dtype(options.cache_dtype)
+    resolve_cache_dtype(options.cache_dtype)
     for name in ("use_cache", "keep_prefix", "logits"):
         if not isinstance(value := getattr(options, name), bool | np.bool_):
             raise InputError(f"{name} must be True or False, got {format_value(value)}")

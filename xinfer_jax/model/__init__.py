@@ -32,7 +32,7 @@ or straight from hidden states).
   stay float: they are a thousandth of the weights.
 - On a GPU RoPE of up to 17 tokens a row and the append of their keys and values, quantized or not, are one
   launch, which updates the cache in place. XLA would launch two or more, and compute sines and cosines again
-  in each layer. GEAR's format stays with XLA. The derivative is that of plain jnp.
+  in each layer. Keys in GEAR's format and in float8_e4m3fn stay with XLA. The derivative is plain jnp's.
 - On a GPU a decode step launches four products a layer: norm, q, k and v; o and residual; norm, gate, up and
   activation; down and residual. A norm that another step follows, and matrices that the kernel does not take,
   stay with XLA. A product's derivative is that of plain jnp.

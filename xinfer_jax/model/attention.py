@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..cache.layer_caches import Block, Contiguous
+from ..cache.contiguous import Block, Contiguous
 from ..ops.operation import match_varying_axes, run
 from .layers import soft_cap
 
@@ -63,7 +63,7 @@ def attention(  # noqa: PLR0913
             jnp.
 
     Returns:
-        [B, T, N, H] in the dtype of q.
+        [B, T, N, width of a value] in the dtype of q.
 
     Raises:
         InputError: the named impl does not support these arguments.
@@ -108,8 +108,8 @@ def blocked_attention(  # noqa: PLR0913
         # The backward pass recomputes a block of queries at a time instead of storing every score.
         step = jax.checkpoint(lambda block: attend(block[0], kv, start_B + block[1], length_B, sink_KG))
         outs = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
-        out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, H)[:, :, :T]
-    return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+        out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, -1)[:, :, :T]
+    return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
 
 
 def query_block(  # noqa: PLR0913
@@ -122,7 +122,7 @@ def query_block(  # noqa: PLR0913
         row: of the cache, that the queries are of; None: of all rows.
         decode_block: keys per loop step for a single query.
     """
-    B, K, T, G, H = q_BKTGH.shape
+    B, K, T, G, _ = q_BKTGH.shape
     width, blocks = kv.block_layout(KEY_BLOCK if T > 1 else decode_block)
     query_BT = start_B[:, None] + jnp.arange(T)
 
@@ -131,7 +131,7 @@ def query_block(  # noqa: PLR0913
         return _add_block(softmax, q_BKTGH, block, _visible(block, query_BT, kv.window), scoring)
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
-    softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
+    softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, kv.value_width), jnp.float32))
     if sink_KG is not None:  # the first score, of weight 1, without a value
         softmax = softmax._replace(max_BKTG=zeros + sink_KG[:, None], sum_BKTG=zeros + 1)
     softmax = match_varying_axes(softmax, q_BKTGH, kv, start_B, length_B)

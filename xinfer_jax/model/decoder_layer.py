@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from kernels_pallas import HeadNorms
 
-from ..cache.layer_caches import Contiguous, uncached_kv
-from ..cache.quantized_kv import cache_specs
-from ..cache.recurrent import Recurrent
+from .. import plugin
+from ..cache.contiguous import Contiguous, uncached_kv
+from ..cache.layer_cache import LayerCache, cache_specs
 from ..cache.stored_kv import is_quantized_kv
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
@@ -36,7 +36,6 @@ from .layers import (
     rope_bias_fn,
     rope_is_fixed,
 )
-from .linear_attention import linear_attention
 from .rope_append import rotate, rotate_and_append
 
 _UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
@@ -69,7 +68,7 @@ def run_layer(  # noqa: PLR0913
     positions: Positions,
     kv: Any,
     impl: str | None,
-) -> tuple[jax.Array, Contiguous | Recurrent | None]:
+) -> tuple[jax.Array, LayerCache | None]:
     """The output of one layer, [B, T, D], and its cache with the new tokens. Without a cache: None, or the
     layer's keys and values in a model in which other layers use them.
     """
@@ -99,7 +98,7 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # n
         residual=None if spec.post_norm else x_BTD,
     )
     if config.is_linear(kind):
-        attended_BTD, kv = linear_attention(layer, config, *args, **around)
+        attended_BTD, kv = plugin("layer", "linear")(layer, config, *args, **around)
     else:
         attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
     x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config) if spec.post_norm else attended_BTD

@@ -7,7 +7,7 @@ import jax
 
 from kernels_pallas import HeadNorms
 
-from ..cache.layer_caches import Contiguous
+from ..cache.contiguous import Contiguous
 from ..ops.operation import run
 from .layers import apply_rope, rms_norm
 

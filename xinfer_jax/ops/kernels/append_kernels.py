@@ -8,7 +8,7 @@ import jax
 
 import kernels_pallas
 
-from ...cache.layer_caches import Contiguous
+from ...cache.contiguous import Contiguous
 from ...model.attention import ROW_QUERIES
 from ...model.rope_append import head_norms, norm_heads, plain_append
 from ..operation import abstract_mesh_of

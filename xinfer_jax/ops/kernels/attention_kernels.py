@@ -7,7 +7,7 @@ import jax
 
 import kernels_pallas
 
-from ...cache.layer_caches import Contiguous
+from ...cache.contiguous import Contiguous
 from ...model.attention import Scoring
 from ..forms import Kernel, named
 
@@ -23,8 +23,7 @@ def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous)
         InputError: the named implementation does not support them.
     """
     k, v = kv.kernel_arrays()
-    obstacle = "keys in GEAR's format" if k is None else None
-    return named(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=obstacle)
+    return named(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=kv.kernel_obstacle)
 
 
 def _key_bias(kv: Contiguous) -> kernels_pallas.KeyBias | None:

@@ -1,4 +1,4 @@
-"""The cache of one layer: contiguous or a ring buffer, with the same operations. `paged` has a third kind."""
+"""The cache of one layer in which each position has its own slot; `Ring` and `Paged` are kinds of it."""
 
 import dataclasses
 from typing import Any, NamedTuple, Self
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..formatting import ShortRepr
+from .layer_cache import LayerCache
 from .stored_kv import (
-    SideBySideKV,
     Stored,
     append_pair,
+    cache_dtype_of,
+    dtype_name,
     join_pair,
     kernel_array,
     map_slots,
@@ -21,12 +22,6 @@ from .stored_kv import (
     slice_slots,
     with_kernel_array,
 )
-
-# Tokens that a ring holds beyond its window: one call can append as many, and `truncate` go back by as many.
-RING_SLACK = 512
-_RING_MULTIPLE = 64  # a ring's slots are a multiple of it, so that blocks of keys stay aligned
-_MULTIPLE = 8  # of slots, as the bulk copies of Hopper's kernels need it; else they would pad in every step
-_TPU_MULTIPLE = 128  # of slots side by side: what one copy of TPU kernels takes, of rows and of rings
 
 
 class Block(NamedTuple):
@@ -40,8 +35,10 @@ class Block(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Contiguous(ShortRepr):
-    """Position p is in slot p. S is the capacity rounded up by `num_slots`; further slots stay empty."""
+class Contiguous(LayerCache):
+    """Position p is in slot p. S is the capacity rounded up; further slots stay empty. Values may have
+    another width than keys.
+    """
 
     # Keys and values [B, K, S, H]; or k has both, and v is None (see stored_kv.py).
     k: Stored
@@ -58,9 +55,20 @@ class Contiguous(ShortRepr):
         return self.k.shape[2]
 
     @property
-    def most_at_once(self) -> int:
-        """The most tokens that one call may append to a row."""
-        return self.capacity
+    def dtype_name(self) -> str:
+        """Of keys and values, as `init_cache` takes it."""
+        return dtype_name(self.k)
+
+    @property
+    def value_width(self) -> int:
+        """The width of values; the keys have `k.shape[3]`."""
+        return (self.k if self.v is None else self.v).shape[3]
+
+    @property
+    def fits(self) -> tuple[int, ...]:
+        """Key heads and their width; the width of values if that is another."""
+        _, heads, _, width = self.k.shape
+        return (heads, width) if self.value_width == width else (heads, width, self.value_width)
 
     def append(self, k_BTKH, v_BTKH, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
         """Writes the first num_tokens_B[b] of T keys and values from position start_B[b] on; drops those
@@ -82,7 +90,7 @@ class Contiguous(ShortRepr):
 
     def _scatter(self, old_BKSH, row, slot, new_KH):
         """Writes vectors [..., K, H] to these rows and slots, both [...]; none to a slot past the end."""
-        if not isinstance(self.k, SideBySideKV):
+        if self.v is not None:
             return old_BKSH.at[row, :, slot].set(new_KH, mode="drop")
         # All heads of a slot at once make XLA keep them together on TPUs: it would copy the cache into that
         # layout before a loop, and back after it.
@@ -113,8 +121,15 @@ class Contiguous(ShortRepr):
         return Block(k, v, position_BS, valid_BS)
 
     def kernel_arrays(self) -> tuple[Any, Any]:
-        """Keys and values as kernels read them; None for each in GEAR's format."""
-        return kernel_array(self.k), kernel_array(self.v)
+        """Keys and values as kernels read them; None for each where no kernel does."""
+        return (None, None) if self.kernel_obstacle else (kernel_array(self.k), kernel_array(self.v))
+
+    @property
+    def kernel_obstacle(self) -> str | None:
+        """Why no kernel reads them."""
+        if self.value_width != self.k.shape[3]:
+            return f"values of another width than keys ({self.value_width} and {self.k.shape[3]})"
+        return cache_dtype_of(self.dtype_name).kernel_obstacle
 
     def with_kernel_arrays(self, k: Any, v: Any) -> Self:
         """This layer with other arrays in place of those of `kernel_arrays`."""
@@ -140,17 +155,6 @@ class Contiguous(ShortRepr):
         low = 0 if self.window is None else jnp.maximum(jnp.min(start_B) - self.window + 1, 0) // width
         return low, high
 
-    def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """bool [B]: whether rows truncated to length_B still have all keys that the next tokens see.
-
-        reached_B: the longest that each row has been.
-        """
-        return True
-
-    def reorder(self, index_B: jax.Array) -> Self:
-        """Row b of the result is row index_B[b]."""
-        return jax.tree.map(lambda leaf: leaf[index_B], self)
-
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
         """`reorder` where row b differs from row index_B[b] only at positions first … first + count - 1."""
 
@@ -174,64 +178,11 @@ class Contiguous(ShortRepr):
         def pad(x: Any) -> Any:
             return np.pad(x, [(0, 0), (0, 0), (0, self.slots - x.shape[2]), (0, 0)])
 
-        k, v = jax.tree.map(jnp.asarray, [map_slots(pad, x) for x in join_pair(k, v, self.k)])
+        k, v = jax.tree.map(jnp.asarray, [map_slots(pad, x) for x in join_pair(k, v, (self.k, self.v))])
         return dataclasses.replace(self, k=k, v=v)
 
     def _map(self, function: Any) -> Self:
         return dataclasses.replace(self, k=map_slots(function, self.k), v=map_slots(function, self.v))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class Ring(Contiguous):
-    """Position p is in slot p % S: a new token overwrites one that no later query can see."""
-
-    @property
-    def most_at_once(self) -> int:
-        """More tokens would overwrite keys that the first of them sees."""
-        window: Any = self.window  # every ring has one
-        return self.slots - window + 1
-
-    def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
-        t_T = jnp.arange(new_BKTH.shape[2])
-        position_BT = start_B[:, None] + t_T
-        kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < self.capacity)
-        slot_BT = jnp.where(kept_BT, position_BT % self.slots, self.slots)
-        row_B1 = jnp.arange(len(old_BKSH))[:, None]
-        return self._scatter(old_BKSH, row_B1, slot_BT, jnp.swapaxes(new_BKTH, 1, 2))
-
-    def kernel_options(self) -> dict[str, Any]:
-        return {"ring": True}
-
-    def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
-        # The latest position in the slot: at most S - 1 before the last one.
-        return last_B1 - (last_B1 - slot_S) % self.slots
-
-    def visible_blocks(
-        self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
-    ) -> tuple[Any, Any]:
-        """As in a contiguous cache; all blocks once the ring is full."""
-        high = super().visible_blocks(width, start_B, count, length_B)[1]
-        return 0, jnp.minimum(high, self.block_layout(width)[1])
-
-    def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """True unless later writes have overwritten keys within the window."""
-        return jnp.maximum(length_B + self.most_at_once, self.slots) >= reached_B
-
-    def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """Reorders all slots: a ring is short, and those positions may wrap around its end."""
-        return self._map(lambda x: x[index_B])
-
-
-def num_slots(window: int | None, capacity: int, side_by_side: bool = False) -> int:
-    """S of a layer with that sliding window; fewer than the capacity means a ring. side_by_side: keys and
-    values are, as in `SideBySideKV`.
-    """
-    (multiple, of_ring) = (_TPU_MULTIPLE, _TPU_MULTIPLE) if side_by_side else (_MULTIPLE, _RING_MULTIPLE)
-    all_slots = -(-capacity // multiple) * multiple
-    if window is None:
-        return all_slots
-    return min(all_slots, -(-(window + RING_SLACK - 1) // of_ring) * of_ring)
 
 
 def uncached_kv(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Contiguous:

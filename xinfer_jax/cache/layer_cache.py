@@ -1,0 +1,88 @@
+"""The protocol of a layer cache, and how its arrays are sharded."""
+
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..formatting import ShortRepr
+from ..sharding import REPLICATED, partition_spec
+
+
+class LayerCache(ShortRepr):
+    """What every layer cache can do. A kind is a pytree, a frozen dataclass whose arrays begin with the rows,
+    or with pages.
+
+    Caches with keys and values are `Contiguous` (`append`, `get_block`) or a subclass. Another kind has a
+    line in `plugins.TABLE`, and for a config `empty`, `row_bytes` and `expected_fits`.
+    """
+
+    has_keys: ClassVar[bool] = True  # keys and values of each token; False: a state of fixed size
+    capacity: Any  # int: tokens that a row can hold
+
+    @property
+    def fits(self) -> tuple:
+        """Shapes by which a cache of another model is detected."""
+        raise NotImplementedError
+
+    @property
+    def most_at_once(self) -> int:
+        """The most tokens that one call may append to a row."""
+        return self.capacity
+
+    @property
+    def limits(self) -> tuple:
+        """What decides on `can_truncate`, beside the lengths; (): rows can have any shorter length."""
+        return ()
+
+    def describe_limits(self) -> str:
+        """Why a row cannot go back to a length, for errors."""
+        raise NotImplementedError
+
+    def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
+        """bool [B]: whether rows truncated to length_B still have all that their next tokens need.
+
+        reached_B: the longest that each row has been.
+        """
+        return True
+
+    def with_draft_slots(self, count: int, length_B: jax.Array) -> Self:
+        """A layer whose rows of these lengths can go back by the tokens of one call of at most `count`."""
+        return self
+
+    def reorder(self, index_B: jax.Array) -> Self:
+        """Row b of the result is row index_B[b]."""
+        return jax.tree.map(lambda leaf: leaf[index_B], self)
+
+    def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
+        """`reorder` where row b differs from row index_B[b] only at positions first … first + count - 1."""
+        return self.reorder(index_B)
+
+    def used_arrays(self, tokens: int) -> tuple[Any, Any]:
+        """Two trees of arrays for a file, in one form on every device: what rows of at most `tokens` tokens
+        have used.
+        """
+        raise NotImplementedError
+
+    def fill(self, first: Any, second: Any) -> Self:
+        """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
+        raise NotImplementedError
+
+
+def cache_specs(tree: Any, mesh: Any) -> Any:
+    """The PartitionSpecs of a cache or of parts of it: all are sharded by heads, on axis 1."""
+
+    def of(x: Any) -> PartitionSpec:
+        return partition_spec(("rows", "kv_heads", None, None), x.shape, mesh) if x.ndim == 4 else REPLICATED
+
+    return jax.tree.map(of, tree)
+
+
+def shard_heads(tree: Any, mesh: Mesh | None) -> Any:
+    """The arrays with the sharding of `cache_specs`, in a traced function."""
+    if mesh is None:
+        return tree
+    shardings = jax.tree.map(partial(NamedSharding, mesh), cache_specs(tree, mesh))
+    return lax.with_sharding_constraint(tree, shardings)
