@@ -397,7 +397,7 @@ def run(device, steps, names=("",)):
         elif name == "read" and device.reads:
             device.end_read(*values)
         elif name == "late" and device.reads:
-            device.scheduler.stop_reading(device.reads[values[0] % len(device.reads)].row)
+            device.scheduler.stop_waiting_for_files(device.reads[values[0] % len(device.reads)].row)
     device.finish()
 
 

@@ -87,9 +87,9 @@ class DisaggregatedEngine(WaitsOnCondition, EngineGroup):
             engine.on_failure = partial(self._cancel_failed, engine)
         for engine in self.prefill_engines:
             engine._core.on_prefilled = partial(self._move, engine)
-        self.room = engine.room
+        self.usable_capacity = engine.usable_capacity
         self.impl = engine.impl
-        self.guesses = engine.guesses
+        self.num_draft_tokens = engine.num_draft_tokens
         self.rows = sum(engine.rows for engine in self.decode_engines)
         self.weight_bytes = engine.weight_bytes
         self.cache_bytes = engine.cache_bytes

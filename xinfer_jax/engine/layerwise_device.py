@@ -119,7 +119,9 @@ class LayerwiseDevice(Device):
                 self._decode_step(self._decode_cache({}), none_B, greedy, True)
 
     def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
-        return dataclasses.replace(super()._new_row(call, key_1, limit, dfa), alternatives=None, noted_B=None)
+        return dataclasses.replace(
+            super()._new_row(call, key_1, limit, dfa), alternatives=None, output_start_B=None
+        )
 
     def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
         """The cache of all rows, committed as after a step; `running_token` sets their lengths."""

@@ -60,7 +60,7 @@ class PageTiers:
         now = time.monotonic()
         for row in [row for row, end in self._give_up.items() if now > end]:
             del self._give_up[row]
-            self._scheduler.stop_reading(row)
+            self._scheduler.stop_waiting_for_files(row)
         if self._unwritten and self._files.can_write:
             self._device.host.finish()
             while self._unwritten and self._files.can_write:

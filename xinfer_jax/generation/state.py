@@ -32,7 +32,7 @@ class DecodeState(ShortRepr):
     tokens_BT: jax.Array  # int32: tokens sampled, EOS included; 0 after the end of a row
     logprobs_BT: jax.Array  # float32: their log-probabilities before any logits processor
     alternatives: Alternatives | None = None  # where requested
-    noted_B: Any = None  # int32: tokens sampled before the first column of these arrays; None: 0
+    output_start_B: Any = None  # int32: tokens sampled before the first column of these arrays; None: 0
 
     @property
     def length_B(self) -> jax.Array:
@@ -166,4 +166,4 @@ def _column(state: DecodeState, among_B: Any) -> jax.Array:
 
 def next_column(state: DecodeState) -> jax.Array:
     """int32 [B]: the column of each row's next token."""
-    return state.length_B if state.noted_B is None else state.length_B - state.noted_B
+    return state.length_B if state.output_start_B is None else state.length_B - state.output_start_B

@@ -75,12 +75,15 @@ class PeerEngines(PeerDispatch, WaitsOnCondition, EngineBase):
             return sum(len(request.answers) for request in self._unfinished)
 
     @property
-    def room(self) -> int:
+    def usable_capacity(self) -> int:
         """Tokens of a prompt and its answer together that every process can hold."""
-        return min((peer.about["room"] for peer in list(self.peers)), default=self._about["room"])
+        return min(
+            (peer.about["usable_capacity"] for peer in list(self.peers)),
+            default=self._about["usable_capacity"],
+        )
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("guesses", "weight_bytes", "cache_bytes"):
+        if name not in ("num_draft_tokens", "weight_bytes", "cache_bytes"):
             raise AttributeError(name)
         return self._about[name]
 
