@@ -133,7 +133,7 @@ class Tokenizer:
         return self._decode(ids, skip_special_tokens)
 
     def decode_marked(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """As `decode`, with the characters of `tool_calls/harmony.py` for Harmony's control tokens."""
+        """The text of ids, with the characters of `tool_calls/harmony.py` for Harmony's control tokens."""
         pieces = []
         start = 0
         for at, token in enumerate(ids):

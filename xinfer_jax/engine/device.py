@@ -283,7 +283,7 @@ class Device:
 
     @property
     def _all_pages(self) -> list[int]:
-        """As many pages as a full row has: page 0, which no row uses."""
+        """Page 0, which no row uses, as often as a full row has pages."""
         return [0] * num_pages_for(self._shape.capacity)
 
     @property

@@ -3,6 +3,8 @@ of rows and pages.
 
 Rows between two calls are a `DecodeState` without output: `tokens_BT` and the like have no columns. A program
 that samples adds empty columns, and returns them apart from the rows.
+
+A row's bits do not depend on the number of decode steps in a call: its whole state is kept between two calls.
 """
 
 import dataclasses

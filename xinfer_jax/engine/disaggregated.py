@@ -3,6 +3,11 @@ Zhong et al., OSDI 2024; vLLM: disaggregated prefilling).
 
 submit ─► the engine that has a prompt prefilled first ─ first token ─► the decoding engine with most free
 pages ─ gives the row a slot, and pulls its pages ─► the prefilling engine frees them
+
+A prompt's pages are not moved while its later chunks are computed: on the decoding side they would hold pages
+that no row uses yet, and the copy is short beside the prefill. Calls from one engine to another run on the
+other's thread between two of its steps, so only one thread calls a device. Each of several answers moves its
+own copy of the pages.
 """
 
 import dataclasses

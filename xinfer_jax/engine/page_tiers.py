@@ -1,4 +1,7 @@
-"""`PageTiers`: moves pages between the device, host memory and files, as the scheduler decides."""
+"""`PageTiers`: moves pages between the device, host memory and files, as the scheduler decides.
+
+Several engines share files, but not host memory: that would need locks in every step.
+"""
 
 import time
 from collections import OrderedDict

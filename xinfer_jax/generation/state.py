@@ -114,8 +114,8 @@ def sample_and_append(
 
 
 def after_recording(token: jax.Array, state: DecodeState) -> tuple[jax.Array, DecodeState]:
-    """The same tokens and state. A GPU records the alternatives before it appends the tokens: recording reads
-    the context as it was, and appending changes it in place.
+    """Returns tokens and state unchanged. A GPU records the alternatives before it appends the tokens:
+    recording reads the context as it was, and appending changes it in place.
     """
     recorded = token, state.alternatives
     token, alternatives = run("after_recording", lambda *recorded: recorded, *recorded)

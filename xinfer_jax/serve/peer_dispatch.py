@@ -57,7 +57,7 @@ class Peer:
         return time.monotonic()
 
     def counts(self) -> dict[str, int]:
-        """As it reported last."""
+        """The counters that it reported last."""
         return self.reported
 
     def send(self, name: str, *args: Any) -> None:

@@ -1,5 +1,10 @@
 """`PeerEngines`: the engines of other processes behind one queue, in a process without a model. It holds the
 requests; processes that prefill or decode register with it, and may come and go.
+
+They are jax processes of their own, because the members of one `jax.distributed` run end together. All
+messages go through this process, only pages go from one to another; pages that decoding wrote do not go back.
+A row at a process has a ticket, a number that is used once: a late message about a row that is elsewhere by
+now is ignored.
 """
 
 import socket
