@@ -50,7 +50,7 @@ PACKAGES = {
         "random_keys", "sampler", "logprobs",
     ),
     "tool_calls": (
-        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "gemma_call",
+        "call_parser", "reasoning", "json_scanner", "json_call", "xml_call", "gemma_call",
         "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
@@ -59,7 +59,7 @@ PACKAGES = {
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
-        "executor", "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional",
+        "executor", "state", "strategies", "loop", "speculation", "beam_steps", "functional",
         "runners", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),

@@ -12,8 +12,8 @@ import tokenizers
 
 from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
+from ..tool_calls.call_parser import GEMMA_TOKENS
 from ..tool_calls.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
-from ..tool_calls.marks import GEMMA_TOKENS
 from .chat_template import render
 from .files import file_exists, read_json
 from .response_template import ResponseTemplate, parse_response_template

@@ -3,13 +3,13 @@ tokens. A call goes from `generate` to `BatchGenerator`, a runner, and programs 
 
 In the order to read: `entrypoints` has `generate` and `stream`, `options` their options and output,
 `validation` the checks of their arguments. `batch_generator` has the rows of one call, `batch_arrays` the
-arrays that it makes of lists (in sizes of `buckets`), `batch_matchers` the rows' grammars; `state` is
-`DecodeState`, all that belongs to a row but its keys and values; `output_checks` finds errors that are known
-only after sampling. `strategies` says what a decoding strategy is, and has the plain one; `speculation` (with
-`drafting`) and `beam_steps` are the others. `runners` runs any strategy as one program of the whole model,
-whose traced functions are in `loop`; `executor` runs programs or compiles them ahead. `functional` has
-`prefill`, `decode_step` and `decode_loop`, `beams` `beam_search`, `scoring` `score`, `kernels`
-`kernels_used`.
+arrays that it makes of lists , `batch_matchers` the rows' grammars; `state` is `DecodeState`, all that
+belongs to a row but its keys and values; `output_checks` finds errors that are known only after sampling.
+`strategies` says what a decoding strategy is, and has the plain one; `speculation` (with `drafting`) and
+`beam_steps` are the others. `runners` runs any strategy as one program of the whole model, whose traced
+functions are in `loop`; `executor` runs programs or compiles them ahead, for sizes that it rounds up.
+`functional` has `prefill`, `decode_step` and `decode_loop`, `beams` `beam_search`, `scoring` `score`,
+`kernels` `kernels_used`.
 
 - All that differs between rows (settings, keys, limits, EOS ids) is an array of the state. So a row that
   joins or ends changes no program. Rows and lengths are rounded up to powers of two; padding rows have ended.
