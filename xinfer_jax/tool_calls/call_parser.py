@@ -1,4 +1,4 @@
-"""`CallParser`: what the parsers of one call have in common; marks, of which a text may have a part so far."""
+"""`CallParser`: what the parsers of one call have in common; marks, of which a text may have a part."""
 
 import abc
 from collections.abc import Iterable
