@@ -124,6 +124,10 @@ REJECTED = [
         "uniqueItems True is not enforced: leave it out, or give strict false",
     ),
     (dict(anyOf=[dict(type="string", format="password")]), "format 'password' is not enforced"),
+    (
+        json.dumps(json.dumps({"type": "object", "x-guidance": dict(lenient=True)})),
+        "a JSON schema must be an object",
+    ),
 ]
 
 
