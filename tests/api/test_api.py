@@ -128,6 +128,14 @@ def test_fields_that_constrain_the_answer(model, fields, source):
         assert grammar.source == (xj.json_schema(source).source if isinstance(source, dict) else source)
 
 
+def test_a_grammar_begins_after_reasoning_that_is_continued(model):
+    """Else the answer to the grammar would be reasoning, and the content null."""
+    for text, end in (("<think>a", "</think>"), ("<think>a</think>", "auto"), ("a", "auto")):
+        talk = [*TALK[:1], dict(role="assistant", content=text)]
+        parsed = parse(model, "chat", messages=talk, continue_final_message=True, guided_regex="b")
+        assert parsed.options.grammar.reasoning_end == end
+
+
 def test_the_default_grammar_of_a_file(model):
     """A line may ask for another, or for plain text."""
     defaults = xj.GenerateOptions(20, grammar=xj.choice(["a"]))

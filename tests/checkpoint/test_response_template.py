@@ -194,6 +194,15 @@ def test_other_templates_are_rejected(change, said):
         parse_response_template(BRACKETS | change)
 
 
+def test_a_parser_of_another_form_leaves_content():
+    """What the checks of a template do not know is found with a call, which is text then."""
+    field = XML["fields"]["tool_calls"]
+    wrong = field | dict(content_args=field["content_args"] | dict(value_parser="json"))
+    template = parse_response_template(XML | dict(fields=XML["fields"] | dict(tool_calls=wrong)))
+    splitter = TemplateSplitter(template, "", None, None, str)
+    assert splitter.push("<f=a><p=b>1</p></f>", True)[1] == "<f=a><p=b>1</p></f>"
+
+
 def test_a_checkpoint_declares_it(good, tmp_path):
     """It holds where the chat template writes calls in no known form; one that is not served is left out."""
     config = json.loads((good / "tokenizer_config.json").read_text())

@@ -16,7 +16,7 @@ from soak import hostile_grammars
 import xinfer_jax as xj
 from xinfer_jax.api.fields import Fields
 from xinfer_jax.api.grammar_fields import parse_grammar
-from xinfer_jax.errors import NoTokenLeftError
+from xinfer_jax.errors import GrammarError, NoTokenLeftError
 from xinfer_jax.grammar import pool as pool_module
 from xinfer_jax.grammar.grammars import Grammar
 from xinfer_jax.grammar.matcher import CompiledGrammar, LocalMasks
@@ -87,6 +87,17 @@ def test_masks_are_those_of_this_process(model, pool):
     forbidden = np.flatnonzero(~np.unpackbits(mask[0].view(np.uint8), bitorder="little") & 1)
     with pytest.raises(NoTokenLeftError, match="leave no token"):
         pooled.append([int(forbidden[0])])
+
+
+def test_a_grammar_that_is_known_to_fail_has_an_error_of_its_own(pool, monkeypatch):
+    """One that is raised again would keep the frames of all requests that asked for it."""
+    monkeypatch.setattr(pool_module, "_CHECK_SECONDS", 0.3)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(GrammarError, match="takes more than") as found:
+            compile_in(pool, xj.json_schema({"type": "integer", "multipleOf": 9699694}))
+        errors.append(found.value)
+    assert len({*map(id, errors)}) == 3
 
 
 def test_a_cancelled_job_ends_and_a_slot_is_the_clients_own(pool):

@@ -95,6 +95,7 @@ WRITTEN = [
     ),
     # Gemma 4
     (gemma(GEMMA), None, [OSLO]),
+    (gemma(f"{GEMMA}}}") + " So.", "So.", [OSLO]),
     (f"So. {gemma(GEMMA)}{gemma('call:now{}')}", "So.", [OSLO, NOW]),
     (f"<|tool_call>{GEMMA}", None, [OSLO]),
     (gemma('call:weather{"city": "Oslo", <|"|>days<|"|>: 3 }'), None, [OSLO]),

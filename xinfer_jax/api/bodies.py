@@ -11,10 +11,11 @@ from ..checkpoint.tokenizer import Tokenizer
 from ..engine.device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError, format_value
 from ..generation.options import GenerateOptions
+from ..grammar.compiler import AUTO
 from ..grammar.grammars import Grammar
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
-from ..tool_calls.reasoning import THINK_START
+from ..tool_calls.reasoning import THINK_END, THINK_START
 from .fields import BodyError, Fields, check_fields
 from .grammar_fields import grammar_field, parse_grammar
 from .prompts import EncodePrompt, PromptEncoder, continued_text
@@ -194,7 +195,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         n=n,
         best_of=fields.integer("best_of", n, 128) or (defaults.best_of if n == defaults.n else None),
         logprobs=0 if logprobs is None else max(1, logprobs),
-        grammar=_parse_grammar(fields, defaults.grammar, tools),
+        grammar=_parse_grammar(fields, defaults.grammar, tools, bool(in_reasoning)),
     )
     _check_min_tokens_field(model, options, "min_tokens" in given)
     include_stop = fields.boolean("include_stop_str_in_output")
@@ -270,9 +271,9 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
     return (top or 0) if wanted else None
 
 
-def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
+def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None, in_reasoning: bool) -> Any:
     """The grammar of the answer: of calls where they are required, else what other fields ask for, beside
-    which tools may be called.
+    which tools may be called. in_reasoning: the prompt ends there, and the grammar begins after it.
     """
     grammar = parse_grammar(fields, default if tools is None or tools.grammar is None else None)
     if tools is not None and tools.grammar is not None:
@@ -285,6 +286,8 @@ def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> 
     if grammar is not None and fields.boolean("ignore_eos"):
         field = "tool_choice" if tools is not None else grammar_field(fields.values)
         raise BodyError("ignore_eos", f"ignore_eos lets an answer go on where {field} ends it: leave one out")
+    if in_reasoning and isinstance(grammar, Grammar) and grammar.reasoning_end == AUTO:
+        return dataclasses.replace(grammar, reasoning_end=THINK_END)
     return grammar
 
 

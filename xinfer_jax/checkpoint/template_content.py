@@ -14,7 +14,9 @@ from ..tool_calls.xml_call import json_types, value_json
 _UNQUOTED_KEY = re.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
 _MANY_SPACES = re.compile(r"\s{200}")
 _PLACE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
-NO_VALUE = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
+NO_VALUE = (
+    ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError
+)  # fmt: skip
 _WORDS = {"true": True, "false": False, "null": None}
 
 

@@ -93,9 +93,10 @@ def json_schema(
         source = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"a JSON schema must be JSON, got {format_value(schema)}: {error}") from error
-    if not isinstance(value, Mapping | bool | str):
+    is_large = len(source) > MAX_CHARACTERS  # `Grammar` says so
+    if not (is_large or isinstance(value, Mapping | bool)):
         raise InputError(f"a JSON schema must be an object, true or false, got {format_value(schema)}")
-    if value and not isinstance(value, str) and len(source) <= MAX_CHARACTERS:
+    if value and not is_large:
         served = served_schema({} if value is True else json.loads(source), strict)
         options = ESCAPES | ({"whitespace_flexible": False} if compact else {})
         source = json.dumps(served | {"x-guidance": options}, ensure_ascii=False)

@@ -182,7 +182,7 @@ class GrammarPool:
         self._slots = [_Slot(i, threading.Condition(self._lock)) for i in range(_SLOTS)]
         self._threads: list[threading.Thread] = []
         self._slot_of: OrderedDict[str, tuple[_Slot, float]] = OrderedDict()  # and when it was served
-        self._failed: OrderedDict[str, InputError] = OrderedDict()
+        self._failed: OrderedDict[str, str] = OrderedDict()  # and why
         self._control: socket.socket | None = None
         self._control_lock = threading.Lock()
         self._closed = False
@@ -281,8 +281,8 @@ class GrammarPool:
     def _do(self, slot: _Slot, job: _Job) -> Any:
         if job.future.cancelled():
             return None
-        if job.key in self._failed and job.name == "check":
-            raise self._failed[job.key]
+        if job.name == "check" and (why := self._failed.get(job.key)):
+            raise GrammarError(why)  # a new one: an error keeps the frames of all that raised it
         job.end = time.monotonic() + _WALL_SECONDS
         while True:
             is_new = not slot.done
@@ -293,16 +293,16 @@ class GrammarPool:
                 if is_new or crash.number in (signal.SIGPROF, signal.SIGKILL):
                     error = job.failure(crash.number)
                     if crash.number != signal.SIGKILL:
-                        self._note_failed(job.key, error)
+                        self._note_failed(job.key, str(error))
                     raise error from None
                 # Else what it kept of other grammars may have been too much: once more, alone.
         if found[0] in _ERRORS:
             raise _ERRORS[found[0] if job.name == "check" else "NoTokenLeftError"](found[1])
         return seconds, found
 
-    def _note_failed(self, key: str, error: InputError) -> None:
+    def _note_failed(self, key: str, why: str) -> None:
         with self._lock:
-            self._failed[key] = error
+            self._failed[key] = why
             if len(self._failed) > _MOST_FAILED:
                 self._failed.popitem(last=False)
 

@@ -33,7 +33,7 @@ _DECIMALS = Context(prec=15, Emin=-1, rounding=ROUND_CEILING)
 _UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _HAS_UNWRITABLE = re.compile(f"[{_UNWRITABLE}]")
 _IS_CLASS = re.compile(r"\\[dDwWsSpP]")
-_PATTERN_PART = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xu]\{[^}]*\}|x..|u....|.)|.", re.DOTALL)
+_PATTERN_PART = re.compile(r"\\(?:[pP](?:\{[^}]{0,64}\}|.)|[xu]\{[^}]{0,64}\}|x..|u....|.)|.", re.DOTALL)
 
 
 def served_schema(schema: Any, strict: bool) -> Any:

@@ -25,6 +25,9 @@ _NOT_ALLOWED = (
     " bad words, min_new_tokens, or the grammar"
 )
 
+# Without a closing quote it matches too, and so takes each character once.
+_LARK_TEXT = re.compile(r'"(?:\\.?+|[^"\\])*+("?+)', re.DOTALL)
+
 
 class TokenMasks:
     """The masks of one answer.
@@ -188,7 +191,7 @@ def _wrap(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
 def lark_text(kind: str, source: str) -> str:
     """A grammar in llguidance's Lark syntax, whatever its kind."""
     if kind == "lark":
-        operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", source))
+        operators = re.findall("[&~]", _LARK_TEXT.sub(lambda found: "" if found[1] else found[0], source))
         if len(operators) > _MOST_INTERSECTIONS:
             raise GrammarError(
                 f"the lark grammar has {len(operators)} of & and ~: at most {_MOST_INTERSECTIONS} are served"

@@ -150,7 +150,7 @@ def main(descriptor: int) -> None:
             break
         pid = pids.pop(command[1], 0)
         number = 0
-        if command[:1] == b"W":
+        if command[:1] == b"W" and pid:  # another first process may have forked it
             number = max(0, -os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         elif pid:
             number = signal.SIGKILL

@@ -212,7 +212,7 @@ class ToolCallParser:
         assert self._call is not None
         mark = self._call.end_mark
         is_json = isinstance(self._call.parser, JSONCallParser)
-        body = text.lstrip(_FILLER) if is_json else text.lstrip()
+        body = text.lstrip() if isinstance(self._call.parser, XMLCallParser) else text.lstrip(_FILLER)
         if not ended and len(body) < len(mark) and mark.startswith(body):
             self._pending = text
             return ""
@@ -225,7 +225,7 @@ class ToolCallParser:
         self._state = self._push_after_call
         if mark and body.startswith(mark):
             return body.removeprefix(mark)
-        return "" if is_json and not body else text
+        return text if body or isinstance(self._call.parser, XMLCallParser) else ""
 
     def _push_after_call(self, text: str, ended: bool) -> str:
         """Drops whitespace unless it stands between two texts."""
