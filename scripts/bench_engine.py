@@ -183,7 +183,7 @@ def static_batches(model: xj.Model, requests: list[Request]) -> tuple[float, lis
 def throughput(model: xj.Model, engine: xj.Engine) -> dict:
     """Medians of the seconds and of their ratio within a round; means of the counts."""
     static_batches(model, draw(model, 3))  # compiles
-    counts = "hits", "preemptions", "read_tokens", "chosen_tokens"
+    counts = "hits", "preemptions", "prefill_tokens", "generated_tokens"
     rounds = []
     same = 0
     before = engine.stats

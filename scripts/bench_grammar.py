@@ -86,7 +86,7 @@ def compare(seconds_per_token, grammar: xj.Grammar) -> dict:
 
 
 def options(grammar: xj.Grammar | None, new_tokens: int | None = None) -> xj.GenerateOptions:
-    """As many tokens with a grammar as without: it does not end before, nor does anything end the others."""
+    """Options of equally many tokens, with a grammar or without: nothing ends an answer before."""
     new_tokens = new_tokens or NEW.value
     return xj.GenerateOptions(new_tokens, eos_token_ids=None if grammar else (), grammar=grammar)
 

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
             resident.append(_resident())
             print(json.dumps(dict(requests=engine.stats.requests, resident_mib=resident[-1])), flush=True)
         engine.generate([[1]], xj.GenerateOptions(1))
-        while engine.stats.running + engine.stats.reading + engine.stats.waiting:
+        while engine.stats.running + engine.stats.prefilling + engine.stats.waiting:
             time.sleep(0.1)
         stats = engine.stats
     lost = engine.pages - 1 - stats.pages_free - stats.pages_cached

@@ -222,7 +222,7 @@ def check_engine(params: Any, config: Any, prompts: list) -> str:
         engine.update(model.params)
         alone.append(engine.submit(prompt, options).result())
     requests = [engine.submit(prompt, options) for prompt in prompts[:2]]
-    while engine.stats.running + engine.stats.reading < 2:
+    while engine.stats.running + engine.stats.prefilling < 2:
         engine._core._pacing.record_decode(1.0, 1)  # of a decode step, so an engine step has one
         engine.step()
     requests.append(engine.submit(prompts[2], options, priority=20))  # preempts another

@@ -13,8 +13,7 @@ from .checkpoint.loading import Model
 from .checks import check_token_ids, is_sequence
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
-from .generation.buckets import bucket, next_power_of_two
-from .generation.executor import IMMEDIATE
+from .generation.executor import IMMEDIATE, bucket, next_power_of_two
 from .generation.loop import last_hidden
 from .generation.runners import runner_class
 from .generation.validation import non_finite_reason

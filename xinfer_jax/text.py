@@ -191,7 +191,7 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def prepare(self) -> Precompiler:
-        """As `Stream.prepare`."""
+        """Begins to compile the programs of the answer, in threads (`Stream.prepare`)."""
         return self._tokens.prepare()
 
     def stop(self) -> None:

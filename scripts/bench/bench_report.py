@@ -13,7 +13,7 @@ import numpy as np
 
 import xinfer_jax as xj
 from bench.machine_limits import bytes_per_pass, decode_work, spread
-from xinfer_jax.generation.buckets import bucket
+from xinfer_jax.generation.executor import bucket
 from xinfer_jax.weights.params import Params, cache_dtype
 
 _STRIDE = 16  # tokens over which a point of the cost curve averages

@@ -192,7 +192,7 @@ class SimulatedEngine:
 
 
 class SimulatedPrefill(SimulatedEngine):
-    """As `PrefillCore`: a row keeps its slot and pages until it has arrived at an engine that decodes it.
+    """`PrefillCore`, simulated: a row keeps slot and pages until it has arrived at an engine that decodes it.
 
     Attributes:
         on_prefilled: is called with each row after its first token, unless that was the last one.
@@ -229,7 +229,7 @@ class SimulatedPrefill(SimulatedEngine):
 
 
 class SimulatedDecode(SimulatedEngine):
-    """As `DecodeCore`: rows come prefilled, and are pulled once they have a slot and pages here.
+    """A simulated `DecodeCore`: rows come prefilled, and are pulled once they have a slot and pages here.
 
     Attributes:
         link_free: when the last row that was pulled will have arrived: a link moves one row at a time.

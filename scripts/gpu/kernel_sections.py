@@ -146,7 +146,7 @@ def ours(kernel: str, impl: str, *args: jax.Array, tiny: bool, **tiles: int) -> 
 
 
 def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
-    """The same by XLA, as the library computes it without kernels."""
+    """The product by XLA, as the library computes it without kernels."""
     if kernel == "argmax":
         return partial(jnp.argmax, axis=-1), args
     if kernel == "lm_head_argmax":
@@ -323,7 +323,7 @@ def lm_head_case(draws: np.random.Generator, B: int, D: int, V: int, nans: int) 
 
 
 def head_at_shape(seed: int, B: int, D: int, V: int) -> tuple[tuple, dict]:
-    """As `lm_head_case`, drawn on the device: on the host that takes longer than the check."""
+    """The operands of `lm_head_case`, drawn on the device: on the host that takes longer than the check."""
     x_BD, weight_VD = (
         jax.random.randint(jax.random.key(seed, impl="rbg"), shape, -1, 2).astype(jnp.float32)
         for shape in ((B, D), (V, D))

@@ -72,7 +72,7 @@ def _volume(box: Box) -> int:
 
 
 def _merged(boxes: set[Box]) -> set[Box]:
-    """The same elements in fewer boxes: those that differ along one axis only are united."""
+    """Boxes of these elements, fewer of them: those that differ along one axis only are united."""
     for axis in range(len(next(iter(boxes), ()))):
         groups: dict[Any, list[tuple[int, int]]] = defaultdict(list)
         for box in boxes:

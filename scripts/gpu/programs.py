@@ -177,8 +177,8 @@ def _after_first_token(state: DecodeState) -> DecodeState:
     position_B: Any = np.asarray(context.position_B) + 1
     ones_B: Any = np.ones_like(position_B)
     context = dataclasses.replace(context, position_B=position_B, num_generated_B=ones_B)
-    noted_B = None if state.noted_B is None else ones_B
-    return dataclasses.replace(state, context=context, noted_B=noted_B)
+    output_start_B = None if state.output_start_B is None else ones_B
+    return dataclasses.replace(state, context=context, output_start_B=output_start_B)
 
 
 # --- depth --------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def check(
         requests=len(requests), differ=differ, differ_from_generate=others, seconds=round(seconds, 1),
         preemptions=stats.preemptions, hits=stats.hits,
         host_hits=stats.host_hits, file_hits=stats.file_hits,
-        prefill_tokens=stats.read_tokens, generated_tokens=stats.chosen_tokens,
+        prefill_tokens=stats.prefill_tokens, generated_tokens=stats.generated_tokens,
         pages_left=[stats.pages_used, stats.pages_cached, stats.pages_free], engine=single.about,
     )  # fmt: skip
 

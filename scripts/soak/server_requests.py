@@ -161,7 +161,7 @@ def wait_idle(service: Service, seconds: float) -> bool:
     while time.monotonic() < end:
         stats = service.engine.stats if service.engine else None
         if stats and not (
-            stats.running + stats.reading + stats.waiting + stats.pages_used + service.in_flight.total()
+            stats.running + stats.prefilling + stats.waiting + stats.pages_used + service.in_flight.total()
         ):
             return True
         time.sleep(0.02)

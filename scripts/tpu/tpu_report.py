@@ -151,7 +151,7 @@ def report(
 
 
 class _Jobs(NamedTuple):
-    """The same job twice."""
+    """Two equal jobs."""
 
     whole: ProgramJob  # parameters are sharded over the mesh
     of_device: ProgramJob  # the sizes of one device

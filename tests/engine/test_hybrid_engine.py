@@ -48,7 +48,7 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
     for running in (1, 2):  # the row that is preempted prefills, or decodes
         engine.update(model.params)
         requests = [engine.submit(prompt, OPTIONS) for prompt in prompts[:2]]
-        while engine.stats.running < running or engine.stats.running + engine.stats.reading < 2:
+        while engine.stats.running < running or engine.stats.running + engine.stats.prefilling < 2:
             engine._core._pacing.step_seconds = 1.0  # so that a step decodes one token
             engine.step()
         requests += [engine.submit(prompts[2], OPTIONS, priority=20)]  # preempts another

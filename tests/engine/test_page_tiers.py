@@ -111,7 +111,7 @@ def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, ca
     with xj.Engine(model, **shape) as again:
         assert ask(again, prompts) == expected
     stats = again.stats
-    assert stats.file_hits == stats.hits == 6 * 384 and stats.read_tokens == 6 * 16
+    assert stats.file_hits == stats.hits == 6 * 384 and stats.prefill_tokens == 6 * 16
 
     core = xj.Engine(model, **shape)._core
     assert not unknown_pages(core, prompts[0])

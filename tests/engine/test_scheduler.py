@@ -266,7 +266,7 @@ class FakeDevice:
         assert pool.ref_counts == [used.count(page) for page in range(pool.size)]
         assert sorted([0, *pool.free, *pool.cached, *set(used)]) == [*range(pool.size)]
         assert counts["pages_used"] + counts["pages_cached"] + counts["pages_free"] == pool.size - 1
-        assert counts["running"] + counts["reading"] + counts["waiting"] == len(self.rows)
+        assert counts["running"] + counts["prefilling"] + counts["waiting"] == len(self.rows)
         page_of_hash = {one: page for page, hashes in pool.hashes_of_page.items() for one in hashes}
         assert page_of_hash == pool.page_of_hash
         assert pool.hashes_of_page.keys() <= {*pool.cached, *used}
@@ -397,7 +397,7 @@ def run(device, steps, names=("",)):
         elif name == "read" and device.reads:
             device.end_read(*values)
         elif name == "late" and device.reads:
-            device.scheduler.stop_reading(device.reads[values[0] % len(device.reads)].row)
+            device.scheduler.stop_waiting_for_files(device.reads[values[0] % len(device.reads)].row)
     device.finish()
 
 

@@ -55,7 +55,7 @@ def rows_before(settings: list, logprobs: bool, wanted: bool, V: int = V):
         context = dataclasses.replace(context, count_BV=rng.randint(0, 2, (B, V)).astype(np.int32))
     limit = np.where(np.arange(B) == 3, NOTED + 2, 20).astype(np.int32)
     state = new_state(jax.random.split(jax.random.key(5), B), sampling, limit, context, SIZE)
-    state = dataclasses.replace(state, finished_B=np.arange(B) == 2, noted_B=context.num_generated_B)
+    state = dataclasses.replace(state, finished_B=np.arange(B) == 2, output_start_B=context.num_generated_B)
     if logprobs:
         recorded = empty_alternatives(B, SIZE, 3, V, False)
         recorded = dataclasses.replace(recorded, wanted_B=(np.arange(B) % 2 == 1) & wanted)

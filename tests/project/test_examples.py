@@ -32,7 +32,7 @@ def call_functions(out):
     assert out == ("capital({'country': 'Spain'}) = \"Madrid\"\npopulation({'city': 'Madrid'}) = 3300000\n")
 
 
-def guess_ahead(out):
+def speculative_decoding(out):
     assert out.startswith("the same tokens: True\npasses: 31, and ")
     (passes,) = numbers(r"and (\d+) with", out)
     assert passes < 31
@@ -76,7 +76,7 @@ def stop_a_stream(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, guess_ahead, log_probabilities, many_draws, reinforce,
+        beams, best_of_n, call_functions, speculative_decoding, log_probabilities, many_draws, reinforce,
         reinforce_on_a_mesh, reuse_a_prefix, soft_prompt, stop_a_stream,
     )
 }  # fmt: skip

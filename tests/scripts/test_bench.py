@@ -177,8 +177,8 @@ def test_bench_engine_reports_throughput_load_and_one_row(directory):
     assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
     assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
     assert min(whole["hits"], load["hits"]) >= 128 and whole["preemptions"] == 0
-    assert whole["read_tokens"] + whole["hits"] == whole["prompt_tokens"]
-    assert 9 * 3 <= whole["new_tokens"] == whole["chosen_tokens"] <= 9 * 20
+    assert whole["prefill_tokens"] + whole["hits"] == whole["prompt_tokens"]
+    assert 9 * 3 <= whole["new_tokens"] == whole["generated_tokens"] <= 9 * 20
     for name in ("engine", "generate"):
         rate = whole["tokens_per_second" if name == "engine" else "generate_tokens_per_second"]
         assert rate * whole[f"{name}_seconds"] == pytest.approx(whole["new_tokens"])

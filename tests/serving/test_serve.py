@@ -503,7 +503,7 @@ def test_page_in_a_browser(server, tmp_path, monkeypatch):
 
 
 def test_a_prompt_of_the_whole_context_is_scored(server, model):
-    ids = [5 + i % 200 for i in range(server.engine.room)]
+    ids = [5 + i % 200 for i in range(server.engine.usable_capacity)]
     for engine_fields in ({}, dict(stream=True)):
         body = dict(prompt=ids, max_tokens=0, echo=True, logprobs=1, return_token_ids=True)
         if engine_fields:

@@ -124,7 +124,7 @@ from xinfer_jax.cli.process import run_interruptible
 from xinfer_jax.serve import command
 
 class Stuck:
-    error, name, last_turn, room, missing = None, "engine 0", 0.0, 1, ""
+    error, name, last_step_time, usable_capacity, missing = None, "engine 0", 0.0, 1, ""
     engines = ()
     def close(self):
         time.sleep(600)

@@ -223,7 +223,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
     assert run("two", 2, stop=stop, grace=0.0)["stopped"]
     monkeypatch.undo()
     report = run("two", 2)
-    assert 0 < report["finished_before"] < 120 and report["chosen_tokens"] > 0
+    assert 0 < report["finished_before"] < 120 and report["generated_tokens"] > 0
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     monkeypatch.setattr(xj.engine.layerwise_device.LayerwiseDevice, "decode", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # no line is answered by it
@@ -280,8 +280,8 @@ def test_a_server_over_two_engines(model):
         assert server.idle() and min(first.stats.requests, second.stats.requests) > 6
         text = server.call("GET", "/metrics")[1]
         whole = server.engine.stats
-        assert f'generation_tokens_total{{model_name="tiny"}} {float(whole.chosen_tokens)}' in text
-        assert whole.chosen_tokens == first.stats.chosen_tokens + second.stats.chosen_tokens
+        assert f'generation_tokens_total{{model_name="tiny"}} {float(whole.generated_tokens)}' in text
+        assert whole.generated_tokens == first.stats.generated_tokens + second.stats.generated_tokens
         assert server.call("GET", "/health")[0] == 200
         second._core.device.decode = lambda *_: 1 / 0
         for i in range(2):

@@ -5,9 +5,9 @@ batch.ledger brief cache.kinds cache.quantized checkpoint.spread checkpoint.temp
 cli.program cli.watch compress.rounding engine.lockstep generation.batches generation.doors
 generation.faults generation.programs generation.roads generation.streaming sampling.choice
 scripts.bench_beam_runners scripts.bench_engine_runners scripts.bench_peer_runners
-scripts.bench_start_runners scripts.cards scripts.check_gpu_child scripts.one_line scripts.plan_figures
-scripts.soak_serve_attackers scripts.soak_serve_sending serve.body_scan serve.offload serve.thoughts
-serve.under_way weights.processor
+scripts.bench_start_runners scripts.cards scripts.check_gpu_child scripts.guess_ahead scripts.one_line
+scripts.plan_figures scripts.soak_serve_attackers scripts.soak_serve_sending serve.body_scan serve.offload
+serve.thoughts serve.under_way weights.processor
 """.split()
 
 # Names of functions, classes, variables or attributes.
@@ -24,8 +24,8 @@ note_alternatives NOW Offload over_heads own_part pages_for part_of pass_over PA
 prompts_of_rows put_pages READ_AGAIN read_and_compile read_next read_ropes read_texts rehearsal rehearse
 remembered request_of requests_of Road _Road rounded_matrix rounded_params rounded_product rounding_once
 rows_of_tokens Said said_of sampling_of say_seldom seated secret_of _send_out shown_logprobs shown_scores
-slots_of split_thoughts stats_of stops_of take_pages take_row _take_turn takes_likeliest Texts THOUGHT
-Thoughts through_layer through_layers Ticket tile_by_tile to_check to_head tokens_of TokenTexts Told
+slots_of split_thoughts stats_of stop_reading stops_of take_pages take_row _take_turn takes_likeliest Texts
+THOUGHT Thoughts through_layer through_layers Ticket tile_by_tile to_check to_head tokens_of TokenTexts Told
 told_first turns_by_position turns_weights _undecoded under_way UnderWay undivided until_ended varying_as
 wakers what_fits what_takes_time Whole whole_form WholeResponse why_not_finite widened_product widens_int8
 with_heads_for zero_less_one

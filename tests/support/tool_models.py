@@ -8,7 +8,7 @@ import numpy as np
 import tiny
 import tokenizers
 
-from xinfer_jax.tool_calls.marks import GEMMA_TOKENS
+from xinfer_jax.tool_calls.call_parser import GEMMA_TOKENS
 
 _TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALL"

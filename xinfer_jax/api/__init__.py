@@ -10,18 +10,12 @@ sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `
   would change the answer is ignored. null counts as absent.
 - One field constrains an answer: `response_format`, `structured_outputs`, `guided_*`, or a `tool_choice` that
   requires calls. JSON is compact: vLLM's `disable_any_whitespace` is always on. `strict: false` constrains
-  too; the `strict` of a tool does nothing with tool_choice "auto". Where tools may be called, an answer is
-  calls with valid arguments, or what the field says.
-- `truncate_prompt_tokens: -1` keeps as many tokens as fit beside max_tokens. As in vLLM, a message with
-  tool_calls and `content: null` has an empty text, and the arguments of its calls reach the template as
-  objects.
+  too; the `strict` of a tool does nothing with tool_choice "auto".
 - Stop strings of a chat count in the content only: not in the reasoning, nor in Harmony's headers and calls,
   unless `stop_in_reasoning` is true. None counts within the first min_tokens tokens (as in vLLM).
-- `reasoning_effort` is a variable of the chat template; "none" sets `enable_thinking` to false too. Harmony
-  knows low, medium and high: others become the next of these. `verbosity` has no effect. `seed: -1` is none.
-- With `echo` and `max_tokens: 0` a prompt may have all tokens of the context.
-- With tool_choice "none" the prompt leaves tools out, and calls stay text.
+- Harmony knows the efforts low, medium and high: others become the next of these. `verbosity` has no effect.
+  `seed: -1` is none. With `echo` and `max_tokens: 0` a prompt may have all tokens of the context.
 - Log-probabilities are those before any logits processor. A token's own value is the identical float that
   stands among the most likely tokens, and the token that ends an answer has its entry: lm-eval needs both.
-- JSON has no infinity: -9999.0 stands for it.
+  JSON has no infinity: -9999.0 stands for it.
 """

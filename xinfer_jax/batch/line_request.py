@@ -149,7 +149,7 @@ class LineRequest:
         fields: dict[str, Any] = dict(raw=d.raw, system=d.system) if has_prompt else {}
         escape = d.escape_control_tokens
         parsed = parse_request_body(
-            engine.model, line.kind, line.body, d.options, engine.room, escape, **fields
+            engine.model, line.kind, line.body, d.options, engine.usable_capacity, escape, **fields
         )
         parsed.call_prefix = self._id("call")
         self._parsed = parsed

@@ -265,8 +265,8 @@ class _BatchRun:
     def _rates(self) -> str:
         r = self.report()
         return (
-            f"prefill {r['read_tokens_per_second']:.0f} tok/s,"
-            f" decode {r['chosen_tokens_per_second']:.0f} tok/s,"
+            f"prefill {r['prefill_tokens_per_second']:.0f} tok/s,"
+            f" decode {r['generated_tokens_per_second']:.0f} tok/s,"
             f" {100 * r['hits']:.0f}% of prompt tokens cached"
         )
 
@@ -275,12 +275,14 @@ class _BatchRun:
         stats = self._engine.stats
         seconds = max(1e-9, time.monotonic() - self._start)
         counts = {name: self._counts[name] for name in ("answered", "errors")}
-        rates = {f"{k}_per_second": getattr(stats, k) / seconds for k in ("read_tokens", "chosen_tokens")}
+        sums = {name: getattr(stats, name) for name in ("prefill_tokens", "generated_tokens")}
+        sums |= dict(read_tokens=stats.prefill_tokens, chosen_tokens=stats.generated_tokens)  # earlier names
+        rates = {f"{name}_per_second": count / seconds for name, count in sums.items()}
         return dict(
             **counts, finished_before=self._finished_before, errors_before=self._errors_before,
             stopped=self._stopped, seconds=seconds, lines_per_second=self._counts.total() / seconds, **rates,
-            read_tokens=stats.read_tokens, chosen_tokens=stats.chosen_tokens,
-            hits=stats.hits / max(1, stats.hits + stats.read_tokens), preemptions=stats.preemptions,
+            **sums,
+            hits=stats.hits / max(1, stats.hits + stats.prefill_tokens), preemptions=stats.preemptions,
             finish_reasons=dict(self._reasons), ttft_seconds=stats.ttft_seconds,
             tpot_seconds=stats.tpot_seconds,
         )  # fmt: skip

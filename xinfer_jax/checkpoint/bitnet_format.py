@@ -52,7 +52,7 @@ class BitNetFormat:
         return {name: ((shape[0] // _PER_BYTE, shape[1]), {"U8"})} | scale
 
     def _is_not_converted(self, module: str) -> bool:
-        """As transformers matches: whole components from the start, or any suffix."""
+        """Whether a listed name begins the module's, in whole components, or ends it: transformers' rule."""
         return any(
             f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in self.not_converted
         )

@@ -233,7 +233,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _to_json(
         self, value: Any, ensure_ascii=False, indent: Any = None, separators=None, sort_keys=False
     ) -> str:
-        """As in transformers: JSON without jinja2's HTML escapes."""
+        """JSON without the HTML escapes that jinja2 would add; templates for transformers expect none."""
         if (indent if isinstance(indent, int) else len(indent or "")) > ITEM:
             raise limit_error(f"an indent of {indent!r}")
         settings = dict(indent=indent, separators=separators, sort_keys=sort_keys)

@@ -55,7 +55,7 @@ class ControlTokenEscaper:
         return masked
 
     def mask(self, value: Any, control: _ControlTokens | None = None, depth: int = _MAX_DEPTH) -> Any:
-        """The same value with a numbered marker in place of each control token that its texts spell.
+        """Returns a value with a numbered marker in place of each control token that its texts spell.
 
         Raises:
             InputError: a text that only normalization turns into a control token, or too many parts.

@@ -129,7 +129,7 @@ class Mxfp4Tensor:
         return experts, groups * GROUP, outputs
 
     def transposed(self, first: int, step: int) -> list[Mxfp4Matrix]:
-        """As of `StoredTensor`."""
+        """Each expert's matrix: the outputs from `first` on, every `step`-th."""
         return [self._matrix(i, first, step) for i in range(self.shape[0])]
 
     def _matrix(self, expert: int, first: int, step: int) -> Mxfp4Matrix:

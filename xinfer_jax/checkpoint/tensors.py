@@ -65,8 +65,8 @@ class StoredTensor:
         return dataclasses.replace(self, start=first_byte, shape=(*self.shape[:-1], size), stride=stride)
 
     def transposed(self, first: int, step: int) -> list["TransposedMatrix"]:
-        """Of a tensor [experts, inputs, columns] or, of biases, [experts, columns]: each expert's columns
-        from `first` on, every `step`-th, as rows.
+        """Each expert's columns from `first` on, every `step`-th, as rows: of a tensor [experts, inputs,
+        columns] or, of biases, [experts, columns].
         """
         inputs, columns = (self.shape if len(self.shape) > 2 else (0, 1, self.shape[1]))[1:]
         flat = dataclasses.replace(self, shape=(self.shape[0] * inputs, columns))
@@ -142,7 +142,7 @@ class RowsAsTensor:
         raise NotImplementedError
 
     def read_into(self, out: np.ndarray, first: int = 0) -> None:
-        """As of `StoredTensor`."""
+        """Fills a flat array with the elements from `first` on, which whole rows are computed for."""
         width = self.shape[1]
         row = first // width
         read = self[row : -(-(first + out.size) // width)].reshape(-1)

@@ -12,8 +12,8 @@ import tokenizers
 
 from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
+from ..tool_calls.call_parser import GEMMA_TOKENS
 from ..tool_calls.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
-from ..tool_calls.marks import GEMMA_TOKENS
 from .chat_template import render
 from .files import file_exists, read_json
 from .response_template import ResponseTemplate, parse_response_template
@@ -133,7 +133,7 @@ class Tokenizer:
         return self._decode(ids, skip_special_tokens)
 
     def decode_marked(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """As `decode`, with the characters of `tool_calls/harmony.py` for Harmony's control tokens."""
+        """The text of ids, with the characters of `tool_calls/harmony.py` for Harmony's control tokens."""
         pieces = []
         start = 0
         for at, token in enumerate(ids):

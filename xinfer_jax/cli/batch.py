@@ -74,9 +74,9 @@ def _format_report(r: dict[str, Any]) -> list[str]:
     before = f", {r['finished_before']} were there before" if r["finished_before"] else ""
     lines = [
         f"{r['answered']} lines answered, {r['errors']} errors{before}, in {r['seconds']:.1f} s",
-        f"prefill: {r['read_tokens']} tok ({r['read_tokens_per_second']:.0f} tok/s), {100 * r['hits']:.0f}%"
-        f" of prompts from cached pages | decode: {r['chosen_tokens']} tok"
-        f" ({r['chosen_tokens_per_second']:.1f} tok/s)",
+        f"prefill: {r['prefill_tokens']} tok ({r['prefill_tokens_per_second']:.0f} tok/s),"
+        f" {100 * r['hits']:.0f}% of prompts from cached pages | decode: {r['generated_tokens']} tok"
+        f" ({r['generated_tokens_per_second']:.1f} tok/s)",
     ]
     for name in ("ttft", "tpot"):
         if times := r[f"{name}_seconds"]:

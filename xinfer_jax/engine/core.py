@@ -178,7 +178,7 @@ class EngineCore:
             top = request.num_prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
             request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
-        self._counters.read_tokens += chunk.count
+        self._counters.prefill_tokens += chunk.count
         if (snapshot := self.scheduler.record_prefill(chunk)) is not None:
             self.device.save_state(row.slot, snapshot)
         if chunk.is_last:
@@ -283,7 +283,7 @@ class EngineCore:
         """Appends a row's tokens to its answer. Returns whether the answer has ended."""
         request = answer.request
         count = int(out.count_B[slot])
-        self._counters.chosen_tokens += count
+        self._counters.generated_tokens += count
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
             of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)

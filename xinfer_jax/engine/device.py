@@ -283,7 +283,7 @@ class Device:
 
     @property
     def _all_pages(self) -> list[int]:
-        """As many pages as a full row has: page 0, which no row uses."""
+        """Page 0, which no row uses, as often as a full row has pages."""
         return [0] * num_pages_for(self._shape.capacity)
 
     @property
@@ -310,7 +310,7 @@ class Device:
         state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))
-        return dataclasses.replace(state, alternatives=alternatives, noted_B=np.zeros(1, np.int32))
+        return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
 
     def _put(self, tree: Any) -> Any:
         """The arrays on the device to which a caller committed the parameters."""

@@ -3,6 +3,8 @@ of rows and pages.
 
 Rows between two calls are a `DecodeState` without output: `tokens_BT` and the like have no columns. A program
 that samples adds empty columns, and returns them apart from the rows.
+
+A row's bits do not depend on the number of decode steps in a call: its whole state is kept between two calls.
 """
 
 import dataclasses
@@ -135,7 +137,11 @@ def _add_output(rows, size):
     empty = empty_alternatives(B, size, old.id_BTA.shape[-1], V, False)
     empty = dataclasses.replace(empty, wanted_B=old.wanted_B)
     return dataclasses.replace(
-        state, token_B=rows.token_B, finished_B=rows.finished_B, alternatives=empty, noted_B=rows.length_B
+        state,
+        token_B=rows.token_B,
+        finished_B=rows.finished_B,
+        alternatives=empty,
+        output_start_B=rows.length_B,
     )
 
 
@@ -143,7 +149,7 @@ def _take_output(state):
     """The rows without output, and the output. The host reads only the output: an array of the rows that the
     host has a view of could not be donated.
     """
-    count_B = state.length_B - state.noted_B
+    count_B = state.length_B - state.output_start_B
     zeros_B = jnp.zeros_like(state.limit_B)
     columns = state.tokens_BT, state.logprobs_BT
     out = SampledTokens(*columns, count_B, state.finished_B, state.alternatives, zeros_B, zeros_B)

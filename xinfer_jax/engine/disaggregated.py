@@ -3,6 +3,11 @@ Zhong et al., OSDI 2024; vLLM: disaggregated prefilling).
 
 submit ─► the engine that has a prompt prefilled first ─ first token ─► the decoding engine with most free
 pages ─ gives the row a slot, and pulls its pages ─► the prefilling engine frees them
+
+A prompt's pages are not moved while its later chunks are computed: on the decoding side they would hold pages
+that no row uses yet, and the copy is short beside the prefill. Calls from one engine to another run on the
+other's thread between two of its steps, so only one thread calls a device. Each of several answers moves its
+own copy of the pages.
 """
 
 import dataclasses
@@ -87,9 +92,9 @@ class DisaggregatedEngine(WaitsOnCondition, EngineGroup):
             engine.on_failure = partial(self._cancel_failed, engine)
         for engine in self.prefill_engines:
             engine._core.on_prefilled = partial(self._move, engine)
-        self.room = engine.room
+        self.usable_capacity = engine.usable_capacity
         self.impl = engine.impl
-        self.guesses = engine.guesses
+        self.num_draft_tokens = engine.num_draft_tokens
         self.rows = sum(engine.rows for engine in self.decode_engines)
         self.weight_bytes = engine.weight_bytes
         self.cache_bytes = engine.cache_bytes

@@ -50,7 +50,7 @@ class Engine(EngineBase):
     Attributes:
         model: with the weights of the last `update`.
         rows, capacity, pages, host_pages, chunk, impl: as given, or their defaults.
-        guesses: draft tokens of a pass; 0 without a draft.
+        num_draft_tokens: draft tokens of a pass; 0 without a draft.
         about: one line about its size, and the seconds until it was ready.
         error: why it failed, or that it was closed; None while it can answer.
         role: as given.
@@ -143,7 +143,7 @@ class Engine(EngineBase):
         self.pages = shape.pages
         self.host_pages = shape.host_pages
         self.chunk = shape.chunk
-        self.guesses = shape.num_draft_tokens
+        self.num_draft_tokens = shape.num_draft_tokens
         self.impl = shape.impl
         self.weight_bytes = tree_bytes(self.model.params)
         self.cache_bytes = shape.cache_bytes
@@ -156,7 +156,7 @@ class Engine(EngineBase):
         self.name = "the engine"
         self.on_failure: Callable[[list[Request]], None] = lambda requests: None
         self.counters = EngineCounters()
-        self._last_turn = time.monotonic()
+        self._last_step_time = time.monotonic()
         self._core = self._create_core(shape, prefix_cache, warm_up)
 
     def _check_memory(self, host_bytes: int, state_bytes: int) -> None:
@@ -279,14 +279,14 @@ class Engine(EngineBase):
         )
 
     @property
-    def last_turn(self) -> float:
+    def last_step_time(self) -> float:
         """When its last step ended, by time.monotonic(): now, while a step waits for a program that is being
         compiled. Its thread takes a step a second at least.
         """
-        return time.monotonic() if self._warm_up.is_waiting else self._last_turn
+        return time.monotonic() if self._warm_up.is_waiting else self._last_step_time
 
     @property
-    def room(self) -> int:
+    def usable_capacity(self) -> int:
         """Tokens of a prompt and its answer together that it can hold."""
         return self._core.scheduler.usable_capacity
 
@@ -373,7 +373,7 @@ class Engine(EngineBase):
                 self._fail(error)
                 raise
             finally:
-                self._last_turn = time.monotonic()
+                self._last_step_time = time.monotonic()
 
     def _run(self) -> None:
         """The engine's thread."""

@@ -60,7 +60,7 @@ class Engines(EngineGroup):
         self.engines = create_in_parallel([partial(create, group) for group in groups])
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
-        self.room = engine.room
+        self.usable_capacity = engine.usable_capacity
         self.impl = engine.impl
         self.rows = len(groups) * engine.rows
         self._router = PromptRouter(len(groups), engine.pages, shape.get("prefix_cache", True))

@@ -2,6 +2,9 @@
 
 What it compiles does not grow with the layers. Greedy rows need no sampler, and another model width compiles
 nothing. Every token of a row comes from the same programs, whatever is compiled already.
+
+An engine never switches to the loop over the whole model, whose steps are faster once it is compiled: the
+last bits of log-probabilities would change. Only draft tokens need that loop.
 """
 
 import dataclasses
@@ -49,7 +52,7 @@ class LayerwiseDevice(Device):
         longest: int,
         targets: Sequence[int],
     ) -> Any:
-        """As of `Device`."""
+        """Prefills at most a page; the log-probabilities of `targets` (`Device.prefill_with_logprobs`)."""
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         chunk = self._padded(ids, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
@@ -60,7 +63,7 @@ class LayerwiseDevice(Device):
     def sample_first(
         self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
     ) -> SampledTokens:
-        """As of `Device`, by the programs of a decode step."""
+        """Samples the first token of a row by the programs of a decode step."""
         among_B = np.arange(self._shape.rows) == slot
         step = self._sample_first(slot, outputs, row, among_B, greedy, with_alternatives)
         return jax.tree.map(lambda x_B: x_B[slot : slot + 1], _sampled_tokens([step], among_B))
@@ -69,7 +72,7 @@ class LayerwiseDevice(Device):
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
         with_alternatives: bool, masks_BQW: Any = None,
     ) -> SampledTokens:  # fmt: skip
-        """As of `Device`."""
+        """Decodes rows by a program for each group of layers, until they end (`Device.decode`)."""
         self._set_masks(masks_BQW)
         running_B = np.isin(np.arange(self._shape.rows), [*pages])
         cache = self._decode_cache(pages)
@@ -90,7 +93,7 @@ class LayerwiseDevice(Device):
         return _sampled_tokens(done, running_B)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
-        """As of `Device`."""
+        """Calls that together run every program, those of sampled rows apart from greedy ones."""
         stages = super().stages()
         sampled = dict(greedy=stages.pop("greedy"), sampled=lambda: self._run_short_request(greedy=False))
         return sampled | stages | dict(logprobs=self._run_alternatives)
@@ -119,7 +122,9 @@ class LayerwiseDevice(Device):
                 self._decode_step(self._decode_cache({}), none_B, greedy, True)
 
     def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
-        return dataclasses.replace(super()._new_row(call, key_1, limit, dfa), alternatives=None, noted_B=None)
+        return dataclasses.replace(
+            super()._new_row(call, key_1, limit, dfa), alternatives=None, output_start_B=None
+        )
 
     def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
         """The cache of all rows, committed as after a step; `running_token` sets their lengths."""

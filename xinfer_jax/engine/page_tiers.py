@@ -1,4 +1,7 @@
-"""`PageTiers`: moves pages between the device, host memory and files, as the scheduler decides."""
+"""`PageTiers`: moves pages between the device, host memory and files, as the scheduler decides.
+
+Several engines share files, but not host memory: that would need locks in every step.
+"""
 
 import time
 from collections import OrderedDict
@@ -60,7 +63,7 @@ class PageTiers:
         now = time.monotonic()
         for row in [row for row, end in self._give_up.items() if now > end]:
             del self._give_up[row]
-            self._scheduler.stop_reading(row)
+            self._scheduler.stop_waiting_for_files(row)
         if self._unwritten and self._files.can_write:
             self._device.host.finish()
             while self._unwritten and self._files.can_write:

@@ -1,4 +1,10 @@
-"""The prefix cache: the pages that a prompt begins with, wherever they are. Plain Python, without arrays."""
+"""The prefix cache: the pages that a prompt begins with, wherever they are. Plain Python, without arrays.
+
+A page is found only by rows whose own program would write the same bits: its hash covers the program. The
+length of a prompt alone decides which program computes a token, so whole chunks are reused. Prompts with
+log-probabilities have a program, and pages, of their own. Models with linear attention reuse pages up to a
+snapshot of the states, taken at the end of a full chunk; decoding takes none.
+"""
 
 from collections.abc import Sequence
 from itertools import chain

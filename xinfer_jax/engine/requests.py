@@ -274,9 +274,9 @@ class Request:
         stats.decode_seconds = end - first
         stats.total_seconds = end - self.submitted
         stats.peak_bytes = peak_bytes()
-        if engine.guesses:
+        if engine.num_draft_tokens:
             stats.passes = [answer.passes for answer in answers]
-            draft_tokens = [max(1, answer.passes) * engine.guesses for answer in answers]
+            draft_tokens = [max(1, answer.passes) * engine.num_draft_tokens for answer in answers]
             stats.acceptance = [a.accepted / n for a, n in zip(answers, draft_tokens, strict=True)]
         return stats
 

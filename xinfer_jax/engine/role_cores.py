@@ -50,7 +50,7 @@ class PrefillCore(EngineCore):
         ((of_state, of_recurrent), of_pages) = shardings
         if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
             state, of_state = (
-                dataclasses.replace(row, alternatives=None, noted_B=None) for row in (state, of_state)
+                dataclasses.replace(row, alternatives=None, output_start_B=None) for row in (state, of_state)
             )
         slot = jax.device_put((state, recurrent), (of_state, of_recurrent))
         deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
@@ -136,9 +136,9 @@ class DecodeCore(EngineCore):
         (of_state, _) = self._shardings[0]
         if of_state.alternatives is not None and state.alternatives is None:
             own = self.device.new_row(answer.request.call, answer.key_1)
-            output = own.alternatives, own.noted_B
-            output = jax.device_put(output, (of_state.alternatives, of_state.noted_B))
-            state = dataclasses.replace(state, alternatives=output[0], noted_B=output[1])
+            output = own.alternatives, own.output_start_B
+            output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
+            state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
         answer.swapped_row = state, recurrent
         source.release()
         row = answer.row

@@ -168,7 +168,7 @@ class ReadPages(NamedTuple):
     """Begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row waits.
 
     Attributes:
-        row: that waits; `Scheduler.stop_reading` ends its waiting early.
+        row: that waits; `Scheduler.stop_waiting_for_files` ends its waiting early.
         names: the hashes that the files have.
         hashes: by which these pages will be found.
         host_pages: to read into.

@@ -90,7 +90,7 @@ class Scheduler:
         states = [row.state for row in self.rows_with_slots]
         return dict(
             running=states.count("running"),
-            reading=states.count("prefilling"),
+            prefilling=states.count("prefilling"),
             waiting=len(self.waiting),
             hits=self.hits,
             host_hits=self.host_hits,
@@ -153,9 +153,9 @@ class Scheduler:
         """Reading from files ended, and its first `count` pages are in host memory."""
         if self.host:
             self.host.record_read(read, count)
-        self.stop_reading(read.row)
+        self.stop_waiting_for_files(read.row)
 
-    def stop_reading(self, row: Row) -> None:
+    def stop_waiting_for_files(self, row: Row) -> None:
         """A row that waits for files waits for a slot again."""
         if row in self.waiting_for_files:
             del self.waiting_for_files[row]

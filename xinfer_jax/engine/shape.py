@@ -147,7 +147,7 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
 
 
 def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | None) -> int:
-    """Tokens of a prompt and its answer that an `Engine` of these arguments can hold: its `room`."""
+    """Tokens of a prompt and its answer that an `Engine` of these arguments can hold (`usable_capacity`)."""
     capacity = check_capacity(config, capacity)
     return capacity if pages is None else usable_capacity(capacity, check_integer("pages", pages, 2))
 

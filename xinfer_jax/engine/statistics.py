@@ -1,6 +1,7 @@
 """`EngineStats`, and the counters that it is made from."""
 
 import dataclasses
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +13,28 @@ from .requests import Request
 _MAX_TIMED_REQUESTS = 1000  # the last ones, for percentiles
 
 
+class Renamed:
+    """The earlier name of an attribute, for one version: gives the attribute, with a `DeprecationWarning`."""
+
+    def __init__(self, new: str):
+        self.new = new
+
+    def __set_name__(self, owner: type, old: str) -> None:
+        self.old = old
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        warnings.warn(f"{self.old} is now called {self.new}", DeprecationWarning, stacklevel=2)
+        return getattr(instance, self.new)
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
     """Statistics of an engine, or of several.
 
     Attributes:
-        running, reading, waiting: answers that decode, that prefill, that wait for a slot.
+        running, prefilling, waiting: answers that decode, that prefill, that wait for a slot.
         pages_used: used by rows.
         pages_shared: used by several rows.
         pages_cached: used by no row, and kept in the prefix cache.
@@ -26,7 +43,7 @@ class EngineStats:
         host_hits, file_hits: of `hits`, tokens that came from host memory, that came from files.
         host_pages: pages of the prefix cache in host memory.
         preemptions: how often a row was preempted.
-        read_tokens, chosen_tokens: that were prefilled, that were sampled.
+        prefill_tokens, generated_tokens: that were prefilled, that were sampled.
         requests: that have ended.
         programs: that were compiled ahead of their first run; 0 over a mesh.
         warming_up: engines that still compile programs in the background.
@@ -36,7 +53,7 @@ class EngineStats:
     """
 
     running: int
-    reading: int
+    prefilling: int
     waiting: int
     pages_used: int
     pages_shared: int
@@ -47,8 +64,8 @@ class EngineStats:
     file_hits: int
     host_pages: int
     preemptions: int
-    read_tokens: int
-    chosen_tokens: int
+    prefill_tokens: int
+    generated_tokens: int
     requests: int
     programs: int
     warming_up: int
@@ -56,13 +73,17 @@ class EngineStats:
     ttft_seconds: list[float] | None
     tpot_seconds: list[float] | None
 
+    reading = Renamed("prefilling")
+    read_tokens = Renamed("prefill_tokens")
+    chosen_tokens = Renamed("generated_tokens")
+
 
 class EngineCounters:
     """Sums since the start, and the times of the last requests in seconds."""
 
     def __init__(self) -> None:
-        self.read_tokens = 0
-        self.chosen_tokens = 0
+        self.prefill_tokens = 0
+        self.generated_tokens = 0
         self.requests = 0
         names = ("ttft", "tpot")
         self.seconds: dict[str, deque[float]] = {name: deque(maxlen=_MAX_TIMED_REQUESTS) for name in names}

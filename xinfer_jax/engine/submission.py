@@ -21,7 +21,7 @@ from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
 from .requests import Answer, Request
 from .row import Row
-from .statistics import EngineStats, collect_stats
+from .statistics import EngineStats, Renamed, collect_stats
 
 _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
@@ -102,10 +102,10 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
         if count > limit:
             raise InputError(f"{name}: an engine takes {limit} at most, got {count}")
     request = f"prompt of {call.longest} tokens + max_new_tokens {options.max_new_tokens}"
-    if total > engine.room:
+    if total > engine.usable_capacity:
         raise ContextLengthError(
-            f"{request} exceeds the {engine.room} that a row of this engine can hold: shorten it, or make"
-            " the engine with more capacity or pages"
+            f"{request} exceeds the {engine.usable_capacity} that a row of this engine can hold: shorten it,"
+            " or make the engine with more capacity or pages"
         )
     with_fixed_rope(engine.model.config, call.longest, total)  # raises where they would change
 
@@ -144,6 +144,10 @@ class WaitsOnCondition:
 
 class EngineBase:
     """The common methods of `Engine` and `Engines`."""
+
+    guesses = Renamed("num_draft_tokens")
+    room = Renamed("usable_capacity")
+    last_turn = Renamed("last_step_time")
 
     @property
     def missing(self) -> str:

@@ -17,7 +17,7 @@ from ..sampling.random_keys import answer_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..sharding import concrete_mesh_of, memory_fraction
 from ..weights.params import Params, cache_dtype, tree_bytes
-from .buckets import bucket
+from .executor import bucket
 from .state import DecodeState, new_state
 from .validation import ValidatedCall
 

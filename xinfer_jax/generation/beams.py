@@ -27,8 +27,7 @@ from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .beam_steps import BeamRequest, BeamResults, BeamSearch
-from .buckets import bucket
-from .executor import IMMEDIATE, Executor, compile_ahead
+from .executor import IMMEDIATE, Executor, bucket, compile_ahead
 from .options import GenerateOptions
 from .output_checks import check_overflow
 from .runners import runner_class

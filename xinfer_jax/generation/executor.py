@@ -1,4 +1,6 @@
-"""`Executor`: runs jitted functions now, or compiles them ahead of time in a dry run on shapes."""
+"""`Executor`: runs jitted functions now, or compiles them ahead of time in a dry run on shapes. Sizes of
+arrays are rounded up, so that few programs are compiled.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -7,6 +9,8 @@ import jax
 import numpy as np
 
 from .. import plugin
+
+_MIN_BUCKET = 16
 
 
 class Executor(Protocol):
@@ -68,3 +72,13 @@ def decode_compiler_options() -> dict[str, Any] | None:
     """XLA's options for decode programs on this machine; None: its defaults."""
     options = plugin("compiler", "options")
     return None if options is None else options()
+
+
+def bucket(size: int) -> int:
+    """The smallest power of two that is at least `size`, and at least 16: for lengths."""
+    return max(_MIN_BUCKET, next_power_of_two(size))
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`: for numbers of rows."""
+    return 1 << (size - 1).bit_length()

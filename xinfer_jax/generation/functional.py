@@ -23,7 +23,7 @@ from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import AnyArray, Params
-from .buckets import bucket, next_power_of_two
+from .executor import bucket, next_power_of_two
 from .loop import PREFILL, decode, jit_variants
 from .state import DecodeState, new_state, sample_and_append
 from .strategies import Plain

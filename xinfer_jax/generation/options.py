@@ -13,7 +13,7 @@ from ..formatting import format_token_counts
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
-from .buckets import bucket
+from .executor import bucket
 
 if TYPE_CHECKING:
     from ..cache.prefix import Prefix

@@ -13,8 +13,7 @@ import numpy as np
 from .. import plugin
 from ..cache.kv_cache import KVCache, reorder
 from ..weights.params import Params
-from .buckets import bucket
-from .executor import Executor
+from .executor import Executor, bucket
 from .functional import prefill_chunk_size
 from .loop import (
     DECODE_PLAIN,

@@ -19,7 +19,7 @@ from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
 from ..ops.operation import check_impl
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
-from .buckets import next_power_of_two
+from .executor import next_power_of_two
 from .validation import check_prompts
 
 _MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB

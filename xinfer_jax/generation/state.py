@@ -32,7 +32,7 @@ class DecodeState(ShortRepr):
     tokens_BT: jax.Array  # int32: tokens sampled, EOS included; 0 after the end of a row
     logprobs_BT: jax.Array  # float32: their log-probabilities before any logits processor
     alternatives: Alternatives | None = None  # where requested
-    noted_B: Any = None  # int32: tokens sampled before the first column of these arrays; None: 0
+    output_start_B: Any = None  # int32: tokens sampled before the first column of these arrays; None: 0
 
     @property
     def length_B(self) -> jax.Array:
@@ -114,8 +114,8 @@ def sample_and_append(
 
 
 def after_recording(token: jax.Array, state: DecodeState) -> tuple[jax.Array, DecodeState]:
-    """The same tokens and state. A GPU records the alternatives before it appends the tokens: recording reads
-    the context as it was, and appending changes it in place.
+    """Returns tokens and state unchanged. A GPU records the alternatives before it appends the tokens:
+    recording reads the context as it was, and appending changes it in place.
     """
     recorded = token, state.alternatives
     token, alternatives = run("after_recording", lambda *recorded: recorded, *recorded)
@@ -166,4 +166,4 @@ def _column(state: DecodeState, among_B: Any) -> jax.Array:
 
 def next_column(state: DecodeState) -> jax.Array:
     """int32 [B]: the column of each row's next token."""
-    return state.length_B if state.noted_B is None else state.length_B - state.noted_B
+    return state.length_B if state.output_start_B is None else state.length_B - state.output_start_B

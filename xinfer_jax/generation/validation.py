@@ -18,7 +18,7 @@ from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens
 from ..weights.params import Params, activation_dtype, check_params
-from .buckets import bucket, next_power_of_two
+from .executor import bucket, next_power_of_two
 from .options import MAX_DRAFT_TOKENS, GenerateOptions, default_capacity, options_or_default
 
 _MAX_ANSWERS = 2**16  # of one prompt

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, required_chunk, without_layers
-from ..generation.buckets import bucket, next_power_of_two
+from ..generation.executor import bucket, next_power_of_two
 from ..generation.functional import prefill_chunk_size
 from ..generation.runners import REORDER, PaddedTokens, Runner
 from ..generation.state import DecodeState

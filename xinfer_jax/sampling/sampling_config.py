@@ -17,7 +17,7 @@ class _UnsetFloat(float):
 
 
 class _UnsetInteger(int):
-    """The same of a whole number."""
+    """The value of a whole-number setting that is not set."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..api.fields import BodyError
 from ..checkpoint.loading import Model
 from ..embedding import POOLINGS, embed_texts, text_token_ids
 from ..errors import InputError, format_value
-from ..generation.buckets import bucket
+from ..generation.executor import bucket
 from .api_errors import APIError
 from .json_encoding import embeddings_to_json, to_json
 from .worker_pool import WorkerPool

@@ -1,5 +1,8 @@
 """Sends responses: JSON bodies and server-sent events. A client that reads nothing is disconnected; a
 disconnected client is noticed at once.
+
+Waits are bounded by `asyncio.timeout`: `asyncio.wait_for` may swallow a cancellation on Python 3.11, and then
+the answer of a client that has disconnected runs on.
 """
 
 import asyncio

@@ -47,12 +47,12 @@ class Metrics:
         labels = [self._labels["model_name"]]
         pages = max(1, stats.pages_used + stats.pages_cached + stats.pages_free)
         gauges = dict(
-            num_requests_running=stats.running + stats.reading, num_requests_waiting=stats.waiting,
+            num_requests_running=stats.running + stats.prefilling, num_requests_waiting=stats.waiting,
             kv_cache_usage_perc=stats.pages_used / pages,
         )  # fmt: skip
         counters = dict(
-            prompt_tokens=stats.read_tokens + stats.hits, generation_tokens=stats.chosen_tokens,
-            prefix_cache_queries=stats.read_tokens + stats.hits, prefix_cache_hits=stats.hits,
+            prompt_tokens=stats.prefill_tokens + stats.hits, generation_tokens=stats.generated_tokens,
+            prefix_cache_queries=stats.prefill_tokens + stats.hits, prefix_cache_hits=stats.hits,
             prefix_cache_host_hits=stats.host_hits, prefix_cache_file_hits=stats.file_hits,
             num_preemptions=stats.preemptions,
         )  # fmt: skip

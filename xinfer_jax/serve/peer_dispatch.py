@@ -17,7 +17,14 @@ from ..engine.routing import GivenPages, prompt_hashes
 from ..engine.statistics import EngineCounters
 from ..errors import InputError
 
-_SUMS = {"hits", "preemptions", "read_tokens", "chosen_tokens", "requests", "programs"}  # of `EngineStats`
+_SUMS = {
+    "hits",
+    "preemptions",
+    "prefill_tokens",
+    "generated_tokens",
+    "requests",
+    "programs",
+}  # of `EngineStats`
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,12 +52,12 @@ class Peer:
         return str(self.about["name"])
 
     @property
-    def last_turn(self) -> float:
+    def last_step_time(self) -> float:
         """Now: a process that does not answer is removed."""
         return time.monotonic()
 
     def counts(self) -> dict[str, int]:
-        """As it reported last."""
+        """The counters that it reported last."""
         return self.reported
 
     def send(self, name: str, *args: Any) -> None:

@@ -1,5 +1,10 @@
 """`PeerEngines`: the engines of other processes behind one queue, in a process without a model. It holds the
 requests; processes that prefill or decode register with it, and may come and go.
+
+They are jax processes of their own, because the members of one `jax.distributed` run end together. All
+messages go through this process, only pages go from one to another; pages that decoding wrote do not go back.
+A row at a process has a ticket, a number that is used once: a late message about a row that is elsewhere by
+now is ignored.
 """
 
 import socket
@@ -75,12 +80,15 @@ class PeerEngines(PeerDispatch, WaitsOnCondition, EngineBase):
             return sum(len(request.answers) for request in self._unfinished)
 
     @property
-    def room(self) -> int:
+    def usable_capacity(self) -> int:
         """Tokens of a prompt and its answer together that every process can hold."""
-        return min((peer.about["room"] for peer in list(self.peers)), default=self._about["room"])
+        return min(
+            (peer.about["usable_capacity"] for peer in list(self.peers)),
+            default=self._about["usable_capacity"],
+        )
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("guesses", "weight_bytes", "cache_bytes"):
+        if name not in ("num_draft_tokens", "weight_bytes", "cache_bytes"):
             raise AttributeError(name)
         return self._about[name]
 

@@ -367,11 +367,11 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         version=__version__, jax=jax.__version__, device=device.device_kind,
         cpu=" ".join(cpu_features.numerics_features()) if device.platform == "cpu" else "",
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
-        capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.guesses,
+        capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.num_draft_tokens,
         cache_dtype=engine._core.shape.cache_dtype, page_bytes=engine._core.shape.page_bytes,
         devices=mesh.size if mesh else 1,
     )  # fmt: skip
-    own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "guesses")}
+    own = {name: getattr(engine, name) for name in ("rows", "pages", "usable_capacity", "num_draft_tokens")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
     about = dict(role=engine.role, name=f"{engine.role} process {os.getpid()} ({host})")
     return about | own | sizes | dict(same={name: str(value) for name, value in same.items()})

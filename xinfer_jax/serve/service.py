@@ -83,7 +83,7 @@ class Service:
     @property
     def max_model_len(self) -> int | None:
         """The maximum number of tokens of a prompt and its answer; None: not known yet."""
-        return self.engine.room if self.engine else None
+        return self.engine.usable_capacity if self.engine else None
 
     @property
     def in_flight(self) -> Counter[str]:
@@ -115,7 +115,7 @@ class Service:
         for engine in self.engine.engines:
             if engine.error is not None:
                 return f"{engine.name} has failed"
-            if (silent := time.monotonic() - engine.last_turn) > self.settings.stuck_seconds:
+            if (silent := time.monotonic() - engine.last_step_time) > self.settings.stuck_seconds:
                 return f"{engine.name} has made no step for {silent:.0f} seconds"
         return ""
 
@@ -197,7 +197,7 @@ class Service:
     def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
         """The JSON object of a body. Empties `data`, so that the bytes are freed."""
         assert self.engine is not None
-        body = load_json_body(data[0], self.engine.room, self.settings.max_body_bytes, list_name)
+        body = load_json_body(data[0], self.engine.usable_capacity, self.settings.max_body_bytes, list_name)
         data.clear()
         return body
 
@@ -248,7 +248,9 @@ class Service:
 
         settings = self.settings
         how: Any = dict(escape=settings.escape, encode=encode, stop_in_reasoning=settings.stop_in_reasoning)
-        parsed = parse_request_body(self.model, kind, body, self._defaults, self.engine.room, **how)
+        parsed = parse_request_body(
+            self.model, kind, body, self._defaults, self.engine.usable_capacity, **how
+        )
         if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
             self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
         if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, format_value
+from .call_parser import GEMMA_END, GEMMA_QUOTE, GEMMA_START
 from .harmony import call_rules
-from .marks import GEMMA_END, GEMMA_QUOTE, GEMMA_START
 from .tool_call_parser import GEMMA4, HARMONY, LLAMA3_JSON, QWEN3_CODER
 from .xml_call import json_types
 

@@ -8,8 +8,7 @@ import json
 import re
 from collections.abc import Collection
 
-from .call_parser import CallParser
-from .marks import GEMMA_QUOTE, length_of_partial_mark
+from .call_parser import GEMMA_QUOTE, CallParser, length_of_partial_mark
 
 _SPACES = re.compile(r"\s*")
 _NAME = re.compile(r"call:\s{0,64}([^\s{}<>]{1,512})\s{0,64}\{")

@@ -12,9 +12,8 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from .call_parser import CallParser
+from .call_parser import CallParser, length_of_partial_mark
 from .json_scanner import JSONObjectScanner
-from .marks import length_of_partial_mark
 from .tool_call_parser import HARMONY, ToolCallDelta, ToolCallParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = map(chr, range(0xD800, 0xD807))

@@ -1,6 +1,6 @@
 """What stands between <think> and </think>, or Gemma 4's marks, and the content after it."""
 
-from .marks import GEMMA_CHANNEL, GEMMA_CHANNEL_END, length_of_partial_mark
+from .call_parser import GEMMA_CHANNEL, GEMMA_CHANNEL_END, length_of_partial_mark
 
 THINK_START = "<think>"
 THINK_END = "</think>"

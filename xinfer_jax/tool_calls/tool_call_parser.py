@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from .call_parser import CallParser
+from .call_parser import GEMMA_END, GEMMA_START, CallParser, length_of_partial_mark
 from .gemma_call import GemmaCallParser
 from .json_call import JSONCallParser
-from .marks import GEMMA_END, GEMMA_START, length_of_partial_mark
 from .xml_call import CALL_END, FUNCTION_START, XMLCallParser
 
 CALL_START = "<tool_call>"

@@ -9,8 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .call_parser import CallParser
-from .marks import length_of_partial_mark
+from .call_parser import CallParser, length_of_partial_mark
 
 CALL_END = "</tool_call>"
 FUNCTION_START = "<function="

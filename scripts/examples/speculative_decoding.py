@@ -5,7 +5,7 @@ Here the draft tokens come from prompt lookup: those that followed the last toke
 `draft=xj.load_model(...)` uses a draft model. `draft` may also be your own function, which is traced:
 (history_BS, length_B, count) -> int32 [B, count].
 
-    python scripts/examples/guess_ahead.py
+    python scripts/examples/speculative_decoding.py
 """
 
 from checkout import start
