@@ -212,7 +212,8 @@ class ToolCallParser:
         assert self._call is not None
         mark = self._call.end_mark
         is_json = isinstance(self._call.parser, JSONCallParser)
-        body = text.lstrip() if isinstance(self._call.parser, XMLCallParser) else text.lstrip(_FILLER)
+        has_filler = is_json or bool(mark) and not isinstance(self._call.parser, XMLCallParser)
+        body = text.lstrip(_FILLER if has_filler else None)
         if not ended and len(body) < len(mark) and mark.startswith(body):
             self._pending = text
             return ""
@@ -225,7 +226,7 @@ class ToolCallParser:
         self._state = self._push_after_call
         if mark and body.startswith(mark):
             return body.removeprefix(mark)
-        return text if body or isinstance(self._call.parser, XMLCallParser) else ""
+        return "" if has_filler and not body else text
 
     def _push_after_call(self, text: str, ended: bool) -> str:
         """Drops whitespace unless it stands between two texts."""
