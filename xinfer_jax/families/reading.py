@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
-from ..plugins import TABLE, load
+from ..plugins import load, names
 from .rope_settings import read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
 
@@ -40,7 +40,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         raise InputError(
             f"model_type {format_value(model_type)} is not supported: use one of"
-            f" {', '.join(sorted(name for kind, name in TABLE if kind == 'family'))}"
+            f" {', '.join(sorted(names('family')))}"
         )
     hf = {**_DEFAULTS, **family.defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]

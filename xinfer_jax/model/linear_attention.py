@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels_pallas
-
 from ..cache.recurrent import Inputs, Recurrent, last_inputs, state_shapes
 from ..config.model_config import ModelConfig
+from ..ops.operation import match_varying_axes
 from ..weights.params import Params
 from .layers import Norm, activation, linear, products, rms_norm
 
@@ -197,7 +196,7 @@ def _empty(new: tuple[jax.Array, ...], config: ModelConfig) -> tuple[Inputs, jax
     (_, W, _), _, _, (_, H, Y) = state_shapes(config)
     inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)
     state = jnp.zeros((B, new[2].shape[1], H, Y), jnp.float32)
-    return kernels_pallas.match_varying_axes((inputs, state), new)
+    return match_varying_axes((inputs, state), new)
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int]:

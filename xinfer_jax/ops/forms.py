@@ -34,49 +34,26 @@ def choose(
         if make is not None and (form := make(plain, impl, operands, static)) is not None:
             return form
     forms: dict[str, Callable] = {}
+    kernel = load(name, "kernel") if has_kernels else None
+    if kernel is not None and (chosen := kernel.select(impl, operands, static).impl) != "xla":
+        by_kernel = partial(kernel.run, chosen, **static)
+        kernel_platform = kernels_pallas.platform_of(chosen, impl)
+        if kernel_platform is None:
+            return by_kernel
+        forms[kernel_platform] = by_kernel
     for platform in kernels_pallas.platforms():
-        make = load(name, platform)
+        make = load(name, platform) if platform not in forms else None
         if make is not None and (form := make(plain, impl, operands, static)) is not None:
             forms[platform] = form
-    selection = why_not(name, impl, operands, static)
-    if selection.impl != "xla":
-        kernel = partial(load(name, "kernel").run, selection.impl, **static)
-        kernel_platform = kernels_pallas.platform_of(selection.impl, impl)
-        if kernel_platform is None:
-            return kernel
-        forms[kernel_platform] = kernel
     if not forms:
         return None
     return lambda *operands: lax.platform_dependent(*operands, **forms, default=plain)
 
 
-def why_not(
-    name: str, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any] | None = None
-) -> Selection:
-    """The kernel that serves an operation, or "xla" and the reason why none does. Arrays may be shapes.
-
-    Raises:
-        InputError: the named kernel does not support these operands.
-    """
-    if impl == "xla":
-        return Selection("xla", "requested by name")
-    here = kernels_pallas.dispatch.device_impl()
-    if impl is None and here.impl == "xla":
-        return here
-    kernel = load(name, "kernel")
-    if kernel is None:
-        return Selection("xla", f"there is no kernel for {name}")
-    return _without_value_error(kernel.select, impl, operands, static or {})
-
-
 def named(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None) -> Selection:
     """`kernels_pallas.select`, which raises InputError."""
-    return _without_value_error(kernels_pallas.select, kernel, impl, *args, obstacle=obstacle)
-
-
-def _without_value_error(select: Callable, *args: Any, **options: Any) -> Selection:
     try:
-        return select(*args, **options)
+        return kernels_pallas.select(kernel, impl, *args, obstacle=obstacle)
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -12,7 +12,7 @@ from ...cache.contiguous import Contiguous
 from ...model.attention import ROW_QUERIES
 from ...model.rope_append import head_norms, norm_heads, plain_append
 from ..operation import abstract_mesh_of
-from .product_kernels import may_use_kernel, with_plain_derivative
+from .product_kernels import with_plain_derivative
 
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 
@@ -42,7 +42,7 @@ def append_form(
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     """The implementation. A named one is one of attention: other calls stay with XLA under every name."""
     k, v = kv.kernel_arrays()
-    if not may_use_kernel(impl) or k is None or abstract_mesh_of(k):
+    if k is None or abstract_mesh_of(k):
         return "xla"
     support = kernels_pallas.support
     backend = support.backend_of("rope_append", impl or kernels_pallas.dispatch.device_impl().impl)

@@ -23,7 +23,7 @@ from ..operation import abstract_mesh_of
 
 
 def _select_argmax(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
-    chosen = kernels_pallas.select("argmax", impl, *operands)
+    chosen = named("argmax", impl, *operands)
     if abstract_mesh_of(operands):
         return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
     return chosen

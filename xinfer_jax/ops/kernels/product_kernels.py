@@ -37,8 +37,6 @@ def products_form(
     """A form of `products` in one launch, with the derivative of `plain`. Where no kernel takes them all: of
     the products without their norm, and of each. None: of none.
     """
-    if not may_use_kernel(impl):
-        return None
     given = Operands(*operands)
     chosen = select_product(impl, given, static["activation"]).impl
     if chosen != "xla":
@@ -63,11 +61,6 @@ def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | Non
     """`kernel(*operands)` in programs of a platform (None: in all), with the derivative of `plain`."""
     form = partial(kernels_pallas.run_on_platform, platform, kernel, plain)
     return with_derivative(form, plain, operands)
-
-
-def may_use_kernel(impl: str | None) -> bool:
-    """Whether this process has a kernel for products under that name."""
-    return impl != "xla" and (impl is not None or kernels_pallas.dispatch.device_impl().impl != "xla")
 
 
 def select_product(impl: str | None, operands: Operands, activation: str | None) -> kernels_pallas.Selection:
