@@ -12,6 +12,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("compiler", "options"): ("ops.cpu.cpu_features", "compiler_options"),
     ("compiler", "ahead"): ("layerwise.precompile", "precompile_once"),
     ("compiler", "dry run"): ("layerwise.precompile", "Precompiler"),
+    ("device", "chunk of all rows"): ("device_defaults", "chunk_of_all_rows"),
+    ("device", "dtype"): ("device_defaults", "default_dtype"),
+    ("device", "memory"): ("memory", "check_memory"),
+    ("device", "peak bytes"): ("memory", "peak_memory_bytes"),
     ("runner", "choice"): ("layerwise.runner", "layerwise_runner"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),
@@ -22,6 +26,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
+    ("layer", "key bias"): ("model.key_bias", "split_key_bias"),
     # Leaves that are not float arrays, and rotated models.
     ("leaf", "local_shard"): ("weights.quantized_weights", "local_shard"),
     ("leaf", "product"): ("weights.quantized_matmul", "quantized_product"),

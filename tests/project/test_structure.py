@@ -21,7 +21,9 @@ pytestmark = pytest.mark.oldest
 
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
-    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "plugins"),
+    "": (
+        "errors", "signing", "formatting", "checks", "memory", "device_defaults", "host", "stats", "plugins",
+    ),
     "ops": ("operation", "largest", "product", "forms"),
     "ops.cpu": ("cpu_features", "cpu_products"),
     "ops.tpu": ("tpu_products",),
@@ -42,7 +44,7 @@ PACKAGES = {
         "side_by_side", "page_size", "paged", "recurrent", "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
-        "layers", "attention", "rope_append", "linear_attention", "experts",
+        "layers", "key_bias", "attention", "rope_append", "linear_attention", "experts",
         "decoder_layer", "decoder",
     ),
     "sampling": (

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import plugin
+from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
-from ..memory import check_memory
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
 from .quantization import quantized_leaf, quantized_stack
 from .quantized_weights import METHODS, check_quantize_method
@@ -78,9 +79,8 @@ def check_weights(
         return math.prod(spec.shape) * (matrix_bits if is_quantized else float_bits)
 
     bits = sum(map(bits_of, specs))
-    check_memory(
-        int(share * bits / 8), "the weights", "use a smaller dtype, quantize them, or use a smaller model"
-    )
+    remedy = "use a smaller dtype, quantize them, or use a smaller model"
+    check_fits(int(share * bits / 8), "the weights", remedy)
 
 
 def check_params(params: Any, config: Any) -> None:
@@ -112,7 +112,7 @@ def cache_dtype(params: Params) -> Any:
     """Returns the dtype of keys and values: that of activations; on CPU float32, since XLA (jax 0.10) would
     convert all of them in each step.
     """
-    return jnp.float32 if jax.default_backend() == "cpu" else activation_dtype(params)
+    return _default_dtype(activation_dtype(params))
 
 
 def resolve_dtype(dtype: Any) -> Any:
@@ -122,7 +122,7 @@ def resolve_dtype(dtype: Any) -> Any:
         InputError: it is none of float32, bfloat16, float16.
     """
     if dtype is None:
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return _default_dtype(jnp.bfloat16)
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
@@ -130,6 +130,12 @@ def resolve_dtype(dtype: Any) -> Any:
     if name not in tuple(_DTYPES):
         raise InputError(f"dtype {format_value(name)} is not supported: use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _default_dtype(narrow: Any) -> Any:
+    """Float32 on CPU, elsewhere the narrow type."""
+    of_device = plugin("device", "dtype")
+    return of_device(narrow) if of_device else jnp.float32
 
 
 def tree_bytes(tree: Any) -> int:

@@ -57,6 +57,6 @@ def _by_kernel(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm
     arrays = (*qkv, *(angles or (None, None)), *kv.kernel_arrays(), start_B, num_tokens_B)
     options = kv.kernel_options() | {"capacity": kv.capacity}
     if weights is not None:
-        options["norms"] = head_norms(weights, norm)
+        options["norms"] = kernels_pallas.HeadNorms(*weights, *norm)
     q_BTNH, k, v = kernels_pallas.run_kernel(impl, "rope_append", *arrays, **options)
     return q_BTNH, kv.with_kernel_arrays(k, v)
