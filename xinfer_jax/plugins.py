@@ -27,10 +27,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
     ("layer", "key bias"): ("model.key_bias", "split_key_bias"),
-    # Leaves that are not float arrays, and rotated models.
-    ("leaf", "local_shard"): ("weights.quantized_weights", "local_shard"),
-    ("leaf", "product"): ("weights.quantized_matmul", "quantized_product"),
-    ("leaf", "rows"): ("weights.quantized_weights", "embedding_rows"),
+    # What quantizes leaves, and rotated models.
+    ("leaf", "quantizer"): ("weights.quantization", "quantizer"),
     ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
     ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
     ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),

@@ -31,8 +31,8 @@ PACKAGES = {
     "ops.mesh": (),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
-        "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
-        "param_specs", "params", "layout", "hadamard",
+        "weight_leaf", "param_specs", "params", "layout", "quantized_weight", "ternary", "mxfp4",
+        "int8_weight", "grouped_weight", "quantize_methods", "quantization", "hadamard",
     ),
     "families": (
         "family", "values", "rope_settings", "layer_fields", "sparse_layers", "llama", "mistral", "qwen2",

@@ -13,9 +13,11 @@ import numpy as np
 from ..errors import InputError
 from ..families.naming import file_specs
 from ..families.reading import from_hf
+from ..weights.grouped_weight import GroupedWeight
+from ..weights.int8_weight import Int8Weight
 from ..weights.layout import drop_vocab_padding
 from ..weights.params import Params
-from ..weights.quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
+from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .files import TEXT_FILES
 from .tensors import DTYPES, StoredTensor

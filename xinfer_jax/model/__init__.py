@@ -2,8 +2,8 @@
 
 Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `attention` (causal attention),
 `rope_append` (RoPE and the append to the cache), `experts` (mixture of experts), `decoder_layer` (one layer,
-for all families), `decoder` (`forward`, `hidden_states` and `unembed`). `linear_attention` (Gated DeltaNet, in
-place of attention) and `key_bias` (that of quantized caches) are plugged in.
+for all families), `decoder` (`forward`, `hidden_states` and `unembed`). `linear_attention` (Gated DeltaNet,
+in place of attention) and `key_bias` (that of quantized caches) are plugged in.
 
 - Layers are a tuple, unrolled in Python. A scan over stacked weights made decoding on CPU twice as slow,
   since each step slices a copy of the layer; and layers may differ.

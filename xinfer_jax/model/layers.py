@@ -98,7 +98,7 @@ def linear(  # noqa: PLR0913
         return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
     weight = leaf["weight"]
     if not isinstance(weight, AnyArray):
-        x, weight = plugin("leaf", "local_shard")(x, weight, over)
+        x, weight = weight.local_shard(x, over)
     y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
     if "bias" in leaf:
         y = y + leaf["bias"]
@@ -169,7 +169,7 @@ def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, AnyArray):
         y = float_product(x.reshape(-1, x.shape[-1]), jnp.asarray(weight)).reshape(*x.shape[:-1], -1)
     else:
-        y = plugin("leaf", "product")(x, weight)
+        y = weight.product(x)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(dtype)
@@ -179,7 +179,7 @@ def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) 
     """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
     table = leaf["weight"]
     is_float = isinstance(table, AnyArray)
-    rows = _embed(token, jnp.asarray(table)) if is_float else plugin("leaf", "rows")(table, token)
+    rows = _embed(token, jnp.asarray(table)) if is_float else table.rows(token)
     x = rows.astype(dtype)
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
 

@@ -1,7 +1,7 @@
 """Parameters from their specs: initialisation, checks and byte counts; the dtypes of a model."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,8 @@ import numpy as np
 from .. import plugin
 from ..checks import check_fits
 from ..config.model_config import ModelConfig
-from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
-from .quantization import quantized_leaf, quantized_stack
-from .quantized_weights import METHODS, check_quantize_method
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -37,8 +34,7 @@ def init_params(
         InputError: they need more memory than there is.
     """
     dtype = resolve_dtype(dtype)
-    check_quantize_method(None if quantize == "ternary" else quantize)
-    check_quantize(config, quantize)
+    quantized = None if quantize is None else plugin("leaf", "quantizer")(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
     check_weights(specs, dtype, quantize)
     keys = jax.random.split(key, len(specs))
@@ -52,10 +48,7 @@ def init_params(
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
         scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
-        if quantize is None or not spec.is_quantizable:
-            return matrix
-        quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
-        return jax.device_put(quantized(np.asarray(matrix), spec.name, quantize))
+        return quantized(matrix, spec.name) if quantized and spec.is_quantizable else matrix
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
@@ -93,14 +86,6 @@ def check_params(params: Any, config: Any) -> None:
         raise InputError(
             f"params have {len(params['layers'])} layers, the config has {config.num_hidden_layers}"
         )
-
-
-def check_quantize(config: ModelConfig, method: str | None) -> None:
-    """Raises InputError where the model's matrices cannot be quantized by this method."""
-    if method and method not in METHODS:
-        feature = "mxfp4" if method == "mxfp4" else "stored formats"
-        remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
-        check_supported(config, feature, f"quantized weights ({method}) are", remedy)
 
 
 def activation_dtype(params: Params) -> Any:
