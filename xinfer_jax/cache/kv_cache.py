@@ -294,12 +294,6 @@ def describe_fits(fits: tuple[tuple, ...]) -> str:
     return ", ".join(parts)
 
 
-def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
-    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
-    layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
-    return dataclasses.replace(cache, layers=layers)
-
-
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
     """Row b of the result is row index_B[b]: for beams, and for answers that share a prompt."""
     rows = jax.tree.map(lambda x_B: x_B[index_B], without_layers(cache))

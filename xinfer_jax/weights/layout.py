@@ -102,17 +102,6 @@ def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | 
     return jax.tree.map(leaf_specs, specs, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
-def drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
-    """Returns a matrix of the vocabulary without its padding; other leaves unchanged."""
-    if spec.axes[0] != "vocab" or leaf.shape == spec.shape:
-        return leaf
-
-    def drop_rows(x: Any, mesh_axes: PartitionSpec) -> Any:
-        return x[tuple(slice(spec.shape[0] if mesh_axis else None) for mesh_axis in mesh_axes)]
-
-    return jax.tree.map(drop_rows, leaf, partition_specs(spec, leaf, None, RULES))
-
-
 @lru_cache(maxsize=64)
 def _layer_specs(config: ModelConfig, names: frozenset[str]) -> Params:
     return next(layer for layer in param_specs(config)["layers"] if layer.keys() == names)
