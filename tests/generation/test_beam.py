@@ -138,6 +138,7 @@ def test_reorder_tail_equals_reorder():
         jax.tree.map(np.testing.assert_array_equal, moved, reorder(cache, index))
 
 
+@pytest.mark.full
 def test_the_cache_of_the_prompts_is_freed_before_the_first_step(model, monkeypatch):
     """The layerwise runner copies it for each beam."""
     caches = []

@@ -51,6 +51,7 @@ def test_a_vector_does_not_depend_on_other_texts(loaded, bound):
         np.testing.assert_allclose(xj.embed_texts(model, [text])[0], together_D, atol=bound)
 
 
+@pytest.mark.full
 def test_embeddings_over_a_mesh_with_one_program(model):
     mesh = jax.make_mesh((1,), ("model",))
     params = jax.device_put(model.params, xj.shardings(model.config, mesh))

@@ -169,6 +169,7 @@ def test_one_branch_equals_branches(rows, size):
     np.testing.assert_array_equal(got[2], want[2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_one_pass_of_a_kernel_equals_the_passes_of_xla(name):
     """In the interpreter. Rows with and without a bias and a repetition penalty, greedy rows, infinite
