@@ -51,6 +51,7 @@ def wait_until_warm(engine) -> None:
     assert not engine.stats.warming_up
 
 
+@pytest.mark.full
 def test_requests_during_warm_up_have_the_bits_of_later_ones(model):
     jax.clear_caches()
     with xj.Engine(model, **SHAPE) as engine:

@@ -123,6 +123,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
     assert_same(tight, together.sequences, together.scores)
 
 
+@pytest.mark.full
 def test_reorder_tail_equals_reorder():
     config = from_hf(TINY)
     cache = xj.init_cache(config, 4, 24, "float32")

@@ -59,6 +59,7 @@ def test_embeddings_over_a_mesh_with_one_program(model):
     np.testing.assert_allclose(xj.embed_texts(over, TEXTS), xj.embed_texts(model, TEXTS), atol=1e-5)
 
 
+@pytest.mark.full
 def test_many_texts_are_several_batches_and_compile_nothing_within_a_bucket(model):
     ids = np.random.RandomState(0).randint(0, 200, (300, 9))
     first_ND = xj.embed_texts(model, [row[: 3 + i % 7] for i, row in enumerate(ids)])
@@ -104,6 +105,7 @@ def test_text_needs_a_tokenizer_and_ids_do_not(model):
         xj.embed_texts(without, ["Hello"])
 
 
+@pytest.mark.full
 def test_hidden_states_that_are_not_finite_raise(model):
     weight = np.array(model.params["embed"]["weight"])
     weight[7] = np.nan

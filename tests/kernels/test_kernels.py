@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from layer_changes import with_mixer, with_windows
-from quick import full_except
 from small_models import QWEN, build, prompts
 
 import kernels_pallas
@@ -182,7 +181,7 @@ def decode_programs(dtype="bfloat16"):
     yield jax.jit(loop).trace(params, SD((2, 320), jnp.float32), cache, keys)
 
 
-@pytest.fixture(params=full_except(["mosaic"], ["mosaic", "triton"]))
+@pytest.fixture(params=["mosaic", "triton"])
 def fake_gpu(request, monkeypatch):
     """As if this process had an NVIDIA GPU: calls with `impl=None` are lowered for it, not run."""
     selection = kernels_pallas.Selection(request.param, "an imaginary GPU")
@@ -317,6 +316,7 @@ def test_the_head_of_an_int8_vocabulary():
     np.testing.assert_allclose(logprob_B, jax.nn.log_softmax(logits_BV).max(-1), atol=2e-3)
 
 
+@pytest.mark.full
 def test_kernels_serve_every_cache_but_gear(fake_gpu):
     """Rings and quantized keys too; Hopper reads quantized keys by the Triton kernel."""
     config = from_hf(QWEN | dict(head_dim=16))

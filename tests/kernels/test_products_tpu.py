@@ -94,7 +94,8 @@ def test_a_row_has_the_same_bits_beside_others(name):
         np.testing.assert_array_equal(np.asarray(one[0], F32), np.asarray(two[0], F32))
 
 
-@pytest.mark.parametrize("kind", full_except(("int8",), [F32, BF16, "int8"]))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [F32, BF16, "int8"])
 def test_greedy_token(kind, place):
     """Of equal logits the first, of NaN the first; more rows than read the matrix once."""
     draws = np.random.default_rng(0)
@@ -145,6 +146,7 @@ def test_what_the_kernel_takes():
     assert device_form(int4) is int4
 
 
+@pytest.mark.full
 def test_derivatives_and_vmap_are_those_of_plain_jnp():
     draws = np.random.default_rng(0)
     (x, w, bias, norm, residual) = (

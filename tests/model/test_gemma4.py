@@ -62,6 +62,7 @@ def test_gradients_of_every_leaf(model):
     family_checks.check_gradients(model)
 
 
+@pytest.mark.full
 def test_negative_scales_of_experts():
     """They count as the positive ones do, also where every expert is computed for all tokens."""
     config = MOE.config

@@ -83,6 +83,7 @@ def test_blocks_equal_single_steps_and_so_do_their_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found[1], expected[1])
 
 
+@pytest.mark.full
 def test_equal_keys_lose_no_digits():
     (q, k, v, _, beta), state = random_tokens(128)
     k = np.broadcast_to(k[:, :, :1], k.shape)

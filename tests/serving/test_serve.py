@@ -693,6 +693,7 @@ def byte_level_tokenizer(template, **tokens):
     return Tokenizer(backend, chat_template=template, special_tokens={}, eos_token_ids=[])
 
 
+@pytest.mark.full
 def test_every_kind_of_control_token_is_escaped():
     many = {f"<unused{i}>": dict(special=True) for i in range(6000)}
     own = {"<tool>": {}, "</tool>": {}, "\n": {}, "  ": {}, "<\u00e9>": dict(normalized=True)}
