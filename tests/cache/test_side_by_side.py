@@ -27,7 +27,7 @@ from xinfer_jax.cache.stored_kv import empty_pair, separate_pair
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 ON_TPU = functools.partial(kernels_pallas.assume_device, None, "a TPU", platform="tpu")
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [7, 8, 9]]

@@ -21,7 +21,7 @@ from xinfer_jax.families.naming import file_specs
 from xinfer_jax.weights.quantization import quantize_matrix
 from xinfer_jax.weights.quantized_weights import GroupedWeight, dequantize, is_quantized
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 Q1 = "model.layers.1.self_attn.q_proj"
 

@@ -16,7 +16,7 @@ from xinfer_jax.engine.page_files import PageFiles
 from xinfer_jax.engine.row import Row
 from xinfer_jax.engine.shape import page_settings
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 SHAPE = dict(rows=3, capacity=512, chunk=128, pages=20)  # as in test_engine.py: the same programs
 SAMPLED = xj.GenerateOptions(3, xj.SamplingConfig(temperature=1.0), eos_token_ids=(), logprobs=1)

@@ -10,7 +10,7 @@ import tiny
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 TEXTS = ("Hello", "What is the capital of France?", "a", "The capital of Spain is Madrid. " * 6)
 

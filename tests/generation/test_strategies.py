@@ -14,7 +14,7 @@ import xinfer_jax as xj
 from xinfer_jax.sampling import processors
 from xinfer_jax.sampling.batched_settings import settings_per_row
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
 

@@ -14,6 +14,8 @@ from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
 from xinfer_jax.checkpoint.detokenizer import IncrementalDetokenizer
 from xinfer_jax.checkpoint.stop_strings import StopStringMatcher
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture(scope="module")
 def model(good) -> xj.Model:

@@ -20,7 +20,7 @@ from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 from xinfer_jax.sampling.logprobs import empty_alternatives
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 B, T, V, S = 8, 4, 300, 32
 EOS = 4

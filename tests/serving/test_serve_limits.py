@@ -26,7 +26,7 @@ from xinfer_jax.serve.api_errors import APIError
 from xinfer_jax.serve.request_body import load_json_body, scan_json
 from xinfer_jax.serve.worker_pool import WorkerPool
 
-pytestmark = [pytest.mark.full, pytest.mark.newest]
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 KEYS = dict(api_keys=(b"first", b"second"))
 LONG = dict(prompt=[5, 6, 7], max_tokens=400, ignore_eos=True)

@@ -18,7 +18,7 @@ from xinfer_jax.tool_calls.descriptions import check_tools, parameter_schemas
 from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS
 from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 _KIND = dict(type="object", properties=dict(q=dict(enum=[1, "é"])), required=["q"])
 _KINDS = dict(type="array", items={"$ref": "#/$defs/kind"}, maxItems=2)

@@ -18,7 +18,7 @@ from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rota
 from xinfer_jax.weights.quantized_matmul import quantized_product
 from xinfer_jax.weights.quantized_weights import Int8Weight, dequantize
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 INT8 = dict(quantize="int8", activations="int8")
 FAMILIES = {
