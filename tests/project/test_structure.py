@@ -149,14 +149,11 @@ def test_every_module_has_its_place_in_the_order():
     assert set(MODULES) == {*ORDER, "__main__"}
 
 
-LONGER = {"cache", "grammar", "model", "weights"}  # packages whose docstring is still to be shortened
-
-
 @pytest.mark.parametrize("package", FOLDERS)
 def test_every_package_says_what_it_is_for(package):
     text = ast.get_docstring(ast.parse((LIBRARY / package / "__init__.py").read_text(encoding="utf-8")))
     assert len(text or "") > 200
-    assert (len((text or "").splitlines()) > 25) == (package in LONGER)
+    assert len((text or "").splitlines()) <= 25
     assert not [name for name in PACKAGES[package] if f"`{name}`" not in text]
     # Importing a package loads none of its modules.
     assert not imported(LIBRARY / package / "__init__.py", "")
@@ -270,15 +267,9 @@ def test_no_retired_phrase_comes_back(path):
     assert not [phrase for phrase in retired_words.PHRASES if re.search(rf"\b{re.escape(phrase)}\b", text)]
 
 
-# Packages whose docstrings may still begin so.
-STILL_BESIDE_OTHERS = {"cache", "grammar", "model", "ops", "weights", "kernels_pallas"}
-
-
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_docstring_is_understood_alone(path):
     """It begins with its subject, not with that of another docstring."""
-    if STILL_BESIDE_OTHERS & {*path.relative_to(ROOT).parts}:
-        return
     nodes = [
         node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, DEFINED)
     ]
