@@ -151,14 +151,11 @@ def test_every_module_has_its_place_in_the_order():
     assert set(MODULES) == {*ORDER, "__main__"}
 
 
-LONGER = {"cache", "grammar", "model", "weights"}  # packages whose docstring is still to be shortened
-
-
 @pytest.mark.parametrize("package", FOLDERS)
 def test_every_package_says_what_it_is_for(package):
     text = ast.get_docstring(ast.parse((LIBRARY / package / "__init__.py").read_text(encoding="utf-8")))
     assert len(text or "") > 200
-    assert (len((text or "").splitlines()) > 25) == (package in LONGER)
+    assert len((text or "").splitlines()) <= 25
     assert not [name for name in PACKAGES[package] if f"`{name}`" not in text]
     # Importing a package loads none of its modules.
     assert not imported(LIBRARY / package / "__init__.py", "")
@@ -253,10 +250,6 @@ def test_no_retired_phrase_comes_back(path):
     check_phrases(path.read_text(encoding="utf-8"))
 
 
-# Packages whose docstrings may still begin so.
-STILL_BESIDE_OTHERS = {"cache", "grammar", "model", "ops", "weights", "kernels_pallas"}
-
-
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_words_and_assignments_of_a_file(path):
     """It has a docstring, no retired word, docstrings that begin with their subject, and values that are
@@ -271,9 +264,8 @@ def test_words_and_assignments_of_a_file(path):
     documented = [node for node in nodes if isinstance(node, (ast.Module, *DEFINED))]
     comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
     check_phrases(" ".join([*(ast.get_docstring(node) or "" for node in documented), *comments]))
-    if not STILL_BESIDE_OTHERS & {*path.relative_to(ROOT).parts}:
-        texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, DEFINED)]
-        assert not [text for text in texts if re.match(r"The same\b|As (of|in|it|they|many)\b|As `", text)]
+    texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, DEFINED)]
+    assert not [text for text in texts if re.match(r"The same\b|As (of|in|it|they|many)\b|As `", text)]
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             read = {ast.unparse(part) for part in ast.walk(node.value)}

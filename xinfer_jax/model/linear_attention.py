@@ -119,8 +119,8 @@ def _read_by_sums(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> 
 def _read_by_product(
     k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The same on CPUs: into sums jax 0.10 fuses all that makes k and q, and computes it for each number of S
-    (16 heads of 128, Zen 4: 3.4 ms a token for the layer's attention, 1.1 in this way; jax 0.12 1.3 and 1.1).
+    """Sᵀk and Sᵀq, [B, N, Y], on CPUs: into sums jax 0.10 fuses all that makes k and q, and computes it for
+    each number of S.
     """
     read_BN2Y = _matmul(jnp.stack([k_BNH, q_BNH], 2), state_BNHY)
     return read_BN2Y[:, :, 0], read_BN2Y[:, :, 1]

@@ -124,7 +124,7 @@ def _ordered_reason(matrices, norm_weight) -> str | None:
 
 
 def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:
-    """The same for GPUs."""
+    """Why a GPU kernel does not take these matrices; None: it does."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}"
     if norm_weight is not None and (rows > FEW_ROWS or x.dtype != jnp.bfloat16):
@@ -142,7 +142,9 @@ def _has_int8_activations(matrix: Any) -> bool:
 
 
 def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
-    """The same for one matrix. normed: x has a norm; several: x is that of other matrices too."""
+    """Why a kernel does not take one matrix; None: it does. normed: x has a norm; several: x is that of other
+    matrices too.
+    """
     if type(matrix) in _WITHOUT_KERNEL:
         return _WITHOUT_KERNEL[type(matrix)]
     if reason := kernels_pallas.support.too_large(getattr(matrix, "values", matrix)):
