@@ -22,8 +22,14 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
+    # Over a mesh of devices; operations have more forms for it below.
+    ("mesh", "experts"): ("ops.mesh", "mesh_experts"),
+    ("mesh", "linear"): ("ops.mesh", "summed_linear"),
+    ("mesh", "means of squares"): ("ops.mesh", "means_of_squares"),
+    ("mesh", "of cache"): ("weights.layout", "cache_mesh"),
+    ("mesh", "of params"): ("sharding", "mesh_of_params"),
+    ("mesh", "shard heads"): ("sharding", "constrain_heads"),
     # Leaves that are not float arrays, and rotated models.
-    ("leaf", "local_shard"): ("weights.quantized_weights", "local_shard"),
     ("leaf", "product"): ("weights.quantized_matmul", "quantized_product"),
     ("leaf", "rows"): ("weights.quantized_weights", "embedding_rows"),
     ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
@@ -32,7 +38,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # How operations get their forms; then the forms of each: for "any" platform, by a "kernel" or by several
     # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
-    ("operation", "check impl"): ("ops.forms", "check_available"),
+    ("operation", "check"): ("ops.forms", "check_available"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
     ("after_recording", "cuda"): ("ops.gpu.verify", "recording_form"),
     ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
@@ -41,7 +47,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("products", "kernels"): ("ops.kernels.product_kernels", "products_form"),
     ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
     ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
+    ("recurrent_step", "cpu"): ("ops.cpu.recurrent_by_product", "step_form"),
     ("rope_append", "kernels"): ("ops.kernels.append_kernels", "append_form"),
+    ("decoder_layer", "any"): ("ops.mesh", "mesh_layer_form"),
+    ("embed_tokens", "any"): ("ops.mesh", "mesh_embedding_form"),
     ("embedding", "cpu"): ("ops.cpu.cpu_products", "embedding_form"),
     ("expert_at", "any"): ("ops.cpu.experts_by_tiles", "expert_at_form"),
     ("experts", "cpu"): ("ops.cpu.experts_by_tiles", "experts_form"),
@@ -50,10 +59,12 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
     ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),
     ("sample_from_hidden", "kernels"): ("ops.kernels.head", "sampling_form"),
+    ("sample_rows", "any"): ("ops.mesh", "mesh_sampling_form"),
     ("sampled_from", "cuda"): ("ops.gpu.gpu_sampler", "sampled_from_form"),
     ("threshold", "cuda"): ("ops.gpu.reductions", "threshold_form"),
     ("top_k", "cuda"): ("ops.gpu.top_k", "gpu_top_k_form"),
     ("top_k", "any"): ("ops.mesh", "mesh_top_k_form"),
+    ("unembed", "any"): ("ops.mesh", "mesh_unembed_form"),
     ("verify", "cuda"): ("ops.gpu.verify", "verify_form"),
     # Families by model_type.
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),

@@ -22,11 +22,10 @@ pytestmark = pytest.mark.oldest
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "plugins"),
+    "sharding": (),
     "ops": ("operation", "largest", "product", "forms"),
     "ops.cpu": ("cpu_features", "cpu_products"),
     "ops.tpu": ("tpu_products",),
-    "sharding": (),
-    "ops.mesh": (),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
@@ -49,6 +48,7 @@ PACKAGES = {
         "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
+    "ops.mesh": (),
     "tool_calls": (
         "call_parser", "reasoning", "json_scanner", "json_call", "xml_call", "gemma_call",
         "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
@@ -66,6 +66,7 @@ PACKAGES = {
     "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
     "ops.cpu.attention_by_row": (),
     "ops.cpu.experts_by_tiles": (),
+    "ops.cpu.recurrent_by_product": (),
     "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
     "ops.gpu.verify": (),
     "generation.kernels": (),

@@ -66,10 +66,7 @@ def joint_norms(
     xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, over: str | None
 ) -> list[jax.Array]:
     """`norm` of several vectors, whose features may be sharded along the mesh axis `over`."""
-    means: Any = [None] * len(xs)
-    if over is not None:  # one reduction for all
-        own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
-        means = jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
+    means: Any = [None] * len(xs) if over is None else plugin("mesh", "means of squares")(xs, over)
     return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
 
 
@@ -97,16 +94,9 @@ def linear(  # noqa: PLR0913
     added to the result. impl: as in `products`.
     """
     dtype = out_dtype or x.dtype
-    if over is None:
-        return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
-    weight = leaf["weight"]
-    if not isinstance(weight, AnyArray):
-        x, weight = plugin("leaf", "local_shard")(x, weight, over)
-    y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
-    if "bias" in leaf:
-        y = y + leaf["bias"]
-    y = y.astype(dtype)
-    return y if residual is None else residual + y
+    if over is not None:
+        return plugin("mesh", "linear")(x, leaf, over, dtype, residual, impl)
+    return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
 
 
 def products(  # noqa: PLR0913

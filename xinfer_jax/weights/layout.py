@@ -10,7 +10,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..sharding import MODEL, RULES, check_divisible, partition_spec, with_auto_axes
+from ..sharding import (
+    MODEL,
+    REPLICATED,
+    RULES,
+    check_divisible,
+    check_mesh_context,
+    memory_fraction,
+    partition_spec,
+    with_auto_axes,
+)
 from .mxfp4 import Mxfp4Weight
 from .params import Params, ParamSpec, check_params, param_specs
 from .quantized_weights import Int8Weight, is_quantized
@@ -59,6 +68,15 @@ def check_mesh(mesh: Any) -> Mesh:
             f" makes it, got {given}"
         )
     return with_auto_axes(mesh)
+
+
+def cache_mesh(mesh: Any) -> tuple[Mesh, float, NamedSharding]:
+    """Returns `check_mesh` of a new cache's mesh, its `memory_fraction`, and the sharding of arrays that it
+    does not divide.
+    """
+    check_mesh_context()
+    mesh = check_mesh(mesh)
+    return mesh, memory_fraction(mesh), NamedSharding(mesh, REPLICATED)
 
 
 def _check_heads(config: ModelConfig, mesh: Any) -> None:
