@@ -22,6 +22,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
+    # RoPE by `rope_type`, other than "default".
+    ("rope", "dynamic"): ("model.rope_scaling", "dynamic_rope"),
+    ("rope", "linear"): ("model.rope_scaling", "linear_rope"),
+    ("rope", "llama3"): ("model.rope_scaling", "llama3_rope"),
+    ("rope", "longrope"): ("model.rope_scaling", "longrope"),
+    ("rope", "proportional"): ("model.rope_scaling", "proportional_rope"),
+    ("rope", "yarn"): ("model.rope_scaling", "yarn_rope"),
     # Over a mesh of devices; operations have more forms for it below.
     ("mesh", "experts"): ("ops.mesh", "mesh_experts"),
     ("mesh", "linear"): ("ops.mesh", "summed_linear"),

@@ -41,7 +41,7 @@ PACKAGES = {
         "side_by_side", "page_size", "paged", "recurrent", "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
-        "layers", "attention", "rope_append", "linear_attention", "experts",
+        "layers", "rope_scaling", "attention", "rope_append", "linear_attention", "experts",
         "decoder_layer", "decoder",
     ),
     "sampling": (

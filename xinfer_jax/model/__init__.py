@@ -1,11 +1,10 @@
 """The decoder as a pure function of (params, tokens, cache): embed, layers, logits.
 
-Read the files in this order: `kernel_products` (which matrix products a GPU kernel takes), `layers` (norm,
-RoPE, linear, gated MLP), `attention` (causal attention in plain jnp, and by the kernels of `kernels_pallas`),
-`rope_append` (RoPE and the append to the cache, in the same two ways), `linear_attention` (Gated DeltaNet, in
-place of attention), `experts` (mixture of experts, in both ways), `decoder_layer` (one layer, for all
-families), `decoder` (`forward`, `hidden_states` and `unembed`), `greedy` (the most likely token, from logits
-or straight from hidden states).
+Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `rope_scaling` (RoPE for longer
+contexts), `attention` (causal attention), `rope_append` (RoPE and the append to the cache),
+`linear_attention` (Gated DeltaNet, in place of attention), `experts` (mixture of experts), `decoder_layer`
+(one layer, for all families), `decoder` (`forward`, `hidden_states` and `unembed`). `ops` has their forms by
+kernels.
 
 - Layers are a tuple, unrolled in Python. A scan over stacked weights made decoding on CPU twice as slow,
   since each step slices a copy of the layer; and layers may differ.
@@ -46,7 +45,7 @@ or straight from hidden states).
   without values. So every cache has it, and kernels take it in the same way.
 - A soft prompt enters as `inputs_BTD` in place of embeddings. Positions, lengths and shapes stay those of the
   tokens.
-- Over a mesh (`sharding`) a layer is one `jax.shard_map` over its axis "model". Each device has some of the
+- Over a mesh (`ops.mesh`) a layer is one `jax.shard_map` over its axis "model". Each device has some of the
   heads with their keys, and some of the MLP's features or experts. It runs the single-device code on them,
   kernels and quantized products too. Two sums [.., D] a layer over all devices follow, in the dtype of the
   activations; the embedding needs a third. Logits stay sharded by vocabulary, and the compiler completes what
