@@ -58,18 +58,14 @@ def mixture_of_experts(
         weight_MU, expert_MU = lax.top_k(jax.nn.softmax(score_MX, -1), U)
     if "per_expert_scale" in router:
         weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
-    mix = partial(_mix, config=config, impl=impl)
-    operands = x_MD, weight_MU, expert_MU, layer["experts"]
-    out_MD = mix(*operands) if over is None else plugin("mesh", "experts")(mix, *operands, over)
-    return out_MD.reshape(x_BTD.shape)
-
-
-def _mix(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig, impl: str | None) -> jax.Array:
-    """[M, D]: the experts' outputs with their weights."""
     plain = partial(plain_experts, config=config)
-    operands = x_MD, weight_MU, expert_MU, experts
-    out_MD = run("experts", plain, *operands, impl=impl, derivative=plain, config=config)
-    return out_MD.astype(x_MD.dtype)
+
+    def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
+        operands = x_MD, weight_MU, expert_MU, layer["experts"]
+        out_MD = run("experts", plain, *operands, impl=impl, derivative=plain, config=config)
+        return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
+
+    return mix(expert_MU) if over is None else plugin("mesh", "experts")(mix, expert_MU, layer, over)
 
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:

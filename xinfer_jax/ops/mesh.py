@@ -124,17 +124,10 @@ def means_of_squares(xs: list[jax.Array], over: str) -> list[jax.Array]:
     return jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
 
 
-def mesh_experts(  # noqa: PLR0913
-    mix: Callable,
-    x_MD: jax.Array,
-    weight_MU: jax.Array,
-    expert_MU: jax.Array,
-    experts: Params,
-    over: str,
-) -> jax.Array:
-    """mix(x, weight, expert, experts) where the axis `over` divides the experts."""
-    first = lax.axis_index(over) * num_local_experts(experts)
-    return lax.psum(mix(x_MD, weight_MU, expert_MU - first, experts), over)
+def mesh_experts(mix: Callable, expert_MU: jax.Array, layer: Params, over: str) -> jax.Array:
+    """mix(expert_MU), the weighted outputs of experts, where the axis `over` divides these."""
+    first = lax.axis_index(over) * num_local_experts(layer["experts"])
+    return lax.psum(mix(expert_MU - first), over)
 
 
 def mesh_sampling_form(
