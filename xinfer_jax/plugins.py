@@ -33,7 +33,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("mesh", "experts"): ("ops.mesh", "mesh_experts"),
     ("mesh", "linear"): ("ops.mesh", "summed_linear"),
     ("mesh", "means of squares"): ("ops.mesh", "means_of_squares"),
-    ("mesh", "of cache"): ("weights.layout", "cache_mesh"),
+    ("mesh", "of cache"): ("sharding", "cache_mesh"),
     ("mesh", "of params"): ("sharding", "mesh_of_params"),
     ("mesh", "shard heads"): ("sharding", "constrain_heads"),
     # Leaves that are not float arrays, and rotated models.

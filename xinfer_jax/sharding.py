@@ -102,9 +102,26 @@ def check_divisible(
         )
 
 
-def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh with Auto axes, for which the compiler chooses shardings."""
+def check_mesh(mesh: Any) -> Mesh:
+    """Returns the mesh with Auto axes, for which the compiler chooses shardings; raises InputError unless it
+    has an axis "model".
+    """
+    if not isinstance(mesh, Mesh) or MODEL not in mesh.shape:
+        given = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
+        raise InputError(
+            f"mesh must be a jax.sharding.Mesh with an axis {MODEL!r}, as jax.make_mesh((4,), ({MODEL!r},))"
+            f" makes it, got {given}"
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def cache_mesh(mesh: Any) -> tuple[Mesh, float, NamedSharding]:
+    """Returns `check_mesh` of a new cache's mesh, its `memory_fraction`, and the sharding of arrays that it
+    does not divide.
+    """
+    check_mesh_context()
+    mesh = check_mesh(mesh)
+    return mesh, memory_fraction(mesh), NamedSharding(mesh, REPLICATED)
 
 
 def memory_fraction(mesh: Mesh | None) -> float:

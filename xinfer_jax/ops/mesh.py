@@ -1,4 +1,10 @@
-"""Forms of operations over a mesh of devices: each device computes its part, with the code of one device."""
+"""Forms of operations over a mesh of devices: each device computes its part, with the code of one device.
+
+A layer is one `jax.shard_map` with two sums [.., D] over all devices, in the dtype of the activations; the
+embedding needs a third. Logits stay sharded by vocabulary, and the compiler completes what samples from them,
+with a few numbers per row. int8 scales activations by the largest of a device's inputs, so its last bits
+depend on the number of devices.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,9 +36,7 @@ def _model_mesh(tree: Any, config: ModelConfig) -> Any:
     return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
 
 
-def mesh_layer_form(
-    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
-) -> Callable | None:
+def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
     """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided."""
     layer, _, _, kv = operands
     config = static["config"]
@@ -45,9 +49,7 @@ def mesh_layer_form(
     return shard_map_model(partial(plain, over=MODEL), mesh, specs, (REPLICATED, new_specs))
 
 
-def mesh_embedding_form(
-    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
-) -> Callable | None:
+def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
     """A form of `embed_tokens`: each device has some of the matrix's rows, and the results are summed; or
     each has all rows.
     """
@@ -58,19 +60,16 @@ def mesh_embedding_form(
     specs, sharded = _vocabulary_specs(leaf, mesh, **static)
 
     def embed_part(token: jax.Array, leaf: Params) -> jax.Array:
-        if not sharded:
-            return plain(token, leaf)
         rows = leaf["weight"].shape[0]
         token = token - lax.axis_index(MODEL) * rows
         mine = (token >= 0) & (token < rows)
         return lax.psum(jnp.where(mine[..., None], plain(token.clip(0, rows - 1), leaf), 0), MODEL)
 
-    return shard_map_model(embed_part, mesh, (REPLICATED, specs), REPLICATED)
+    part = embed_part if sharded else plain
+    return shard_map_model(part, mesh, (REPLICATED, specs), REPLICATED)
 
 
-def mesh_unembed_form(
-    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
-) -> Callable | None:
+def mesh_unembed_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
     """A form of `unembed`, whose logits are divided by vocabulary."""
     leaf, hidden = operands
     config = static["config"]
@@ -80,15 +79,10 @@ def mesh_unembed_form(
     specs, sharded = _vocabulary_specs(leaf, mesh, config)
     out_spec = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL) if sharded else REPLICATED
     over_mesh = shard_map_model(plain, mesh, (specs, REPLICATED), out_spec)
-
-    def without_padding(leaf: Params, hidden: jax.Array) -> jax.Array:
-        logits = over_mesh(leaf, hidden)
-        if logits.shape[-1] == config.vocab_size:
-            return logits
-        # Without the logits of padding rows. The compiler keeps the others sharded.
-        return logits[..., : config.vocab_size]
-
-    return without_padding
+    if leaf["weight"].shape[0] == config.vocab_size:
+        return over_mesh
+    # Without the logits of padding rows. The compiler keeps the others sharded.
+    return lambda *operands: over_mesh(*operands)[..., : config.vocab_size]
 
 
 def _vocabulary_specs(
@@ -130,14 +124,12 @@ def mesh_experts(mix: Callable, expert_MU: jax.Array, layer: Params, over: str) 
     return lax.psum(mix(expert_MU - first), over)
 
 
-def mesh_sampling_form(
-    plain: Any, impl: str | None, operands: Any, static: dict[str, Any]
-) -> Callable | None:
+def mesh_sampling_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
     """A form of `sample_rows` where logits are divided: from the whole vocabulary."""
     return None if abstract_mesh_of(operands) is None else sample_from_all
 
 
-def mesh_top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def mesh_top_k_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
     """A form of `top_k` where the numbers of a row are divided: each device finds candidates in its part."""
     mesh = abstract_mesh_of(operands)
     if mesh is None:
