@@ -12,6 +12,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("compiler", "options"): ("ops.cpu.cpu_features", "compiler_options"),
     ("compiler", "ahead"): ("layerwise.precompile", "precompile_once"),
     ("compiler", "dry run"): ("layerwise.precompile", "Precompiler"),
+    ("device", "chunk of all rows"): ("device_defaults", "chunk_of_all_rows"),
+    ("device", "dtype"): ("device_defaults", "default_dtype"),
+    ("device", "memory"): ("memory", "check_memory"),
+    ("device", "peak bytes"): ("memory", "peak_memory_bytes"),
     ("runner", "choice"): ("layerwise.runner", "layerwise_runner"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),
@@ -22,6 +26,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
+    ("layer", "key bias"): ("model.key_bias", "split_key_bias"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("model.rope_scaling", "dynamic_rope"),
     ("rope", "linear"): ("model.rope_scaling", "linear_rope"),
@@ -36,9 +41,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("mesh", "of cache"): ("sharding", "cache_mesh"),
     ("mesh", "of params"): ("sharding", "mesh_of_params"),
     ("mesh", "shard heads"): ("sharding", "constrain_heads"),
-    # Leaves that are not float arrays, and rotated models.
-    ("leaf", "product"): ("weights.quantized_matmul", "quantized_product"),
-    ("leaf", "rows"): ("weights.quantized_weights", "embedding_rows"),
+    # What quantizes leaves, and rotated models.
+    ("leaf", "quantizer"): ("weights.quantization", "quantizer"),
     ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
     ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
     ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),

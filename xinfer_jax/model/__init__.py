@@ -1,10 +1,10 @@
 """The decoder as a pure function of (params, tokens, cache): embed, layers, logits.
 
-Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `rope_scaling` (RoPE for longer
-contexts), `attention` (causal attention), `rope_append` (RoPE and the append to the cache),
-`linear_attention` (Gated DeltaNet, in place of attention), `experts` (mixture of experts), `decoder_layer`
-(one layer, for all families), `decoder` (`forward`, `hidden_states` and `unembed`). `ops` has other forms of
-their operations: by platform, by kernel, over a mesh.
+Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `attention` (causal attention),
+`rope_append` (RoPE and the append to the cache), `experts` (mixture of experts), `decoder_layer` (one layer,
+for all families), `decoder` (`forward`, `hidden_states` and `unembed`). `linear_attention` (Gated DeltaNet,
+in place of attention), `rope_scaling` (RoPE for longer contexts) and `key_bias` (that of quantized caches)
+are plugged in. `ops` has other forms of operations: by platform, by kernel, over a mesh.
 
 - Layers are a tuple, unrolled in Python. A scan over stacked weights made decoding on CPU twice as slow,
   since each step slices a copy of the layer; and layers may differ.

@@ -81,7 +81,8 @@ def yarn_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B: 
     low = max(low, 0)
     high = min(high, width - 1)
     ramp = np.clip((np.arange(len(inverse_P), dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
-    return inverse_P / rope.factor * ramp + inverse_P * (1 - ramp), _yarn_factor(rope)
+    inverse_P = inverse_P / rope.factor * ramp + inverse_P * (1 - ramp)
+    return inverse_P.astype(np.float32), _yarn_factor(rope)
 
 
 def _yarn_factor(rope: RopeConfig) -> float:

@@ -22,7 +22,6 @@ from ..sampling.sampler import sample_from_all
 from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, shard_map_model
 from ..weights.layout import is_divisible, layer_partition_specs, partition_specs
 from ..weights.params import AnyArray, Params, param_specs
-from ..weights.quantized_weights import local_shard
 from .largest import largest_k
 
 _UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
@@ -104,7 +103,7 @@ def summed_linear(  # noqa: PLR0913
     """`model.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
     weight = leaf["weight"]
     if not isinstance(weight, AnyArray):
-        x, weight = local_shard(x, weight, over)
+        x, weight = weight.local_shard(x, over)
     y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
     if "bias" in leaf:
         y = y + leaf["bias"]
