@@ -64,6 +64,7 @@ def test_kept_and_dequantized(path, kept, exact):
     np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
+@pytest.mark.full
 def test_engine_and_prefix(kept, exact):
     """An engine's tokens are those of dequantized experts; prefixes know a model by its bytes."""
     prompts = cases.prompts(cases.CASES["gpt-oss-published"])

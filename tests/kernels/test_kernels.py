@@ -317,6 +317,7 @@ def test_the_head_of_an_int8_vocabulary():
     np.testing.assert_allclose(logprob_B, jax.nn.log_softmax(logits_BV).max(-1), atol=2e-3)
 
 
+@pytest.mark.full
 def test_kernels_serve_every_cache_but_gear(fake_gpu):
     """Rings and quantized keys too; Hopper reads quantized keys by the Triton kernel."""
     config = from_hf(QWEN | dict(head_dim=16))

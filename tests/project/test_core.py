@@ -66,9 +66,10 @@ ALONE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
-    [family if family == "llama" else pytest.param(family, marks=pytest.mark.full) for family in ALONE],
+    ["llama", *(pytest.param(family, marks=pytest.mark.oldest) for family in ALONE if family != "llama")],
 )
 def test_core_runs_alone(family, tmp_path):
     """Where nothing else can be imported it gives the tokens of the library, and its logits. With nothing

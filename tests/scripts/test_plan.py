@@ -25,7 +25,7 @@ from xinfer_jax.sharding import check_mesh
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantize_methods import METHODS
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 ANY_MODEL = ("float32", "bfloat16", *METHODS)  # formats that any model may have
 

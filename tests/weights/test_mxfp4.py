@@ -39,6 +39,7 @@ def test_numbers_of_every_byte():
     assert np.asarray(dequantize(few))[0, :4].tolist() == [3, -8, 3, -8]
 
 
+@pytest.mark.full
 def test_numbers_are_those_of_transformers():
     torch = pytest.importorskip("torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")

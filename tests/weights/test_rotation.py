@@ -18,7 +18,7 @@ from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rota
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 INT8 = dict(quantize="int8", activations="int8")
 FAMILIES = {
