@@ -27,6 +27,20 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
     ("layer", "key bias"): ("model.key_bias", "split_key_bias"),
+    # RoPE by `rope_type`, other than "default".
+    ("rope", "dynamic"): ("model.rope_scaling", "dynamic_rope"),
+    ("rope", "linear"): ("model.rope_scaling", "linear_rope"),
+    ("rope", "llama3"): ("model.rope_scaling", "llama3_rope"),
+    ("rope", "longrope"): ("model.rope_scaling", "longrope"),
+    ("rope", "proportional"): ("model.rope_scaling", "proportional_rope"),
+    ("rope", "yarn"): ("model.rope_scaling", "yarn_rope"),
+    # Over a mesh of devices; operations have more forms for it below.
+    ("mesh", "experts"): ("ops.mesh", "mesh_experts"),
+    ("mesh", "linear"): ("ops.mesh", "summed_linear"),
+    ("mesh", "means of squares"): ("ops.mesh", "means_of_squares"),
+    ("mesh", "of cache"): ("sharding", "cache_mesh"),
+    ("mesh", "of params"): ("sharding", "mesh_of_params"),
+    ("mesh", "shard heads"): ("sharding", "constrain_heads"),
     # What quantizes leaves, and rotated models.
     ("leaf", "quantizer"): ("weights.quantization", "quantizer"),
     ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
@@ -35,7 +49,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # How operations get their forms; then the forms of each: for "any" platform, by a "kernel" or by several
     # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
-    ("operation", "check impl"): ("ops.forms", "check_available"),
+    ("operation", "check"): ("ops.forms", "check_available"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
     ("after_recording", "cuda"): ("ops.gpu.verify", "recording_form"),
     ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
@@ -44,7 +58,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("products", "kernels"): ("ops.kernels.product_kernels", "products_form"),
     ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
     ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
+    ("recurrent_step", "cpu"): ("ops.cpu.recurrent_by_product", "step_form"),
     ("rope_append", "kernels"): ("ops.kernels.append_kernels", "append_form"),
+    ("decoder_layer", "any"): ("ops.mesh", "mesh_layer_form"),
+    ("embed_tokens", "any"): ("ops.mesh", "mesh_embedding_form"),
     ("embedding", "cpu"): ("ops.cpu.cpu_products", "embedding_form"),
     ("expert_at", "any"): ("ops.cpu.experts_by_tiles", "expert_at_form"),
     ("experts", "cpu"): ("ops.cpu.experts_by_tiles", "experts_form"),
@@ -53,10 +70,12 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
     ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),
     ("sample_from_hidden", "kernels"): ("ops.kernels.head", "sampling_form"),
+    ("sample_rows", "any"): ("ops.mesh", "mesh_sampling_form"),
     ("sampled_from", "cuda"): ("ops.gpu.gpu_sampler", "sampled_from_form"),
     ("threshold", "cuda"): ("ops.gpu.reductions", "threshold_form"),
     ("top_k", "cuda"): ("ops.gpu.top_k", "gpu_top_k_form"),
     ("top_k", "any"): ("ops.mesh", "mesh_top_k_form"),
+    ("unembed", "any"): ("ops.mesh", "mesh_unembed_form"),
     ("verify", "cuda"): ("ops.gpu.verify", "verify_form"),
     # Families by model_type.
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),

@@ -24,11 +24,10 @@ PACKAGES = {
     "": (
         "errors", "signing", "formatting", "checks", "memory", "device_defaults", "host", "stats", "plugins",
     ),
+    "sharding": (),
     "ops": ("operation", "largest", "product", "forms"),
     "ops.cpu": ("cpu_features", "cpu_products"),
     "ops.tpu": ("tpu_products",),
-    "sharding": (),
-    "ops.mesh": (),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "weight_leaf", "param_specs", "params", "layout", "quantized_weight", "ternary", "mxfp4",
@@ -44,13 +43,14 @@ PACKAGES = {
         "side_by_side", "page_size", "paged", "recurrent", "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
-        "layers", "key_bias", "attention", "rope_append", "linear_attention", "experts",
+        "layers", "rope_scaling", "key_bias", "attention", "rope_append", "linear_attention", "experts",
         "decoder_layer", "decoder",
     ),
     "sampling": (
         "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
+    "ops.mesh": (),
     "tool_calls": (
         "call_parser", "reasoning", "json_scanner", "json_call", "xml_call", "gemma_call",
         "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
@@ -68,6 +68,7 @@ PACKAGES = {
     "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
     "ops.cpu.attention_by_row": (),
     "ops.cpu.experts_by_tiles": (),
+    "ops.cpu.recurrent_by_product": (),
     "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
     "ops.gpu.verify": (),
     "generation.kernels": (),

@@ -11,6 +11,7 @@ import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix
 
 from ...model.layers import finish_products, products, rms_norm
+from ...sharding import abstract_mesh_of
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
 from ...weights.mxfp4 import Mxfp4Weight
@@ -18,7 +19,7 @@ from ...weights.params import Params
 from ...weights.quantized_weight import is_quantized
 from ...weights.ternary import TernaryWeight
 from ..cpu.cpu_products import quantize_activations
-from ..operation import abstract_mesh_of, run, with_derivative
+from ..operation import run, with_derivative
 
 _WITHOUT_KERNEL: dict[type, str] = {TernaryWeight: "ternary weights", Mxfp4Weight: "MXFP4 weights"}
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
