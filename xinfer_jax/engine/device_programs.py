@@ -17,8 +17,8 @@ import numpy as np
 from ..cache.kv_cache import KVCache, truncate
 from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
-from ..generation.executor import decode_compiler_options
-from ..generation.loop import Hidden, TracedOperations, loop_until_done
+from ..generation.executor import decode_compiler_options, inline
+from ..generation.loop import Hidden, TracedExecutor, loop_until_done
 from ..generation.speculation import SpeculationState, last_and_draft_tokens, prompt_lookup, verify
 from ..generation.state import new_state
 from ..generation.strategies import Plain
@@ -105,7 +105,7 @@ def _decode_steps(  # noqa: PLR0913
     def step(state, cache, counts):
         if not num_draft_tokens:
             counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
-            (state, cache), _ = Plain(config).step(TracedOperations(impl), (params,), (state, cache))
+            (state, cache), _ = Plain(config).step(TracedExecutor(impl, inline), (params,), (state, cache))
             return state, cache, counts
         draft_BT = prompt_lookup(state.context.history_BS, state.position_B, num_draft_tokens)
         token_BT, num_tokens_B, cache = last_and_draft_tokens(cache, state.progress, draft_BT)
@@ -197,7 +197,7 @@ def _alternatives(logits_B1V, taken_BV, token_B):
 
 
 def running_token(lengths, progress, position_B, running_B):
-    """The inputs of `Operations.forward` for one step of the rows that run."""
+    """The inputs of `Executor.forward` for one step of the rows that run."""
     active_B = progress.active_B & running_B
     longest_B = None if lengths.longest_B is None else progress.longest_B(position_B)
     length_B = jnp.where(active_B, position_B - 1, 0)
