@@ -16,7 +16,7 @@ from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .batch_matchers import BatchMatchers
-from .executor import Executor, Run, call, compile_ahead
+from .executor import Executor, Run, compile_ahead, run_program
 from .loop import TracedExecutor, executor_class
 from .options import GenerateOutput
 from .output_checks import check_generated, check_overflow
@@ -77,7 +77,7 @@ class BatchGenerator:
             self._constants = self._drafting.constants
             self._strategy = self._drafting.strategy
 
-    def _executors(self, run: Run = call) -> tuple[Executor, Executor]:
+    def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
         """What prefills and samples the first token, and what decodes."""
         impl = self._call.options.impl
         executor = executor_class(self._call.params)(impl, run, self._call.greedy)

@@ -20,8 +20,8 @@ from .state import DecodeState
 ParamsAndConfig = tuple[Params, ModelConfig]
 # tokens_BT, and how many of each row are real, num_tokens_B
 PaddedTokens = tuple[Any, Any]
-# (program, *args) -> what the jitted function returns for these arguments: `call`; within a trace `inline`;
-# in a dry run a `Precompiler`, which compiles the program, and returns shapes.
+# (program, *args) -> what the jitted function returns for these arguments: `run_program`; within a trace
+# `inline`; in a dry run a `Precompiler`, which compiles the program, and returns shapes.
 Run = Callable[..., Any]
 
 _MIN_BUCKET = 16
@@ -32,7 +32,7 @@ _CHUNK = 512
 _CHUNK_OF_ALL_ROWS = {"gpu": 2048, "tpu": 1024}
 
 
-def call(program: Any, *args: Any) -> Any:
+def run_program(program: Any, *args: Any) -> Any:
     """program(*args)."""
     return program(*args)
 
@@ -53,7 +53,7 @@ class Executor(Protocol):
     impl: str | None
     run: Run
 
-    def __init__(self, impl: str | None, run: Run = call, greedy: bool = False):
+    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
         """greedy: no row uses a sampling setting; layer by layer, no sampler is compiled then."""
 
     @staticmethod

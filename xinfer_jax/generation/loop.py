@@ -26,10 +26,10 @@ from .executor import (
     ParamsAndConfig,
     Run,
     bucket,
-    call,
     decode_compiler_options,
     inline,
     prefill_chunk_size,
+    run_program,
 )
 from .state import DecodeState, sample_and_append
 from .strategies import Carry, Strategy
@@ -134,7 +134,7 @@ class TracedExecutor:
     name = "whole"
     about = "the model is one program, with its loop on the device"
 
-    def __init__(self, impl: str | None, run: Run = call, greedy: bool = False):
+    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
         self.impl = impl
         self.run = run
 

@@ -18,9 +18,9 @@ from ..generation.executor import (
     ParamsAndConfig,
     Run,
     bucket,
-    call,
     next_power_of_two,
     prefill_chunk_size,
+    run_program,
 )
 from ..generation.loop import REORDER
 from ..generation.state import DecodeState
@@ -74,7 +74,7 @@ class LayerwiseExecutor:
     name = "layer by layer"
     about = "programs for one or a few layers, called from the host"
 
-    def __init__(self, impl: str | None, run: Run = call, greedy: bool = False):
+    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
         self.impl = impl
         self.run = run
         self._greedy = greedy
