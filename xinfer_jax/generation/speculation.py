@@ -20,7 +20,7 @@ from jax import lax
 from ..cache.kv_cache import KVCache, truncate, without_layers
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
-from ..executor.operation import run
+from ..ops.operation import run
 from ..sampling.context import Context
 from ..sampling.sampler import sample_tokens
 from .executor import Executor
