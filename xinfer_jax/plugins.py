@@ -11,7 +11,7 @@ from typing import Any
 TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("compiler", "options"): ("ops.cpu.cpu_features", "compiler_options"),
     ("compiler", "ahead"): ("layerwise.precompile", "precompile_once"),
-    ("executor", "choice"): ("layerwise.executor", "layerwise_executor"),
+    ("executor", "choice"): ("layerwise.layerwise_executor", "layerwise_executor"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),
     ("cache dtype", "int8"): ("cache.quantized_kv", "INT8"),

@@ -9,8 +9,8 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation import batch_generator, entrypoints
-from xinfer_jax.layerwise.executor import LayerwiseExecutor
 from xinfer_jax.layerwise.layer_programs import layer_groups
+from xinfer_jax.layerwise.layerwise_executor import LayerwiseExecutor
 
 pytestmark = [pytest.mark.full, pytest.mark.newest]
 

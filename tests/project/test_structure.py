@@ -69,7 +69,7 @@ PACKAGES = {
     "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
     "ops.gpu.verify": (),
     "generation.kernels": (),
-    "layerwise": ("precompile", "layer_programs", "executor"),
+    "layerwise": ("precompile", "layer_programs", "layerwise_executor"),
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",

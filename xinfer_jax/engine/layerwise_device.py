@@ -20,7 +20,7 @@ from ..generation.batch_arrays import token_matrix
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
 from ..grammar.automaton import Dfa
-from ..layerwise.executor import LayerwiseExecutor, without_model_layers
+from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
 from ..sampling.random_keys import FOLD_IN, key_from_seed
 from .device import Device
 from .device_programs import (

@@ -12,7 +12,7 @@ import jax
 
 from ..config.model_config import ModelConfig
 from ..generation.loop import executor_class
-from ..layerwise.executor import LayerwiseExecutor
+from ..layerwise.layerwise_executor import LayerwiseExecutor
 from ..layerwise.precompile import CompilerStoppedError, Precompiler, shape_struct
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params

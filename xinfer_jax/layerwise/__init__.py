@@ -2,7 +2,7 @@
 `plugins.py` names it.
 
 In the order to read: `precompile` compiles the programs of a call in threads, which a dry run on shapes
-finds; `layer_programs` are the programs, and which layers a program has; `executor` calls them.
+finds; `layer_programs` are the programs, and which layers a program has; `layerwise_executor` calls them.
 
 - On a CPU, compiling the whole model takes longer than most answers. So embedding, one program per kind of
   layer, head and sampling are called from the host, with donated keys and values. Decode programs have up to
