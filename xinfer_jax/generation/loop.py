@@ -2,7 +2,7 @@
 
 tokens_BT ─ PREFILL ─► logits_BV ─ _SAMPLE ─► state ─ DECODE, the loop: append K/V → attend → sample
 
-On one CPU `layerwise.layerwise_executor.LayerwiseExecutor` takes its place: the host calls programs of a few layers.
+On one CPU `LayerwiseExecutor` takes its place: the host calls programs of a few layers.
 """
 
 from collections.abc import Callable
