@@ -61,8 +61,8 @@ PACKAGES = {
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
-        "executor", "state", "strategies", "loop", "speculation", "beam_steps", "functional",
-        "runners", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
+        "state", "executor", "strategies", "loop", "speculation", "beam_steps", "functional",
+        "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
@@ -72,7 +72,7 @@ PACKAGES = {
     "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
     "ops.gpu.verify": (),
     "generation.kernels": (),
-    "layerwise": ("precompile", "layer_programs", "runner"),
+    "layerwise": ("precompile", "layer_programs", "layerwise_executor"),
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
