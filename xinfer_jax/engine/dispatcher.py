@@ -12,6 +12,7 @@ never moved.
 import dataclasses
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -64,14 +65,16 @@ class Dispatcher:
         self._tickets = itertools.count(1)
         self._jobs: dict[int, Job] = {}  # by ticket
         self._current: dict[Answer, Job] = {}  # of answers that have not ended
+        self._at: dict[Any, dict[Answer, None]] = defaultdict(dict)  # these answers, by endpoint
         self._updated: dict[Request, None] = {}
         self._errors: dict[str, BaseException] = {}  # by role, of the last endpoint that failed
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Gives prompts to endpoints that prefill."""
+        queued = self._queued_tokens()
         for answer in answers:
             if answer.finish_reason is None:  # else another answer of its request failed at once
-                self._prefill(answer)
+                self._prefill(answer, queued)
 
     def abort(self, requests: Sequence[Request], reason: str) -> None:
         """Ends requests in any state. reason: their finish_reason."""
@@ -119,7 +122,8 @@ class Dispatcher:
                 self._fail(job.answer.request, endpoint.error)
             else:
                 self._drop(current)
-                self._prefill(job.answer)
+                self._prefill(job.answer, self._queued_tokens())
+        self._at.pop(endpoint, None)
 
     # --- events of endpoints ------------------------------------------------------------------------------
 
@@ -154,7 +158,7 @@ class Dispatcher:
             self._decode(job)
         elif new.reason is not None:
             answer.finish_reason = new.reason
-            self._drop(self._current.pop(answer))
+            self._drop(self._assign(answer, None))
 
     def pull(self, ticket: int, shardings: Any) -> None:
         """A row has room where it is decoded."""
@@ -188,14 +192,17 @@ class Dispatcher:
 
     # --- answers ------------------------------------------------------------------------------------------
 
-    def _prefill(self, answer: Answer) -> None:
+    def _queued_tokens(self) -> dict[Any, int]:
+        """The tokens of prompts that each endpoint has not prefilled."""
+        return {
+            endpoint: sum(len(answer.row.ids) - answer.row.num_computed for answer in self._at[endpoint])
+            for endpoint in self.of_role("prefill")
+        }
+
+    def _prefill(self, answer: Answer, queued: dict[Any, int]) -> None:
         """Gives an answer to the endpoint that will have prefilled the prompt first."""
         row = answer.row
         row.num_computed = 0
-        queued = {endpoint: 0 for endpoint in self.of_role("prefill")}
-        for other, job in self._current.items():
-            if job.endpoint in queued:
-                queued[job.endpoint] += len(other.row.ids) - other.row.num_computed
         if not queued:
             self._fail_without(answer.request, "prefill")
             return
@@ -203,24 +210,36 @@ class Dispatcher:
         def tokens_until_prefilled(endpoint: Any, hits: int) -> int:
             return queued[endpoint] + len(row.ids) - hits * PAGE_SIZE
 
-        self._start(self._router.route(row, tokens_until_prefilled, queued), answer, None)
+        endpoint = self._router.route(row, tokens_until_prefilled, queued)
+        queued[endpoint] += len(row.ids)
+        self._start(endpoint, answer, None)
 
     def _decode(self, source: Job) -> None:
         """Gives a prefilled row to the endpoint with the most free pages."""
-        free = {endpoint: endpoint.pages for endpoint in self.of_role("decode")}
-        for other, job in self._current.items():
-            if job.endpoint in free:
-                free[job.endpoint] -= other.row.pages_to_continue
-        if free:
-            self._start(max(free, key=lambda endpoint: free[endpoint]), source.answer, source)
+
+        def free_pages(endpoint: Any) -> int:
+            return endpoint.pages - sum(answer.row.pages_to_continue for answer in self._at[endpoint])
+
+        if endpoints := self.of_role("decode"):
+            self._start(max(endpoints, key=free_pages), source.answer, source)
         else:
             self._fail_without(source.answer.request, "decode")
 
     def _start(self, endpoint: Any, answer: Answer, source: Job | None) -> None:
         job = Job(next(self._tickets), endpoint, answer, source)
         self._jobs[job.ticket] = job
-        self._current[answer] = job
+        self._assign(answer, job)
         endpoint.submit(job.ticket, answer)
+
+    def _assign(self, answer: Answer, job: Job | None) -> Job | None:
+        """Sets the job that an answer has now; None: the answer has ended. Returns the job before."""
+        before = self._current.pop(answer, None)
+        if before:
+            del self._at[before.endpoint][answer]
+        if job:
+            self._current[answer] = job
+            self._at[job.endpoint][answer] = None
+        return before
 
     def _fail_without(self, request: Request, role: str) -> None:
         self._fail(request, self._errors.get(role) or InputError(f"no {role} process is connected"))
@@ -234,8 +253,7 @@ class Dispatcher:
         self._updated[request] = None
         for answer in request.answers:
             answer.finish_reason = answer.finish_reason or reason
-            if job := self._current.pop(answer, None):
-                self._drop(job)
+            self._drop(self._assign(answer, None))
 
     def _drop(self, job: Job | None) -> None:
         """Endpoints have no more to do for an answer."""

@@ -140,50 +140,49 @@ class EngineEndpoint:
         """Sends a prefilled row to the endpoint where it has the ticket `target`. shardings: of `pull`; None:
         those of this engine.
         """
-        if answer := self._answers.get(ticket):
-            deliver = partial(self._emit, "pages", target)
-            self._engine.call_soon(lambda: self._core.send(answer.row, shardings, deliver))
+        deliver = partial(self._emit, "pages", target)
+        self._call_soon(ticket, lambda answer: self._core.send(answer.row, shardings, deliver))
 
     def receive(self, ticket: int, contents: Any) -> None:
         """The state and pages of a row have arrived here."""
-        if answer := self._answers.get(ticket):
-            self._engine.call_soon(lambda: self._core.arrive(answer, contents))
+        self._call_soon(ticket, lambda answer: self._core.arrive(answer, contents))
 
     def fail(self, ticket: int, error: BaseException) -> None:
         """The state and pages of a row were lost: its request fails."""
-        if answer := self._answers.get(ticket):
-            self._engine.call_soon(lambda: self._core.lose(answer, error))
+        self._call_soon(ticket, lambda answer: self._core.lose(answer, error))
 
     def release(self, ticket: int) -> None:
         """A prefilled row has arrived elsewhere: its slot and pages are free."""
-        if answer := self._answers.get(ticket):
-            self._engine.call_soon(lambda: self._core.release(answer.row))
+        self._call_soon(ticket, lambda answer: self._core.release(answer.row))
 
     def forget(self, ticket: int) -> None:
         """The numbers of a row were not finite: no other prompt finds its pages."""
-        if answer := self._answers.get(ticket):
-            self._engine.call_soon(lambda: self._core.scheduler.forget_pages(answer.row))
+        self._call_soon(ticket, lambda answer: self._core.scheduler.forget_pages(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
         """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
-        if (answer := self._answers.get(ticket)) is None:
-            return
-        row = answer.row
         resets = self._resets.get(ticket)
 
-        def cache() -> None:
+        def cache(answer: Answer) -> None:
+            row = answer.row
             if row.cacheable and self._core.scheduler.resets == resets:  # else they are of old weights
                 self._core.cache_pages(row.salt, ids, first, contents)
 
-        self._engine.call_soon(cache)
+        self._call_soon(ticket, cache)
 
     def drop(self, ticket: int) -> None:
         """Ends the work for a ticket, and frees what it has here."""
-        self._resets.pop(ticket, None)
-        if answer := self._answers.pop(ticket, None):
-            self._engine.cancel(answer.request)
+        if answer := self._answers.get(ticket):
+            self._engine.cancel(answer.request)  # first: the row may be prefilled meanwhile
             if self.role == "prefill":
-                self._engine.call_soon(lambda: self._core.release(answer.row))
+                self.release(ticket)
+            del self._answers[ticket]
+        self._resets.pop(ticket, None)
+
+    def _call_soon(self, ticket: int, call: Callable[[Answer], None]) -> None:
+        """Calls a function with an answer that is here, on the engine's thread."""
+        if answer := self._answers.get(ticket):
+            self._engine.call_soon(lambda: call(answer))
 
     def _report(self, ticket: int, reported: _Reported) -> None:
         """On the engine's thread: sends what is new of an answer."""

@@ -283,6 +283,8 @@ class Engine(EngineLoop):
         """When its last step ended, by time.monotonic(): now, while a step waits for a program that is being
         compiled. Its thread takes a step a second at least.
         """
+        if self._roles:
+            return min(engine.last_step_time for engine in self._roles)
         return time.monotonic() if self._warm_up.is_waiting else self._last_step_time
 
     @property

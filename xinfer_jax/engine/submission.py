@@ -92,7 +92,7 @@ def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[Gene
 
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     options = call.options
-    total = call.longest + (options.max_new_tokens if options.max_new_tokens > 1 else 0)
+    total = Row(call.prompts[0], options.max_new_tokens).longest
     for name, count, limit in (
         ("logprobs", options.logprobs, MAX_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MAX_EOS_IDS),

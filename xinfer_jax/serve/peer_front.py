@@ -56,7 +56,7 @@ class Peer:
         self.channel.send(message=encode_message([name, *args]).decode())
 
     def submit(self, ticket: int, answer: Answer) -> None:
-        """`EngineEndpoint.submit`, there; and so are the others."""
+        """Gives an answer to the process; this and the next methods are those of `EngineEndpoint`."""
         self.message("submit", ticket, answer_to_message(answer))
 
     def send(self, ticket: int, target: int, shardings: Any = None) -> None:
