@@ -201,7 +201,7 @@ class EngineEndpoint:
             self._resets[ticket] = self._core.scheduler.resets
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
-        new = (x[start:] for x in (answer.sampled, answer.logprobs, answer.alternatives))
+        new = answer.sampled[start:], answer.logprobs[start:], answer.alternatives[start:]
         about = len(answer.tokens), answer.finish_reason, answer.row.hits, answer.passes, answer.accepted
         of_prompt = prompt_start, request.prompt_logprobs[prompt_start:], seconds, request.error
         self._emit("progress", ticket, Progress(start, *new, *about, *of_prompt))

@@ -176,7 +176,7 @@ class PeerEngines(EngineLoop):
         except Exception as error:  # the others go on
             why = f"{type(error).__name__} in a message: {error}"
             channel.send(message=encode_message(["reject", why]).decode())
-            if peer in self.engines:
+            if peer and not peer.error:
                 self._remove(peer, why)
 
     def _handle_event(self, peer: Peer, name: str, args: list[Any]) -> None:

@@ -166,8 +166,7 @@ class PeerWorker:
 
     def _withdraw(self, ticket: int) -> None:
         """The pages of a row have arrived, or are not wanted."""
-        target = self._targets.pop(ticket, None)
-        if offer := self._offers.pop(target, None):
+        if offer := self._offers.pop(self._targets.pop(ticket, 0), None):
             self._transfer.withdraw(offer[0])
 
     # --- events of the engine, on its thread --------------------------------------------------------------
