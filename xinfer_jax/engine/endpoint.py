@@ -201,10 +201,12 @@ class EngineEndpoint:
             self._resets[ticket] = self._core.scheduler.resets
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
-        new = answer.sampled[start:], answer.logprobs[start:], answer.alternatives[start:]
-        about = len(answer.tokens), answer.finish_reason, answer.row.hits, answer.passes, answer.accepted
-        of_prompt = prompt_start, request.prompt_logprobs[prompt_start:], seconds, request.error
-        self._emit("progress", ticket, Progress(start, *new, *about, *of_prompt))
+        new = Progress(
+            start, answer.sampled[start:], answer.logprobs[start:], answer.alternatives[start:],
+            len(answer.tokens), answer.finish_reason, answer.row.hits, answer.passes, answer.accepted,
+            prompt_start, request.prompt_logprobs[prompt_start:], seconds, request.error,
+        )  # fmt: skip
+        self._emit("progress", ticket, new)
 
 
 def _copy(answer: Answer, engine: Any, is_prefilled: bool) -> Answer:
