@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 
 import xinfer_jax as xj
-from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 NUMBER = flags.DEFINE_integer("number", 12, "Configurations.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")

@@ -109,6 +109,7 @@ def mesh():
     return jax.make_mesh((1,), ("model",))
 
 
+@pytest.mark.full
 def test_explicit_axes_in_set_mesh_raise(mesh):
     params = jax.device_put(xj.init_params(CONFIG, jax.random.key(0), "float32"), xj.shardings(CONFIG, mesh))
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))):

@@ -1,13 +1,11 @@
 """Python blocks of the READMEs run as they stand, each on its own, and print what is shown after them."""
 
 import re
-from pathlib import Path
 
+import closure
 import pytest
 from paths import ROOT
 from quick import full_except
-
-import xinfer_jax as xj
 
 pytestmark = pytest.mark.newest
 
@@ -62,8 +60,8 @@ def test_what_to_install_is_not_asked_of_an_index():
 
 def test_the_core_is_as_long_as_it_says():
     places, said = re.search(r"<!-- core -->(.*?): ([\d,]+) lines", README, re.DOTALL).groups()
-    library = Path(xj.__file__).parent
-    files = [library / place for place in re.findall("`(.+?)`", places)]
-    files = [file for path in files for file in (path.glob("*.py") if path.is_dir() else [path])]
-    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    core = closure.closure(closure.GENERATE)
+    for place in re.findall("`(.+?)`", places):
+        assert "xinfer_jax." + place.removesuffix(".py").strip("/").replace("/", ".") in core
+    lines = closure.total(core).lines
     assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, lines

@@ -22,7 +22,7 @@ from paths import ROOT
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 
-pytestmark = [pytest.mark.full, pytest.mark.newest]
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 bench = partial(run_script.run, "bench")
 

@@ -110,7 +110,7 @@ def test_simulate_prints_a_table_and_imports_no_jax(tmp_path):
         f"--lengths={lengths}", "--ttft=2", "--tpot=1", "--rates=1e-4,1", "--requests=20",
         "--prefill_engines=1", "--decode_engines=1",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "xinfer_jax.engine.scheduler" in done.stderr and not re.search(r"\| +jax$", done.stderr, re.M)
     *table, last = done.stdout.splitlines()

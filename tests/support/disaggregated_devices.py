@@ -40,7 +40,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def idle(engine: xj.Engine) -> bool:
     """Whether all pages are free or cached again; the end of a move may come after that of a request."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while engine.stats.pages_used and time.monotonic() < end:
         time.sleep(0.01)
     counts = [one.counts() for one in engine.engines]
@@ -247,7 +247,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     assert sum("is gone" in line for line in lines) == 1
     for worker in workers[:2]:
         assert idle(worker._engine)
-        end = time.monotonic() + 10  # its messages are handled on another thread
+        end = time.monotonic() + 120  # its messages are handled on another thread
         held = worker._endpoint._answers, worker._offers, worker._targets, worker._lengths
         while any(held) and time.monotonic() < end:
             time.sleep(0.01)
@@ -298,7 +298,7 @@ def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, ca
     assert None in ended and any(ended)
     assert all(len(tokens) == 300 for out in ended if out for tokens in out.tokens)
     good = [other for other in engine.engines if other is not bad]
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while any(other.stats.pages_used for other in good) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(other.load or other.stats.pages_used for other in good)

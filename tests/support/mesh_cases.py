@@ -38,7 +38,7 @@ from xinfer_jax.generation.loop import DECODE_PLAIN, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 # One checkpoint of each family. 8 heads, 4 key heads: on 8 devices these are repeated.
 FAMILIES = {

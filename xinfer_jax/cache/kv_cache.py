@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from .. import plugin
+from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
-from ..memory import check_memory
 from ..sharding import REPLICATED, check_mesh_context, memory_fraction
 from ..weights.layout import check_mesh
 from .contiguous import Contiguous
@@ -120,7 +120,7 @@ def init_cache(
     dtype = resolve_cache_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
-    check_memory(int(memory_fraction(mesh) * cache_bytes(config, batch, capacity, dtype)), what, remedy)
+    check_fits(int(memory_fraction(mesh) * cache_bytes(config, batch, capacity, dtype)), what, remedy)
     layers = empty_layers(config, batch, capacity, dtype, mesh)
     has_limits = any(layer.limits for layer in layers)
     counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
@@ -292,12 +292,6 @@ def describe_fits(fits: tuple[tuple, ...]) -> str:
         of_state = isinstance(layer[0], tuple)
         parts.append(f"states of {layer[-1]}" if of_state else f"{layer[0]} key heads of width {layer[1]}")
     return ", ".join(parts)
-
-
-def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
-    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
-    layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
-    return dataclasses.replace(cache, layers=layers)
 
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:

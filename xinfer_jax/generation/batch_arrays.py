@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, cache_bytes, init_cache
+from ..checks import check_fits
 from ..config.model_config import ModelConfig
-from ..memory import check_memory
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
@@ -53,7 +53,7 @@ def check_generation_memory(call: ValidatedCall, rows: int) -> None:
     for tree, model in models:
         dtype = options.cache_dtype or cache_dtype(tree)
         need += fraction * cache_bytes(model, rows, call.capacity, dtype)
-    check_memory(
+    check_fits(
         int(need),
         f"a model, {rows} rows of {call.capacity} tokens and their results",
         "ask for fewer max_new_tokens or rows, or a smaller cache dtype",

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kernels_pallas
-
+from .. import plugin
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import check_array, check_integer, check_range, check_token_ids, is_sequence, is_traced
 from ..config.model_config import ModelConfig
@@ -31,11 +30,8 @@ from .strategies import Plain
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
 
-# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. GPUs and TPUs
-# take more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors. A
-# v6e reads a matrix of 7B in the time in which it multiplies 560 tokens, and holds the activations of 1,024.
+# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small.
 _CHUNK = 512
-_CHUNK_OF_ALL_ROWS = {"gpu": 2048, "tpu": 1024}
 
 
 @jax.tree_util.register_dataclass
@@ -263,12 +259,8 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 def prefill_chunk_size(cache: KVCache) -> int:
     """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
     length_B = cache.length_B
-    platform = kernels_pallas.default_platform()  # of shapes
-    if is_traced(length_B):
-        platform = "unknown"
-    elif isinstance(length_B, jax.Array):
-        platform = next(iter(length_B.devices())).platform
-    of_all_rows = _CHUNK_OF_ALL_ROWS.get(platform, _CHUNK)
+    of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
+    of_all_rows = of_device(length_B) if of_device else _CHUNK
     return min(max(_CHUNK, of_all_rows // next_power_of_two(len(length_B))), cache.most_at_once)
 
 

@@ -1,11 +1,9 @@
 """The decoder as a pure function of (params, tokens, cache): embed, layers, logits.
 
-Read the files in this order: `kernel_products` (which matrix products a GPU kernel takes), `layers` (norm,
-RoPE, linear, gated MLP), `attention` (causal attention in plain jnp, and by the kernels of `kernels_pallas`),
-`rope_append` (RoPE and the append to the cache, in the same two ways), `linear_attention` (Gated DeltaNet, in
-place of attention), `experts` (mixture of experts, in both ways), `decoder_layer` (one layer, for all
-families), `decoder` (`forward`, `hidden_states` and `unembed`), `greedy` (the most likely token, from logits
-or straight from hidden states).
+Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `attention` (causal attention),
+`rope_append` (RoPE and the append to the cache), `experts` (mixture of experts), `decoder_layer` (one layer,
+for all families), `decoder` (`forward`, `hidden_states` and `unembed`). `linear_attention` (Gated DeltaNet,
+in place of attention) and `key_bias` (that of quantized caches) are plugged in.
 
 - Layers are a tuple, unrolled in Python. A scan over stacked weights made decoding on CPU twice as slow,
   since each step slices a copy of the layer; and layers may differ.

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kernels_pallas import HeadNorms
-
 from .. import plugin
 from ..cache.contiguous import Contiguous, uncached_kv
 from ..cache.layer_cache import LayerCache, cache_specs
@@ -33,10 +31,8 @@ from .layers import (
     norm_before,
     products,
     rms_norm,
-    rope_bias_fn,
-    rope_is_fixed,
 )
-from .rope_append import rotate, rotate_and_append
+from .rope_append import HeadNorms, rotate, rotate_and_append
 
 _UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
 
@@ -154,7 +150,9 @@ def self_attention(  # noqa: PLR0913
     spec: Any = config.attention(kind)
     of_layer = config.layer_rope(kind)
     rope = None if of_layer is None else config.ropes.index(of_layer)
-    layer, key_bias_fn = _split_key_bias(layer, config, spec, rope, kv)
+    key_bias_fn = None
+    if kv is not None and is_quantized_kv(kv.k):
+        layer, key_bias_fn = plugin("layer", "key bias")(layer, config, spec, rope, kv.capacity)
     angles = None if rope is None else positions.angles[rope]
     gate_BTI = None
     if spec.shares_kv:
@@ -185,23 +183,6 @@ def self_attention(  # noqa: PLR0913
     if gate_BTI is not None:
         out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
     return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), kv
-
-
-def _split_key_bias(
-    layer: Params, config: ModelConfig, spec: AttentionSpec, rope: int | None, kv: Any
-) -> tuple[Params, Any]:
-    """For a quantized cache: the layer without k's bias, and a function that adds the RoPE-rotated bias when
-    keys are read, so that a large bias costs no precision. Where that is not possible: the layer as it is,
-    and None.
-    """
-    is_split = spec.qkv_bias and not spec.qk_norm and not spec.shares_kv
-    if kv is None or rope is None or not is_split or not is_quantized_kv(kv.k):
-        return layer, None
-    if not rope_is_fixed(config, rope):
-        return layer, None
-    leaf = layer["k"]
-    bias_KH = leaf["bias"].reshape(-1, spec.head_dim or config.head_dim)
-    return layer | {"k": {"weight": leaf["weight"]}}, rope_bias_fn(config, rope, bias_KH, kv.capacity)
 
 
 def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.Array:  # noqa: PLR0913

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.reference import gated
-
 from ..config.model_config import ModelConfig
 from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params
@@ -73,7 +71,8 @@ def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Arr
     if swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
-    inner_MF = gated(gate_MF, up_MF, partial(swish, swiglu.alpha), swiglu.limit)
+    up_MF = jnp.clip(up_MF, -swiglu.limit, swiglu.limit) + 1
+    inner_MF = swish(swiglu.alpha, jnp.minimum(gate_MF, swiglu.limit)) * up_MF
     return linear(inner_MF, tree["down"], jnp.float32)
 
 

@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas import BIAS_STRIDE
-from kernels_pallas.key_layouts import rotate_pairs
-
 from .. import plugin
 from ..config.model_config import ModelConfig, RopeConfig
 from ..ops.operation import run
@@ -101,7 +98,7 @@ def linear(  # noqa: PLR0913
         return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
     weight = leaf["weight"]
     if not isinstance(weight, AnyArray):
-        x, weight = plugin("leaf", "local_shard")(x, weight, over)
+        x, weight = weight.local_shard(x, over)
     y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
     if "bias" in leaf:
         y = y + leaf["bias"]
@@ -172,7 +169,7 @@ def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, AnyArray):
         y = float_product(x.reshape(-1, x.shape[-1]), jnp.asarray(weight)).reshape(*x.shape[:-1], -1)
     else:
-        y = plugin("leaf", "product")(x, weight)
+        y = weight.product(x)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(dtype)
@@ -182,7 +179,7 @@ def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) 
     """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
     table = leaf["weight"]
     is_float = isinstance(table, AnyArray)
-    rows = _embed(token, jnp.asarray(table)) if is_float else plugin("leaf", "rows")(table, token)
+    rows = _embed(token, jnp.asarray(table)) if is_float else table.rows(token)
     x = rows.astype(dtype)
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
 
@@ -270,56 +267,9 @@ def apply_rope(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax
     """
     cos = cos_BTP[:, :, None]
     sin = sin_BTP[:, :, None]
-    return rotate_pairs(x_BTNH.astype(jnp.float32), cos, sin).astype(x_BTNH.dtype)
-
-
-class RotatedBias(NamedTuple):
-    """The RoPE-rotated bias of keys, as a function of positions, int32 [B, S] -> float32 [B, K, S, H]. It
-    adds the angles of a multiple of `BIAS_STRIDE` and of the remainder, so its tables are small.
-    """
-
-    near_KTH: jax.Array  # at the positions below `BIAS_STRIDE`
-    across_KTH: jax.Array  # rotated by 90 degrees more
-    cos_TH: jax.Array  # of multiples of `BIAS_STRIDE`
-    sin_TH: jax.Array
-    cos_RP: jax.Array  # the same for each rotated pair, as kernels read them
-    sin_RP: jax.Array
-
-    def __call__(self, position_BS: jax.Array) -> jax.Array:
-        def one(position_S: jax.Array) -> jax.Array:
-            far_S = position_S // BIAS_STRIDE
-            near_S = position_S % BIAS_STRIDE
-            across_KSH = self.across_KTH[:, near_S] * self.sin_TH[far_S]
-            return self.near_KTH[:, near_S] * self.cos_TH[far_S] + across_KSH
-
-        return jax.vmap(one)(position_BS)
-
-
-def rope_bias_fn(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> RotatedBias:
-    """The RoPE-rotated bias of keys at positions below the capacity."""
-
-    def angles(position_T: jax.Array) -> Any:  # each [1, T, P]
-        return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]
-
-    bias_1TKH = jnp.broadcast_to(bias_KH.astype(jnp.float32), (1, BIAS_STRIDE, *bias_KH.shape))
-    near_1TKH = apply_rope(bias_1TKH, *angles(jnp.arange(BIAS_STRIDE)))
-    cos, sin = angles(BIAS_STRIDE * jnp.arange(capacity // BIAS_STRIDE + 1))
-    # Rotated by 90 degrees more: near * cos + across * sin is near rotated by an angle.
-    across_1TKH = apply_rope(near_1TKH, *(jnp.full((1, BIAS_STRIDE, cos.shape[-1]), x) for x in (0.0, 1.0)))
-    scale = cos[0, 0, 0]
-    padding = ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
-    cos_TH, sin_TH = (
-        jnp.pad(jnp.tile(x[0] / scale, 2), padding, constant_values=rest) for x, rest in ((cos, 1), (sin, 0))
-    )
-    near_KTH, across_KTH = (jnp.swapaxes(x[0], 0, 1) for x in (near_1TKH, across_1TKH))
-    return RotatedBias(near_KTH, across_KTH, cos_TH, sin_TH, cos[0] / scale, sin[0] / scale)
-
-
-def rope_is_fixed(config: ModelConfig, rope: int) -> bool:
-    """Whether the angles of cached keys depend on their positions only. Those of `dynamic` RoPE change beyond
-    its original maximum, which no cache exceeds.
-    """
-    return config.ropes[rope].switches_at is None
+    pairs = cos.shape[-1]
+    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
 def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:

@@ -1,11 +1,11 @@
 """The parameters of a model, quantized weights, and matrix products with both.
 
-In the order to read: `cpu_features` reports which types the CPU multiplies fast; `matmul` multiplies by float
-matrices in the form that suits it; `ternary` has BitNet's matrices, `mxfp4` those of gpt-oss's experts;
-`quantized_weights` the int8 and int4 ones, `quantization` makes them, `quantized_matmul` multiplies by them;
-`param_specs` is the tree of parameter shapes and logical axes, the one source for initialisation, for the
-loader's check and for byte counts; `params` does the first and the last, and chooses dtypes; `layout` says
-how the tree is divided over a mesh; `hadamard` rotates weights so that activations have no outliers.
+In the order to read: `param_specs` is the tree of parameter shapes and logical axes, the one source for
+initialisation, for the loader's check and for byte counts; `params` does the first and the last, and chooses
+dtypes; `layout` says how the tree is divided over a mesh. `weight_leaf` is the protocol of leaves that are no
+float arrays, `quantized_weight` their common part. A kind is a file: `int8_weight`, `grouped_weight` (int4),
+`ternary` (BitNet), `mxfp4` (gpt-oss's experts). `quantize_methods` lists methods, `quantization` quantizes;
+`hadamard` rotates weights so that activations have no outliers.
 
 Speeds are in billions of weights a second, with the shapes of Qwen2.5-0.5B ([4864, 896], [896, 4864]): on 2
 Zen 5 cores unless stated otherwise. Forms by CPU were measured on 2 cores of a Xeon with AMX: as it is

@@ -11,9 +11,11 @@ import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix
 
 from ...model.layers import finish_products, products, rms_norm
+from ...weights.grouped_weight import GroupedWeight
+from ...weights.int8_weight import Int8Weight
 from ...weights.mxfp4 import Mxfp4Weight
 from ...weights.params import Params
-from ...weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
+from ...weights.quantized_weight import is_quantized
 from ...weights.ternary import TernaryWeight
 from ..cpu.cpu_products import quantize_activations
 from ..operation import abstract_mesh_of, run, with_derivative
