@@ -24,8 +24,8 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=5_607, code=3_293), GENERATE: Size(lines=6_955, code=4_151)}
-CORE = closure.closure(GENERATE)
+BOUNDS = {FUNCTIONAL: Size(lines=5_607, code=3_293), GENERATE: Size(lines=6_590, code=3_947)}
+CORE = closure.core()
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 
 
@@ -38,7 +38,7 @@ def test_core_grows_no_more(start):
 
 
 def test_decode_loop_needs_no_more_than_generate():
-    assert {*closure.closure(FUNCTIONAL)} < {*CORE}
+    assert {*closure.closure(FUNCTIONAL)} - {*closure.closure(GENERATE)} <= {FUNCTIONAL}
 
 
 def test_core_imports_by_statements():
