@@ -93,7 +93,7 @@ def _run(job: ProgramJob, program: str) -> None:
         pages = [*range(1, num_pages_for(job.capacity) + 1)]
         if program == "engine_prefill":
             start = max(0, job.length - job.chunk) // PAGE_SIZE * PAGE_SIZE
-            device.prefill(0, pages, [0] * job.chunk, start, True)
+            device.prefill(0, pages, [0] * job.chunk, start, job.capacity, True)
         used = num_pages_for(job.length)
         tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
         device.decode(tables, 1, False, not job.sampled, False)

@@ -100,8 +100,8 @@ def test_dynamic_is_not_continued_across_its_maximum(name):
         xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
 
 
-# Written by version 0.1.0 before its files moved into packages: a tiny checkpoint in our own format, in
-# float, int8 and int4, prefixes of the first one, and their results.
+# Written by version 0.1.0 before its files moved into packages: a tiny checkpoint in our own format, in int8
+# and int4, and what it and prefixes of it give; and gear.prefix. plain.prefix is of format 5.
 FILES = GOLDEN / "files"
 RESULTS = json.loads((FILES / "said.json").read_text(encoding="utf-8"))
 
@@ -121,8 +121,7 @@ def test_files_written_before_still_load(name):
 
 
 @pytest.mark.full
-def test_a_file_of_quantized_keys_with_their_bias_is_rejected():
-    """As files were before the bias was added when keys are read."""
+def test_a_prefix_of_an_older_format_is_rejected():
     model = xj.load_model(FILES / "int8")
     with pytest.raises(xj.InputError, match="in another format: prefill again"):
         xj.load_prefix(FILES / "gear.prefix", model.params, model.config)

@@ -32,12 +32,6 @@ def call_functions(out):
     assert out == ("capital({'country': 'Spain'}) = \"Madrid\"\npopulation({'city': 'Madrid'}) = 3300000\n")
 
 
-def speculative_decoding(out):
-    assert out.startswith("the same tokens: True\npasses: 31, and ")
-    (passes,) = numbers(r"and (\d+) with", out)
-    assert passes < 31
-
-
 def log_probabilities(out):
     assert len(numbers(r"(\d\.\d{3})  of", out)) == 9  # tokens, with EOS
     assert "'<|im_end|>' 1.000  of '<|im_end|>' 1.000, " in out
@@ -69,6 +63,12 @@ def soft_prompt(out):
     assert len(losses) == 10 and losses[-1] < losses[0] - 1
 
 
+def speculative_decoding(out):
+    assert out.startswith("the same tokens: True\npasses: 31, and ")
+    (passes,) = numbers(r"and (\d+) with", out)
+    assert passes < 31
+
+
 def stop_a_stream(out):
     assert out == "The capital of\nstop after 3 tokens\n"
 
@@ -76,8 +76,9 @@ def stop_a_stream(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, speculative_decoding, log_probabilities, many_draws, reinforce,
-        reinforce_on_a_mesh, reuse_a_prefix, soft_prompt, stop_a_stream,
+        beams, best_of_n, call_functions, log_probabilities, many_draws, reinforce,
+        reinforce_on_a_mesh, reuse_a_prefix, soft_prompt,
+        speculative_decoding, stop_a_stream,
     )
 }  # fmt: skip
 

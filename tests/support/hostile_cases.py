@@ -245,13 +245,16 @@ FILES = {
     "booleans": Case("has type BOOL", files=tensors(model__norm__weight=np.ones(288, bool))),
     "float8": Case("has type F8_E4M3", files={WEIGHTS: _as_float8()}),
     "a tensor missing": Case("missing model.norm.weight", files=tensors(model__norm__weight=None)),
-    "a tensor more": Case("unexpected", files=tensors(extra=np.ones(1, np.float32))),
+    "a tensor more": Case("unexpected", files=tensors(model__layers__0__extra=np.ones(1, np.float32))),
     "10,000 tensors more": Case(
-        "and [0-9]+ more", files=header({f"{i}": entry((0,), end=0) for i in range(10_000)})
+        "and [0-9]+ more", files=header({f"model.layers.{i}.x": entry((0,), end=0) for i in range(10_000)})
     ),
-    "a long name": Case("unexpected xxx", files=tensors(**{"x" * 5000: np.ones(1, np.float32)})),
+    "a long name": Case(
+        "unexpected model.layers.0.xxx",
+        files=tensors(**{"model__layers__0__" + "x" * 5000: np.ones(1, np.float32)}),
+    ),
     "a name that clears the screen": Case(
-        "unexpected .x1b", files=tensors(**{"\x1b[2J\n\r": np.ones(1, np.float32)})
+        "unexpected model.+x1b", files=tensors(**{"model__layers__0__\x1b[2J\n\r": np.ones(1, np.float32)})
     ),
     "another shape": Case("has shape", files=tensors(model__norm__weight=np.ones((288, 1), np.float32))),
     "beyond float16": Case(

@@ -10,6 +10,7 @@ import numpy as np
 from gpu.gpu_specs import CARDS
 from jax.sharding import NamedSharding, PartitionSpec
 
+import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
@@ -32,6 +33,7 @@ def compiled_sampler(rows: int, all_settings: bool) -> str:
     sharding = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     with (
+        kernels_pallas.assume_device((9, 0), "H200"),
         jax.default_device(mesh.devices.flat[0]),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
