@@ -24,12 +24,12 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=8_311, code=4_857), GENERATE: Size(lines=9_685, code=5_764)}
+BOUNDS = {FUNCTIONAL: Size(lines=8_350, code=4_911), GENERATE: Size(lines=9_327, code=5_563)}
 CORE = closure.closure(GENERATE)
 # Modules of the core that still ask for the platform, or depend on it.
 STILL = {
     "kernels_pallas": {"dispatch"},
-    "xinfer_jax.generation": {"functional"},
+    "xinfer_jax.generation": {"executor"},
     "xinfer_jax": {"host", "memory", "sharding", "stats"},
     "xinfer_jax.ops.cpu": {"cpu_products"},
     "xinfer_jax.weights": {"mxfp4", "params", "ternary"},
