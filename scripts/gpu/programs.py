@@ -17,7 +17,6 @@ from tpu.tpu_specs import Tpu
 import kernels_pallas
 from gpu.gpu_specs import Card
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
-from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
@@ -32,7 +31,7 @@ from xinfer_jax.generation.state import DecodeState
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
 from xinfer_jax.sampling.sampling_config import SamplingConfig
-from xinfer_jax.sharding import REPLICATED, concrete_mesh_of
+from xinfer_jax.sharding import REPLICATED, cache_specs, concrete_mesh_of
 
 PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
 LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step

@@ -336,7 +336,7 @@ def test_too_long_prompts_have_the_apis_error_code(model):
         assert (error.param, error.code) == (param, "context_length_exceeded")
     with pytest.raises(ContextLengthError, match="400000 messages are more than the 256 tokens"):
         xj.encode_prompt(model, many)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(

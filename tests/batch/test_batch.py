@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import pytest
 from paths import ROOT
+from quick import full_except
 from soak import batch_lines
 
 import xinfer_jax as xj
@@ -208,8 +209,8 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("where", ["add", "sync", "between"])
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("where", full_except(["add", "between"], ["add", "sync", "between"]))
+@pytest.mark.parametrize("in_order", full_except([True], [False, True]))
 def test_killed_runs_end_with_the_same_bytes(model, tmp_path, monkeypatch, ordered, where, in_order):
     rng = random.Random(where)
     calls = itertools.count(1)
@@ -505,12 +506,12 @@ def test_slow_input_lines_are_answered_when_they_arrive(model, tmp_path, monkeyp
     running.start()
     for count in (1, 2):
         os.write(writes, b'{"prompt": "Hi", "max_tokens": 1}\n')
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not (tmp_path / "out").exists() or (tmp_path / "out").read_bytes().count(b"\n") < count:
             assert time.monotonic() < end
             time.sleep(0.01)
     os.close(writes)
-    running.join(20)
+    running.join(120)
     assert not running.is_alive()
 
 
@@ -566,6 +567,7 @@ def test_stopped_run_in_order_leaves_no_gap(model, tmp_path, monkeypatch):
     assert [*answered(model, tmp_path, *rows, in_order=True)[0]] == list(range(1, 22))
 
 
+@pytest.mark.full
 def test_scores_equal_score(model, tmp_path):
     prompt = "The capital of France is the town of light, and it is the town of"
     choices = [" Paris.", " Rome", "x"]

@@ -10,7 +10,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.cache.prefix import make_prefix
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 FIRST = ([1, 2, 3, 4, 5], [7, 8, 9])
 MORE = ([11, 12], [13, 14, 15, 16])

@@ -19,7 +19,7 @@ from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import param_specs
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 CONFIG = with_windows(from_hf(tiny.CONFIG), (8, None))  # a ring and a full layer
 CAPACITY = 1024

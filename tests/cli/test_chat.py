@@ -13,7 +13,7 @@ from tiny import ANSWER, QUESTION
 
 from xinfer_jax.cli import chat_flags as chat
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ class Session:
             time.sleep(0.01 if times > 1 else 0)
         start = time.perf_counter()
         out = self.process.communicate(timeout=60)[0].decode()
-        assert time.perf_counter() - start < 2  # 0.2 s on a quiet machine
+        assert time.perf_counter() - start < 10  # 0.2 s on a quiet machine
         return self.process.returncode, out, self.until()
 
 

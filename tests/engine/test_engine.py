@@ -299,5 +299,5 @@ def test_threads_submit_and_wait(engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert set(texts.values()) == {"The capital of France is Paris."} and len(texts) == 8

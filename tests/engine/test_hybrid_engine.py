@@ -35,6 +35,7 @@ def answers(requests: list[xj.Request]) -> list[tuple]:
     return [(out.tokens[0], out.logprobs[0], out.stats.reused_tokens) for out in outs]
 
 
+@pytest.mark.full
 def test_bits_alone_equal_those_beside_others(model, prompts):
     """With rows that are preempted while they prefill and while they decode, and with hits of the prefix
     cache; `==`, not about.

@@ -23,6 +23,7 @@ def model() -> xj.Model:
     return xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_rows_of_both_sides_get_what_they_get_alone(model, draft):
     """Prompts that begin alike: pages of one side are no hits of the other. With look-up one program has the

@@ -336,7 +336,7 @@ STEPS = st.sampled_from([SUBMIT] * 12 + [FOLLOW] * 6 + [STEP] * 30 + [END] * 2 +
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
 @given(
     st.integers(1, 5),
     st.sampled_from([9, 12, 16, 20, 26, 200]),
@@ -607,7 +607,8 @@ def test_further_answers_of_a_request_wait_for_first_answers():
     assert small.state == "running"
 
 
-def test_idle_clients_are_forgotten():
+def test_idle_clients_are_forgotten(monkeypatch):
+    monkeypatch.setattr(clients, "_MAX_IDLE_CLIENTS", 50)
     scheduler = Scheduler(rows=1, pages=8, capacity=640, chunk=256)
     for at in range(3 * clients._MAX_IDLE_CLIENTS):
         scheduler.submit(row := Row([1], 1, client=str(at)))

@@ -51,6 +51,7 @@ def wait_until_warm(engine) -> None:
     assert not engine.stats.warming_up
 
 
+@pytest.mark.full
 def test_requests_during_warm_up_have_the_bits_of_later_ones(model):
     jax.clear_caches()
     with xj.Engine(model, **SHAPE) as engine:
@@ -74,7 +75,7 @@ def hold(monkeypatch, name: str) -> threading.Event:
 
     def held(lowered):
         if f"@jit_{name} " in lowered.as_text()[:200]:
-            assert released.wait(60)
+            assert released.wait(300)
         compile_it(lowered)
 
     monkeypatch.setattr(precompile, "_compile", held)
@@ -89,8 +90,11 @@ def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
         assert len(greedy.result().tokens[0]) == 4 and not drawn.ended
         stats = engine.stats
         assert stats.waiting == stats.waiting_for_programs == 1 and stats.running == 0
-        time.sleep(1.5)
-        assert time.monotonic() - engine.last_step_time < 1.4, "the engine is not stuck"
+        before = engine.last_step_time
+        end = time.monotonic() + 120
+        while engine.last_step_time == before:
+            assert time.monotonic() < end, "the engine is stuck"
+            time.sleep(0.01)
         cancelled = engine.submit([5, 6], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0))
         cancelled.cancel()
         assert cancelled.result().finish_reason == ["cancelled"]

@@ -123,6 +123,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
     assert_same(tight, together.sequences, together.scores)
 
 
+@pytest.mark.full
 def test_reorder_tail_equals_reorder():
     config = from_hf(TINY)
     cache = xj.init_cache(config, 4, 24, "float32")
@@ -138,6 +139,7 @@ def test_reorder_tail_equals_reorder():
         jax.tree.map(np.testing.assert_array_equal, moved, reorder(cache, index))
 
 
+@pytest.mark.full
 def test_the_cache_of_the_prompts_is_freed_before_the_first_step(model, monkeypatch):
     """The layerwise runner copies it for each beam."""
     caches = []

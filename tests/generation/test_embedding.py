@@ -10,7 +10,7 @@ import tiny
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 TEXTS = ("Hello", "What is the capital of France?", "a", "The capital of Spain is Madrid. " * 6)
 
@@ -51,6 +51,7 @@ def test_a_vector_does_not_depend_on_other_texts(loaded, bound):
         np.testing.assert_allclose(xj.embed_texts(model, [text])[0], together_D, atol=bound)
 
 
+@pytest.mark.full
 def test_embeddings_over_a_mesh_with_one_program(model):
     mesh = jax.make_mesh((1,), ("model",))
     params = jax.device_put(model.params, xj.shardings(model.config, mesh))
@@ -58,6 +59,7 @@ def test_embeddings_over_a_mesh_with_one_program(model):
     np.testing.assert_allclose(xj.embed_texts(over, TEXTS), xj.embed_texts(model, TEXTS), atol=1e-5)
 
 
+@pytest.mark.full
 def test_many_texts_are_several_batches_and_compile_nothing_within_a_bucket(model):
     ids = np.random.RandomState(0).randint(0, 200, (300, 9))
     first_ND = xj.embed_texts(model, [row[: 3 + i % 7] for i, row in enumerate(ids)])
@@ -103,6 +105,7 @@ def test_text_needs_a_tokenizer_and_ids_do_not(model):
         xj.embed_texts(without, ["Hello"])
 
 
+@pytest.mark.full
 def test_hidden_states_that_are_not_finite_raise(model):
     weight = np.array(model.params["embed"]["weight"])
     weight[7] = np.nan

@@ -175,12 +175,12 @@ def test_logprobs_are_those_of_the_model(qwen):
 
 def test_nothing_is_compiled_for_other_settings_within_the_buckets(qwen):
     params, config = qwen
-    rows = prompts(20, 31)
+    rows = prompts(3, 31, 17, 25)
 
     def both(new, cut, settings, eos, seed):
         asked = options(max_new_tokens=new, sampling=settings, eos_token_ids=eos)
         for call in (xj.generate, lambda *args, **kwargs: list(xj.stream(*args, **kwargs))):
-            call(params, config, [rows[0], rows[1][:cut]], asked, key=jax.random.key(seed))
+            call(params, config, [row[:cut] for row in rows], asked, key=jax.random.key(seed))
 
     both(30, 31, xj.SamplingConfig(), (3,), 0)
     both(30, 31, xj.SamplingConfig(1.0), (3,), 0)  # greedy rows compile no sampler
@@ -188,7 +188,7 @@ def test_nothing_is_compiled_for_other_settings_within_the_buckets(qwen):
         both(30, 31, xj.SamplingConfig(), (3,), 0)
         both(30, 31, xj.SamplingConfig(0.7, 20, 0.8, 1.1), (3,), 1)
         both(17, 17, xj.SamplingConfig(1.5), (1, 2), 2)
-        both(32, 25, MIXED[:2], (), 3)
+        both(32, 25, MIXED, (), 3)
     assert compiled == []
 
 
@@ -261,6 +261,7 @@ def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
     assert memory.temp_size_in_bytes < 2**20 + weight_bytes // 5 + tile_bytes
 
 
+@pytest.mark.full
 def test_the_callers_cache_survives_unless_donated(qwen):
     params, config = qwen
     tokens = np.array(prompts(8), np.int32)
@@ -272,6 +273,7 @@ def test_the_callers_cache_survives_unless_donated(qwen):
     assert cache.k[0].is_deleted() and not after.k[0].is_deleted()
 
 
+@pytest.mark.full
 def test_writes_past_the_capacity_are_dropped_and_flagged(qwen):
     params, config = qwen
     tokens = np.array(prompts(12, 12), np.int32)

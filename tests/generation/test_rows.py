@@ -22,7 +22,7 @@ from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 from xinfer_jax.sampling.sampler import process_logits, sample_tokens
 
-pytestmark = [pytest.mark.full, pytest.mark.newest]
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 start_rows = jax.jit(sample_and_append, static_argnames="impl")
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [3, 1, 4, 1, 5]]

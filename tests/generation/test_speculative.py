@@ -46,8 +46,7 @@ def run(model, prompts=PROMPTS, **given) -> xj.GenerateOutput:
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("draft", ["lookup", "small", "function"])
+@pytest.mark.parametrize("draft", full_except(["lookup"], ["lookup", "small", "function"]))
 def test_tokens_equal_plain_decoding(model, drafts, draft):
     eos = tuple(run(model).tokens[0][9:10])
     for settings in (xj.SamplingConfig(), MIXED):
@@ -93,7 +92,8 @@ def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, dr
     assert several.tokens == plain.tokens
 
 
-@pytest.mark.parametrize("quantize", full_except(["int8"], ["int8", "int4"]))
+@pytest.mark.full
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_weights(quantize):
     model = tiny.shallow_model(quantize=quantize)
     assert run(model, draft="lookup").tokens == run(model).tokens

@@ -14,7 +14,7 @@ import xinfer_jax as xj
 from xinfer_jax.sampling import processors
 from xinfer_jax.sampling.batched_settings import settings_per_row
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
 
@@ -100,6 +100,7 @@ def test_min_new_tokens(model):
     assert len(out.tokens[0]) >= 5
 
 
+@pytest.mark.full
 def test_settings_that_are_off_compile_nothing(model):
     """The program is that of the plain settings."""
 
@@ -190,6 +191,7 @@ def test_a_stop_string_that_never_occurs_changes_nothing(model):
 # --- several answers ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_answers_share_a_prompt_and_differ_by_key(model):
     settings = xj.SamplingConfig(temperature=1.5)
     keys = jax.random.split(jax.random.key(2), 2)

@@ -14,6 +14,8 @@ from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
 from xinfer_jax.checkpoint.detokenizer import IncrementalDetokenizer
 from xinfer_jax.checkpoint.stop_strings import StopStringMatcher
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.fixture(scope="module")
 def model(good) -> xj.Model:
@@ -111,6 +113,7 @@ def test_the_stop_string_completed_first_counts(model):
     assert xj.generate_text(model, [QUESTION], options) == ["Y"]
 
 
+@pytest.mark.full
 def test_min_new_tokens_holds_against_stop_strings(model):
     """Also in a list with several numbers, and in an engine."""
     stops = dict(max_new_tokens=16, stop_strings=("e", "🚀"))

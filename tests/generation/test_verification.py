@@ -20,7 +20,7 @@ from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 from xinfer_jax.sampling.logprobs import empty_alternatives
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 B, T, V, S = 8, 4, 300, 32
 EOS = 4
@@ -91,14 +91,15 @@ def accepted_drafts(run, logits, state) -> np.ndarray:
     return draft
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings, logprobs, wanted",
     [
-        pytest.param(PLAIN, False, False, marks=pytest.mark.full),
-        pytest.param(PLAIN, True, True, marks=pytest.mark.full),
+        (PLAIN, False, False),
+        (PLAIN, True, True),
         (ALL, True, True),
-        pytest.param(ALL, True, False, marks=pytest.mark.full),
-        pytest.param(COMMON, False, False, marks=pytest.mark.full),
+        (ALL, True, False),
+        (COMMON, False, False),
     ],
 )
 def test_positions_at_once_equal_one_after_the_other(settings, logprobs, wanted):

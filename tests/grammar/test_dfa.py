@@ -89,6 +89,7 @@ def test_the_masks_are_those_of_the_host(model, monkeypatch):
     assert served > 15
 
 
+@pytest.mark.full
 def test_decode_loop_in_a_callers_jit_and_under_vmap(model):
     """One automaton for all rows, one per row, and traced ones; the tokens are those of `generate`."""
     config = model.config
@@ -193,6 +194,7 @@ def test_hostile_expressions_take_no_time(pattern):
         byte_automaton(parse_regex(pattern))
 
 
+@pytest.mark.full
 def test_stop_ids_are_no_eos_ids(model):
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     stop = next(i for i, x in model.tokenizer.backend.get_added_tokens_decoder().items() if x.special)

@@ -55,7 +55,7 @@ def test_a_hostile_grammar_ends_in_an_answer_or_a_sentence(pool, monkeypatch, na
         assert "\n" not in str(error) and "items" not in str(error)  # the compiler's word
     else:
         assert found.first is not None
-    assert time.monotonic() - began < 20  # 5 s where the machine has nothing else to do
+    assert time.monotonic() - began < 60  # 5 s where the machine has nothing else to do
     assert compile_in(pool, xj.json_object(), "other").first is not None
 
 

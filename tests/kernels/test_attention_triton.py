@@ -49,7 +49,7 @@ PREFILL = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(("one-token-row-window", "pages-sink"), PREFILL))
+@pytest.mark.parametrize("name", full_except(["pages-sink"], PREFILL))
 def test_prefill_attention(name):
     *shape, start, length, options = (*PREFILL[name], {})[:9]
     args, options = attention_case(*shape, start, length, **options)
@@ -86,7 +86,7 @@ DECODE = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(("ragged-f32", "pages-int4-bias-sink"), DECODE))
+@pytest.mark.parametrize("name", full_except(["pages-int4-bias-sink"], DECODE))
 def test_decode_attention(name):
     *shape, start, length, options = copy.deepcopy((*DECODE[name], {})[:9])
     splits = {"splits": options["splits"]} if "splits" in options else {}
@@ -97,6 +97,7 @@ def test_decode_attention(name):
     assert_near(got, run(reference.decode_attention, *args, **options))
 
 
+@pytest.mark.full
 def test_a_query_that_sees_no_key_gives_zeros():
     args, options = attention_case(F32, 3, 2, 1, 40, 16, (0, 30, 37), (0, 20, 40), window=5)
     for kernel in (triton.prefill_attention, partial(triton.decode_attention, splits=2)):

@@ -24,7 +24,8 @@ from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.ops.largest import argmax
-from xinfer_jax.weights.quantized_weights import Int8Weight, with_int8_activations
+from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.quantize_methods import with_int8_activations
 
 pytestmark = pytest.mark.newest
 
@@ -316,6 +317,7 @@ def test_the_head_of_an_int8_vocabulary():
     np.testing.assert_allclose(logprob_B, jax.nn.log_softmax(logits_BV).max(-1), atol=2e-3)
 
 
+@pytest.mark.full
 def test_kernels_serve_every_cache_but_gear(fake_gpu):
     """Rings and quantized keys too; Hopper reads quantized keys by the Triton kernel."""
     config = from_hf(QWEN | dict(head_dim=16))

@@ -77,7 +77,7 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(("pages-sink", "ring-wrapped", "int8"), ATTENTION))
+@pytest.mark.parametrize("name", full_except(["pages-sink"], ATTENTION))
 def test_attention(name):
     *shape, start, length, options = (*ATTENTION[name], {})[:9]
     args, options = attention_case(*shape, start, length, **options)
@@ -135,7 +135,7 @@ APPEND = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(("pages-17-tokens", "one-token-int8"), APPEND))
+@pytest.mark.parametrize("name", full_except(["pages-17-tokens"], APPEND))
 def test_append(name):
     *case, options = APPEND[name]
     args, options = append_case(*case, **options)

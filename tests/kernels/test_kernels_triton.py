@@ -127,6 +127,7 @@ def test_many_rows_are_not_split():
         assert lower(decode, q, kv, kv, row, row).count("__gpu$xla.gpu.triton") == kernels
 
 
+@pytest.mark.full
 def test_lm_head_argmax_takes_the_first_nan():
     x_BD, weight_VD = draw(2, F32, (2, 16), (300, 16))
     weight_VD[[280, 140, 141]] = np.nan
@@ -203,6 +204,7 @@ def test_kernels_lower_for_cuda(kernel, how):
     assert lower(f, *args).count("__gpu$xla.gpu.triton") == kernels
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype,H", [(F32, 8), (F16, 80), (BF16, 256)], ids=["f32-8", "f16-80", "bf16-256"])
 def test_attention_of_any_width_lowers_for_cuda(dtype, H):
     args, options = attention_case(dtype, 9, 14, 2, 40, H, (30, 0), (39, 9), window=5, soft_cap=2.0)

@@ -96,7 +96,7 @@ def test_shard_map_on_two_devices():
         "formats bitnet_files mxfp4_files gradients another_layout other_ways",
         "odd_vocabulary odd_formats odd_tree_of_a_user",
         "an_engine caches kernels experts",
-        "qwen2-8 gpt_oss-4 olmo3-2 gemma4-4",  # scripts/soak_meshes.py has every family
+        "qwen2-8 gpt_oss-4 olmo3-2 gemma4-4",
     ],
 )
 def test_a_model_over_a_mesh(cases):
@@ -109,6 +109,7 @@ def mesh():
     return jax.make_mesh((1,), ("model",))
 
 
+@pytest.mark.full
 def test_explicit_axes_in_set_mesh_raise(mesh):
     params = jax.device_put(xj.init_params(CONFIG, jax.random.key(0), "float32"), xj.shardings(CONFIG, mesh))
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))):

@@ -313,7 +313,7 @@ def test_a_parent_rejects_connections_without_the_secret():
     other.send(here=1, host="here")
     wait_until(lambda: 1 in hub._channels)
     hub._channels[1].send(signal=2)
-    assert heard.get(timeout=10) == (other, dict(signal=2))
+    assert heard.get(timeout=120) == (other, dict(signal=2))
     other._out.sign("line", b"")  # as if a line had been taken out
     other.send(ended=0, why="", blames=None)
     wait_until(lambda: hub._failures)

@@ -44,22 +44,25 @@ def test_layers_differ():
     ]
 
 
+@pytest.mark.full
 def test_generated_tokens_by_cache_stream_and_drafts(model):
-    family_checks.check_tokens(model)
-    params, config, prompts, out = model
-    assert [[*row] for row in zip(*xj.stream(params, config, prompts, CACHED), strict=True)] == out.tokens
+    tokens = family_checks.check_tokens(model)
+    assert [[*row] for row in zip(*xj.stream(*model, CACHED), strict=True)] == tokens
 
 
+@pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
     """Over pages in int8, whose heads have two widths."""
     family_checks.check_engine_bits(model)
 
 
+@pytest.mark.full
 def test_gradients_of_every_leaf(model):
     """Of layers without keys too: their queries read those of an earlier layer."""
     family_checks.check_gradients(model)
 
 
+@pytest.mark.full
 def test_negative_scales_of_experts():
     """They count as the positive ones do, also where every expert is computed for all tokens."""
     config = MOE.config
@@ -158,7 +161,7 @@ def test_rejected_settings(change, message):
 
 
 def test_rejected_calls(model):
-    params, config, prompts, _ = model
+    params, config, prompts = model
     inputs_BTD = xj.embed_tokens(params, config, np.array(prompts[:1]))
     with pytest.raises(xj.InputError, match="inputs_BTD is not supported for model_type 'gemma4_text'"):
         xj.score(params, config, np.array(prompts[:1]), inputs_BTD=inputs_BTD)

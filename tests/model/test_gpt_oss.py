@@ -17,7 +17,7 @@ from xinfer_jax.compress import awq
 from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -29,19 +29,23 @@ def model():
     return family_checks.small_model(CASE)
 
 
+@pytest.mark.full
 def test_generated_tokens_by_cache_and_drafts(model):
     family_checks.check_tokens(model)
 
 
+@pytest.mark.full
 def test_engine_bits_alone_and_beside_others(model):
     """Over pages in int8, with the bias of keys apart."""
     family_checks.check_engine_bits(model)
 
 
+@pytest.mark.full
 def test_gradients_of_every_leaf(model):
     family_checks.check_gradients(model)
 
 
+@pytest.mark.full
 def test_sinks_in_kernels(queries=3):
     """The kernels, emulated, and plain jnp; a sink far above all scores leaves nothing of the values."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -63,7 +67,7 @@ def test_sinks_in_kernels(queries=3):
 
 def test_experts_by_number_of_tokens(model):
     """A token, tiles of tokens, and some that XLA gives all experts: the same outputs."""
-    params, config, _, _ = model
+    params, config, _ = model
     layer = params["layers"][0]
     x_BTD = 3 * jax.random.normal(jax.random.key(1), (1, 9, config.hidden_size))
     run = jax.jit(lambda x, config: mixture_of_experts(x, layer, config), static_argnums=1)
@@ -78,7 +82,7 @@ def test_experts_by_number_of_tokens(model):
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_stored_experts(tmp_path, quantize, model):
     """Inputs first, gate and up by turns; quantized while loading, without their biases."""
-    params, config, _, _ = model
+    params, config, _ = model
     tensors = cases.fuse_tensors(config, cases.random_tensors(config, 3))
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     path = tiny.write(tmp_path, CASE.hf, weights=tensors, with_tokenizer=False)
@@ -122,7 +126,7 @@ def test_defaults():
 
 
 def test_rejected_calls(tmp_path, model):
-    params, config, prompts, _ = model
+    params, config, prompts = model
     with pytest.raises(xj.InputError, match="scales are not supported for model_type 'gpt_oss'"):
         awq.scaled_params(params, config, prompts, "int4")
     with pytest.raises(xj.InputError, match="quantized weights of experts"):

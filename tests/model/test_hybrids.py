@@ -4,6 +4,7 @@ equals what is not, however it is split; drafts are undone; what has no state is
 
 import dataclasses
 
+import family_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ import tiny
 from layer_changes import with_mixer
 
 import xinfer_jax as xj
-from xinfer_jax.model.linear_attention import _step, _Tokens, delta_rule
+from xinfer_jax.model.linear_attention import _Tokens, delta_rule, recurrent_step
 from xinfer_jax.weights.layout import is_divisible
 
 pytestmark = pytest.mark.oldest
@@ -26,18 +27,20 @@ MOE = cases.CASES["qwen3-5-moe-no-shared"]
 
 @pytest.fixture(scope="module")
 def model():
-    """A small model, its prompts (5, 23 and 77 tokens), and what it generates of them."""
-    config = CASE.config
-    params = cases.params_from(config, cases.random_tensors(config, 3))
-    prompts = cases.prompts(CASE)
-    options = dataclasses.replace(OPTIONS, keep_prefix=True)
-    return params, config, prompts, xj.generate(params, config, prompts, options)
+    """A small model, and its prompts (5, 23 and 77 tokens)."""
+    return family_checks.small_model(CASE)
+
+
+@pytest.fixture(scope="module")
+def out(model):
+    """What it generates."""
+    return xj.generate(*model, dataclasses.replace(OPTIONS, keep_prefix=True))
 
 
 @pytest.fixture(scope="module")
 def logits(model):
     """A function: the logits of at most three rows, padded to 96 tokens, without a cache."""
-    params, config, _, _ = model
+    params, config, _ = model
     forward = jax.jit(xj.forward, static_argnames="config")
 
     def of(rows: list[list[int]]) -> np.ndarray:
@@ -59,7 +62,7 @@ def random_tokens(T: int) -> tuple[_Tokens, jax.Array]:
 
 def single_steps(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     def step(state, t):
-        one, state = _step(_Tokens(*(x[:, :, None] for x in t)), state)
+        one, state = recurrent_step(_Tokens(*(x[:, :, None] for x in t)), state)
         return state, one[:, :, 0]
 
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), tokens)
@@ -67,6 +70,7 @@ def single_steps(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Arra
     return jnp.moveaxis(outs, 0, 2), state
 
 
+@pytest.mark.full
 def test_blocks_equal_single_steps_and_so_do_their_gradients():
     args = random_tokens(150)
 
@@ -79,6 +83,7 @@ def test_blocks_equal_single_steps_and_so_do_their_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found[1], expected[1])
 
 
+@pytest.mark.full
 def test_equal_keys_lose_no_digits():
     (q, k, v, _, beta), state = random_tokens(128)
     k = np.broadcast_to(k[:, :, :1], k.shape)
@@ -88,7 +93,7 @@ def test_equal_keys_lose_no_digits():
 
 
 def test_cached_equals_uncached_however_it_is_split(model, logits):
-    params, config, prompts, _ = model
+    params, config, prompts = model
     tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
     cache = xj.init_cache(config, 3, 128, "int8")
     assert cache.layers[0].state.dtype == np.float32 and cache.dtype == "int8"
@@ -107,8 +112,9 @@ def test_cached_equals_uncached_however_it_is_split(model, logits):
     assert xj.truncate(cache, [0, 23, 77]).length_B.tolist() == [0, 23, 77]
 
 
-def test_streams_and_beams(model, logits):
-    params, config, prompts, out = model
+@pytest.mark.full
+def test_streams_and_beams(model, out, logits):
+    params, config, prompts = model
     streamed = [*xj.stream(params, config, prompts, OPTIONS)]
     assert [[*row] for row in zip(*streamed, strict=True)] == out.tokens
     prompts = prompts[:2]
@@ -121,8 +127,9 @@ def test_streams_and_beams(model, logits):
         np.testing.assert_allclose(score, exact, atol=1e-3)
 
 
-def test_drafts_are_undone(model):
-    params, config, prompts, out = model
+@pytest.mark.full
+def test_drafts_are_undone(model, out):
+    params, config, prompts = model
     rows = [*zip(prompts, out.tokens, strict=True)]
     rows += rows[:1]  # calls are padded to four rows
     tail = jnp.array([prompt[-5:] + tokens for prompt, tokens in rows])
@@ -141,8 +148,9 @@ def test_drafts_are_undone(model):
     assert again.stats.reused_tokens == sum(map(len, prompts)) + 3 * (NEW - 1)
 
 
-def test_prefixes_reach_to_their_state(model, tmp_path):
-    params, config, prompts, out = model
+@pytest.mark.full
+def test_prefixes_reach_to_their_state(model, out, tmp_path):
+    params, config, prompts = model
     xj.save_prefix(tmp_path / "prefix", out.prefix, params, config)
     prefix = xj.load_prefix(tmp_path / "prefix", params, config)
     longer = [p + t + [1, 2] for p, t in zip(prompts, out.tokens, strict=True)]
@@ -209,7 +217,7 @@ def test_meshes_divide_the_heads_of_linear_attention():
 
 
 def test_rejected_draft_models_and_caches(model):
-    params, config, prompts, _ = model
+    params, config, prompts = model
     draft = xj.Model(params, config, None, {}, None)
     with pytest.raises(
         xj.InputError, match="draft model is not supported .*'qwen3_5_text', which has linear"

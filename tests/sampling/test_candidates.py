@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from quick import full_except
 from small_models import build
 
 import xinfer_jax as xj
@@ -70,7 +71,7 @@ def forms(request):
         yield
 
 
-@pytest.mark.parametrize("size", [1, 7, 65, 129, 1000])
+@pytest.mark.parametrize("size", full_except([1, 65, 1000], [1, 7, 65, 129, 1000]))
 def test_kept_logits_equal_those_of_sorting(forms, size):
     """Few logits are compared with each other, the thresholds of more are searched."""
     logits = random_logits(6, size, size)
@@ -98,8 +99,8 @@ def test_typical_tokens_equal_those_of_sorting(forms):
             np.testing.assert_array_equal(kept[i], kept_by_sorting(key[i], probability[i], np.float32(0.7)))
 
 
-@pytest.mark.parametrize("size", [4096, 4097, 5000, 9973])
-@pytest.mark.parametrize("count", [1, 20, 65, 300])
+@pytest.mark.parametrize("size", full_except([4097, 9973], [4096, 4097, 5000, 9973]))
+@pytest.mark.parametrize("count", full_except([1, 65], [1, 20, 65, 300]))
 def test_largest_of_groups_equal_top_k(size, count):
     """Also in their order: the lowest index of equal ones first."""
     logits = jnp.asarray(random_logits(5, size))
@@ -169,6 +170,7 @@ def test_one_branch_equals_branches(rows, size):
     np.testing.assert_array_equal(got[2], want[2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_one_pass_of_a_kernel_equals_the_passes_of_xla(name):
     """In the interpreter. Rows with and without a bias and a repetition penalty, greedy rows, infinite

@@ -66,6 +66,7 @@ def test_frequencies_match_the_analytic_distribution(settings):
     assert chi2 < 25  # 99.99 % point of chi-square with 5 degrees of freedom
 
 
+@pytest.mark.full
 def test_temperature_zero_is_argmax_in_a_mixed_batch():
     rows = [xj.SamplingConfig(temperature=0.0 if i % 2 else 5.0) for i in range(64)]
     drawn = draw(rows, 64)
@@ -129,6 +130,7 @@ def test_top_p_keeps_the_smallest_nucleus(p):
         assert set(np.flatnonzero(keep)) == set(order[:need])
 
 
+@pytest.mark.full
 def test_top_k_top_p_in_one_loop_equals_top_p_after_top_k():
     logits = np.random.RandomState(1).standard_normal((6, 300)).astype(np.float32) * 4
     k = jnp.array([0, 1, 20, 50, 0, 300])

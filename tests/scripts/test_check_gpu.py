@@ -81,7 +81,7 @@ def last(by_section, name):
 def test_a_child_that_hangs_is_killed_at_its_limit(tmp_path, name):
     start = time.monotonic()
     by_section, records = run(tmp_path, [Section(name, 2), "good"])
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     finished, died = by_section[name][:2]
     assert finished["ok"] is True and finished["figure"] == 0
     assert (
@@ -105,7 +105,7 @@ def test_a_child_that_hangs_is_killed_at_its_limit(tmp_path, name):
 def test_a_child_that_dies_fails_its_current_case(tmp_path, name, error, stderr):
     start = time.monotonic()
     by_section, records = run(tmp_path, [name, "good"])
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     cases = {record["name"]: record for record in by_section[name]}
     assert cases["case 0"]["ok"] and cases["case 2"]["ok"]  # the next child continues after it
     assert cases["case 1"]["error"].startswith(error) and stderr in cases["case 1"]["stderr"]

@@ -272,17 +272,17 @@ def test_disconnect_frees_the_slot(server, streamed):
     assert server.idle()
     slow = dict(LONG, n=4, logprobs=20, stream=streamed)
     for _ in range(3):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
         data = json.dumps(slow).encode()
         connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
-        end = time.monotonic() + 10
+        end = time.monotonic() + 120
         while not server.engine.stats.running and time.monotonic() < end:
             time.sleep(0.001)
         if streamed:
             connection.getresponse().read(200)
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
-        assert server.idle(2)
+        assert server.idle()
     server.idle()
     assert any("cancelled" in line or "gone" in line for line in server.log[-3:])
 
@@ -301,7 +301,7 @@ def test_streams_closed_at_random_times_end(server):
                 sock.recv(1)
             time.sleep(draw.random() * 0.015)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-    assert server.idle(5)
+    assert server.idle()
     assert not [line for line in server.log[count:] if "length" in line]
 
 
@@ -345,7 +345,7 @@ def test_client_that_reads_nothing_is_disconnected():
 
     began = time.monotonic()
     asyncio.run(http_responses.EventStream(events(), lambda: closed.append(1), 0.2)({}, receive, send))
-    assert closed == [1] and len(sent) == 4 and time.monotonic() - began < 10
+    assert closed == [1] and len(sent) == 4 and time.monotonic() - began < 50
 
 
 def test_error_during_a_stream_is_an_event(model, monkeypatch):
@@ -445,12 +445,12 @@ def test_command_shuts_down_after_sigterm():
     call = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(call, timeout=60) as answer:
+    with urllib.request.urlopen(call, timeout=120) as answer:
         first = answer.readline()
         process.send_signal(signal.SIGTERM)
         rest = answer.read()
     assert first.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n") and b'"length"' in rest
-    assert process.wait(30) == 0 and "shutting down" in process.stderr.read()
+    assert process.wait(120) == 0 and "shutting down" in process.stderr.read()
 
 
 @pytest.mark.parametrize(
@@ -499,7 +499,7 @@ def test_page_in_a_browser(server, tmp_path, monkeypatch):
         assert not browser.script("return document.querySelector('img')")
         browser.script("$('stop').click()")
         browser.wait_for(f"{LAST}.querySelector('.figures').textContent.includes('stopped')")
-        assert server.idle(3)
+        assert server.idle()
 
 
 def test_a_prompt_of_the_whole_context_is_scored(server, model):
@@ -624,7 +624,7 @@ def test_failed_submission_releases_its_reservation(model):
             raise xj.InputError("no")
 
         own.engine.submit_many = breaks
-        assert own.call("POST", "/v1/completions", dict(LONG, prompt=[[5], [6]]))[0] >= 400 and own.idle(3)
+        assert own.call("POST", "/v1/completions", dict(LONG, prompt=[[5], [6]]))[0] >= 400 and own.idle()
 
 
 def test_slow_sender_is_disconnected(model, monkeypatch):
@@ -634,7 +634,7 @@ def test_slow_sender_is_disconnected(model, monkeypatch):
     with serving.run_server(model) as own:
         assert raw(own.port, head + b"content-length: 9\r\n\r\n", b"{").startswith(b"HTTP/1.1 408")
         assert raw(own.port, head) == b"" == raw(own.port, b"")
-        assert own.idle(1)
+        assert own.idle()
 
 
 def histogram_sum(server, name):
@@ -649,7 +649,7 @@ def test_times_begin_when_the_request_arrives(server):
     before = [histogram_sum(server, name) for name in names]
     body = json.dumps(dict(prompt=[5], max_tokens=1)).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
         connection.sendall(head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
         time.sleep(0.5)
         connection.sendall(body)
@@ -669,16 +669,16 @@ def test_client_that_reads_nothing_holds_no_pages(model):
         for path, body in bodies:
             connection = stack.enter_context(socket.socket())
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(20)
+            connection.settimeout(120)
             connection.connect(("127.0.0.1", own.port))
             data = json.dumps(body).encode()
             head = f"POST /{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
             assert connection.recv(15).startswith(b"HTTP/1.1 200")
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while own.server.server_state.connections and time.monotonic() < end:
             time.sleep(0.01)
-        assert not own.server.server_state.connections and own.idle(5)
+        assert not own.server.server_state.connections and own.idle()
 
 
 def byte_level_tokenizer(template, **tokens):
@@ -693,6 +693,7 @@ def byte_level_tokenizer(template, **tokens):
     return Tokenizer(backend, chat_template=template, special_tokens={}, eos_token_ids=[])
 
 
+@pytest.mark.full
 def test_every_kind_of_control_token_is_escaped():
     many = {f"<unused{i}>": dict(special=True) for i in range(6000)}
     own = {"<tool>": {}, "</tool>": {}, "\n": {}, "  ": {}, "<\u00e9>": dict(normalized=True)}

@@ -26,7 +26,7 @@ from xinfer_jax.serve.api_errors import APIError
 from xinfer_jax.serve.request_body import load_json_body, scan_json
 from xinfer_jax.serve.worker_pool import WorkerPool
 
-pytestmark = [pytest.mark.full, pytest.mark.newest]
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 KEYS = dict(api_keys=(b"first", b"second"))
 LONG = dict(prompt=[5, 6, 7], max_tokens=400, ignore_eos=True)
@@ -107,14 +107,14 @@ def test_bodies_are_limited_before_they_are_parsed(data, status, why):
     began = time.monotonic()
     with pytest.raises(APIError, match=why) as error:
         load_json_body(data, 512, 2**22)
-    assert error.value.status == status and time.monotonic() - began < 2
+    assert error.value.status == status and time.monotonic() - began < 20
     assert load_json_body(b'{"prompt": ["' + b"a" * 40_000 + b'", "b"]}', 512, 2**22)["prompt"][1] == "b"
 
 
 def test_body_with_a_too_large_content_length_is_not_read(server):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first\r\n"
     head += b"content-type: application/json\r\ncontent-length: 4194305\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
         connection.sendall(head)
         found = b""
         while part := connection.recv(2**16):  # until the server closes it
@@ -191,7 +191,7 @@ def test_work_for_a_disconnected_client_stops(server, model, monkeypatch):
 
     def slow(*args, **more):
         entered.set()
-        gone.wait(10)
+        gone.wait(120)
         return read(*args, **more)
 
     monkeypatch.setattr(service_module, "parse_request_body", slow)
@@ -199,14 +199,14 @@ def test_work_for_a_disconnected_client_stops(server, model, monkeypatch):
     monkeypatch.setattr(server.engine, "submit_many", lambda *a, **m: submitted.append(1) or submit(*a, **m))
     connections = []
     for _ in range(3):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
         headers = {"content-type": "application/json", "authorization": "Bearer first"}
         connection.request("POST", "/v1/completions", json.dumps(LONG), headers)
         connections.append(connection)
-    assert entered.wait(10)
+    assert entered.wait(120)
     for connection in connections:
         connection.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while server.service.in_flight.total() and time.monotonic() < end:
         time.sleep(0.01)
     assert not server.service.in_flight.total()
@@ -292,7 +292,7 @@ def test_log_and_usage_have_the_same_counts(server):
     )
     usage = body["usage"]
     line = ""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 120
     while f"seed {body['seed']}" not in line and time.monotonic() < end:
         line = server.log[-1]
     assert f"chat: {usage['prompt_tokens']} + {usage['completion_tokens']} tokens" in line

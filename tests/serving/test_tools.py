@@ -13,7 +13,7 @@ import serving
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 QUESTION = [dict(role="user", content="1 + 2?")]
 TOOLS = tool_models.TOOLS

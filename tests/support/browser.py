@@ -129,7 +129,7 @@ class Browser:
             raise
 
     def _open(self, folder: Path):
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while True:
             with contextlib.suppress(OSError):
                 if self._command("GET", "/status"):
@@ -150,7 +150,7 @@ class Browser:
     def _command(self, method, path, **body):
         data = json.dumps(body).encode() if method == "POST" else None
         call = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", data, method=method)
-        with urllib.request.urlopen(call, timeout=60) as answer:
+        with urllib.request.urlopen(call, timeout=120) as answer:
             return json.load(answer)["value"]
 
     def open(self, address, ready="plain !== null"):
@@ -160,7 +160,7 @@ class Browser:
     def script(self, text, *args):
         return self._command("POST", f"{self._session}/execute/sync", script=text, args=args)
 
-    def wait_for(self, text, seconds=20):
+    def wait_for(self, text, seconds=120):
         end = time.monotonic() + seconds
         while not (found := self.script(f"return {text}")):
             assert time.monotonic() < end, (text, self.script("return document.body.innerText"))

@@ -17,17 +17,19 @@ OPTIONS = xj.GenerateOptions(NEW, eos_token_ids=())
 CACHED = dataclasses.replace(OPTIONS, capacity=128)
 
 
-def small_model(case: cases.Case) -> tuple[Any, xj.ModelConfig, list[list[int]], xj.GenerateOutput]:
-    """Parameters and config, prompts (5, 23 and 77 tokens), and what the model generates of them."""
-    config = case.config
-    params = cases.params_from(config, cases.random_tensors(config, 3))
-    prompts = cases.prompts(case)
-    return params, config, prompts, xj.generate(params, config, prompts, CACHED)
+def small_model(case: cases.Case) -> tuple[Any, xj.ModelConfig, list[list[int]]]:
+    """Parameters and config, and prompts (5, 23 and 77 tokens)."""
+    return (
+        cases.params_from(case.config, cases.random_tensors(case.config, 3)),
+        case.config,
+        cases.prompts(case),
+    )
 
 
-def check_tokens(model: Any) -> None:
-    """Greedy tokens are those of the logits without a cache, and those with draft tokens."""
-    params, config, prompts, out = model
+def check_tokens(model: Any) -> list[list[int]]:
+    """Greedy tokens, returned, are those of the logits without a cache, and those with draft tokens."""
+    params, config, prompts = model
+    out = xj.generate(params, config, prompts, CACHED)
     rows = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     tokens_BT, num_tokens_B = cases.pad_prompts(rows)
     forward = jax.jit(xj.forward, static_argnames="config")
@@ -36,11 +38,12 @@ def check_tokens(model: Any) -> None:
         assert logits_BTV[b, len(prompt) - 1 :][:NEW].argmax(-1).tolist() == tokens
     drafted = dataclasses.replace(CACHED, draft="lookup", draft_tokens=2)
     assert xj.generate(params, config, prompts, drafted).tokens == out.tokens
+    return out.tokens
 
 
 def check_engine_bits(model: Any) -> None:
     """An engine over int8 pages gives the same bits alone and beside others, and the tokens of `generate`."""
-    params, config, prompts, _ = model
+    params, config, prompts = model
     whole = xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
     expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype="int8"))
     with xj.Engine(whole, rows=2, capacity=128, chunk=64, cache_dtype="int8") as engine:
@@ -54,7 +57,7 @@ def check_engine_bits(model: Any) -> None:
 
 def check_gradients(model: Any) -> None:
     """Every leaf has a finite gradient that is not 0."""
-    params, config, prompts, _ = model
+    params, config, prompts = model
     tokens_BT = np.array([prompts[1][:12]])
     slopes = jax.jit(jax.grad(lambda p: xj.score(p, config, tokens_BT).mean()))(params)
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):

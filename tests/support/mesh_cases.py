@@ -1,6 +1,7 @@
-"""The cases of test_meshes.py and scripts/soak_meshes.py, over 8 virtual devices.
+"""The cases of test_meshes.py, over 8 virtual devices.
 
-Run as a program with names of cases, it prints a JSON object with the error of each case; "": it passed.
+Run as a program with names of cases, as `gemma2-4` of a family over four devices, it prints a JSON object
+with the error of each case; "": it passed.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 # One checkpoint of each family. 8 heads, 4 key heads: on 8 devices these are repeated.
 FAMILIES = {

@@ -36,7 +36,7 @@ class RunningServer:
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
         """Sends a request and returns (status, JSON or text, headers)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             own = {"content-type": "application/json"} if data is not None else {}
@@ -64,7 +64,7 @@ class RunningServer:
         assert parts.pop() == "[DONE]"
         return [json.loads(part) for part in parts]
 
-    def idle(self, seconds: float = 10) -> bool:
+    def idle(self, seconds: float = 120) -> bool:
         """Waits until all rows and pages are free. Returns False after so many seconds."""
         return server_requests.wait_idle(self.service, seconds)
 
@@ -90,5 +90,5 @@ def run_server(model: Any = None, listening: Any = None, **more: Any) -> Iterato
         yield RunningServer(service, listening.getsockname()[1], log, server)
     finally:
         server.should_exit = server.force_exit = True
-        thread.join(20)
+        thread.join(120)
         service.close()

@@ -228,7 +228,7 @@ def test_time_is_linear_in_the_text():
             parser.push(many[i : i + 200])
         parser.push("", True)
         xj.parse_tool_calls(many, TOOLS)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_json_scanner_equals_json():

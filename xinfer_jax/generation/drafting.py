@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, with_draft_slots
+from ..cache.kv_cache import KVCache
 from ..cache.stored_kv import check_head_dim
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_supported
@@ -112,6 +112,12 @@ def _check_model(draft: Any, call: ValidatedCall) -> Any:
         raise InputError(f"{need} exceeds the draft's context limit {config.context_length}")
     fixed = with_fixed_rope(config, longest + new, longest + new)
     return draft if fixed is config else dataclasses.replace(draft, config=fixed)
+
+
+def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
+    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
+    layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
+    return dataclasses.replace(cache, layers=layers)
 
 
 _ADD_DRAFT_SLOTS = jax.jit(with_draft_slots, static_argnames="tokens")

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import jax
 
-import kernels_pallas
-
 from .. import plugin
 from ..cache.kv_cache import KVCache
 from ..checks import is_traced
@@ -25,11 +23,8 @@ PaddedTokens = tuple[Any, Any]
 Run = Callable[..., Any]
 
 _MIN_BUCKET = 16
-# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. GPUs and TPUs
-# take more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors. A
-# v6e reads a matrix of 7B in the time in which it multiplies 560 tokens, and holds the activations of 1,024.
+# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small.
 _CHUNK = 512
-_CHUNK_OF_ALL_ROWS = {"gpu": 2048, "tpu": 1024}
 
 
 def run_program(program: Any, *args: Any) -> Any:
@@ -146,12 +141,8 @@ def decode_compiler_options() -> dict[str, Any] | None:
 def prefill_chunk_size(cache: KVCache) -> int:
     """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
     length_B = cache.length_B
-    platform = kernels_pallas.default_platform()  # of shapes
-    if is_traced(length_B):
-        platform = "unknown"
-    elif isinstance(length_B, jax.Array):
-        platform = next(iter(length_B.devices())).platform
-    of_all_rows = _CHUNK_OF_ALL_ROWS.get(platform, _CHUNK)
+    of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
+    of_all_rows = of_device(length_B) if of_device else _CHUNK
     return min(max(_CHUNK, of_all_rows // next_power_of_two(len(length_B))), cache.most_at_once)
 
 
