@@ -24,7 +24,7 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=5_607, code=3_293), GENERATE: Size(lines=6_590, code=3_947)}
+BOUNDS = {FUNCTIONAL: Size(lines=5_616, code=3_296), GENERATE: Size(lines=6_599, code=3_950)}
 CORE = closure.core()
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 
@@ -38,7 +38,7 @@ def test_core_grows_no_more(start):
 
 
 def test_decode_loop_needs_no_more_than_generate():
-    assert {*closure.closure(FUNCTIONAL)} - {*closure.closure(GENERATE)} <= {FUNCTIONAL}
+    assert {*closure.closure(FUNCTIONAL)} - {FUNCTIONAL} < {*closure.closure(GENERATE)}
 
 
 def test_core_imports_by_statements():

@@ -78,7 +78,7 @@ def closure(start: str) -> list[str]:
 
 
 def core() -> list[str]:
-    """Returns the modules of both closures."""
+    """Returns the modules that the functional API and `generate` may load."""
     return sorted({*closure(FUNCTIONAL), *closure(GENERATE)})
 
 
