@@ -11,12 +11,11 @@ from typing import Any
 TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("compiler", "options"): ("ops.cpu.cpu_features", "compiler_options"),
     ("compiler", "ahead"): ("layerwise.precompile", "precompile_once"),
-    ("compiler", "dry run"): ("layerwise.precompile", "Precompiler"),
     ("device", "chunk of all rows"): ("device_defaults", "chunk_of_all_rows"),
     ("device", "dtype"): ("device_defaults", "default_dtype"),
     ("device", "memory"): ("memory", "check_memory"),
     ("device", "peak bytes"): ("memory", "peak_memory_bytes"),
-    ("runner", "choice"): ("layerwise.runner", "layerwise_runner"),
+    ("executor", "choice"): ("layerwise.layerwise_executor", "layerwise_executor"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),
     ("cache dtype", "int8"): ("cache.quantized_kv", "INT8"),

@@ -61,8 +61,8 @@ PACKAGES = {
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
-        "executor", "state", "strategies", "loop", "speculation", "beam_steps", "functional",
-        "runners", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
+        "state", "executor", "strategies", "loop", "speculation", "beam_steps", "functional",
+        "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
@@ -72,7 +72,7 @@ PACKAGES = {
     "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
     "ops.gpu.verify": (),
     "generation.kernels": (),
-    "layerwise": ("precompile", "layer_programs", "runner"),
+    "layerwise": ("precompile", "layer_programs", "layerwise_executor"),
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
@@ -86,8 +86,8 @@ PACKAGES = {
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
         "device_programs", "states", "host_pages", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
-        "prefilled_row", "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine",
-        "engines",
+        "routing", "endpoint", "role_cores", "dispatcher", "request_queue", "submission", "engine_loop",
+        "role_engines", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
@@ -101,7 +101,7 @@ PACKAGES = {
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "peer_worker", "peer_dispatch", "peer_front", "embedding_requests", "served_request", "service",
+        "peer_messages", "peer_worker", "peer_front", "embedding_requests", "served_request", "service",
         "text_endpoints", "app", "command",
     ),
 }  # fmt: skip
@@ -173,6 +173,24 @@ def test_imports_point_one_way(name):
 def test_no_module_has_the_name_of_a_public_function():
     """Or `xinfer_jax.name` would be one or the other, as what was imported first decides."""
     assert not {name.split(".")[-1] for name in MODULES} & set(xj.__all__)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_private_attributes_are_used_where_they_are_defined(name):
+    """`x._name` is of the object itself, or `_name` is defined in this module."""
+    tree = ast.parse(LIBRARY.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+    nodes = [*ast.walk(tree)]
+    known = {"_replace", "_asdict", "_fields", "_exit"}  # public, in spite of their names
+    known |= {node.name for node in nodes if isinstance(node, DEFINED)}
+    used = []
+    for node in nodes:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            known.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            known.add(node.attr)
+        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            used.append((ast.unparse(node.value), node.attr))
+    assert not [x for x in used if x[0] not in ("self", "cls", "super()") and x[1] not in known]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)
