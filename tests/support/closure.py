@@ -77,6 +77,11 @@ def closure(start: str) -> list[str]:
     return sorted(found)
 
 
+def core() -> list[str]:
+    """Returns the modules that the functional API and `generate` may load."""
+    return sorted({*closure(FUNCTIONAL), *closure(GENERATE)})
+
+
 def size(module: str) -> Size:
     text = source_file(module).read_text(encoding="utf-8")
     code = set()

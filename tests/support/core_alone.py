@@ -11,7 +11,7 @@ import sys
 
 import closure
 
-CORE = {*closure.closure(closure.GENERATE), "xinfer_jax.plugins"}
+CORE = {*closure.core(), "xinfer_jax.plugins"}
 
 
 class Blocker(importlib.abc.MetaPathFinder):
