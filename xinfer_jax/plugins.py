@@ -25,6 +25,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
+    ("layer params", "linear"): ("weights.linear_attention_specs", "linear_attention_specs"),
     ("layer", "key bias"): ("model.key_bias", "split_key_bias"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("model.rope_scaling", "dynamic_rope"),

@@ -30,8 +30,8 @@ PACKAGES = {
     "ops.tpu": ("tpu_products",),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
-        "weight_leaf", "param_specs", "params", "layout", "quantized_weight", "ternary", "mxfp4",
-        "int8_weight", "grouped_weight", "quantize_methods", "quantization", "hadamard",
+        "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "quantized_weight",
+        "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantize_methods", "quantization", "hadamard",
     ),
     "families": (
         "family", "values", "rope_settings", "layer_fields", "sparse_layers", "llama", "mistral", "qwen2",

@@ -208,7 +208,7 @@ def _head_norms(layer: Params, config: ModelConfig, spec: AttentionSpec) -> Head
     """The layer's norms of each head of queries and keys; None: it has none."""
     if spec.qk_norm != "head":
         return None
-    return HeadNorms(layer["q_norm"], layer["k_norm"], config.rms_norm_eps, config.norm_offset)
+    return (layer["q_norm"], layer["k_norm"]), (config.rms_norm_eps, config.norm_offset)
 
 
 def _feed_forward(  # noqa: PLR0913

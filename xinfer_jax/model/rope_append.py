@@ -1,7 +1,7 @@
 """Norms and RoPE of new queries and keys, and the append of keys and values to a layer's cache."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -10,15 +10,8 @@ from ..ops.operation import run
 from .layers import apply_rope, rms_norm
 
 _QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
-
-
-class HeadNorms(NamedTuple):
-    """RMS norms of the queries and keys of each head, with `eps` and `offset` of `rms_norm`."""
-
-    q_H: jax.Array
-    k_H: jax.Array
-    eps: float
-    offset: float | None
+# RMS norms of each head: the weights for queries and keys; `eps` and `offset` of `rms_norm`.
+HeadNorms = tuple[tuple[jax.Array, jax.Array], tuple[float, float | None]]
 
 
 def rotate(qkv: _QKV, norms: HeadNorms | None, angles: Any) -> _QKV:
@@ -43,7 +36,7 @@ def rotate_and_append(  # noqa: PLR0913
     """The queries after norm and RoPE, and the cache with the new keys and values. Arguments as in `rotate`
     and `Contiguous.append`.
     """
-    weights, static = (None, None) if norms is None else (norms[:2], norms[2:])
+    weights, static = norms or (None, None)
     operands = qkv, weights, angles, kv, start_B, num_tokens_B
     return run("rope_append", partial(plain_append, norm=static), *operands, impl=impl, norm=static)
 
@@ -53,16 +46,11 @@ def norm_heads(qkv: _QKV, norms: HeadNorms | None) -> _QKV:
     if norms is None:
         return qkv
     q_BTNH, k_BTKH, v_BTKH = qkv
-    q_H, k_H, eps, offset = norms
-    return rms_norm(q_BTNH, q_H, eps, offset), rms_norm(k_BTKH, k_H, eps, offset), v_BTKH
-
-
-def head_norms(weights: Any, norm: Any) -> HeadNorms | None:
-    """Of the weights for queries and keys, and of eps and offset; None: there are none."""
-    return None if weights is None else HeadNorms(*weights, *norm)
+    (q_H, k_H), static = norms
+    return rms_norm(q_BTNH, q_H, *static), rms_norm(k_BTKH, k_H, *static), v_BTKH
 
 
 def plain_append(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):  # noqa: PLR0913
-    """`rotate_and_append` in plain jnp. weights, norm: as in `head_norms`."""
-    q_BTNH, k_BTKH, v_BTKH = rotate(qkv, head_norms(weights, norm), angles)
+    """`rotate_and_append` in plain jnp. weights, norm: the parts of `HeadNorms`, or None."""
+    q_BTNH, k_BTKH, v_BTKH = rotate(qkv, None if weights is None else (weights, norm), angles)
     return q_BTNH, kv.append(k_BTKH, v_BTKH, start_B, num_tokens_B)

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 
+from .. import plugin
 from ..config.layer_spec import ExpertsSpec, MlpSpec
 from ..config.model_config import ModelConfig
 
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
-_Axis = tuple[int, str | None]  # size and name
+Axis = tuple[int, str | None]  # size and name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +41,16 @@ def param_specs(config: ModelConfig) -> Params:
     d = (config.hidden_size, "embed")
     vocabulary = (config.vocab_size, "vocab")
     tree: Params = {
-        "embed": _linear(vocabulary, d, init="small"),
+        "embed": dense(vocabulary, d, init="small"),
         "layers": tuple(_layer(config, i) for i in range(config.num_hidden_layers)),
         "final_norm": _norm(d),
     }
     if not config.tie_word_embeddings:
-        tree["lm_head"] = _linear(vocabulary, d)
+        tree["lm_head"] = dense(vocabulary, d)
     if P := config.hidden_size_per_layer_input:  # of each layer beside the hidden states: of a token
         width = (P * config.num_hidden_layers, None)
-        tree["layer_embed"] = _linear((config.vocab_size_per_layer_input, "vocab"), width, init="small")
-        tree["layer_proj"] = _linear(width, d)
+        tree["layer_embed"] = dense((config.vocab_size_per_layer_input, "vocab"), width, init="small")
+        tree["layer_proj"] = dense(width, d)
         tree["layer_input_norm"] = _norm((P, None))
     return jax.tree_util.tree_map_with_path(_with_name, tree)
 
@@ -62,7 +63,8 @@ def _with_name(path: Any, spec: ParamSpec) -> ParamSpec:
 def _layer(config: ModelConfig, index: int) -> Params:
     spec = config.layers[index]
     d = (config.hidden_size, "embed")
-    tree = _attention(config, index) if config.attention(index) else _linear_attention(config)
+    is_linear = config.is_linear(index)
+    tree = plugin("layer params", "linear")(config) if is_linear else _attention(config, index)
     if spec.pre_norm:
         tree |= dict(attn_norm=_norm(d), mlp_norm=_norm(d))
     if spec.post_norm:
@@ -73,12 +75,12 @@ def _layer(config: ModelConfig, index: int) -> Params:
         tree |= _experts(config, spec.experts)
     if spec.mlp and spec.experts:
         gains = dict(scale=d, per_expert_scale=(spec.experts.num_experts, None))
-        tree["router"] |= {name: _spec(size, init="ones") for name, size in gains.items()}
+        tree["router"] |= {name: tensor(size, init="ones") for name, size in gains.items()}
         tree |= {name: _norm(d) for name in ("mlp_out_norm", "experts_norm", "experts_out_norm")}
     if P := config.hidden_size_per_layer_input:
-        tree |= dict(input_gate=_linear((P, None), d), input_proj=_linear(d, (P, None)), input_norm=_norm(d))
+        tree |= dict(input_gate=dense((P, None), d), input_proj=dense(d, (P, None)), input_norm=_norm(d))
     if spec.scalar:
-        tree["layer_scalar"] = _spec((1, None), init="ones")
+        tree["layer_scalar"] = tensor((1, None), init="ones")
     return tree
 
 
@@ -90,10 +92,10 @@ def _attention(config: ModelConfig, index: int) -> Params:
     k = (config.kv_heads(index) * h, "kv_heads")
     own = {} if spec.shares_kv else {"k": k} if spec.values_are_keys else {"k": k, "v": k}
     gate = {"attn_gate": n} if spec.output_gate else {}
-    tree: Params = {name: _linear(size, d, spec.qkv_bias) for name, size in ({"q": n} | own | gate).items()}
-    tree["o"] = _linear(d, n, spec.o_bias)
+    tree: Params = {name: dense(size, d, spec.qkv_bias) for name, size in ({"q": n} | own | gate).items()}
+    tree["o"] = dense(d, n, spec.o_bias)
     if spec.sinks:
-        tree["sinks"] = _spec((config.num_attention_heads, "heads"), init="small")
+        tree["sinks"] = tensor((config.num_attention_heads, "heads"), init="small")
     if spec.o_norm:
         tree["o_norm"] = _norm(n)
     if spec.qk_norm:
@@ -104,27 +106,11 @@ def _attention(config: ModelConfig, index: int) -> Params:
     return jax.tree.map(of_kv, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
-def _linear_attention(config: ModelConfig) -> Params:
-    """Gated DeltaNet."""
-    spec: Any = config.linear_attention
-    d = (config.hidden_size, "embed")
-    n = (spec.num_value_heads, "linear_heads")
-    keys = (spec.num_key_heads * spec.key_head_dim, "linear_heads")
-    values = (spec.num_value_heads * spec.value_head_dim, "linear_heads")
-    tree: Params = {name: _linear(size, d) for name, size in dict(q=keys, k=keys, v=values, z=values).items()}
-    tree |= {name: _linear(n, d, stays_float=True) for name in ("a", "b")}
-    for name, channels in dict(q=keys, k=keys, v=values).items():
-        tree[f"conv_{name}"] = _spec(channels, (spec.conv_kernel_dim, None), stays_float=True)
-    tree |= dict(A_log=_spec(n, init="log_decay"), dt_bias=_spec(n, init="ones"))
-    tree |= dict(gated_norm=_spec((spec.value_head_dim, None), init="ones"), o=_linear(d, values))
-    return tree
-
-
 def _mlp(config: ModelConfig, spec: MlpSpec) -> Params:
     d = (config.hidden_size, "embed")
     f = (spec.intermediate_size or config.intermediate_size, "mlp")
-    gate = _linear(f, d, spec.bias)
-    tree: Params = {"gate": gate, "up": gate, "down": _linear(d, f, spec.bias)}
+    gate = dense(f, d, spec.bias)
+    tree: Params = {"gate": gate, "up": gate, "down": dense(d, f, spec.bias)}
     return tree | ({"down_norm": _norm(f)} if spec.down_norm else {})
 
 
@@ -133,31 +119,33 @@ def _experts(config: ModelConfig, spec: ExpertsSpec) -> Params:
     d = (config.hidden_size, "embed")
     f = (spec.intermediate_size, None)
 
-    def stack(outputs: _Axis, inputs: _Axis) -> Params:
-        leaf = {"weight": _spec(experts, outputs, inputs)}
-        return leaf | ({"bias": _spec(experts, outputs, init="small", stays_float=True)} if spec.bias else {})
+    def stack(outputs: Axis, inputs: Axis) -> Params:
+        bias = {"bias": tensor(experts, outputs, init="small", stays_float=True)} if spec.bias else {}
+        return {"weight": tensor(experts, outputs, inputs)} | bias
 
     tree: Params = {
-        "router": _linear((spec.num_experts, None), d, spec.bias, stays_float=True),
+        "router": dense((spec.num_experts, None), d, spec.bias, stays_float=True),
         "experts": {"gate": stack(f, d), "up": stack(f, d), "down": stack(d, f)},
     }
     if width := spec.shared_intermediate_size:
         tree["shared"] = _mlp(config, MlpSpec(width))
-        tree["shared_gate"] = _linear((1, None), d, stays_float=True)
+        tree["shared_gate"] = dense((1, None), d, stays_float=True)
     return tree
 
 
-def _spec(*axes: _Axis, init: str = "matrix", stays_float: bool = False) -> ParamSpec:
+def tensor(*axes: Axis, init: str = "matrix", stays_float: bool = False) -> ParamSpec:
+    """Returns the spec of a tensor with these axes."""
     (shape, names) = zip(*axes, strict=True)
     return ParamSpec(shape, names, init, stays_float)
 
 
-def _norm(features: _Axis) -> ParamSpec:
-    return _spec(features, init="norm")
+def _norm(features: Axis) -> ParamSpec:
+    return tensor(features, init="norm")
 
 
-def _linear(
-    outputs: _Axis, inputs: _Axis, bias: bool = False, init: str = "matrix", stays_float: bool = False
+def dense(
+    outputs: Axis, inputs: Axis, bias: bool = False, init: str = "matrix", stays_float: bool = False
 ) -> Params:
-    leaf: Params = {"weight": _spec(outputs, inputs, init=init, stays_float=stays_float)}
-    return leaf | ({"bias": _spec(outputs, init="small", stays_float=stays_float)} if bias else {})
+    """Returns the specs of a matrix, and of its bias if it has one."""
+    leaf: Params = {"weight": tensor(outputs, inputs, init=init, stays_float=stays_float)}
+    return leaf | ({"bias": tensor(outputs, init="small", stays_float=stays_float)} if bias else {})

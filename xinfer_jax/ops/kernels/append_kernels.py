@@ -10,7 +10,7 @@ import kernels_pallas
 
 from ...cache.contiguous import Contiguous
 from ...model.attention import ROW_QUERIES
-from ...model.rope_append import head_norms, norm_heads, plain_append
+from ...model.rope_append import norm_heads, plain_append
 from ...sharding import abstract_mesh_of
 from .attention_kernels import kernel_arrays, with_kernel_arrays
 from .product_kernels import with_plain_derivative
@@ -33,7 +33,7 @@ def append_form(
         return partial(with_plain_derivative, by_kernel, plain, platform)
 
     def after_norms(qkv: Any, weights: Any, *rest: Any) -> tuple[jax.Array, Contiguous]:
-        qkv = norm_heads(qkv, head_norms(weights, norm))
+        qkv = norm_heads(qkv, None if weights is None else (weights, norm))
         without = partial(plain_append, norm=None)
         return with_plain_derivative(by_kernel, without, platform, qkv, None, *rest)
 
