@@ -15,8 +15,10 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:```\n(.*?)```\n)?", re.DOTALL)
 FROM_THE_HUB = '"Qwen/Qwen2.5-0.5B-Instruct"'  # stands for the bundled checkpoint here
 # A pattern of what each block prints, in order; None: what the README shows.
 PRINTED = {
-    "README.md": (r".+", r"\[\[.+\]\]\n", r'\{"name":".*","age":\d+\}\n', None, r"\(2, 16\) \[\d+ \d+\]\n"),
-    "xinfer_jax/generation/README.md": (r"((yes|no), \d{1,2}%\n){4}", None, r"\[\[.+\]\]\n", None),
+    "README.md": (r".+", r"\[\[.+\]\]\n", r"\(2, 16\) \[\d+ \d+\]\n"),
+    "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
+    "xinfer_jax/tool_calls/README.md": (None,),
+    "xinfer_jax/generation/README.md": (None, r"\[\[.+\]\]\n", None),
     "xinfer_jax/engine/README.md": (r"The capital of France is Paris\.\n\['.+', '.+'\]\n.+",),
 }
 

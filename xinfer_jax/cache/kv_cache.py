@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .. import plugin
@@ -16,8 +16,6 @@ from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
-from ..sharding import REPLICATED, check_mesh_context, memory_fraction
-from ..weights.layout import check_mesh
 from .contiguous import Contiguous
 from .layer_cache import LayerCache, shard_heads
 from .ring import Ring, num_slots
@@ -114,18 +112,18 @@ def init_cache(
             f"rope type 'longrope' changes its factors beyond {limit} tokens, and cached keys would keep the"
             f" old ones: for a cache of capacity {capacity}, fix them by with_fixed_rope, as generate does"
         )
+    fraction = 1.0  # of keys and values, in one memory
+    replicated = None
     if mesh is not None:
-        check_mesh_context()
-        mesh = check_mesh(mesh)
+        mesh, fraction, replicated = plugin("mesh", "of cache")(mesh)
     dtype = resolve_cache_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
-    check_fits(int(memory_fraction(mesh) * cache_bytes(config, batch, capacity, dtype)), what, remedy)
+    check_fits(int(fraction * cache_bytes(config, batch, capacity, dtype)), what, remedy)
     layers = empty_layers(config, batch, capacity, dtype, mesh)
     has_limits = any(layer.limits for layer in layers)
     counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
-    sharding = mesh and NamedSharding(mesh, REPLICATED)
-    length_B, overflow_B, reached_B = jax.device_put(tuple(counts), sharding)  # nothing to compile
+    length_B, overflow_B, reached_B = jax.device_put(tuple(counts), replicated)  # nothing to compile
     return KVCache(layers, length_B, overflow_B, reached_B if has_limits else None)
 
 

@@ -22,10 +22,10 @@ from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
 from ..plugins import load
 from ..sampling.sampling_config import check_generation_config
-from ..sharding import MODEL, memory_fraction
+from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
 from ..weights.hadamard import TensorRotation, tensor_rotations
-from ..weights.layout import check_mesh, shardings
+from ..weights.layout import shardings
 from ..weights.params import Params, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantize_methods import check_activations, check_quantize, check_quantize_method
 from ..weights.quantized_weight import is_quantized

@@ -1,7 +1,6 @@
 """`Drafting`: what a call of `generate` or `stream` with draft tokens has beside plain decoding."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -61,29 +60,32 @@ class Drafting:
             raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
         return _check_model(draft, call)
 
-    def prefill(self, runner: Any, executor: Executor) -> KVCache | None:
-        """The draft model's cache with the prompts, which the runner prefills; None without a draft model."""
+    def new_cache(self) -> KVCache | None:
+        """An empty cache for the draft model; None without one."""
         call = self._call
         if self._config is None:
             return None
         capacity = min(call.capacity, self._config.context_length)  # draft tokens beyond are dropped
-        make = partial(new_cache, call, self.params, self._config, capacity, call.prompt_rows)
-        tokens = pad_prompts(call.prompts, capacity, call.prompt_rows)
-        return runner.prefill((self.params, self._config), tokens, executor.create(make), True)[1]
+        return new_cache(call, self.params, self._config, capacity, call.prompt_rows)
+
+    def prefill(self, executor: Executor, cache: KVCache) -> KVCache:
+        """The draft model's cache with the prompts; cache: of `new_cache`."""
+        tokens = pad_prompts(self._call.prompts, cache.capacity, self._call.prompt_rows)
+        return executor.prefill((self.params, self._config), tokens, cache)[1]
 
     def start(
-        self, cache: Any, draft_cache: KVCache | None, executor: Executor
+        self, executor: Executor, cache: Any, draft_cache: KVCache | None
     ) -> tuple[Any, SpeculationState]:
         """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
         call = self._call
         if cache is not None and call.config.linear_attention:
-            cache = executor(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
+            cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
         zeros_R: Any = np.zeros(call.rows, np.int32)
         return cache, SpeculationState(draft_cache, zeros_R, zeros_R)
 
-    def draft_tokens(self, context: Context, executor: Executor) -> np.ndarray:
+    def draft_tokens(self, executor: Executor, context: Context) -> np.ndarray:
         """int32 [B, count]: what a function proposes in the next step."""
-        return np.asarray(executor(*self.strategy.draft_call(context)))
+        return np.asarray(executor.run(*self.strategy.draft_call(context)))
 
     def count(self, state: SpeculationState, stats: GenerateStats, rows: int) -> None:
         """Writes into the statistics how many draft tokens of the first rows were accepted."""

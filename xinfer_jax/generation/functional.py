@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import check_array, check_integer, check_range, check_token_ids, is_sequence, is_traced
 from ..config.model_config import ModelConfig
@@ -22,16 +21,13 @@ from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import AnyArray, Params
-from .executor import bucket, next_power_of_two
+from .executor import bucket, prefill_chunk_size
 from .loop import PREFILL, decode, jit_variants
 from .state import DecodeState, new_state, sample_and_append
 from .strategies import Plain
 
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
-
-# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small.
-_CHUNK = 512
 
 
 @jax.tree_util.register_dataclass
@@ -254,14 +250,6 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
             f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the"
             " prompt"
         )
-
-
-def prefill_chunk_size(cache: KVCache) -> int:
-    """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
-    length_B = cache.length_B
-    of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
-    of_all_rows = of_device(length_B) if of_device else _CHUNK
-    return min(max(_CHUNK, of_all_rows // next_power_of_two(len(length_B))), cache.most_at_once)
 
 
 def _decode_step(params, config, token_B, cache, impl):

@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .. import plugin
 from ..cache.contiguous import Contiguous, uncached_kv
-from ..cache.layer_cache import LayerCache, cache_specs
+from ..cache.layer_cache import LayerCache
 from ..cache.stored_kv import is_quantized_kv
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
-from ..sharding import MODEL, REPLICATED, abstract_mesh_of, shard_map_model
-from ..weights.layout import is_divisible, layer_partition_specs
+from ..ops.operation import run
 from ..weights.params import Params
 from .attention import attention
 from .experts import mixture_of_experts
@@ -33,8 +31,6 @@ from .layers import (
     rms_norm,
 )
 from .rope_append import HeadNorms, rotate, rotate_and_append
-
-_UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,21 +64,8 @@ def run_layer(  # noqa: PLR0913
     """The output of one layer, [B, T, D], and its cache with the new tokens. Without a cache: None, or the
     layer's keys and values in a model in which other layers use them.
     """
-    if (mesh := model_mesh(layer, config)) is None:
-        return _run_layer(layer, x_BTD, positions, kv, config, kind, impl)
-    kv_specs = cache_specs(kv, mesh)
-    run = functools.partial(_run_layer, config=config, kind=kind, impl=impl, over=MODEL)
-    specs = (layer_partition_specs(layer, config, mesh), REPLICATED, REPLICATED, kv_specs)
-    new_specs = _UNCACHED if kv is None and config.shares_kv else kv_specs
-    return shard_map_model(run, mesh, specs, (REPLICATED, new_specs))(layer, x_BTD, positions, kv)
-
-
-def model_mesh(tree: Any, config: ModelConfig) -> Any:
-    """The mesh over which the model is sharded. None: there is none, or its devices do not divide the sizes:
-    then the caller has sharded the arrays in another way, and XLA propagates that sharding.
-    """
-    mesh = abstract_mesh_of(tree)
-    return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
+    plain = functools.partial(_run_layer, config=config, kind=kind, impl=impl)
+    return run("decoder_layer", plain, layer, x_BTD, positions, kv, config=config)
 
 
 def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # noqa: PLR0913

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..sharding import MODEL, RULES, check_divisible, partition_spec, with_auto_axes
+from ..sharding import MODEL, RULES, check_divisible, check_mesh, partition_spec
 from .params import Params, ParamSpec, check_params, param_specs
 from .weight_leaf import WeightLeaf
 
@@ -46,17 +46,6 @@ def shardings(
     tree = partition_specs(specs, specs if like is None else like, mesh, {**RULES, "embed": fsdp})
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(partial(NamedSharding, mesh), tree, is_leaf=is_spec)
-
-
-def check_mesh(mesh: Any) -> Mesh:
-    """Returns the mesh with Auto axes; raises InputError unless it has an axis "model"."""
-    if not isinstance(mesh, Mesh) or MODEL not in mesh.shape:
-        given = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
-        raise InputError(
-            f"mesh must be a jax.sharding.Mesh with an axis {MODEL!r}, as jax.make_mesh((4,), ({MODEL!r},))"
-            f" makes it, got {given}"
-        )
-    return with_auto_axes(mesh)
 
 
 def _check_heads(config: ModelConfig, mesh: Any) -> None:

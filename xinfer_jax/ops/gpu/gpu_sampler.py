@@ -25,7 +25,8 @@ from ...sampling.sampler import (
     top_candidates,
 )
 from ...sampling.sampling_config import SamplingConfig
-from ..operation import abstract_mesh_of, match_varying_axes
+from ...sharding import abstract_mesh_of
+from ..operation import match_varying_axes
 from .reductions import logsumexp_in_one_pass
 from .top_k import top_k_of_groups
 

@@ -11,7 +11,7 @@ import kernels_pallas
 from ...cache.contiguous import Contiguous
 from ...model.attention import ROW_QUERIES
 from ...model.rope_append import head_norms, norm_heads, plain_append
-from ..operation import abstract_mesh_of
+from ...sharding import abstract_mesh_of
 from .attention_kernels import kernel_arrays, with_kernel_arrays
 from .product_kernels import with_plain_derivative
 
