@@ -64,7 +64,7 @@ def prefill_attention(  # noqa: PLR0913
 
 
 def decode_attention(*args, **kwargs) -> jax.Array:
-    """As `prefill_attention`, for the last token of each row, or a few."""
+    """Attention of the last token of each row, or of a few; `prefill_attention` of so few queries."""
     return prefill_attention(*args, **kwargs)
 
 

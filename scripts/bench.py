@@ -2,8 +2,8 @@
 time per token, tok/s, peak memory.
 
     python scripts/bench.py  # Qwen2.5-0.5B's shape, random weights
-    python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4 --plot=bench.png
-    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged --stream --capacities=256,8192
+    python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
+    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged --stream
 
 Weights are random unless --model names a checkpoint; prompts are always random. Decoding is greedy and never
 stops early. Each dtype x quantize runs in its own process, so its peak memory is its own. The machine's
@@ -27,14 +27,13 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from bench.bench_report import HEADER, case_lines, cost_by_position, draw, row_line
+from bench.bench_report import HEADER, case_lines, row_line
 from bench.machine_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread
 from bench.model_shapes import hf_config
 
@@ -43,7 +42,6 @@ from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
 FORMATS = ("none", "int8", "int4", "ternary")
-_STRIDE = 16  # tokens over which --capacities and --plot average
 
 
 def _numbers(name: str, default: list[int], help_text: str, least: int) -> flags.FlagHolder:
@@ -72,16 +70,7 @@ RAGGED = flags.DEFINE_boolean(
 REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
 )
-CAPACITIES = _numbers(
-    "capacities", [], "Also time decoding at length 100 in KV caches of these capacities.", 128
-)
 STREAM = flags.DEFINE_boolean("stream", False, "Also compare `stream` with `generate`, for one row.")
-PLOT = flags.DEFINE_string(
-    "plot", None, "Draw the roofline and the cost per token by position to this PNG (needs the plot extra)."
-)
-CURVE = _numbers(
-    "curve_lengths", [16, 128, 512, 1024, 2048, 4096], "Positions of the cost curve of --plot.", 1
-)
 PROBE = flags.DEFINE_integer(
     "probe_mib", 1024, "Size of the array that is read to measure the bandwidth, in MiB.", lower_bound=1
 )
@@ -133,21 +122,8 @@ class Case:
                     prompt_tokens=prompt,
                     new_tokens=new,
                 )
-            if CAPACITIES.value:
-                _emit("capacities", _or_skipped(self.capacities))
             if STREAM.value:
                 _emit("stream", _or_skipped(self.stream))
-            if PLOT.value:
-                _emit(
-                    "curve",
-                    _or_skipped(
-                        cost_by_position,
-                        self.params,
-                        self.config,
-                        [int(v) for v in CURVE.value],
-                        REPEATS.value,
-                    ),
-                )
             limits.probe()
             _emit("limits", limits.summary())
 
@@ -192,21 +168,6 @@ class Case:
             "peak_bytes": self.memory.peak() or runs[-1].peak_bytes,
         }
         return {"lengths": lengths, "compile_s": compile_s, **figures, **memory}
-
-    def capacities(self) -> dict[str, Any]:
-        """Measures the time per token at length 100 by capacity, with interleaved repetitions. The time
-        should follow the length, not the capacity.
-        """
-        sizes = [int(v) for v in CAPACITIES.value]
-        runs = {size: [] for size in sizes}
-        for repeat in range(REPEATS.value + 1):  # the first compiles
-            for size in sizes:
-                seconds = self.generate([100 - _STRIDE // 2], _STRIDE + 1, capacity=size).stats.tpot_seconds
-                if repeat:
-                    runs[size].append(seconds)
-        # Relative to the first capacity.
-        ratio = [spread([a / b for a, b in zip(runs[size], runs[sizes[0]], strict=True)]) for size in sizes]
-        return {"capacity": sizes, "tpot_s": [spread(runs[size]) for size in sizes], "ratio": ratio}
 
     def stream(self) -> dict[str, Any]:
         """Measures the wall time of whole calls of `generate` and `stream`, interleaved."""
@@ -290,9 +251,6 @@ def main(argv: list[str]) -> None:
         "config": None if MODEL.value else CONFIG.value,
         "cases": cases,
     }
-    if PLOT.value:
-        draw(results, PLOT.value)
-        print(f"wrote {PLOT.value}")
     print(json.dumps(results), flush=True)
     if any("failed" in case for case in cases):
         sys.exit(1)
@@ -313,19 +271,6 @@ def _check() -> None:
     for holder in (PROMPTS, NEW, BATCHES, DTYPES, QUANTIZE):
         if not holder.value:
             raise xj.InputError(f"--{holder.name} is empty: give at least one value")
-    if PLOT.value:
-        _check_plot(Path(PLOT.value))
-
-
-def _check_plot(path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        raise xj.InputError(f"--plot={path}: the directory does not exist")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise xj.InputError(
-            "--plot needs matplotlib: run pip install '.[plot]' in a checkout of xinfer_jax"
-        ) from error
 
 
 def _work(dtype: str, quantize: str) -> None:

@@ -185,9 +185,8 @@ def print_report(result: dict) -> None:
     )
     print(f"  launched in a layer: {result['kinds_per_layer']}")
     for kernel in result["kernels"]:
-        issued = "declared operands" if kernel["declared"] else f"{kernel['issued'] / 1e6:,.3f} MB issued"
-        times = f"{kernel['launches']:g}x {kernel['bytes'] / 1e6:,.3f} MB"
-        print(f"  Pallas {times} ({issued}): {kernel['op_name']}")
+        how = " (declared operands)" if kernel["declared"] else ""
+        print(f"  Pallas {kernel['launches']:g}x {kernel['bytes'] / 1e6:,.3f} MB{how}: {kernel['op_name']}")
     for kernel in result["compiled"]:
         print(f"  {kernel['kernel']}: {kernel['registers']} registers, {kernel['spill_bytes']} bytes spilled")
     for name, array, size, op_name in result["copied"]:

@@ -8,36 +8,25 @@ devices, with all rows full. Times are computed from bytes and FLOP at the rates
 are those of the engine's programs, compiled for such devices. That needs no GPU and no driver, only jax's
 CUDA plug-in: `pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc`; for TPUs, as in
 `--devices=8xv5e`, `pip install 'jax[tpu]'`. Two devices of tpu7x are a chip.
-
-    python scripts/plan.py --goodput --model=llama2-13b --devices=32xa100 --ttft=0.25 --tpot=0.1
-
---goodput plans prefill and decode apart: for each side the mesh with the most requests per second and device
-within its limit, how many of each, beside the best single engine (README.md in scripts/goodput).
 """
 
 from launcher import InputError, start
 
 # isort: split
 import dataclasses
-import functools
 import os
 import re
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiles for devices but does not use them
 
-import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 from bench.model_shapes import SHAPES, hf_config  # noqa: E402
-from goodput.device_times import KINDS, Machine, parse_devices  # noqa: E402
-from goodput.goodput_flags import define_workload_flags  # noqa: E402
-from goodput.goodput_search import Workload  # noqa: E402
-from goodput.plan_goodput import Cluster, make_plan, print_plan  # noqa: E402
+from goodput.device_times import KINDS, parse_devices  # noqa: E402
 from gpu import plan_estimates as estimates  # noqa: E402
 from gpu.gpu_specs import Card  # noqa: E402
 from tpu.tpu_specs import Tpu  # noqa: E402
 
-from xinfer_jax.cache.page_size import PAGE_SIZE  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.families.reading import from_hf  # noqa: E402
 from xinfer_jax.plugins import names  # noqa: E402
@@ -79,16 +68,6 @@ OVERRIDES = {
         round_us="microseconds of the smallest all-reduce",
     ).items()
 }  # fmt: skip
-GOODPUT = flags.DEFINE_bool("goodput", False, "Plan prefill and decode apart, within --ttft and --tpot.")
-WORKLOAD = define_workload_flags()
-RATE = flags.DEFINE_float("rate", None, "With --goodput: requests per second to plan engines for.", 1e-3)
-NODE = flags.DEFINE_integer("node", 8, "With --goodput: devices of a node, which have fast links.", 1)
-NODE_GBS = flags.DEFINE_float(
-    "node_link_gbs", 3.125, "With --goodput: GB/s between nodes where links are slow; 25 Gbit/s.", 1e-3
-)
-EFFICIENCY = flags.DEFINE_float(
-    "efficiency", 1.0, "With --goodput: fraction of the data sheet's rates that programs reach.", 0.01, 1
-)
 GIB = 2**30
 
 
@@ -100,9 +79,6 @@ def main(argv: list[str]) -> None:
     rows = check_integer("rows", ROWS.value, 1)
     context = check_integer("context", CONTEXT.value, 2, config.context_length)
     job = estimates.Job(config, WEIGHTS.value, kv, rows, context, check_integer("chunk", CHUNK.value, 1))
-    if GOODPUT.value:
-        plan_goodput(job, devices, card, name)
-        return
     n = mesh(job, devices, name)
     print(
         f"{name}: {estimates.num_weights(config) / 1e9:,.2f} billion weights in {job.weights};"
@@ -115,28 +91,6 @@ def main(argv: list[str]) -> None:
     )
     print_memory(job, n, devices, card)
     print_times(job, n, card)
-
-
-def plan_goodput(job: estimates.Job, devices: int, card: Card | Tpu, name: str) -> None:
-    """Plans prefill and decode apart."""
-    if job.chunk % PAGE_SIZE:
-        raise InputError(f"--chunk must be a multiple of {PAGE_SIZE}, got {job.chunk}")
-    cluster = Cluster(
-        Machine(card, usable_memory(card), EFFICIENCY.value), devices, NODE.value, NODE_GBS.value
-    )
-
-    @functools.cache
-    def workload_of(engines: int) -> Workload:
-        return WORKLOAD.workload(job.context, engines)
-
-    workload = workload_of(1)
-    prompt, answer = np.mean(workload.lengths, 0)
-    print(
-        f"{name}: {estimates.num_weights(job.config) / 1e9:,.2f} billion weights in {job.weights};"
-        f" {prompt:,.0f} + {answer:,.0f} tokens on average; 90% within {workload.ttft:g} s and"
-        f" {1e3 * workload.tpot:g} ms a token; {DEVICES.value}, {NODE.value} in a node"
-    )
-    print_plan(make_plan(job, cluster, job.context, workload_of), cluster, RATE.value, workload_of)
 
 
 def machine() -> tuple[int, Card | Tpu]:

@@ -34,9 +34,11 @@ from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.outliers import with_outliers
+from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
 from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantized_weights import GROUP as GROUP_SIZE, check_activations, is_quantized
+from xinfer_jax.weights.quantize_methods import check_activations
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a name owner/name on the hub. Default: the bundled model."

@@ -3,7 +3,7 @@ scheduler against a clock of given step times.
 
     python scripts/simulate.py --times=FILE --ttft=0.25 --tpot=0.1 --rates=1,2,4,8
     python scripts/simulate.py --times=FILE --prefill_engines=2 --decode_engines=1 --ttft=0.25 --tpot=0.1
-    python scripts/simulate.py --model=llama-13b --devices=2xa100 --ttft=0.25 --tpot=0.1 --rates=1,2,4,8
+    python scripts/simulate.py --model=qwen2.5-7b --devices=2xa100 --ttft=0.25 --tpot=0.1 --rates=1,2,4,8
 
 --times is a JSON file of step times (their form: scripts/goodput/README.md). With --model they are computed
 from bytes and FLOP at the rates of data sheets, each engine on the --devices; only that imports jax. Prints a
@@ -14,16 +14,14 @@ from launcher import InputError, start
 
 # isort: split
 import json
-from pathlib import Path
 
 import numpy as np
 from absl import flags
 from goodput.goodput_flags import define_workload_flags, positive_numbers
-from goodput.goodput_search import Workload, simulated_times
 from goodput.simulated_engine import EngineSizes
-from goodput.simulator import Deployment
+from goodput.simulator import Deployment, simulate
 from goodput.step_times import read_step_times
-from goodput.workload import attainment
+from goodput.workload import Workload, attainment
 
 from xinfer_jax.engine.pages import num_pages_for, usable_capacity
 
@@ -41,19 +39,15 @@ PAGES = flags.DEFINE_integer("pages", None, "Pages of each engine; default: as m
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.", lower_bound=64)
 RATES = flags.DEFINE_list("rates", ["1", "2", "4", "8"], "Requests per second.")
 WORKLOAD = define_workload_flags()
-PLOT = flags.DEFINE_string("plot", None, "Also writes a plot to this file; needs matplotlib.")
 
 
 def main(argv: list[str]) -> None:
     rates = positive_numbers(RATES)
-    plot = check_plot(PLOT.value)
     deployment = deployment_from_flags()
     most = usable_capacity(deployment.sizes.capacity, deployment.sizes.pages)
     workload = WORKLOAD.workload(most)
     results = [result_at(deployment, workload, rate) for rate in rates]
     print_table(results)
-    if plot:
-        save_plot(plot, results)
     engines = [deployment.prefill, deployment.decode] if deployment.prefill else deployment.engines
     print(json.dumps(dict(engines=engines, ttft=workload.ttft, tpot=workload.tpot, results=results)))
 
@@ -82,7 +76,8 @@ def deployment_from_flags() -> Deployment:
 
 def result_at(deployment: Deployment, workload: Workload, rate: float) -> dict:
     """Attainment, and medians and 90th percentiles of the times in seconds, at this rate."""
-    times = simulated_times(deployment, workload, rate)
+    requests = simulate(deployment, workload.unit_arrivals / rate, workload.lengths)
+    times = [(request.ttft, request.tpot) for request in requests]
     fractions = attainment(times, workload.ttft, workload.tpot)
     result = dict(rate=rate, attainment=fractions.both, ttft=fractions.ttft, tpot=fractions.tpot)
     for name, seconds in zip(("ttft_seconds", "tpot_seconds"), np.transpose(times), strict=True):
@@ -101,33 +96,6 @@ def print_table(results: list[dict]) -> None:
             f"{result['rate']:10.3g}{result['attainment']:20.1%}{result['ttft']:10.1%}{result['tpot']:10.1%}"
             f"{ttft[0]:18.3f}{ttft[1]:7.3f}{1e3 * tpot[0]:18.1f}{1e3 * tpot[1]:7.1f}"
         )
-
-
-def check_plot(file: str | None) -> Path | None:
-    """The file of the plot, which can be written."""
-    if file is None:
-        return None
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InputError("--plot needs matplotlib: pip install '.[plot]' in the checkout") from error
-    path = Path(file).expanduser()
-    if not path.parent.is_dir():
-        raise InputError(f"--plot={file}: {path.parent} is no directory")
-    return path
-
-
-def save_plot(path: Path, results: list[dict]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, label in (("attainment", "both limits"), ("ttft", "TTFT"), ("tpot", "TPOT")):
-        axes.plot([r["rate"] for r in results], [100 * r[name] for r in results], marker="o", label=label)
-    axes.axhline(90, color="grey", linestyle="--")
-    axes.set(xlabel="requests per second", ylabel="% within the limit", ylim=(0, 105))
-    axes.legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Processes:
 
     def wait_for(self, each: int) -> None:
         """Waits until so many processes of each role are connected."""
-        while any(len(self.front._of(role)) < each for role in self.running):
+        while any(sum(peer.role == role for peer in self.front.engines) < each for role in self.running):
             for processes in self.running.values():
                 for process in processes:
                     assert process.poll() is None, "a process has ended by itself"
@@ -159,7 +159,7 @@ def check_kills(single: xj.Engine, processes: Processes, shape: dict) -> dict:
     differ = sum(not same_outcome(*pair) for pair in pairs)
     processes.wait_for(2)
     time.sleep(2.5)
-    used = sum(peer.counts()["pages_used"] for peer in front.peers)
+    used = sum(peer.counts()["pages_used"] for peer in front.engines)
     processes.close()
     unnamed = sum(count for error, count in errors.items() if "the decode process" not in error)
     return dict(

@@ -13,9 +13,8 @@ from .checkpoint.loading import Model
 from .checks import check_token_ids, is_sequence
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
-from .generation.executor import IMMEDIATE, bucket, next_power_of_two
-from .generation.loop import last_hidden
-from .generation.runners import runner_class
+from .generation.executor import bucket, next_power_of_two
+from .generation.loop import executor_class, last_hidden
 from .generation.validation import non_finite_reason
 
 POOLINGS = ("mean", "last")
@@ -56,11 +55,11 @@ def embed_texts(
     config = model.config
     limit = config.context_length
     rows = [text_token_ids(f"text {i}", text, model, limit) for i, text in enumerate(_check_texts(texts))]
-    runner = runner_class(params)(IMMEDIATE, None)
+    executor = executor_class(params)(None)
     vectors_ND = np.zeros((len(rows), config.hidden_size), np.float32)
     for batch in _batches([min(bucket(len(row)), limit) for row in rows]):
         tokens_BT, num_tokens_B = pad_prompts([rows[i] for i in batch], limit, next_power_of_two(len(batch)))
-        hidden_BTD = runner.hidden((params, config), (tokens_BT, num_tokens_B))
+        hidden_BTD = executor.hidden((params, config), (tokens_BT, num_tokens_B))
         pooled_BD = np.asarray(_pool(hidden_BTD, num_tokens_B, pooling, bool(normalize)))
         vectors_ND[batch] = pooled_BD[: len(batch)]
     if len(broken := np.flatnonzero(~np.isfinite(vectors_ND).all(-1))):

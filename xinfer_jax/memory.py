@@ -3,6 +3,7 @@
 import functools
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def memory_bytes() -> int:
     """Returns the bytes of a device; on CPU those of the machine, or the limit of the process."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     return min(limits) if all(limits) else host_memory_bytes()
+
+
+def peak_memory_bytes() -> int:
+    """Returns peak memory so far: of the device, or of the process where the device has no counter (CPU)."""
+    device = jax.local_devices()[0].memory_stats() or {}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return device.get("peak_bytes_in_use", resident)
 
 
 def host_memory_bytes() -> int:

@@ -3,14 +3,17 @@ shards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .checks import check_integer
 from .errors import InputError
-from .ops.operation import MODEL, abstract_mesh_of as abstract_mesh_of
+
+MODEL = "model"  # the axis of a mesh over which one model is divided
 
 # The mesh axis of each logical axis of parameters, caches and states; None: not divided.
 RULES: Mapping[str, str | None] = dict(
@@ -20,6 +23,17 @@ RULES: Mapping[str, str | None] = dict(
 REPLICATED = PartitionSpec()
 
 
+def abstract_mesh_of(tree: Any) -> Any:
+    """Returns the abstract mesh whose axis "model" divides the arrays, from their types, also under `jit`.
+
+    None: one device, no such axis, or inside a `shard_map` over it.
+    """
+    leaves = jax.tree.leaves(tree)
+    mesh = jax.typeof(leaves[0]).sharding.mesh if leaves else None
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
+    return mesh if kinds.get(MODEL) == AxisType.Auto else None
+
+
 def concrete_mesh_of(tree: Any) -> Mesh | None:
     """Returns the mesh of devices whose axis "model" divides the arrays, outside a trace; None: there is
     none.
@@ -27,6 +41,12 @@ def concrete_mesh_of(tree: Any) -> Mesh | None:
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)[:1]]
     meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and MODEL in mesh.shape), None)
+
+
+def mesh_of_params(params: Any) -> tuple[Mesh | None, float]:
+    """Returns `concrete_mesh_of` parameters, and its `memory_fraction`."""
+    mesh = concrete_mesh_of(params)
+    return mesh, memory_fraction(mesh)
 
 
 def partition_spec(
@@ -57,6 +77,21 @@ def partition_spec(
     return PartitionSpec(*mesh_axes)
 
 
+def cache_specs(tree: Any, mesh: Any) -> Any:
+    """Returns the PartitionSpecs of a cache or of parts of it: all are sharded by heads, on axis 1."""
+
+    def of(x: Any) -> PartitionSpec:
+        return partition_spec(("rows", "kv_heads", None, None), x.shape, mesh) if x.ndim == 4 else REPLICATED
+
+    return jax.tree.map(of, tree)
+
+
+def constrain_heads(tree: Any, mesh: Mesh) -> Any:
+    """Returns the arrays with the sharding of `cache_specs`, in a traced function."""
+    shardings = jax.tree.map(partial(NamedSharding, mesh), cache_specs(tree, mesh))
+    return lax.with_sharding_constraint(tree, shardings)
+
+
 def check_divisible(
     axis: str, size: int, devices: int, along: str = MODEL, remedy: str = "choose a number that does"
 ) -> None:
@@ -67,9 +102,26 @@ def check_divisible(
         )
 
 
-def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh with Auto axes, for which the compiler chooses shardings."""
+def check_mesh(mesh: Any) -> Mesh:
+    """Returns the mesh with Auto axes, for which the compiler chooses shardings; raises InputError unless it
+    has an axis "model".
+    """
+    if not isinstance(mesh, Mesh) or MODEL not in mesh.shape:
+        given = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
+        raise InputError(
+            f"mesh must be a jax.sharding.Mesh with an axis {MODEL!r}, as jax.make_mesh((4,), ({MODEL!r},))"
+            f" makes it, got {given}"
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def cache_mesh(mesh: Any) -> tuple[Mesh, float, NamedSharding]:
+    """Returns `check_mesh` of a new cache's mesh, its `memory_fraction`, and the sharding of arrays that it
+    does not divide.
+    """
+    check_mesh_context()
+    mesh = check_mesh(mesh)
+    return mesh, memory_fraction(mesh), NamedSharding(mesh, REPLICATED)
 
 
 def memory_fraction(mesh: Mesh | None) -> float:
@@ -114,6 +166,22 @@ def check_mesh_context() -> None:
             "a model over a mesh does not run under jax.set_mesh of one with Explicit axes: make that with"
             " axis_types=(jax.sharding.AxisType.Auto,) * its axes, or leave jax.set_mesh out"
         )
+
+
+def check_sharding(trees: Sequence[Any]) -> None:
+    """Raises InputError where an array is sharded along an Explicit axis: jax demands an output sharding for
+    every product of it. The first tree has the parameters.
+    """
+    if abstract_mesh_of(trees[:1]) is not None:
+        check_mesh_context()
+    for leaf in jax.tree.leaves(trees):
+        sharding = jax.typeof(leaf).sharding
+        axis_types = sharding.mesh.axis_types
+        if any(axis is not None for axis in sharding.spec) and AxisType.Explicit in axis_types:
+            raise InputError(
+                f"an array is sharded as {sharding.spec} over a mesh with Explicit axes: make the mesh with"
+                f" axis_types=(jax.sharding.AxisType.Auto,) * {len(axis_types)}, or use jax.shard_map"
+            )
 
 
 def shard_map_model(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:

@@ -2,12 +2,12 @@
 
 import ctypes
 import dataclasses
-import resource
-import sys
 import threading
 import time
 
 import jax
+
+from . import plugin
 
 
 @dataclasses.dataclass
@@ -130,12 +130,11 @@ class Stopwatch:
 
 def release_free_memory() -> None:
     """Makes glibc return its free pages to the system: compiling leaves 100 MiB or more of them."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def peak_bytes() -> int:
     """Returns peak memory so far: of the device, or of the process where the device has no counter (CPU)."""
-    device = jax.local_devices()[0].memory_stats() or {}
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return device.get("peak_bytes_in_use", resident)
+    of_device = plugin("device", "peak bytes")
+    return of_device() if of_device else 0

@@ -42,7 +42,7 @@ def key_to_float(key: jax.Array) -> jax.Array:
 
 
 def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """As `reference.argmax`: int32 [B]; the lowest index of equal numbers, the first NaN where there is one.
+    """The argmax of each row, int32 [B]: the lowest index of equal numbers, the first NaN where there is one.
 
     Args:
         x_BV: float32, bfloat16 or float16. V that is not a multiple of 8 costs a copy.
@@ -80,7 +80,8 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 def lm_head_argmax(
     x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """As `reference.lm_head_argmax`, without writing a logit. Reads the vocabulary matrix once.
+    """The greedy token of each row (`reference.lm_head_argmax`), without writing a logit. Reads the
+    vocabulary matrix once.
 
     Programs are persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
 

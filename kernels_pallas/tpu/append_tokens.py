@@ -111,7 +111,7 @@ def _fill_lanes(x_BTNH, width: int) -> jax.Array:
 
 
 def _in_lanes(x_BTX) -> jax.Array:
-    """As it is, or [1, B, X] of one token of each row: so that rows fill tiles."""
+    """The array, or [1, B, X] of one token of each row: so that rows fill tiles."""
     return x_BTX.reshape(1, len(x_BTX), -1) if x_BTX.shape[1] == 1 else x_BTX
 
 

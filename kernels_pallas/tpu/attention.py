@@ -112,7 +112,7 @@ def prefill_attention(  # noqa: PLR0913
 
 
 def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
-    """As `prefill_attention`, for few tokens per row."""
+    """Attention of few tokens per row; `prefill_attention` has the arguments."""
     return prefill_attention(*args, **kwargs)
 
 

@@ -145,7 +145,7 @@ class Form:
         return sums[: self.rows] * _SPLIT + sums[self.rows :]
 
     def _multiply_groups(self, x: Sequence[Any], *refs: Any) -> jax.Array:
-        """The same with int4. refs: to values, scales and perhaps zero points."""
+        """float32 [R, O]: products with int4 in groups. refs: to values, scales and perhaps zero points."""
         Q, _, outputs = refs[0].shape
         y_RO = jnp.zeros((self.rows, outputs), jnp.float32)
         if Q % _ROWS or Q == _ROWS:

@@ -59,7 +59,7 @@ def decode_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, splits=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """As `prefill_attention`, for few tokens per row, with the keys split over programs (Flash-Decoding, Dao
+    """Attention of few tokens per row, with the keys split over programs (Flash-Decoding, Dao
     et al. 2023).
 
     The blocks of keys that a row needs are divided evenly among the splits, so that cost follows the length

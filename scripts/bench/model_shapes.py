@@ -116,10 +116,6 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     "qwen3-0.6b": _shape(
         "qwen3", (151936, 1024, 3072, 28, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
     ),
-    # The width, depth, MLP and vocabulary of qwen3.5-0.8b.
-    "qwen3-as-0.8b": _shape(
-        "qwen3", (248320, 1024, 3584, 24, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
-    ),
     "qwen3-4b": _shape(
         "qwen3", (151936, 2560, 9728, 36, 32, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
     ),
@@ -134,10 +130,6 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     "llama3.1-70b": _shape(
         "llama", (128256, 8192, 28672, 80, 64, 8, 128), 1e-5, 5e5, 131072, False, rope_scaling=_llama3(8.0)
     ),
-    "llama2-13b": _shape("llama", (32000, 5120, 13824, 40, 40, 40, 128), 1e-5, 1e4, 4096, False),
-    # On paper: the layers, widths and heads of OPT-66B and OPT-175B, with Llama's feed-forward.
-    "llama-like-66b": _shape("llama", (32000, 9216, 24576, 64, 72, 72, 128), 1e-5, 1e4, 4096, False),
-    "llama-like-175b": _shape("llama", (32000, 12288, 32768, 96, 96, 96, 128), 1e-5, 1e4, 4096, False),
     # V0.3.
     "mistral-7b": _shape(
         "mistral", (32768, 4096, 14336, 32, 32, 8, 128), 1e-5, 1e6, 32768, False, sliding_window=None

@@ -1,1 +1,1 @@
-"""Plans and simulates prefill and decode apart; README.md says in which order to read it."""
+"""Simulates engines, and prefill and decode apart; README.md says in which order to read it."""

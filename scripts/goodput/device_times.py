@@ -1,4 +1,4 @@
-"""Step times and sizes of an engine on a mesh of GPUs or TPUs that need not be here, from bytes and FLOP at
+"""Step times of an engine on a mesh of GPUs or TPUs that need not be here, from bytes and FLOP at
 the rates of data sheets. Imports jax.
 """
 
@@ -21,22 +21,6 @@ from xinfer_jax.families.reading import from_hf
 
 KINDS: dict[str, Card | Tpu] = {**CARDS, **TPUS}
 _HOST_GBS = 25  # of a device to host memory: PCIe 4 with 16 lanes
-_MOST_ROWS = 256
-_SPARE = 0.9  # of the TPOT limit, that a step of a full engine may take
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Devices of one kind.
-
-    Attributes:
-        usable_bytes: of the memory of each.
-        efficiency: fraction of the data sheet's rates that programs reach.
-    """
-
-    card: Card | Tpu
-    usable_bytes: float
-    efficiency: float = 1.0
 
 
 def parse_devices(text: str) -> tuple[int, Card | Tpu]:
@@ -59,10 +43,10 @@ def times_of_shape(model: str, devices: str, sizes: EngineSizes) -> StepTimes:
     job = Job(from_hf(hf_config(model)), "bfloat16", "bfloat16", sizes.rows, sizes.capacity, sizes.chunk)
     if bad := estimates.indivisible_sizes(job, n):
         raise InputError(f"{n} devices do not divide {bad} of {model}: choose others in --devices")
-    return computed_times(job, n, Machine(card, 0.0), n * card.link_gbs)
+    return computed_times(job, n, card, n * card.link_gbs)
 
 
-def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepTimes:
+def computed_times(job: Job, n: int, card: Card | Tpu, move_gbs: float) -> StepTimes:
     """Times of an engine on n devices. Each is the larger of two lines: memory, and compute, with links.
 
     Args:
@@ -76,14 +60,14 @@ def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepT
         links = ends[0][1].links
         found = []
         for kind in ("memory", "compute"):
-            first, second = (getattr(of, kind) / machine.efficiency for _, of in ends)
+            first, second = (getattr(of, kind) for _, of in ends)
             found.append([2 * first - second + links, (second - first) / tokens])
         return found
 
     return StepTimes(
-        chunk=lines(lambda start: _prefill_limits(job, n, machine.card, start, job.chunk), 1024),
-        page=lines(lambda start: _prefill_limits(job, n, machine.card, start, PAGE_SIZE), 1024),
-        decode=lines(lambda tokens: _decode_limits(job, n, machine.card, tokens // job.rows), 512 * job.rows),
+        chunk=lines(lambda start: _prefill_limits(job, n, card, start, job.chunk), 1024),
+        page=lines(lambda start: _prefill_limits(job, n, card, start, PAGE_SIZE), 1024),
+        decode=lines(lambda tokens: _decode_limits(job, n, card, tokens // job.rows), 512 * job.rows),
         swap=page / n / _HOST_GBS / 1e9,
         move=page / move_gbs / 1e9,
         move_call=state_bytes(job, n) / 2 * n / move_gbs / 1e9,
@@ -102,33 +86,6 @@ def page_bytes(job: Job, n: int) -> int:
 def state_bytes(job: Job, n: int) -> int:
     """Bytes of a row beside its pages on each of n devices: a recurrent state and a snapshot of it."""
     return estimates.device_bytes(dataclasses.replace(job, context=PAGE_SIZE), n).per_row - page_bytes(job, n)
-
-
-def num_pages(job: Job, n: int, machine: Machine, rows: int) -> int:
-    """Pages that fit beside the weights and the states of so many rows; 0 if they do not fit. Temporaries are
-    not counted.
-    """
-    free = machine.usable_bytes - estimates.device_bytes(job, n).weights - rows * state_bytes(job, n)
-    return max(0, int(free // page_bytes(job, n)))
-
-
-def sizes_that_fit(
-    job: Job, n: int, machine: Machine, capacity: int, mean_tokens: float, tpot: float
-) -> EngineSizes | None:
-    """An engine with as many slots as have pages for rows of average length, and decode within the limit: a
-    power of two, at most 256. None: not even one full row fits.
-    """
-    if num_pages(job, n, machine, 1) * PAGE_SIZE < capacity + PAGE_SIZE:
-        return None
-    rows = 1
-    while 2 * rows <= _MOST_ROWS:
-        limits = _decode_limits(dataclasses.replace(job, rows=2 * rows), n, machine.card, int(mean_tokens))
-        needed = max(capacity / PAGE_SIZE, 2 * rows * (mean_tokens / PAGE_SIZE + 1))
-        too_many = needed > num_pages(job, n, machine, 2 * rows)
-        if too_many or limits.total / machine.efficiency > _SPARE * tpot:
-            break
-        rows *= 2
-    return EngineSizes(rows, num_pages(job, n, machine, rows), capacity, job.chunk)
 
 
 def _prefill_limits(job: Job, n: int, card: Card | Tpu, start: int, width: int) -> Limits:

@@ -1,11 +1,11 @@
-"""Flags of simulate.py and plan.py that describe requests; without jax."""
+"""Flags of simulate.py that describe requests; without jax."""
 
 import math
 from typing import Any, NamedTuple
 
 from absl import flags
 
-from goodput.goodput_search import Workload, draw_workload
+from goodput.workload import Workload, draw_workload
 from xinfer_jax.errors import InputError
 
 Flag = flags.FlagHolder[Any]
@@ -21,24 +21,19 @@ class WorkloadFlags(NamedTuple):
     burstiness: Flag
     seed: Flag
 
-    def workload(self, most: int, engines: int = 1, limits_needed: bool = True) -> Workload:
-        """The requests that the flags ask for, for so many engines; each has at most `most` tokens. A limit
-        that is not needed and not given is 0.
-        """
+    def workload(self, most: int) -> Workload:
+        """The requests that the flags ask for; each has at most `most` tokens."""
         for flag in (self.ttft, self.tpot, self.burstiness):
-            if flag.value is None and limits_needed:
+            if flag.value is None:
                 raise InputError(f"--{flag.name}=SECONDS is needed")
-            if flag.value is not None and not (math.isfinite(flag.value) and flag.value > 0):
+            if not (math.isfinite(flag.value) and flag.value > 0):
                 raise InputError(f"--{flag.name} must be more than 0, got {flag.value}")
-        limits = self.ttft.value or 0.0, self.tpot.value or 0.0
-        sizes = engines * self.requests.value, most, self.burstiness.value
-        return draw_workload(self.lengths.value, *sizes, *limits, self.seed.value)
+        sizes = self.requests.value, most, self.burstiness.value
+        return draw_workload(self.lengths.value, *sizes, self.ttft.value, self.tpot.value, self.seed.value)
 
 
-def define_workload_flags(requests: Flag | None = None) -> WorkloadFlags:
-    """Defines the flags. requests: the flag of the number of requests, if there is one."""
-    if requests is None:
-        requests = flags.DEFINE_integer("requests", 300, "Requests of a simulation.", lower_bound=1)
+def define_workload_flags() -> WorkloadFlags:
+    """Defines the flags."""
     return WorkloadFlags(
         flags.DEFINE_string(
             "lengths", "chat",
@@ -49,7 +44,7 @@ def define_workload_flags(requests: Flag | None = None) -> WorkloadFlags:
         ),
         flags.DEFINE_float("ttft", None, "Limit of the seconds to the first token."),
         flags.DEFINE_float("tpot", None, "Limit of the seconds per later token."),
-        requests,
+        flags.DEFINE_integer("requests", 300, "Requests of a simulation.", lower_bound=1),
         flags.DEFINE_float(
             "burstiness", 1.0, "Coefficient of variation of the gaps between arrivals (gamma); 1: Poisson."
         ),

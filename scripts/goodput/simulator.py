@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from goodput.simulated_engine import Clock, EngineSizes, SimulatedDecode, SimulatedEngine, SimulatedPrefill
 from goodput.step_times import StepTimes
 from goodput.workload import Lengths, SimulatedRequest
-from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.row import Row
 
 
@@ -31,40 +30,36 @@ class Deployment(NamedTuple):
 
 
 def simulate(
-    deployment: Deployment, arrivals: Sequence[float], lengths: Sequence[Lengths], phase: str = "both"
+    deployment: Deployment, arrivals: Sequence[float], lengths: Sequence[Lengths]
 ) -> list[SimulatedRequest]:
     """Requests with their times.
 
     Args:
         arrivals: seconds.
         lengths: of each request.
-        phase: "prefill": a request ends with its first token; "decode": it has its first token when it
-            arrives, and its pages move then. The engines do this phase alone.
     """
     clock = Clock()
     requests = [
-        SimulatedRequest(float(time), prompt, 1 if phase == "prefill" else answer)
+        SimulatedRequest(float(time), prompt, answer)
         for time, (prompt, answer) in zip(arrivals, lengths, strict=True)
     ]
-    route = _router(clock, deployment, phase)
+    route = _router(clock, deployment)
     for request in requests:
         clock.at(request.arrival, lambda request=request: route(request))
     clock.run()
     return requests
 
 
-def _router(clock: Clock, deployment: Deployment, phase: str) -> Callable[[SimulatedRequest], Any]:
+def _router(clock: Clock, deployment: Deployment) -> Callable[[SimulatedRequest], Any]:
     """Creates the engines. Returns what gives an arriving request to one of them."""
     sizes, times, count = deployment[:3]
-    if count and phase != "decode":
+    if count:
         engines = [SimulatedEngine(clock, sizes, times) for _ in range(count)]
         return lambda request: min(engines, key=lambda engine: len(engine.requests)).submit(request)
     decode = [
         SimulatedDecode(clock, deployment.decode_sizes or sizes, deployment.decode_times or times)
-        for _ in range(count or deployment.decode)
+        for _ in range(deployment.decode)
     ]
-    if count:
-        return lambda request: _receive_prefilled(clock, decode, times, request)
     prefill = [SimulatedPrefill(clock, sizes, times) for _ in range(deployment.prefill)]
     for engine in prefill:
         engine.on_prefilled = lambda source, row, request: _move(source, row, decode, request)
@@ -85,24 +80,6 @@ def _move(
         source.call_soon(lambda: source.send(row, target, deliver))
 
     target.receive(row.ids, request, pull)
-
-
-def _receive_prefilled(
-    clock: Clock, engines: list[SimulatedDecode], times: StepTimes, request: SimulatedRequest
-) -> None:
-    """A request arrives with its first token; its pages come in the time of the link."""
-    request.first = clock.now
-    if request.answer == 1:
-        request.ended = clock.now
-        return
-    target = _freest(engines)
-
-    def pull(arrive: Callable[[], None]) -> None:
-        transit = times.move_call + times.move * num_pages_for(request.prompt)
-        target.link_free = max(clock.now, target.link_free) + transit
-        clock.at(target.link_free, arrive)
-
-    target.receive(range(request.prompt), request, pull)
 
 
 def _freest(engines: list[SimulatedDecode]) -> SimulatedDecode:

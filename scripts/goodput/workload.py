@@ -132,3 +132,28 @@ def attainment(times: Sequence[tuple[float, float]], ttft: float, tpot: float) -
     """The attainment of requests with these (TTFT, TPOT)."""
     within = np.array([(first <= ttft, each <= tpot) for first, each in times])
     return Attainment(float(within.all(1).mean()), *within.mean(0).tolist())
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests, and what they are measured by.
+
+    Attributes:
+        lengths: tokens of prompt and answer, of each request.
+        unit_arrivals: times at one request a second on average.
+        ttft, tpot: limits in seconds.
+    """
+
+    lengths: Sequence[Lengths]
+    unit_arrivals: np.ndarray
+    ttft: float
+    tpot: float
+
+
+def draw_workload(
+    kind: str, count: int, most: int, cv: float, ttft: float, tpot: float, seed: int
+) -> Workload:
+    """Random requests; the same for the same seed. kind, most: of `draw_lengths`; cv: of `draw_arrivals`."""
+    lengths_rng, arrivals_rng = (np.random.default_rng([seed, number]) for number in range(2))
+    lengths = draw_lengths(kind, count, most, lengths_rng)
+    return Workload(lengths, draw_arrivals(count, cv, arrivals_rng), ttft, tpot)

@@ -5,7 +5,7 @@ issue at the given lengths, by evaluating its jaxpr with scalars and indices onl
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,15 +18,8 @@ _MOST_PROGRAMS = 64  # of a grid that is evaluated whole
 _MOST_STEPS = 20_000_000  # equations
 
 
-class KernelBytes(NamedTuple):
-    """Bytes of all programs of a kernel."""
-
-    distinct: float  # each element once: what memory has to deliver or take
-    issued: float  # all loads and stores; those beyond `distinct` may be served by L2
-
-
-def kernel_bytes(equation: Any, values: list[Any]) -> KernelBytes:
-    """Bytes that a kernel's call moves.
+def kernel_bytes(equation: Any, values: list[Any]) -> tuple[float]:
+    """Bytes that a kernel's call moves, each element once: what memory has to deliver or take.
 
     Args:
         equation: a `pallas_call` of Triton's, or the call of a Mosaic kernel.
@@ -37,23 +30,20 @@ def kernel_bytes(equation: Any, values: list[Any]) -> KernelBytes:
     """
     kernel = _Kernel(equation, values)
     sizes = [range(size) for size in kernel.grid]
-    scale = [np.ones(2)] * kernel.operands  # of distinct and issued bytes
+    scale = [1.0] * kernel.operands
     if math.prod(kernel.grid) > _MOST_PROGRAMS:
         sizes, scale = _without_alike(kernel)
     touched = kernel.run(sizes)
-    pairs = list(zip(touched, scale, strict=True))
-    return KernelBytes(
-        sum(min(t.distinct_bytes * s[0], math.prod(t.shape) * t.itemsize) for t, s in pairs),
-        sum(t.issued_bytes * s[1] for t, s in pairs),
-    )
+    pairs = zip(touched, scale, strict=True)
+    return (sum(min(t.distinct_bytes * s, math.prod(t.shape) * t.itemsize) for t, s in pairs),)
 
 
-def _without_alike(kernel: "_Kernel") -> tuple[list[Sequence[int]], list[np.ndarray]]:
+def _without_alike(kernel: "_Kernel") -> tuple[list[Sequence[int]], list[float]]:
     """The grid with one index of each axis along which all programs do alike, as those of rows and heads; and
     factors on the elements that each operand then lacks.
     """
     sizes: list[Sequence[int]] = [range(size) for size in kernel.grid]
-    scale = [np.ones(2) for _ in range(kernel.operands)]
+    scale = [1.0] * kernel.operands
     for axis, size in enumerate(kernel.grid):
         if size < 3:
             continue
@@ -61,7 +51,7 @@ def _without_alike(kernel: "_Kernel") -> tuple[list[Sequence[int]], list[np.ndar
 
         def figures(index: Sequence[int], axis: int = axis, probe: Any = probe) -> np.ndarray:
             touched = kernel.run([index if i == axis else of for i, of in enumerate(probe)])
-            return np.array([(t.distinct_bytes, t.issued_bytes) for t in touched])
+            return np.array([t.distinct_bytes for t in touched])
 
         first = figures([0])
         if first.all() and all(np.array_equal(first, figures([i])) for i in reversed(range(1, size))):

@@ -113,9 +113,7 @@ class Ref:
                 flat = flat * length + start + at
         shape = tuple(last.int_indexer_shape)
         if not known:
-            count = math.prod(shape) if mask is None else int(np.sum(mask))
-            touched.unplaced += count
-            touched.issued += count
+            touched.unplaced += math.prod(shape) if mask is None else int(np.sum(mask))
             return
         flat = np.broadcast_to(flat, shape)
         touched.add_points(flat[np.broadcast_to(mask, shape)] if mask is not None else flat.ravel())

@@ -176,33 +176,6 @@ def cudnn_prefill(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, 
     return run, _their_layout(q, k, v)
 
 
-def pallas_gqa(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    """The deprecated Triton kernel. It swaps axes 1 and 2; swapping ours before cancels that, so nothing is
-    copied.
-    """
-    gqa = partial(_module("decode_attention").gqa, interpret=tiny)
-    return lambda q, k, v, length_B: gqa(
-        q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), kv_seq_len=length_B
-    ), (q[:, 0], k, v, length_B)
-
-
-def pallas_paged(q, k, v, start_B, length_B, *, tiny: bool, page: int = 64) -> tuple[Callable, tuple]:
-    """The deprecated Triton kernel, which does not scale q; the pages of a row are contiguous."""
-    B, K, S, H = k.shape
-    paged = partial(_module("paged_attention").paged_attention, interpret=tiny, pages_per_compute_block=1)
-    k, v = (jnp.swapaxes(x.reshape(B, K, S // page, page, H), 0, 1).reshape(K, -1, page, H) for x in (k, v))
-    table = jnp.arange(B * S // page, dtype=jnp.int32).reshape(B, -1)
-    return paged, (q[:, 0] * q.shape[-1] ** -0.5, k, v, table, length_B)
-
-
-def pallas_mha(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    """The deprecated Triton kernel without grouped key heads, so they are repeated before."""
-    q, k, v = _their_layout(q, k, v)
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
-    mha = partial(_module("attention").mha, segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
-    return partial(mha, interpret=tiny), (q, k, v)
-
-
 def pallas_mosaic(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
     """JAX's kernel for Hopper. It does not scale q, and its tiles are always float16."""
     module = _module("attention_mgpu")
@@ -218,10 +191,8 @@ def tokamax(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]
 
 _TOKAMAX = {"tokamax": tokamax} if find_spec("tokamax") else {}
 OTHERS = {
-    "decode_attention": {"cudnn": cudnn_decode, "pallas gqa": pallas_gqa, "pallas paged": pallas_paged}
-    | _TOKAMAX,
-    "prefill_attention": {"cudnn": cudnn_prefill, "pallas mha": pallas_mha, "pallas mosaic": pallas_mosaic}
-    | _TOKAMAX,
+    "decode_attention": {"cudnn": cudnn_decode} | _TOKAMAX,
+    "prefill_attention": {"cudnn": cudnn_prefill, "pallas mosaic": pallas_mosaic} | _TOKAMAX,
 }
 
 

@@ -82,8 +82,9 @@ class KnownChoices(Observer):
         trips = [n for n in self._found(self._loops, loop, 1) if n is not None]
         return sum(trips) / len(trips) if trips else None
 
-    def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
-        return self.kernel_work(call)  # type: ignore[return-value]
+    def kernel_bytes(self, call: Instruction) -> float | None:
+        work = self.kernel_work(call)
+        return None if work is None else work[0]
 
     def kernel_work(self, call: Instruction) -> tuple[float, ...] | None:
         """What `count` returned for the kernel of a call, or the mean of it; None: unknown."""

@@ -18,14 +18,11 @@ class Touched:
     boxes: set[Box] = dataclasses.field(default_factory=set)
     points: list[np.ndarray] = dataclasses.field(default_factory=list)  # flat indices
     unplaced: int = 0  # elements at unknown indices, taken to be different ones
-    issued: int = 0  # elements, those that are touched again included
 
     def add_box(self, starts: list[int | None], sizes: list[int]) -> None:
         """A box; what lies outside of the array is not touched. Start None: unknown."""
         if any(start is None for start in starts):
-            count = int(np.prod(sizes))
-            self.unplaced += count
-            self.issued += count
+            self.unplaced += int(np.prod(sizes))
             return
         box = []
         for start, size, end in zip(starts, sizes, self.shape, strict=True):
@@ -35,12 +32,10 @@ class Touched:
                 return
             box.append((int(first), int(last - first)))
         self.boxes.add(tuple(box))
-        self.issued += _volume(tuple(box))
 
     def add_points(self, index: np.ndarray) -> None:
         """Elements by their flat indices."""
         self.points.append(np.unique(index))
-        self.issued += index.size
 
     @property
     def distinct_bytes(self) -> float:
@@ -49,10 +44,6 @@ class Touched:
         if self.points:
             count += len(np.unique(np.concatenate(self.points)))
         return min(count, int(np.prod(self.shape))) * self.itemsize
-
-    @property
-    def issued_bytes(self) -> float:
-        return self.issued * self.itemsize
 
 
 def box_of_mask(mask: np.ndarray) -> list[tuple[int, int]] | None:

@@ -21,12 +21,11 @@ from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.config.model_config import ModelConfig
-from xinfer_jax.sharding import MODEL
-from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.sharding import MODEL, check_mesh
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
-from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
+from xinfer_jax.weights.params import Params, ParamSpec, param_specs, tree_bytes
 from xinfer_jax.weights.quantization import group_size_for_shards, quantized_struct
-from xinfer_jax.weights.quantized_weights import METHODS, device_form
+from xinfer_jax.weights.quantize_methods import METHODS, check_quantize, device_form
 
 WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4")  # mxfp4: experts; the rest is bfloat16
 MOST_DEVICES = 128

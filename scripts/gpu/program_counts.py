@@ -28,8 +28,8 @@ class Choices(Protocol):
     def trips(self, loop: Instruction) -> float | None:
         """Iterations of a loop whose number the text does not have; None: unknown."""
 
-    def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
-        """Bytes that a Pallas kernel moves: distinct ones, and all that it issues; None: unknown."""
+    def kernel_bytes(self, call: Instruction) -> float | None:
+        """Distinct bytes that a Pallas kernel moves; None: unknown."""
 
     def kernel_work(self, call: Instruction) -> tuple[float, ...] | None:
         """What a Pallas kernel does on a TPU, as `kernel_dma.kernel_work` returns it; None: unknown."""
@@ -44,7 +44,7 @@ class Unknown:
     def trips(self, loop: Instruction) -> float | None:
         return None
 
-    def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
+    def kernel_bytes(self, call: Instruction) -> float | None:
         return None
 
     def kernel_work(self, call: Instruction) -> tuple[float, ...] | None:
@@ -61,7 +61,6 @@ class Launch:
     times: float
     read: float  # bytes, of one launch
     written: float
-    issued: float | None  # bytes of a Pallas kernel's loads and stores, those that L2 serves included
     declared: bool  # a Pallas kernel of which only operands and results are known
     copied: tuple[Array, ...]  # results that are copied, gathered or converted whole
 
@@ -201,21 +200,20 @@ class _Counter:
     def _launch(self, computation: Computation, operation: Instruction, times: float) -> Launch:
         read, written = operation_bytes(self._module, computation, operation)
         kind = operation.target or operation.opcode
-        issued = None
         declared = False
         if operation.target in PALLAS:
             kind = PALLAS[operation.target]
             known = self._choices.kernel_bytes(operation)
             declared = known is None
             if known is not None:
-                (read, issued) = known
+                read = known
                 written = 0
         elif operation.opcode == "fusion":
             body = self._module.computations[operation.called("calls")]
             if through_bitcasts(body, body.root).opcode == "sort":
                 kind = "sort"
         copied = self._copied(computation, operation)
-        return Launch(operation.name, kind, operation.op_name, times, read, written, issued, declared, copied)
+        return Launch(operation.name, kind, operation.op_name, times, read, written, declared, copied)
 
     def _copied(self, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
         """The results that are copies, gathers or conversions of whole arrays that exist before the step."""

@@ -215,6 +215,6 @@ def _pallas(counts: Counts) -> list[dict[str, Any]]:
     for x in counts.launches:
         if x.kind in PALLAS.values():
             key = x.op_name, x.read, x.written
-            entry = dict(op_name=x.op_name, bytes=x.read + x.written, issued=x.issued, declared=x.declared)
+            entry = dict(op_name=x.op_name, bytes=x.read + x.written, declared=x.declared)
             found.setdefault(key, entry | {"launches": 0})["launches"] += x.times
     return list(found.values())

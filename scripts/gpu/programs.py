@@ -5,7 +5,7 @@ machine need not have.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from tpu.tpu_specs import Tpu
 import kernels_pallas
 from gpu.gpu_specs import Card
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
-from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
@@ -25,14 +24,14 @@ from xinfer_jax.engine.device import Device
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.shape import EngineShape
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row
+from xinfer_jax.generation.loop import TracedExecutor
 from xinfer_jax.generation.options import GenerateOptions
-from xinfer_jax.generation.runners import WholeModelRunner
 from xinfer_jax.generation.speculation import SpeculationState, Speculative, prompt_lookup
 from xinfer_jax.generation.state import DecodeState
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
 from xinfer_jax.sampling.sampling_config import SamplingConfig
-from xinfer_jax.sharding import REPLICATED, concrete_mesh_of
+from xinfer_jax.sharding import REPLICATED, cache_specs, concrete_mesh_of
 
 PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
 LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step
@@ -73,20 +72,9 @@ class _CallFound(Exception):
         self.call = call
 
 
-class _Stopping:
-    """An `Executor` that raises the first call instead of running it."""
-
-    def __call__(self, program: Any, *args: Any) -> Any:
-        raise _CallFound(Call(program, args))
-
-    def create(self, function: Callable[[], Any], device: Any = None) -> Any:
-        return jax.eval_shape(function)
-
-    def is_true(self, x: Any) -> bool:
-        return True
-
-
-_EXECUTOR: Any = _Stopping()
+def _stop(program: Any, *args: Any) -> Any:
+    """The `run` of an executor that raises the first call instead of running it."""
+    raise _CallFound(Call(program, args))
 
 
 def find_call(job: ProgramJob, program: str) -> Call:
@@ -109,18 +97,18 @@ def _run(job: ProgramJob, program: str) -> None:
         tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
         device.decode(tables, 1, False, not job.sampled, False)
     call = _generate_call(job, program)
-    runner = WholeModelRunner(_EXECUTOR, None)
+    executor = TracedExecutor(None, _stop)
     if program == "prefill":
         tokens = pad_prompts(call.prompts, call.capacity, call.prompt_rows)
-        runner.prefill((job.params, call.config), tokens, _cache(job, 0), True)
+        executor.prefill((job.params, call.config), tokens, _cache(job, 0))
     state = _after_first_token(initial_state(call, prompt_of_row(call)))
     cache = _cache(job, job.length - 1)
     if program != "verify":
-        runner.decode(Plain(call.config), (job.params,), (state, cache), 1)
+        executor.decode(Plain(call.config), (job.params,), (state, cache), 1)
     zeros_B: Any = np.zeros(call.rows, np.int32)
     strategy = Speculative(call.config, prompt_lookup, call.num_draft_tokens)
     counts = SpeculationState(None, zeros_B, zeros_B)
-    runner.decode(strategy, (job.params, None), (state, cache, counts), 1)
+    executor.decode(strategy, (job.params, None), (state, cache, counts), 1)
 
 
 def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
@@ -151,7 +139,7 @@ def engine_device(job: ProgramJob) -> Device:
     mesh = concrete_mesh_of(job.params)
     pages = job.rows * num_pages_for(job.capacity) + 1
     shape = EngineShape(job.rows, job.capacity, pages, job.chunk, job.draft_tokens, job.kv, None, 0)
-    device = Device(job.params, job.config, shape, _EXECUTOR)
+    device = Device(job.params, job.config, shape, _stop, dry_run=True)
     if mesh is not None:
         to_sharded = partial(_sharded, mesh)
         device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))

@@ -24,8 +24,7 @@ from tpu.tpu_specs import Tpu
 from tpu.tpu_time import Operation, TpuCounts
 from xinfer_jax.checkpoint.sharded_leaves import sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.errors import InputError
-from xinfer_jax.sharding import MODEL
-from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.sharding import MODEL, check_mesh
 from xinfer_jax.weights.params import param_specs, tree_bytes
 
 _MOST_LAYERS = 48  # of a model that is compiled as it is

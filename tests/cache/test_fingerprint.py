@@ -14,8 +14,9 @@ from layer_changes import with_mixer, with_windows
 
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.weights.grouped_weight import GroupedWeight
+from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params import param_specs
-from xinfer_jax.weights.quantized_weights import GroupedWeight, Int8Weight
 
 CONFIG = from_hf(tiny.CONFIG)
 

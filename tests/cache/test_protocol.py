@@ -14,14 +14,14 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from quick import full_except
 
 from xinfer_jax.cache.contiguous import Contiguous
-from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, check_page_dtype
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of, empty_pair
 from xinfer_jax.errors import InputError
 from xinfer_jax.model.attention import attention
-from xinfer_jax.ops.kernels.attention_kernels import select_attention
+from xinfer_jax.ops.kernels.attention_kernels import kernel_arrays, select_attention
 from xinfer_jax.plugins import names
+from xinfer_jax.sharding import cache_specs
 from xinfer_jax.weights.params import tree_bytes
 
 DTYPES = ("float32", "bfloat16", *names("cache dtype"))
@@ -172,7 +172,7 @@ def test_kernels_say_by_name_what_they_do_not_read():
         ("float32", LATENT, "values of another width than keys (16 and 24)"),
     ):
         layer = empty_layer(Contiguous, dtype, sizes)
-        assert layer.kernel_arrays() == (None, None)
+        assert kernel_arrays(layer) == (None, None)
         with pytest.raises(InputError, match=re.escape(reason)):
             select_attention("decode_attention", "interpret", q_BTNH, layer)
     with pytest.raises(InputError, match="cache_dtype='gear' has low-rank directions"):

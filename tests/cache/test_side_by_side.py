@@ -19,12 +19,12 @@ import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.kv_cache import cache_bytes
-from xinfer_jax.cache.layer_cache import cache_specs
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.side_by_side import SideBySideKV
 from xinfer_jax.cache.stored_kv import empty_pair, separate_pair
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.sharding import cache_specs
 from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.oldest

@@ -12,8 +12,9 @@ import xinfer_jax as xj
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
-from xinfer_jax.weights.quantized_weights import GroupedWeight, dequantize
+from xinfer_jax.weights.quantized_weight import dequantize
 
 pytestmark = pytest.mark.oldest
 

@@ -18,8 +18,9 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.families.naming import file_specs
+from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantized_weights import GroupedWeight, dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 pytestmark = pytest.mark.oldest
 

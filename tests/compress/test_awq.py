@@ -22,7 +22,7 @@ from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.gptq import fake_quantize, gptq_matrix
 from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 pytestmark = pytest.mark.oldest
 

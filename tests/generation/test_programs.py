@@ -1,4 +1,4 @@
-"""Which programs a call compiles: few, whatever the number of layers. Both runners return the same."""
+"""Which programs a call compiles: few, whatever the number of layers. Both executors return the same."""
 
 import compiling
 import jax
@@ -10,7 +10,7 @@ import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation import batch_generator, entrypoints
 from xinfer_jax.layerwise.layer_programs import layer_groups
-from xinfer_jax.layerwise.runner import LayerwiseRunner
+from xinfer_jax.layerwise.layerwise_executor import LayerwiseExecutor
 
 pytestmark = [pytest.mark.full, pytest.mark.newest]
 
@@ -21,9 +21,8 @@ WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
 FULL = xj.SamplingConfig(min_p=0.1, temperature=0.9)
 OURS = {
     "_embed", "_layers", "_last", "_head", "_append", "_most_likely", "_sample", "_record", "_verify",
-    "_add_draft_token", "_call_draft_function", "_pick", "_reorder_layer", "_copy", "reorder",
-    "_reorder_tail", "_first", "_next", "decode", "prefill_chunks", "prefill_uncached", "sample_and_append",
-    "_search",
+    "_add_draft_token", "_call_draft_function", "_pick", "_reorder_layer", "reorder",
+    "_reorder_tail", "_first", "_next", "decode", "prefill_chunks", "prefill_uncached", "sample", "search",
 }  # fmt: skip
 FIRST = dict(_embed=2, _layers=2, _last=1, _head=1, _most_likely=1, _append=1)
 
@@ -93,7 +92,7 @@ def test_programs_that_each_call_compiles(model):
     assert seen["decode"] == 1, "a long one decodes in one loop"
     with compiling.programs() as seen:
         xj.generate(*model, [[*PROMPT, 3]], options(keep_prefix=True, prefix=kept, capacity=None))
-    assert ours(seen) == dict(_copy=1), "the caller's prefix is copied"
+    assert ours(seen) == {}, "a prefix changes no program"
     with compiling.programs() as seen:
         xj.beam_search(*model, PROMPT, num_beams=2, max_new_tokens=4, capacity=64)
     assert ours(seen) == dict(_first=1, _next=1, _embed=1, _reorder_tail=1), (
@@ -115,7 +114,7 @@ def test_programs_that_each_call_compiles(model):
         (1, dict(max_new_tokens=16, sampling=FULL, logits=True), False),
     ],
 )
-def test_arguments_choose_the_runner(monkeypatch, prompts, given, in_one_loop):
+def test_arguments_choose_the_executor(monkeypatch, prompts, given, in_one_loop):
     """Of `generate`: rows x new tokens. `stream` decodes layer by layer."""
     model = layers(2, max_position_embeddings=512)
     chosen = []
@@ -137,9 +136,9 @@ def test_arguments_choose_the_runner(monkeypatch, prompts, given, in_one_loop):
 
 def test_no_step_follows_the_last_token(model, monkeypatch):
     """Decoding takes a step before it knows that a row has ended; not where its length says so."""
-    forward = LayerwiseRunner.forward
+    forward = LayerwiseExecutor.forward
     calls = []
-    monkeypatch.setattr(LayerwiseRunner, "forward", lambda *args: calls.append(0) or forward(*args))
+    monkeypatch.setattr(LayerwiseExecutor, "forward", lambda *args: calls.append(0) or forward(*args))
     for decode in (xj.generate, lambda *args: list(xj.stream(*args))):
         decode(*model, [PROMPT], options(max_new_tokens=6))  # a dry run, too, where it compiles
         calls.clear()
@@ -208,23 +207,23 @@ def test_a_stream_is_compiled_before_its_weights_are_loaded(checkpoint):
     ],
     ids=["one-row", "rows", "answers", "look-up", "int4-keys", "no-cache", "long"],
 )
-def test_both_runners_return_the_same_tokens(model, given, monkeypatch):
+def test_both_executors_return_the_same_tokens(model, given, monkeypatch):
     """Tokens and finish reasons are equal, log-probabilities nearly."""
     layered = streamed(model, **given)
-    monkeypatch.setattr(batch_generator, "runner_class", lambda params: batch_generator.WholeModelRunner)
+    monkeypatch.setattr(batch_generator, "executor_class", lambda params: batch_generator.TracedExecutor)
     with compiling.programs() as seen:
         whole = streamed(model, **given)
-    assert "_layers" not in seen and ours(seen), "this was the other runner"
+    assert "_layers" not in seen and ours(seen), "this was the other executor"
     assert layered[0] == whole[0] and layered[1].finish_reason == whole[1].finish_reason
     for one, other in zip(layered[1].logprobs, whole[1].logprobs, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
-def test_runner_class_depends_on_the_device(model):
+def test_executor_class_depends_on_the_device(model):
     params, _ = model
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     placed = jax.device_put(params, jax.devices()[0])
-    assert {batch_generator.runner_class(tree).name for tree in (params, shapes, placed)} == {
+    assert {batch_generator.executor_class(tree).name for tree in (params, shapes, placed)} == {
         "layer by layer"
     }
 
@@ -263,7 +262,7 @@ def testlayer_groups():
 )
 def test_layerwise_prefill_width(rows, widths):
     """As few chunks as with 256 tokens of all rows each, and little padding."""
-    assert {n: LayerwiseRunner.prefill_width(n, rows) for n in widths} == widths
+    assert {n: LayerwiseExecutor.prefill_width(n, rows) for n in widths} == widths
 
 
 def test_a_prompt_of_several_chunks_compiles_one_width():

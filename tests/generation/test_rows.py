@@ -14,7 +14,7 @@ import xinfer_jax as xj
 from xinfer_jax.generation import batch_generator
 from xinfer_jax.generation.batch_arrays import initial_state
 from xinfer_jax.generation.functional import prefill_chunk_size
-from xinfer_jax.generation.loop import DECODE_PLAIN, PREFILL, admit
+from xinfer_jax.generation.loop import DECODE, PREFILL, admit
 from xinfer_jax.generation.state import sample_and_append
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
@@ -138,13 +138,13 @@ def test_a_row_joins_others_that_continue(model, given):
 
     cache = xj.init_cache(config, 2, 64)
     state, cache = begin(PROMPTS[:2], (14, 3), keys[:2], cache, [0, 1])
-    state, cache = DECODE_PLAIN.keeping(Plain(config), (params,), (state, cache), 4, None)
+    state, cache = DECODE(Plain(config), (params,), (state, cache), 4, None)
     assert state.length_B.tolist() == [5, 3] and state.active_B.tolist() == [True, False]
     assert state.tokens_BT[1, :3].tolist() == alone[1].tokens[0]
     cache = xj.truncate(cache, np.array([2**20, 0]))
     joined, cache = begin(PROMPTS[2:3], (8,), keys[2:], cache, [1])
     state = jax.jit(admit)(state, np.array([1]), joined)
-    state, cache = DECODE_PLAIN.keeping(Plain(config), (params,), (state, cache), 100, None)
+    state, cache = DECODE(Plain(config), (params,), (state, cache), 100, None)
     assert state.length_B.tolist() == [14, 8]
     assert state.tokens_BT[0, :14].tolist() == alone[0].tokens[0]
     assert state.tokens_BT[1, :8].tolist() == alone[2].tokens[0]

@@ -24,7 +24,8 @@ from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.ops.largest import argmax
-from xinfer_jax.weights.quantized_weights import Int8Weight, with_int8_activations
+from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.quantize_methods import with_int8_activations
 
 pytestmark = pytest.mark.newest
 

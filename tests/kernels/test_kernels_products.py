@@ -20,8 +20,9 @@ from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.decoder import forward
 from xinfer_jax.model.layers import Norm, linear, products, rms_norm
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
+from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantized_weights import GroupedWeight, with_int8_activations
+from xinfer_jax.weights.quantize_methods import with_int8_activations
 
 pytestmark = [
     pytest.mark.newest,

@@ -96,7 +96,7 @@ def test_shard_map_on_two_devices():
         "formats bitnet_files mxfp4_files gradients another_layout other_ways",
         "odd_vocabulary odd_formats odd_tree_of_a_user",
         "an_engine caches kernels experts",
-        "qwen2-8 gpt_oss-4 olmo3-2 gemma4-4",  # scripts/soak_meshes.py has every family
+        "qwen2-8 gpt_oss-4 olmo3-2 gemma4-4",
     ],
 )
 def test_a_model_over_a_mesh(cases):

@@ -17,7 +17,7 @@ from xinfer_jax.compress import awq
 from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 pytestmark = pytest.mark.oldest
 

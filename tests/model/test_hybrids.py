@@ -14,7 +14,7 @@ import tiny
 from layer_changes import with_mixer
 
 import xinfer_jax as xj
-from xinfer_jax.model.linear_attention import _step, _Tokens, delta_rule
+from xinfer_jax.model.linear_attention import _Tokens, delta_rule, recurrent_step
 from xinfer_jax.weights.layout import is_divisible
 
 pytestmark = pytest.mark.oldest
@@ -62,7 +62,7 @@ def random_tokens(T: int) -> tuple[_Tokens, jax.Array]:
 
 def single_steps(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     def step(state, t):
-        one, state = _step(_Tokens(*(x[:, :, None] for x in t)), state)
+        one, state = recurrent_step(_Tokens(*(x[:, :, None] for x in t)), state)
         return state, one[:, :, 0]
 
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), tokens)

@@ -13,7 +13,7 @@ import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights.quantization import quantized_leaf
-from xinfer_jax.weights.quantized_matmul import quantized_product
+from xinfer_jax.weights.quantized_weight import quantized_product
 
 ROWS = (9, 11, 12, 13, 33)
 

@@ -179,9 +179,8 @@ def test_bytes_of_a_kernel_follow_the_length(impl, length, window):
     end = -(-length // 64) * 64 if impl == "mosaic" else length  # Mosaic loads whole blocks
     keys = 2 * B * K * (end - first) * H * 2
     queries = B * K * 8 * H * 2  # padded to 8 by Mosaic
-    rest = counted.distinct - keys
+    rest = counted[0] - keys
     assert 0 < rest <= queries + outputs + 8 * B
-    assert counted.issued >= counted.distinct
 
 
 def test_each_program_names_its_kernels_that_cannot_be_counted(monkeypatch):

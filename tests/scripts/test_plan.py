@@ -21,9 +21,9 @@ import xinfer_jax as xj
 from xinfer_jax.cache.paged import empty_pools
 from xinfer_jax.engine.device_programs import MAX_LOGPROBS
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.sharding import check_mesh
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantized_weights import METHODS
+from xinfer_jax.weights.quantize_methods import METHODS
 
 pytestmark = pytest.mark.oldest
 

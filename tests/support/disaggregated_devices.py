@@ -16,7 +16,6 @@ import tiny
 from soak import engine_requests
 
 import xinfer_jax as xj
-from xinfer_jax.engine.disaggregated import DisaggregatedEngine
 from xinfer_jax.serve.peer_front import PeerEngines
 from xinfer_jax.serve.peer_worker import PeerWorker
 
@@ -25,6 +24,10 @@ HF = tiny.CONFIG | dict(
     model_type="gemma3_text", head_dim=8, eos_token_id=286, max_position_embeddings=512, sliding_window=96,
     layer_types=["sliding_attention", "full_attention"],
 )  # fmt: skip
+
+
+def engines_of(engine: xj.Engine, role: str) -> list[xj.Engine]:
+    return [one for one in engine.engines if one.role == role]
 
 
 def options(tokens: int, **more) -> xj.GenerateOptions:
@@ -66,9 +69,10 @@ def apart(model):
 
 def test_the_bits_of_one_engine_and_nothing_compiled(one, apart):
     """In so few pages that rows are preempted. Programs of the other side are not there."""
-    assert isinstance(apart, DisaggregatedEngine)
-    first = apart.prefill_engines[0]
-    for other in apart.decode_engines:
+    assert type(apart) is xj.Engine
+    (first,) = engines_of(apart, "prefill")
+    decoding = engines_of(apart, "decode")
+    for other in decoding:
         for name in ("prefill", "prefill_with_logprobs", "sample_first", "new_row"):
             setattr(other._core.device, name, None)
     first._core.device.decode = None
@@ -85,7 +89,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart):
     assert seen == []
     assert all(map(engine_requests.same_outcome, found, expected))
     assert idle(apart) and apart.stats.preemptions > 0
-    assert all(other.stats.requests > 5 for other in apart.decode_engines)
+    assert all(other.stats.requests > 5 for other in decoding)
     places = [{d for x in jax.tree.leaves(e._core.device.pools) for d in x.devices()} for e in apart.engines]
     assert places == [{jax.devices()[i]} for i in (0, 1, 1)]
 
@@ -98,14 +102,16 @@ def test_grammars_stop_strings_and_several_answers(one, apart):
         (options(40, stop_strings=("e", "a")), prompt(3, 20)),
         (options(1), prompt(4, 90)),
     ]
-    before = [engine.stats.requests for engine in apart.engines]
+    before = [apart.stats.requests, *(engine.stats.requests for engine in apart.engines)]
     outs = [apart.submit(ids, o, key=jax.random.key(5)).result() for o, ids in asked]
     expected = [one.submit(ids, o, key=jax.random.key(5)).result() for o, ids in asked]
     assert [(o.tokens, o.logprobs, o.finish_reason) for o in outs] == [
         (o.tokens, o.logprobs, o.finish_reason) for o in expected
     ]
-    ended = [engine.stats.requests - n for engine, n in zip(apart.engines, before, strict=True)]
-    assert ended[0] == 1 and sum(ended) == 4 and idle(apart)
+    after = [apart.stats.requests, *(engine.stats.requests for engine in apart.engines)]
+    ended = [new - old for new, old in zip(after, before, strict=True)]
+    assert ended[:2] == [4, 6] and sum(ended[2:]) == 5  # six answers are prefilled, five are decoded
+    assert idle(apart)
 
 
 def test_pages_of_answers_go_back_where_asked(apart):
@@ -180,12 +186,13 @@ def test_a_request_with_answers_on_both_sides_fails_at_once(apart):
     request = apart.submit(
         prompt(31, 60), options(400, n=6, sampling=xj.SamplingConfig(temperature=1.0)), key=jax.random.key(1)
     )
-    next(iter(request.answers[0]))
+    assert len(list(itertools.islice(request.answers[0], 2))) == 2  # it is decoded
+    (first,) = (answer for e in apart.engines for answer in e._core._answers.values() if not answer.number)
 
     def fail(*args):
         raise xj.InputError("numbers that are not finite")
 
-    request.answers[0].append = fail
+    first.append = fail
     with pytest.raises(xj.InputError, match="not finite"):
         request.result(60)
     assert max(len(answer.sampled) for answer in request.answers) < 400
@@ -198,8 +205,9 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     """
     lines = []
     secret = b"x" * 32
-    front = PeerEngines(model, socket.create_server(("127.0.0.1", 0)), secret, lines.append)
-    address = front._listening.getsockname()[:2]
+    listening = socket.create_server(("127.0.0.1", 0))
+    front = PeerEngines(model, listening, secret, lines.append)
+    address = listening.getsockname()[:2]
     stop = threading.Event()
     workers = []
 
@@ -230,7 +238,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     )
     silent = [socket.create_connection(address) for _ in range(70)]  # they lock nobody out
     second = connect("prefill", 0)
-    while len(front.peers) < 3:
+    while len(front.engines) < 3:
         time.sleep(0.01)
     long = [front.submit(prompt(i, 60), options(200)) for i in range(8)]
     assert len(list(itertools.islice(long[0], 3))) == 3
@@ -240,18 +248,20 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     for worker in workers[:2]:
         assert idle(worker._engine)
         end = time.monotonic() + 120  # its messages are handled on another thread
-        while (worker._rows or worker._requests or worker._offers) and time.monotonic() < end:
+        held = worker._endpoint._answers, worker._offers, worker._targets, worker._lengths
+        while any(held) and time.monotonic() < end:
             time.sleep(0.01)
-        assert not (worker._rows or worker._requests or worker._offers)
-    assert not (front._places or front._sources or front.load)
+        assert not any(held)
+    assert not (front._dispatcher._jobs or front._dispatcher._current or front.load)
     for worker in workers[:2]:
         worker._transfer._server = None  # pages go through the host
     assert all(map(engine_requests.same_outcome, found(), expected))
-    decoding._part(10**6, 0, False, np.zeros(3, np.uint8))  # of a row that has ended
-    decoding._core.scheduler.capacity = 64
+    decoding._receive(10**6, ["part", 0, False, np.zeros(3, np.uint8)])  # of a row that has ended
+    scheduler = decoding._engine._core.scheduler
+    scheduler.capacity = 64
     with pytest.raises(xj.InputError, match="exceeds the 64 that a row"):
         front.submit(prompt(9, 60), options(400)).result(60)
-    decoding._core.scheduler.capacity = SHAPE["capacity"]
+    scheduler.capacity = SHAPE["capacity"]
     request = front.submit(prompt(9, 60), options(400))
     assert len(list(itertools.islice(request, 3))) == 3
     decoding._channel._connection.shutdown(socket.SHUT_RDWR)
@@ -272,7 +282,7 @@ def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, ca
     engine = apart
     if side == "prefill":
         engine = xj.Engine(model, prefill_devices=[0], decode_devices=[1], **SHAPE).__enter__()
-    bad = engine.decode_engines[0] if side == "decode" else engine.prefill_engines[0]
+    bad = engines_of(engine, side)[0]
     call = getattr(bad._core.device, side)
     go = threading.Event()
     setattr(bad._core.device, side, lambda *args: 1 / 0 if go.is_set() else call(*args))

@@ -125,7 +125,7 @@ def test_the_least_loaded_engine_is_chosen_unless_another_has_the_prefix(unstart
     assert unstarted.stats.requests == 9 and unstarted.stats.hits > 0
     for i in range(30):  # the number of known prefixes is bounded
         went(prompt(100 + i, 300))
-    assert all(len(known) <= SHAPE["pages"] for known in unstarted._router.given)
+    assert all(len(known) <= SHAPE["pages"] for known in unstarted._router.given.values())
     without = Engines(unstarted.model, 2, **SHAPE, prefix_cache=False)
     assert [without.submit(shared, options(2)).engine.name for _ in range(2)] == [
         engine.name for engine in without.engines

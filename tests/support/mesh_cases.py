@@ -1,6 +1,7 @@
-"""The cases of test_meshes.py and scripts/soak_meshes.py, over 8 virtual devices.
+"""The cases of test_meshes.py, over 8 virtual devices.
 
-Run as a program with names of cases, it prints a JSON object with the error of each case; "": it passed.
+Run as a program with names of cases, as `gemma2-4` of a family over four devices, it prints a JSON object
+with the error of each case; "": it passed.
 """
 
 import dataclasses
@@ -34,11 +35,11 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
-from xinfer_jax.generation.loop import DECODE_PLAIN, PREFILL
+from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
 
 # One checkpoint of each family. 8 heads, 4 key heads: on 8 devices these are repeated.
 FAMILIES = {
@@ -152,7 +153,7 @@ def count_collectives(
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
     state = initial_state(call, np.arange(2, dtype=np.int32))
     if step:
-        lowered = DECODE_PLAIN.donating.lower(Plain(config), (params,), (state, cache), np.int32(3), None)
+        lowered = DECODE.lower(Plain(config), (params,), (state, cache), np.int32(3), None)
     else:
         lowered = PREFILL.donating.lower(params, config, *pad_prompts(call.prompts, 16), cache, None, 512)
     return collectives(lowered.compile())

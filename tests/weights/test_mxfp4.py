@@ -9,8 +9,7 @@ from mxfp4_checkpoints import CONFIG
 
 from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.weights.mxfp4 import NUMBERS, Mxfp4Weight, mxfp4_struct
-from xinfer_jax.weights.quantized_matmul import quantized_product
-from xinfer_jax.weights.quantized_weights import dequantize, embedding_rows
+from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
 
 pytestmark = pytest.mark.oldest
 
@@ -35,7 +34,7 @@ def test_numbers_of_every_byte():
             np.testing.assert_array_equal(matrix_OI[..., half], wanted)
             np.testing.assert_array_equal(np.signbit(matrix_OI[..., half]), np.signbit(wanted))
     index = jnp.array([[3, 0]])
-    np.testing.assert_array_equal(embedding_rows(leaf, index), np.asarray(dequantize(leaf))[index])
+    np.testing.assert_array_equal(leaf.rows(index), np.asarray(dequantize(leaf))[index])
     few = Mxfp4Weight(jnp.full((1, 16, 1), 0xE3, jnp.uint8), jnp.full((1, 1), 128, jnp.uint8))
     assert np.asarray(dequantize(few))[0, :4].tolist() == [3, -8, 3, -8]
 

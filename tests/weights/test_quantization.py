@@ -17,10 +17,11 @@ from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.ops.cpu import cpu_features, cpu_products
 from xinfer_jax.ops.product import float_product
+from xinfer_jax.weights.grouped_weight import GroupedWeight
+from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf
-from xinfer_jax.weights.quantized_matmul import quantized_product
-from xinfer_jax.weights.quantized_weights import GroupedWeight, Int8Weight, dequantize, embedding_rows
+from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
 
 pytestmark = pytest.mark.oldest
 
@@ -216,12 +217,10 @@ def test_quantized_product_with_reordered_inputs():
 @pytest.mark.full
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inputs", [64, 72])
-def test_embedding_rows(bits, inputs):
+def test_rows_of_a_quantized_matrix(bits, inputs):
     weight = jax.device_put(quantize_matrix(matrix(80, inputs), bits))
     index = jnp.array([[3, 39], [0, 3]])
-    np.testing.assert_array_equal(
-        embedding_rows(weight, index), np.asarray(dequantize(weight))[np.asarray(index)]
-    )
+    np.testing.assert_array_equal(weight.rows(index), np.asarray(dequantize(weight))[np.asarray(index)])
 
 
 @pytest.mark.full

@@ -15,8 +15,8 @@ from xinfer_jax.compress.awq import quantized_params
 from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rotated_params
-from xinfer_jax.weights.quantized_matmul import quantized_product
-from xinfer_jax.weights.quantized_weights import Int8Weight, dequantize
+from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
 
 pytestmark = pytest.mark.oldest
 

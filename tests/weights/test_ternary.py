@@ -20,8 +20,7 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights import ternary
-from xinfer_jax.weights.quantized_matmul import quantized_product
-from xinfer_jax.weights.quantized_weights import dequantize, embedding_rows, is_quantized
+from xinfer_jax.weights.quantized_weight import dequantize, is_quantized, quantized_product
 from xinfer_jax.weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_struct
 
 pytestmark = pytest.mark.oldest
@@ -67,7 +66,7 @@ def test_product_quantizes_each_token_and_has_gradients_of_the_dequantized_matri
         np.testing.assert_allclose(product(x_MI, weight), wanted, rtol=1e-6)
     matrix_OI = np.asarray(dequantize(weight))
     np.testing.assert_array_equal(matrix_OI, levels_OI * np.float32(0.7))
-    np.testing.assert_array_equal(embedding_rows(weight, jnp.array([[3, 0]])), matrix_OI[[[3, 0]]])
+    np.testing.assert_array_equal(weight.rows(jnp.array([[3, 0]])), matrix_OI[[[3, 0]]])
     x_bar = jax.grad(lambda x: quantized_product(x, weight).sum())(jnp.asarray(x_MI))
     np.testing.assert_allclose(x_bar, np.broadcast_to(matrix_OI.sum(0), x_MI.shape), atol=1e-5)
 

@@ -8,8 +8,9 @@ import pytest
 import kernels_pallas
 from xinfer_jax.ops.product import dot
 from xinfer_jax.ops.tpu.tpu_products import tpu_forms
-from xinfer_jax.weights.quantized_matmul import tpu_grouped_product
-from xinfer_jax.weights.quantized_weights import GroupedWeight, Int8Weight, dequantize, embedding_rows
+from xinfer_jax.weights.grouped_weight import GroupedWeight, tpu_grouped_product
+from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.quantized_weight import dequantize
 
 pytestmark = pytest.mark.newest
 
@@ -53,6 +54,6 @@ def test_a_single_row_is_multiplied_as_eight():
 def test_a_single_row_of_an_int8_embedding():
     weight = Int8Weight(jnp.arange(40, dtype=jnp.int8).reshape(10, 4), jnp.arange(1.0, 11), False)
     for index in (jnp.array([[7]]), jnp.array(3), jnp.array([2, 5])):
-        wanted = embedding_rows(weight, index)
+        wanted = weight.rows(index)
         with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
-            np.testing.assert_array_equal(embedding_rows(weight, index), wanted)
+            np.testing.assert_array_equal(weight.rows(index), wanted)

@@ -12,15 +12,12 @@ from .layer_cache import LayerCache
 from .stored_kv import (
     Stored,
     append_pair,
-    cache_dtype_of,
     dtype_name,
     join_pair,
-    kernel_array,
     map_slots,
     read_pair,
     separate_pair,
     slice_slots,
-    with_kernel_array,
 )
 
 
@@ -119,21 +116,6 @@ class Contiguous(LayerCache):
         if self.key_bias_fn is not None:
             k = k + self.key_bias_fn(position_BS)
         return Block(k, v, position_BS, valid_BS)
-
-    def kernel_arrays(self) -> tuple[Any, Any]:
-        """Keys and values as kernels read them; None for each where no kernel does."""
-        return (None, None) if self.kernel_obstacle else (kernel_array(self.k), kernel_array(self.v))
-
-    @property
-    def kernel_obstacle(self) -> str | None:
-        """Why no kernel reads them."""
-        if self.value_width != self.k.shape[3]:
-            return f"values of another width than keys ({self.value_width} and {self.k.shape[3]})"
-        return cache_dtype_of(self.dtype_name).kernel_obstacle
-
-    def with_kernel_arrays(self, k: Any, v: Any) -> Self:
-        """This layer with other arrays in place of those of `kernel_arrays`."""
-        return dataclasses.replace(self, k=with_kernel_array(self.k, k), v=with_kernel_array(self.v, v))
 
     def kernel_options(self) -> dict[str, Any]:
         """The arguments of attention kernels that say where a row's keys are."""

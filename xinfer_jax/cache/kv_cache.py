@@ -8,16 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .. import plugin
+from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
-from ..memory import check_memory
-from ..sharding import REPLICATED, check_mesh_context, memory_fraction
-from ..weights.layout import check_mesh
 from .contiguous import Contiguous
 from .layer_cache import LayerCache, shard_heads
 from .ring import Ring, num_slots
@@ -114,18 +112,18 @@ def init_cache(
             f"rope type 'longrope' changes its factors beyond {limit} tokens, and cached keys would keep the"
             f" old ones: for a cache of capacity {capacity}, fix them by with_fixed_rope, as generate does"
         )
+    fraction = 1.0  # of keys and values, in one memory
+    replicated = None
     if mesh is not None:
-        check_mesh_context()
-        mesh = check_mesh(mesh)
+        mesh, fraction, replicated = plugin("mesh", "of cache")(mesh)
     dtype = resolve_cache_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
-    check_memory(int(memory_fraction(mesh) * cache_bytes(config, batch, capacity, dtype)), what, remedy)
+    check_fits(int(fraction * cache_bytes(config, batch, capacity, dtype)), what, remedy)
     layers = empty_layers(config, batch, capacity, dtype, mesh)
     has_limits = any(layer.limits for layer in layers)
     counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
-    sharding = mesh and NamedSharding(mesh, REPLICATED)
-    length_B, overflow_B, reached_B = jax.device_put(tuple(counts), sharding)  # nothing to compile
+    length_B, overflow_B, reached_B = jax.device_put(tuple(counts), replicated)  # nothing to compile
     return KVCache(layers, length_B, overflow_B, reached_B if has_limits else None)
 
 
@@ -292,12 +290,6 @@ def describe_fits(fits: tuple[tuple, ...]) -> str:
         of_state = isinstance(layer[0], tuple)
         parts.append(f"states of {layer[-1]}" if of_state else f"{layer[0]} key heads of width {layer[1]}")
     return ", ".join(parts)
-
-
-def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
-    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
-    layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
-    return dataclasses.replace(cache, layers=layers)
 
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:

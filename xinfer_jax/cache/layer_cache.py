@@ -1,14 +1,11 @@
-"""The protocol of a layer cache, and how its arrays are sharded."""
+"""The protocol of a layer cache."""
 
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .. import plugin
 from ..formatting import ShortRepr
-from ..sharding import REPLICATED, partition_spec
 
 
 class LayerCache(ShortRepr):
@@ -71,18 +68,6 @@ class LayerCache(ShortRepr):
         raise NotImplementedError
 
 
-def cache_specs(tree: Any, mesh: Any) -> Any:
-    """The PartitionSpecs of a cache or of parts of it: all are sharded by heads, on axis 1."""
-
-    def of(x: Any) -> PartitionSpec:
-        return partition_spec(("rows", "kv_heads", None, None), x.shape, mesh) if x.ndim == 4 else REPLICATED
-
-    return jax.tree.map(of, tree)
-
-
-def shard_heads(tree: Any, mesh: Mesh | None) -> Any:
-    """The arrays with the sharding of `cache_specs`, in a traced function."""
-    if mesh is None:
-        return tree
-    shardings = jax.tree.map(partial(NamedSharding, mesh), cache_specs(tree, mesh))
-    return lax.with_sharding_constraint(tree, shardings)
+def shard_heads(tree: Any, mesh: Any) -> Any:
+    """The arrays divided by heads over the mesh, in a traced function; None: unchanged."""
+    return tree if mesh is None else plugin("mesh", "shard heads")(tree, mesh)

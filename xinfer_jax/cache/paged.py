@@ -52,7 +52,7 @@ class Paged(Contiguous):
         return self._scatter(old_PKSH, page_BT, position_BT % PAGE_SIZE, new_BTKH)
 
     def block_layout(self, max_width: int) -> tuple[int, int]:
-        """As in other layer caches; blocks are whole pages."""
+        """The size of a block of keys and how many a row has; blocks are whole pages."""
         return super().block_layout(min(max_width, _MAX_BLOCK))
 
     def kernel_options(self) -> dict[str, Any]:

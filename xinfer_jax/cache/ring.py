@@ -51,7 +51,7 @@ class Ring(Contiguous):
     def visible_blocks(
         self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
     ) -> tuple[Any, Any]:
-        """As in a contiguous cache; all blocks once the ring is full."""
+        """The range (first, end) of blocks that queries can see: all blocks once the ring is full."""
         high = super().visible_blocks(width, start_B, count, length_B)[1]
         return 0, jnp.minimum(high, self.block_layout(width)[1])
 

@@ -155,13 +155,6 @@ def is_quantized_kv(x: Stored) -> bool:
     return quantized_dtype(dtype_name(x)) is not None
 
 
-def quantize_kv(x_BKTH: jax.Array, like: Stored, first_B: jax.Array | None = None) -> Any:
-    """New keys or values as they are stored. like, first_B: the cache that they will be written to, and as in
-    `StoredKV.encode`.
-    """
-    return like.encode(x_BKTH, first_B=first_B) if isinstance(like, StoredKV) else x_BKTH
-
-
 def dequantize_kv(x: Stored) -> Any:
     """Float32 keys or values; an array as it is."""
     return x.decode() if isinstance(x, StoredKV) else x
@@ -223,13 +216,3 @@ def separate_pair(k: Any, v: Any) -> tuple[Any, Any]:
 def join_pair(k: Any, v: Any, like: tuple[Any, Any]) -> tuple[Any, Any]:
     """The pair of what `separate_pair` returned, as the pair `like` is stored."""
     return (like[0].join(k, v), None) if like[1] is None else (k, v)
-
-
-def kernel_array(x: Any) -> Any:
-    """Keys or values, or both, as kernels read them; None: no kernel does."""
-    return x.kernel_array() if isinstance(x, StoredKV) else x
-
-
-def with_kernel_array(x: Any, array: Any) -> Any:
-    """What has this array as its `kernel_array`."""
-    return x.with_kernel_array(array) if isinstance(x, StoredKV) else array

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import InputError, format_names
 from ..host import aligned_empty, run_in_blocks
-from ..weights.quantized_weights import GroupedWeight, grouped_struct, pack_int4
+from ..weights.grouped_weight import GroupedWeight, grouped_struct, pack_int4
 from .own_format import TensorSpec
 from .tensors import DTYPES, StoredTensor
 

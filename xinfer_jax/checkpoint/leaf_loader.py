@@ -15,7 +15,7 @@ from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
 from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_stack, quantized_struct
-from ..weights.quantized_weights import device_form, with_int8_activations
+from ..weights.quantize_methods import device_form, with_int8_activations
 from .bitnet_format import BitNetFormat
 from .own_format import TensorSpec
 from .quantized_formats import QuantizedFormat

@@ -22,22 +22,13 @@ from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
 from ..plugins import load
 from ..sampling.sampling_config import check_generation_config
-from ..sharding import MODEL, memory_fraction
+from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
 from ..weights.hadamard import TensorRotation, tensor_rotations
-from ..weights.layout import check_mesh, shardings
-from ..weights.params import (
-    Params,
-    check_quantize,
-    check_weights,
-    resolve_dtype,
-    tree_bytes,
-)
-from ..weights.quantized_weights import (
-    check_activations,
-    check_quantize_method,
-    is_quantized,
-)
+from ..weights.layout import shardings
+from ..weights.params import Params, check_weights, resolve_dtype, tree_bytes
+from ..weights.quantize_methods import check_activations, check_quantize, check_quantize_method
+from ..weights.quantized_weight import is_quantized
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
 from .mxfp4_format import dequantized

@@ -9,13 +9,17 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..errors import InputError
 from ..families.naming import file_specs
 from ..families.reading import from_hf
-from ..weights.layout import drop_vocab_padding
-from ..weights.params import Params
-from ..weights.quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
+from ..sharding import RULES
+from ..weights.grouped_weight import GroupedWeight
+from ..weights.int8_weight import Int8Weight
+from ..weights.layout import partition_specs
+from ..weights.params import Params, ParamSpec
+from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .files import TEXT_FILES
 from .tensors import DTYPES, StoredTensor
@@ -114,7 +118,7 @@ def save_checkpoint(
     specs, tree = jax.tree.flatten(file_specs(from_hf(settings)))
     tensors: dict[str, Any] = {}
     for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):  # type: ignore[attr-defined]
-        leaf = drop_vocab_padding(spec, leaf)
+        leaf = _drop_vocab_padding(spec, leaf)
         if is_quantized(leaf) and len(spec.shape) > 2:
             raise InputError(
                 "quantized experts cannot be saved: load the float checkpoint with quantize, or one in MXFP4"
@@ -142,6 +146,17 @@ def save_checkpoint(
         (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error}") from error
+
+
+def _drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
+    """Returns a matrix of the vocabulary without its padding; other leaves unchanged."""
+    if spec.axes[0] != "vocab" or leaf.shape == spec.shape:
+        return leaf
+
+    def drop_rows(x: Any, mesh_axes: PartitionSpec) -> Any:
+        return x[tuple(slice(spec.shape[0] if mesh_axis else None) for mesh_axis in mesh_axes)]
+
+    return jax.tree.map(drop_rows, leaf, partition_specs(spec, leaf, None, RULES))
 
 
 def _copy_small_files(model_dir: Path, path: Path) -> None:

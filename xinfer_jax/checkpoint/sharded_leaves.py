@@ -23,8 +23,8 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.naming import FileSpec
 from ..sharding import MODEL, RULES, check_divisible
+from ..weights.grouped_weight import GroupedWeight
 from ..weights.layout import partition_specs
-from ..weights.quantized_weights import GroupedWeight
 from ..weights.ternary import TernaryWeight
 from .tensors import StoredTensor
 

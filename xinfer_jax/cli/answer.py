@@ -17,8 +17,8 @@ from ..errors import InputError
 from ..formatting import format_mib
 from ..generation.beams import beam_search, plan_beam_search
 from ..generation.kernels import kernels_used
+from ..generation.loop import executor_class
 from ..generation.options import GenerateOptions, default_capacity
-from ..generation.runners import runner_class
 from ..grammar.grammars import Grammar, choice, json_schema, regex
 from ..ops.cpu import cpu_features
 from ..sampling.logprobs import TokenLogprobs
@@ -69,7 +69,8 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
         for choice in dict.fromkeys(used.values()):
             kernels = ", ".join(kernel for kernel in used if used[kernel] == choice)
             status.log(f"{choice.impl} ({choice.reason}): {kernels}")
-        status.log(f"{runner_class(model.params).name}: {runner_class(model.params).about}")
+        executor = executor_class(model.params)
+        status.log(f"{executor.name}: {executor.about}")
         if jax.default_backend() == "cpu":
             status.log(cpu_features.describe_cpu())
     key = key_from_seed(flags.seed) if sampling.temperature > 0 else None

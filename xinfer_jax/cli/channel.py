@@ -8,8 +8,8 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 from ..errors import InputError
@@ -19,19 +19,22 @@ HEARTBEAT_SECONDS = 20  # of silence after which a process counts as gone, for p
 _BEAT_SECONDS = 5  # between two heartbeats
 _PROOF_SECONDS = 10  # for the other end to prove that it knows the secret
 _MAX_LINE = 1 << 26  # bytes: a body of a client, escaped twice, is less
+_UNPROVED = 64  # most connections at a time that have not yet proved that they know the secret
+
+Receive = Callable[["Channel", dict[str, Any]], None]
 
 
 class Channel:
-    """One end of a connection. It puts (channel, message) into `events` for each message that it receives; at
-    the end {"gone": why}.
+    """One end of a connection. It calls `receive` with itself and each message that comes; at the end with
+    {"gone": why}.
     """
 
-    def __init__(self, connection: socket.socket, events: SimpleQueue, secret: bytes, listens: bool):
+    def __init__(self, connection: socket.socket, receive: Receive, secret: bytes, listens: bool):
         """Both ends prove to each other that they know the secret.
 
         Args:
             connection: is closed if that fails.
-            events: receives the messages.
+            receive: is called on a thread of this connection.
             secret: of the run.
             listens: this end accepted the connection, and the other one opened it.
 
@@ -40,7 +43,7 @@ class Channel:
             OSError: the connection was lost.
         """
         self._connection = connection
-        self._events = events
+        self._on_message = receive
         self._lock = threading.Lock()
         self._gone = threading.Event()
         try:
@@ -53,7 +56,7 @@ class Channel:
             threading.Thread(target=work, daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """Sends one line. If the connection is lost, `events` receives {"gone": why}."""
+        """Sends one line. If the connection is lost, `receive` is called with {"gone": why}."""
         with self._lock, suppress(OSError):
             line = self._out.sign("line", json.dumps(message).encode())
             self._connection.sendall(line[:SIGNATURE_SIZE].hex().encode() + line[SIGNATURE_SIZE:] + b"\n")
@@ -86,18 +89,71 @@ class Channel:
             while line := file.readline(_MAX_LINE):
                 signature = bytes.fromhex(line[: 2 * SIGNATURE_SIZE].decode())
                 content = line[2 * SIGNATURE_SIZE :].rstrip(b"\n")
-                self._events.put((self, dict(json.loads(self._in.verify("line", signature + content)))))
+                self._on_message(self, dict(json.loads(self._in.verify("line", signature + content))))
         except OSError:
             pass
         except (ValueError, TypeError):  # also InputError
             why = "it sent a line with a wrong signature"
-        self._events.put((self, dict(gone=why)))
+        self._on_message(self, dict(gone=why))
         self._gone.set()
         self._connection.close()
 
     def _send_heartbeats(self) -> None:
         while not self._gone.wait(_BEAT_SECONDS):
             self.send()
+
+
+class Listener:
+    """Accepts connections, and makes a `Channel` of each whose other end proves that it knows the secret. Of
+    those that have not proved it yet the oldest is closed, so they lock nobody out.
+
+    Attributes:
+        rejected: connections that did not know the secret.
+    """
+
+    def __init__(self, server: socket.socket, secret: bytes, receive: Receive):
+        """server: from `listen`; secret: of the run; receive: of the channels."""
+        self.rejected = 0
+        self._server = server
+        self._secret = secret
+        self._on_message = receive
+        self._lock = threading.Lock()
+        self._unproved = dict[socket.socket, None]()  # the oldest first
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Accepts no more connections."""
+        self._closed = True
+        with suppress(OSError):
+            self._server.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._server.accept()[0]
+            except OSError:  # too many open files, or closed
+                time.sleep(0.1)
+                continue
+            with self._lock:
+                self._unproved[connection] = None
+                if len(self._unproved) > _UNPROVED:  # a process of ours proves the secret at once
+                    oldest = next(iter(self._unproved))
+                    del self._unproved[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+            threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
+
+    def _prove(self, connection: socket.socket) -> None:
+        try:
+            Channel(connection, self._on_message, self._secret, listens=True)
+        except InputError:
+            self.rejected += 1
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                self._unproved.pop(connection, None)
 
 
 def listen(host: str, port: int, flag: str = "coordinator") -> socket.socket:

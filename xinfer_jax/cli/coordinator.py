@@ -9,12 +9,10 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..errors import InputError
-from .channel import Channel, listen
+from .channel import Channel, Listener, listen
 from .process_group import GroupMember, find_difference
 
 _SETTLE_SECONDS = 2  # to wait for further reports once one has come
-_UNPROVED = 64  # most connections at a time that have not yet proved that they know the secret
 
 
 class GroupEnd(Exception):
@@ -32,11 +30,7 @@ class Coordinator:
         """member: process 0; seconds: for all to connect; secret: of the run."""
         self._member = member
         self._seconds = seconds
-        self._secret = secret
         self._deadline = time.monotonic() + seconds
-        self._lock = threading.Lock()
-        self._unproved = dict[socket.socket, None]()  # connections, the oldest first
-        self._rejected = 0  # connections that did not know the secret
         self._events: SimpleQueue = SimpleQueue()
         self._channels = dict[int, Channel]()
         self._hosts = dict[int, str]()
@@ -45,35 +39,8 @@ class Coordinator:
         self._started = False
         self._signal_sent = False
         self._server = listen(member.host, member.port)
-        for work in (self._accept, self._run):
-            threading.Thread(target=work, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._server.accept()[0]
-            except OSError:  # too many open files
-                time.sleep(0.1)
-                continue
-            with self._lock:
-                self._unproved[connection] = None
-                if len(self._unproved) > _UNPROVED:  # a process of ours proves the secret at once
-                    oldest = next(iter(self._unproved))
-                    del self._unproved[oldest]
-                    with suppress(OSError):
-                        oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
-            threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
-
-    def _prove(self, connection: socket.socket) -> None:
-        try:
-            Channel(connection, self._events, self._secret, listens=True)
-        except InputError:
-            self._rejected += 1
-        except OSError:
-            pass
-        finally:
-            with self._lock:
-                self._unproved.pop(connection, None)
+        self._listener = Listener(self._server, secret, lambda *event: self._events.put(event))
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -93,7 +60,8 @@ class Coordinator:
             raise GroupEnd(*min(self._failures, key=lambda failure: failure[0])[1:])
         known = self._channels.keys() & self._settings.keys()
         missing = next(i for i in range(self._member.processes) if i not in known)
-        others = f" ({self._rejected} came with another secret)" if self._rejected else ""
+        rejected = self._listener.rejected
+        others = f" ({rejected} came with another secret)" if rejected else ""
         raise GroupEnd(1, f"{self._name(missing)} did not connect within {self._seconds} s{others}")
 
     def _handle(self, channel: Channel, message: dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ class _Supervisor:
                 address = self._member.host, self._member.port
                 connection = socket.create_connection(address, HEARTBEAT_SECONDS)
                 try:
-                    return Channel(connection, self._events, self._secret, listens=False)
+                    return Channel(connection, self._receive, self._secret, listens=False)
                 except InputError as error:
                     raise GroupEnd(
                         2, f"{self._process_0} has another secret: give all the same file"
@@ -145,12 +145,15 @@ class _Supervisor:
                 raise GroupEnd(128 + self._stop.number)
         raise GroupEnd(1, f"{self._process_0} did not answer within {self._seconds} s")
 
+    def _receive(self, _: Channel, message: dict[str, Any]) -> None:
+        self._events.put(message)
+
     def _handle_event(self) -> None:
         if self._stop.is_set() and not self._signal_sent:  # a second signal ends this process at once
             self._channel.send(signal=self._stop.number)
             self._signal_sent = True
         with suppress(Empty):
-            _, message = self._events.get(timeout=0.1)
+            message = self._events.get(timeout=0.1)
             if "end" in message:
                 raise GroupEnd(message["end"], message["line"])
             if "gone" in message:

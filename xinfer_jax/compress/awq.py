@@ -21,13 +21,8 @@ from ..model.decoder_layer import Positions, layer_kinds, self_attention
 from ..model.layers import embed, gated_mlp, linear, mlp_intermediate, norm, rotary_angles
 from ..weights.params import Params
 from ..weights.quantization import quantize_matrix, quantized_leaf
-from ..weights.quantized_weights import (
-    check_activations,
-    check_quantize_method,
-    dequantize,
-    is_quantized,
-    with_int8_activations,
-)
+from ..weights.quantize_methods import check_activations, check_quantize_method, with_int8_activations
+from ..weights.quantized_weight import dequantize, is_quantized
 from .gptq import fake_quantize, gptq_matrix
 
 GRID = 20  # exponents tried, in [0, 1)

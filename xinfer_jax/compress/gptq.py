@@ -12,15 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..weights.grouped_weight import GroupedWeight, group_size, pack_int4, split_groups
+from ..weights.int8_weight import Int8Weight
 from ..weights.quantization import best_int8_step, float16_step, round_to_nearest
-from ..weights.quantized_weights import (
-    GroupedWeight,
-    Int8Weight,
-    QuantizedWeight,
-    group_size,
-    pack_int4,
-    split_groups,
-)
+from ..weights.quantized_weight import QuantizedWeight
 
 _BLOCK = 64  # columns between two updates of all later columns, where all inputs share a scale
 _SHRINKS = (1.0, 0.94, 0.88, 0.82, 0.76)  # factors tried on both ends of a group's range

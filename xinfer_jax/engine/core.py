@@ -77,6 +77,10 @@ class EngineCore:
             if isinstance(answer.matcher, Matcher) and not answer.sampled:
                 answer.matcher.start()
 
+    def close(self, works: bool) -> None:
+        """Ends the pages in files. works: the engine did not fail."""
+        self.tiers.close(works)
+
     @property
     def num_held(self) -> int:
         """Answers that wait for programs."""

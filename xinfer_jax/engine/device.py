@@ -12,17 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import Executor
+from ..generation.executor import Run
+from ..generation.loop import executor_class
 from ..generation.options import GenerateOptions
-from ..generation.runners import runner_class
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
+from ..layerwise.precompile import with_sharding
 from ..sampling.batched_settings import settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
@@ -66,22 +68,23 @@ class Device:
         host: pages in host memory; None: none, or this is a dry run.
     """
 
-    def __init__(self, params: Params, config: ModelConfig, shape: EngineShape, execute: Executor):
+    def __init__(
+        self, params: Params, config: ModelConfig, shape: EngineShape, run: Run, dry_run: bool = False
+    ):
+        """dry_run: pages and states are shapes."""
         self.config = config
         self.params = params
         self._shape = shape
-        self._execute = execute
-        self._runner = runner_class(params)(execute, shape.impl)
+        self._run = run
+        self._dry_run = dry_run
+        self._executor = executor_class(params)(shape.impl, run)
         mesh = concrete_mesh_of(params)
         norm = params["final_norm"]
         self._device = norm.device if mesh is None and getattr(norm, "committed", False) else None
-        self.pools: Any = execute.create(
-            lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh), self._device
-        )
-        create = lambda make: execute.create(make, self._device)  # noqa: E731
-        self.states = States(config, shape, execute, create, mesh)
-        has_pages = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self.pools))
-        self.host = HostPages(shape.host_pages, self.pools) if shape.host_pages and has_pages else None
+        self.pools: Any = self._create(lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh))
+        self.states = States(config, shape, run, self._create, mesh)
+        has_host = shape.host_pages and not dry_run
+        self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
         self._has_masks = False  # the last call of `decode` had masks
@@ -102,7 +105,7 @@ class Device:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
         context = self.rows.context
         args = context.history_BS, context.position_B, self._shape.num_draft_tokens
-        return np.asarray(self._execute(PROMPT_LOOKUP, *args))
+        return np.asarray(self._run(PROMPT_LOOKUP, *args))
 
     def prefill(  # noqa: PLR0913
         self,
@@ -122,7 +125,7 @@ class Device:
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
-        outputs, cache = self._runner.prefill(self._model, chunk, cache, True, width)
+        outputs, cache = self._executor.prefill(self._model, chunk, cache, width)
         self._store(slot, cache, is_final)
         return outputs
 
@@ -140,7 +143,7 @@ class Device:
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         args = *self._padded(ids, PAGE_SIZE), self._cache(slot, pages, start, longest), target_T
-        alternatives, cache = self._execute(PROMPT_LOGPROBS, *self._model, *args, self._shape.impl)
+        alternatives, cache = self._run(PROMPT_LOGPROBS, *self._model, *args, self._shape.impl)
         self._store(slot, cache)
         return alternatives
 
@@ -155,8 +158,9 @@ class Device:
             greedy: the row uses no sampling setting.
             with_alternatives: it asks for alternatives.
         """
-        state = self._runner.sample(self._model, outputs, self._execute(ADD_OUTPUT, row, 1))
-        row, out = self._execute(TAKE_OUTPUT, state)
+        logits = self._executor.logits(self._model, outputs)
+        state, _ = self._executor.sample(logits, self._run(ADD_OUTPUT, row, 1))
+        row, out = self._run(TAKE_OUTPUT, state)
         self._put_row(slot, row)
         return out
 
@@ -177,9 +181,7 @@ class Device:
         args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
         static = shape.capacity, shape.num_draft_tokens, shape.impl
         out: Any
-        self.rows, self.pools, self.states.layers, out = self._execute(
-            DECODE_STEPS, *self._model, *args, *static
-        )
+        self.rows, self.pools, self.states.layers, out = self._run(DECODE_STEPS, *self._model, *args, *static)
         return out
 
     def _set_masks(self, masks_BQW: Any) -> None:
@@ -191,30 +193,30 @@ class Device:
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in arrays of their own on the device."""
-        return [self._execute(GET_PAGES, self.pools, part) for part in _parts(pages)]
+        return [self._run(GET_PAGES, self.pools, part) for part in _parts(pages)]
 
     def copy_pages_out(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in host memory."""
-        parts = (self._execute(GET_PAGES, self.pools, part) for part in _parts(pages))
+        parts = (self._run(GET_PAGES, self.pools, part) for part in _parts(pages))
         return [jax.tree.map(_on_host, part) for part in parts]
 
     def copy_pages_in(self, pages: list[int], contents: list[Any]) -> None:
         """Writes contents from `copy_pages` or `copy_pages_out` into these pages."""
         for part, arrays in zip(_parts(pages), contents, strict=True):
             arrays = jax.tree.map(_on_device, arrays)
-            self.pools = self._execute(SET_PAGES, self.pools, part, arrays)
+            self.pools = self._run(SET_PAGES, self.pools, part, arrays)
 
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
-            self.host.save(places, self._execute(GET_PAGES, self.pools, part))
+            self.host.save(places, self._run(GET_PAGES, self.pools, part))
 
     def load_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies what `save_pages` saved in these places, or a file had, into these pages."""
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
-            self.pools = self._execute(SET_PAGES, self.pools, part, self.host.load(places, self.pools))
+            self.pools = self._run(SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
     def save_state(self, slot: int, snapshot: int) -> None:
         """Copies the recurrent states of a slot into a snapshot."""
@@ -227,7 +229,7 @@ class Device:
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
         """The row of a slot, and its recurrent states; on_host: these in host memory."""
         states = self.states.get(slot)
-        row = self._execute(GET_ROW, self.rows, np.int32(slot))
+        row = self._run(GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
     def set_row(self, slot: int, contents: tuple[DecodeState, Any]) -> None:
@@ -237,7 +239,7 @@ class Device:
         self.states.set(slot, jax.tree.map(_on_device, states))
 
     def _put_row(self, slot: int, row: DecodeState) -> None:
-        self.rows = self._execute(SET_ROW, self.rows, np.int32(slot), row)
+        self.rows = self._run(SET_ROW, self.rows, np.int32(slot), row)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
@@ -251,7 +253,7 @@ class Device:
         call, key = self._empty_call
         role = self._shape.role
         if role != "decode":
-            self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
         if role != "prefill":
@@ -270,8 +272,8 @@ class Device:
     def _run_rare_calls(self) -> None:
         """What preempted rows need, and the keys of several answers."""
         if self._shape.role != "decode":
-            key_1 = self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._execute(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
+            key_1 = self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._run(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
         self.states.run_all()
@@ -311,6 +313,16 @@ class Device:
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))
         return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
+
+    def _create(self, function: Callable[[], Any]) -> Any:
+        """function(), committed to the device to which a caller committed the parameters."""
+        device = self._device
+        if self._dry_run:
+            return with_sharding(jax.eval_shape(function), device and SingleDeviceSharding(device))
+        if device is None:
+            return function()
+        with jax.default_device(device):  # another one may have too little memory
+            return jax.device_put(function(), device)
 
     def _put(self, tree: Any) -> Any:
         """The arrays on the device to which a caller committed the parameters."""

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache.kv_cache import KVCache, truncate
+from ..cache.kv_cache import KVCache
 from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
-from ..generation.executor import decode_compiler_options
-from ..generation.loop import Hidden, TracedOperations, loop_until_done
-from ..generation.speculation import SpeculationState, last_and_draft_tokens, prompt_lookup, verify
+from ..generation.executor import decode_compiler_options, inline
+from ..generation.loop import TracedExecutor, loop_until_done
+from ..generation.speculation import SpeculationState, Speculative, prompt_lookup
 from ..generation.state import new_state
 from ..generation.strategies import Plain
 from ..model.decoder import final_norm, hidden_states, unembed
@@ -102,16 +102,15 @@ def _decode_steps(  # noqa: PLR0913
     longest_B = rows.progress.longest_B(rows.position_B)
     cache = paged_cache(config, pools, states, table_BP, capacity, length_B, longest_B)
 
+    executor = TracedExecutor(impl, inline)
+
     def step(state, cache, counts):
-        if not num_draft_tokens:
-            counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
-            (state, cache), _ = Plain(config).step(TracedOperations(impl), (params,), (state, cache))
-            return state, cache, counts
-        draft_BT = prompt_lookup(state.context.history_BS, state.position_B, num_draft_tokens)
-        token_BT, num_tokens_B, cache = last_and_draft_tokens(cache, state.progress, draft_BT)
-        hidden_BTD, cache = hidden_states(params, config, token_BT, cache, num_tokens_B, impl=impl)
-        state, counts = verify(Hidden((params, config), hidden_BTD), state, draft_BT, counts, impl)
-        return state, truncate(cache, jnp.where(state.active_B, state.position_B - 1, 0)), counts
+        if num_draft_tokens:
+            strategy = Speculative(config, prompt_lookup, num_draft_tokens)
+            return strategy.step(executor, (params, None), (state, cache, counts))[0]
+        counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
+        (state, cache), _ = Plain(config).step(executor, (params,), (state, cache))
+        return state, cache, counts
 
     def continues(state, cache, counts):
         has_ended_B = active_before_B & ~state.active_B
@@ -197,7 +196,7 @@ def _alternatives(logits_B1V, taken_BV, token_B):
 
 
 def running_token(lengths, progress, position_B, running_B):
-    """The inputs of `Operations.forward` for one step of the rows that run."""
+    """The inputs of `Executor.forward` for one step of the rows that run."""
     active_B = progress.active_B & running_B
     longest_B = None if lengths.longest_B is None else progress.longest_B(position_B)
     length_B = jnp.where(active_B, position_B - 1, 0)

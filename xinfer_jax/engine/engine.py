@@ -1,19 +1,16 @@
-"""`Engine`: takes requests from any thread, and answers them step by step on a thread of its own, or on the
-caller's.
-
-submit ─► queue ─ step: new, cancelled and late requests; a prefill chunk; decode steps of all rows ─► answers
+"""`Engine`: a scheduler and device programs that answer its requests; or several engines with roles, which it
+gives them to.
 """
 
 import dataclasses
-import math
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,21 +25,20 @@ from ..sharding import concrete_mesh_of, memory_fraction
 from ..weights.params import Params, tree_bytes
 from .controller import Leader, control_channel_for, follow
 from .core import EngineCore
-from .disaggregated import Devices, DisaggregatedEngine
+from .dispatcher import Dispatcher
+from .endpoint import EngineEndpoint
+from .engine_loop import EngineLoop
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import SnapshotPool
-from .request_queue import RequestQueue
-from .requests import Answer, Request
 from .role_cores import DecodeCore, PrefillCore
+from .role_engines import Devices, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_host_pages, engine_shape, page_settings
-from .statistics import EngineCounters
-from .submission import EngineBase
 from .warm_up import create_device
 
 
-class Engine(EngineBase):
+class Engine(EngineLoop):
     """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022), with a paged KV
     cache (PagedAttention, Kwon et al. 2023). Each request gets, bit for bit, the tokens and log-probabilities
     that it gets alone in an engine of the same shape.
@@ -52,24 +48,10 @@ class Engine(EngineBase):
         rows, capacity, pages, host_pages, chunk, impl: as given, or their defaults.
         num_draft_tokens: draft tokens of a pass; 0 without a draft.
         about: one line about its size, and the seconds until it was ready.
-        error: why it failed, or that it was closed; None while it can answer.
         role: as given.
-        name: in messages.
-        on_failure: is called with requests that ended with an error, which other engines may work for.
     """
 
-    def __new__(
-        cls,
-        model: Model,
-        *,
-        prefill_devices: Devices | None = None,
-        decode_devices: Devices | None = None,
-        **shape: Any,
-    ) -> Any:
-        """An engine; with devices for prompts and others for decoding, a `DisaggregatedEngine`."""
-        if prefill_devices is None and decode_devices is None:
-            return super().__new__(cls)
-        return DisaggregatedEngine(cls, model, prefill_devices, decode_devices, **shape)
+    _roles: Sequence["Engine"] = ()  # with prefill_devices and decode_devices: the engines of both
 
     def __init__(  # noqa: PLR0913
         self,
@@ -115,15 +97,28 @@ class Engine(EngineBase):
                 directory of the user's own, with mode 0700.
             page_directory_bytes: of all files in it; the least recently used are deleted.
             prefill_devices, decode_devices: prompts are prefilled on the first and decoded on the second
-                (`DisaggregatedEngine`): numbers of local devices, or devices; a list in place of a device:
-                the model is divided over these. Each device, or list, has an engine of this shape.
-            role: "prefill" or "decode": what this engine does for a `DisaggregatedEngine`.
+                (`Dispatcher`): numbers of local devices, or devices; a list in place of a device: the model
+                is divided over these. Each device, or list, has an engine of this shape. With equal meshes on
+                both sides a request has the bits of one such engine. The prefix cache is with the engines
+                that prefill; pages that decoding wrote go back there for requests with `share_answers`.
+            role: "prefill" or "decode": what this engine does for a `Dispatcher`.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
         """
         if not isinstance(model, Model):
             raise InputError(f"model must be what load_model gives, got {format_value(model)}")
+        super().__init__()
+        if prefill_devices is not None or decode_devices is not None:
+            shape_of_each = dict(
+                rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
+                draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype, impl=impl, warm_up=warm_up,
+                host_pages=host_pages, page_directory=page_directory,
+                page_directory_bytes=page_directory_bytes,
+            )  # fmt: skip
+            create = partial(Engine, **shape_of_each)
+            self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
+            return
         self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, model.params))
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
         shape = engine_shape(self.model, *sizes)
@@ -137,6 +132,7 @@ class Engine(EngineBase):
         self._channel = control_channel_for(self.model.params)
         if self._channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))
+        self.shape = shape
         self.role = shape.role
         self.rows = shape.rows
         self.capacity = shape.capacity
@@ -149,15 +145,35 @@ class Engine(EngineBase):
         self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
         self._files = self._open_files(page_directory, page_directory_bytes)
-        self._queue = RequestQueue()
-        self._thread: threading.Thread | None = None
-        self._step_lock = threading.Lock()
-        self.error: BaseException | None = None
-        self.name = "the engine"
-        self.on_failure: Callable[[list[Request]], None] = lambda requests: None
-        self.counters = EngineCounters()
-        self._last_step_time = time.monotonic()
         self._core = self._create_core(shape, prefix_cache, warm_up)
+
+    def _dispatch(self, engines: Sequence["Engine"], prefix_cache: bool) -> None:
+        """Gives requests to engines with roles."""
+        dispatcher = Dispatcher(self._notify, self._wait_for_work, prefix_cache)
+
+        def emit(name: str, *args: Any) -> None:
+            self.call_soon(partial(getattr(dispatcher, name), *args))
+
+        self._roles = engines
+        self._core = dispatcher
+        self._channel = None
+        self.role = None
+        for name in (
+            "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "about",
+            "weight_bytes", "cache_bytes",
+        ):  # fmt: skip
+            setattr(self, name, getattr(engines[0], name))
+        dispatcher.endpoints += [engine.endpoint(emit) for engine in engines]
+        self.rows = sum(engine.rows for engine in engines if engine.role == "decode")
+
+    def endpoint(self, emit: Callable[..., None]) -> EngineEndpoint:
+        """This engine, which has a role, for a `Dispatcher`. emit: takes its events."""
+        return EngineEndpoint(self, self._core, emit)
+
+    @property
+    def engines(self) -> Sequence["Engine"]:
+        """The engines that answer: this one; with roles, those that prefill and then those that decode."""
+        return self._roles or (self,)
 
     def _check_memory(self, host_bytes: int, state_bytes: int) -> None:
         mesh = concrete_mesh_of(self.model.params)
@@ -222,6 +238,12 @@ class Engine(EngineBase):
         the old weights are not shared any more; unfinished rows continue with theirs. Do not donate the new
         arrays to a training step: the engine uses them.
         """
+        if self._roles:  # first where answers are decoded: their pages are of the new weights alone
+            for engine in reversed(self._roles):
+                engine.update(params)
+            self.model = self._roles[0].model
+            self.call_soon(self._core.forget_prompts)
+            return
         shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.model.params)]
         if shapes[0] != shapes[1]:
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
@@ -245,28 +267,6 @@ class Engine(EngineBase):
         if not done.is_set():
             self._check_open()
 
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of prompts that it has not prefilled."""
-        return sum(len(answer.row.ids) - answer.row.num_computed for answer in self._own_answers)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that are left once all rows here have those that they need soon."""
-        return self.pages - sum(answer.row.pages_to_continue for answer in self._own_answers)
-
-    @property
-    def _own_answers(self) -> Iterator[Answer]:
-        """Answers that have not ended, and that no other engine has."""
-        answers = (answer for request in self._queue.unfinished for answer in request.answers)
-        return (answer for answer in answers if answer.engine is self and answer.finish_reason is None)
-
-    @property
-    def load(self) -> int:
-        """Answers of unfinished requests."""
-        with self._queue.condition:
-            return sum(len(request.answers) for request in self._queue.unfinished)
-
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` but for the times."""
         counts = self._core.scheduler.counts() | self.counters.sums
@@ -283,39 +283,26 @@ class Engine(EngineBase):
         """When its last step ended, by time.monotonic(): now, while a step waits for a program that is being
         compiled. Its thread takes a step a second at least.
         """
+        if self._roles:
+            return min(engine.last_step_time for engine in self._roles)
         return time.monotonic() if self._warm_up.is_waiting else self._last_step_time
 
     @property
     def usable_capacity(self) -> int:
         """Tokens of a prompt and its answer together that it can hold."""
-        return self._core.scheduler.usable_capacity
-
-    def share_condition(self, condition: threading.Condition) -> None:
-        """Uses the lock of other engines, before it takes requests: a request may move between them."""
-        self._queue.condition = condition
-
-    @property
-    def started(self) -> bool:
-        """Whether it has a thread of its own."""
-        return self._thread is not None
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._run, name="xinfer_jax engine", daemon=True)
-        self._thread.start()
-        return self
+        return self._roles[0].usable_capacity if self._roles else self._core.scheduler.usable_capacity
 
     def close(self) -> None:
         """Ends the thread; unfinished requests get an error."""
+        if self._roles:
+            super().close()
+            with ThreadPoolExecutor(len(self._roles)) as pool:  # each ends its step first
+                list(pool.map(Engine.close, self._roles))
+            return
         self._warm_up.stop()
-        works = self.error is None
-        self._fail(InputError("the engine was closed before the request ended"))
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        super().close()
         if isinstance(self._core.device, Leader):
             self._core.device.close()
-        if self._step_lock.acquire(blocking=False):  # else one of its steps closes it
-            self._core.tiers.close(works)
-            self._step_lock.release()
 
     def follow(self) -> None:
         """If the model lies on devices of several processes, all but process 0 call this: it repeats the
@@ -324,140 +311,6 @@ class Engine(EngineBase):
         if not self._channel or jax.process_index() == 0:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
         follow(self._core.device, self._channel)
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        """Calls a function before the next step, on the thread that takes the steps."""
-        with self._queue.condition:
-            self._queue.calls.append(function)
-            self._queue.condition.notify_all()
-
-    def wake(self) -> None:
-        """Wakes all threads that wait for this engine."""
-        with self._queue.condition:
-            self._queue.condition.notify_all()
-
-    def cancel(self, request: Request) -> None:
-        """Ends a request at the next step."""
-        with self._queue.condition:
-            if request in self._queue.unfinished:
-                self._queue.cancelled.append(request)
-                self._queue.condition.notify_all()
-
-    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until a condition holds or the engine has failed; without a thread it takes steps meanwhile.
-
-        Raises:
-            TimeoutError: it does not hold after `timeout` seconds.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-
-        def is_over() -> bool:
-            return until() or self.error is not None
-
-        if self.started:
-            with self._queue.condition:
-                self._queue.condition.wait_for(is_over, timeout)
-        while not is_over():
-            if time.monotonic() > end:
-                raise TimeoutError(f"no end after {timeout} seconds")
-            self.step()
-
-    def step(self) -> bool:
-        """Takes one step on the caller's thread: ends requests, prefills a chunk, decodes. Returns whether
-        there was anything to do. Ctrl-C is raised after the step, which is complete then.
-        """
-        with self._step_lock, _defer_interrupts():
-            try:
-                return self.error is None and self._step()
-            except BaseException as error:
-                self._fail(error)
-                raise
-            finally:
-                self._last_step_time = time.monotonic()
-
-    def _run(self) -> None:
-        """The engine's thread."""
-
-        def has_work() -> bool:
-            return self._queue.has_work or self.error is not None
-
-        try:
-            while self.error is None:
-                if not self.step():
-                    with self._queue.condition:
-                        self._queue.condition.wait_for(has_work, 1.0)
-        except BaseException as error:  # all requests have it, and later `submit`s raise it
-            print(f"{self.name} has failed: {type(error).__name__}: {error}", file=sys.stderr)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._queue.condition:
-            self.error = self.error or error
-            self._queue.clear()
-            self._notify(list(self._queue.unfinished))
-
-    def _step(self) -> bool:
-        with self._queue.condition:
-            work = self._queue.take()
-        for call in work.calls:
-            call()
-            self.wake()
-        self._core.add(work.submitted)
-        self._core.abort(work.cancelled, "cancelled")
-        self._core.abort(work.late, "deadline")
-        return self._core.step(lambda: bool(self._queue.submitted))
-
-    def _notify(self, requests: Collection[Request]) -> None:
-        """Marks answered and failed requests as ended, and wakes all that wait for these."""
-        failed = []
-        with self._queue.condition:
-            unfinished = self._queue.unfinished
-            for request in requests:
-                if request not in unfinished:
-                    continue
-                error = request.error or self.error
-                if self.error or self._has_left(request):
-                    del unfinished[request]
-                if (error or request.answered) and not request.ended:
-                    request.end(error)
-                    self.counters.add(request)
-                    failed += [request] if request.error else []
-            self._queue.condition.notify_all()
-        for request in requests:
-            request.notify()
-        if failed or self.error is not None:
-            self.on_failure(failed)
-
-    def _has_left(self, request: Request) -> bool:
-        """Whether all its answers have ended, or are with another engine."""
-        return all(a.finish_reason is not None or a.engine is not self for a in request.answers)
-
-    def _enqueue(self, requests: list[Request]) -> None:
-        with self._queue.condition:
-            self._check_open()
-            self._queue_answers([answer for request in requests for answer in request.answers])
-
-    def _queue_answers(self, answers: list[Answer]) -> None:
-        for answer in answers:
-            answer.engine = self
-        self._queue.add(answers)
-        self._queue.condition.notify_all()
-
-
-@contextmanager
-def _defer_interrupts() -> Iterator[None]:
-    """In the main thread, calls the handler of Ctrl-C only at the end of the `with` block."""
-    handler = signal.getsignal(signal.SIGINT)
-    deferred = list[Any]()
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *args: deferred.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        for args in deferred[:1]:
-            handler(*args)
 
 
 def _own_array(new: Any, old: Any = None) -> jax.Array:

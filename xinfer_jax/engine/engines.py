@@ -6,25 +6,27 @@ submit ─► route: the engine with most of the prompt in its prefix cache, unl
 import dataclasses
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
+from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
-from .disaggregated import DisaggregatedEngine
 from .engine import Engine
 from .requests import Request
-from .routing import EngineGroup, PromptRouter, check_copies, copy_params, create_in_parallel
+from .routing import PromptRouter, check_copies, copy_params, create_in_parallel
 from .row import Row
+from .submission import EngineBase
 
 _WAIT_SECONDS = 0.1  # that `step` waits for new tokens
 
 
-class Engines(EngineGroup):
+class Engines(EngineBase):
     """Several engines of one shape, each with a copy of the parameters on devices of its own, and a thread
     (data parallelism). A request has the same bits in each of them. It goes to the engine with the fewest
     requests, or to one whose prefix cache has the beginning of its prompt, unless that is much busier.
@@ -63,47 +65,77 @@ class Engines(EngineGroup):
         self.usable_capacity = engine.usable_capacity
         self.impl = engine.impl
         self.rows = len(groups) * engine.rows
-        self._router = PromptRouter(len(groups), engine.pages, shape.get("prefix_cache", True))
+        self._router = PromptRouter(shape.get("prefix_cache", True))
         self._lock = threading.Lock()
         self._updated = threading.Event()  # a request has new tokens, or has ended
 
+    @property
+    def model(self) -> Model:
+        """The model, with the first engine's copy of the parameters."""
+        return self.engines[0].model
+
     def update(self, params: Params) -> None:
         """`Engine.update`, in one engine after another."""
-        for engine, hashes in zip(self.engines, self._router.given, strict=True):
+        for engine in self.engines:
             engine.update(params)
             with self._lock:
-                hashes.clear()
+                self._router.clear(engine)
 
-    def _wait_for_tokens(self) -> bool:
+    def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
+        """`Engine.generate`, by all engines."""
+        self.__enter__()
+        return super().generate(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            for engine in self.engines:
+                if not engine.started:
+                    engine.__enter__()
+        return self
+
+    def close(self) -> None:
+        """Ends the threads; unfinished requests get an error."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends its step first
+            list(pool.map(Engine.close, self.engines))
+
+    def step(self) -> bool:
+        """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
+        error of an engine that failed.
+        """
+        self.__enter__()
+        for engine in self.engines:
+            if engine.error is not None:
+                raise engine.error
         if busy := any(engine.load for engine in self.engines):
             self._updated.wait(_WAIT_SECONDS)
             self._updated.clear()
         return busy
 
-    def _enqueue(self, requests: list[Request]) -> None:
+    def enqueue(self, requests: list[Request]) -> None:
+        """Queues checked requests, each in one of the engines."""
         with self._lock:
             self._check_open()
-            routed: list[list[Request]] = [[] for _ in self.engines]
-            loads = [engine.load for engine in self.engines]
+            routed: dict[Engine, list[Request]] = {engine: [] for engine in self.engines}
+            loads = {engine: engine.load for engine in self.engines}
             for request in requests:
-                i = self._route(request.answers[0].row, loads)
-                loads[i] += len(request.answers)
-                routed[i].append(request)
-                request.engine = self.engines[i]
+                engine = self._route(request.answers[0].row, loads)
+                loads[engine] += len(request.answers)
+                routed[engine].append(request)
+                request.engine = engine
                 request.listeners.append(self._updated.set)
-            for engine, own in zip(self.engines, routed, strict=True):
-                engine._enqueue(own)
+            for engine, own in routed.items():
+                engine.enqueue(own)
 
-    def _route(self, row: Row, loads: list[int]) -> int:
-        """The index of the engine for a row: of those that are not clearly busier than another, the one that
-        was given most of the prompt's pages before; then the one with the least load.
+    def _route(self, row: Row, loads: dict[Engine, int]) -> Engine:
+        """The engine for a row: of those that are not clearly busier than another, the one that was given
+        most of the prompt's pages before; then the one with the least load.
         """
-        max_load = min(loads) + self.engines[0].rows // 2
-        candidates = (i for i, load in enumerate(loads) if load <= max_load)
-        return self._router.route(row, lambda i, hits: (-hits, loads[i]), candidates)
+        max_load = min(loads.values()) + self.engines[0].rows // 2
+        candidates = [engine for engine, load in loads.items() if load <= max_load]
+        return self._router.route(row, lambda engine, hits: (-hits, loads[engine]), candidates)
 
 
-AnyEngine = Engine | Engines | DisaggregatedEngine
+AnyEngine = Engine | Engines
 
 
 def make_engine(model: Model, data_parallel: int = 1, **shape: Any) -> AnyEngine:

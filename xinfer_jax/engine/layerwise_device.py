@@ -20,7 +20,7 @@ from ..generation.batch_arrays import token_matrix
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
 from ..grammar.automaton import Dfa
-from ..layerwise.runner import LayerwiseRunner, without_model_layers
+from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
 from ..sampling.random_keys import FOLD_IN, key_from_seed
 from .device import Device
 from .device_programs import (
@@ -41,7 +41,7 @@ _Step = tuple[tuple[Any, Any, Any, Any], Any]
 class LayerwiseDevice(Device):
     """A `Device` whose steps the host calls, one after another."""
 
-    _runner: LayerwiseRunner
+    _executor: LayerwiseExecutor
 
     def prefill_with_logprobs(  # noqa: PLR0913
         self,
@@ -56,9 +56,9 @@ class LayerwiseDevice(Device):
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         chunk = self._padded(ids, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
-        hidden_1TD, cache = self._runner.prefill_hidden(self._model, chunk, cache)
+        hidden_1TD, cache = self._executor.prefill_hidden(self._model, chunk, cache)
         self._store(slot, cache)
-        return self._execute(TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T)
+        return self._run(TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T)
 
     def sample_first(
         self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
@@ -106,7 +106,7 @@ class LayerwiseDevice(Device):
             self._decode_step(self._decode_cache({}), none_B, greedy, False)  # first: it compiles longest
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
-            self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
             self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, False)
         if role is not None:
             self._run_moves()
@@ -144,7 +144,7 @@ class LayerwiseDevice(Device):
         self, cache: KVCache, running_B: np.ndarray, greedy: bool, with_alternatives: bool
     ) -> tuple[KVCache, _Step]:
         inputs = self.rows.progress, self.rows.position_B, running_B
-        logits_B1V, cache = self._runner.forward(self._model, running_token, inputs, cache, 0)
+        logits_B1V, cache = self._executor.forward(self._model, running_token, inputs, cache, 0)
         return cache, self._append_token(logits_B1V, running_B, greedy, with_alternatives)
 
     def _sample_first(  # noqa: PLR0913
@@ -153,16 +153,16 @@ class LayerwiseDevice(Device):
     ) -> _Step:  # fmt: skip
         self._put_row(slot, row)
         args = *without_model_layers(self._model), outputs, self._shape.rows
-        logits_B1V = self._execute(REPEATED_LOGITS, *args)
+        logits_B1V = self._run(REPEATED_LOGITS, *args)
         return self._append_token(logits_B1V, among_B, greedy, with_alternatives)
 
     def _append_token(
         self, logits_B1V: Any, among_B: np.ndarray, greedy: bool, with_alternatives: bool
     ) -> _Step:
-        self.rows, sampled = self._runner.append_token(logits_B1V, self.rows, greedy, among_B)
+        self.rows, sampled = self._executor.append_token(logits_B1V, self.rows, greedy, among_B)
         alternatives = None
         if with_alternatives:
-            alternatives = self._execute(ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
+            alternatives = self._run(ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
         return (sampled.token_B, *sampled[2:]), alternatives
 
 

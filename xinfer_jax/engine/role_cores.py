@@ -1,34 +1,46 @@
 """`PrefillCore` and `DecodeCore`: the steps of an engine that only prefills, and of one that only decodes.
 
-prefill ─ first token ─► on_prefilled ─► a preempted row of `DecodeCore` ─ slot ─► pull ─ send ─► arrive
+prefill ─ first token ─► (dispatcher) ─► a preempted row of `DecodeCore` ─ slot ─► pull ─► send ─► arrive
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
 
 from .core import EngineCore
+from .device_programs import SampledTokens
+from .endpoint import PREFILLED, PrefilledRow
 from .pages import PAGE_SIZE, num_pages_for
-from .prefilled_row import PrefilledRow
 from .requests import Answer
 from .row import Action, PrefillChunk, Row, Swap
 
 
-class PrefillCore(EngineCore):
-    """Prefills prompts and samples the first token of each. Rows keep slot and pages until they have arrived
-    at the engine that decodes them; while that is full, no more prompts get a slot here.
+class RoleCore(EngineCore):
+    """What both roles need to move rows."""
 
-    Attributes:
-        on_prefilled: is called with each answer after its first token, and with its row here. From then on
-            the answer has another row, which was preempted before its second token.
+    def example_row(self) -> Any:
+        """What `PrefillCore.send` delivers of a row with one group of pages: its state with recurrent states,
+        and the pages.
+        """
+        return self.device.get_row(0), self.device.copy_pages([0])[0]
+
+    @cached_property
+    def placement(self) -> Any:
+        """The shardings of a row's state and recurrent states, and of a group of pages."""
+        return jax.tree.map(lambda x: x.sharding, self.example_row())
+
+
+class PrefillCore(RoleCore):
+    """Prefills prompts and samples the first token of each, which ends the answer here. Its row keeps slot
+    and pages until these have arrived at the engine that decodes it; while that is full, no more prompts get
+    a slot here.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.on_prefilled: Callable[[Answer, Row], None]
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
@@ -37,7 +49,7 @@ class PrefillCore(EngineCore):
 
         Args:
             row: if it was released, nothing is sent.
-            shardings: of what `Device.get_row` returns, and of the pages of a group.
+            shardings: `placement` of the engine that decodes; None: of this one.
             deliver: is called with both.
         """
         if row not in self._prefilled:
@@ -47,7 +59,7 @@ class PrefillCore(EngineCore):
             pages = self.device.copy_pages(row.pages[: num_pages_for(row.num_computed)])
             contents = self.device.get_row(row.slot), pages
         ((state, recurrent), pages) = contents
-        ((of_state, of_recurrent), of_pages) = shardings
+        ((of_state, of_recurrent), of_pages) = shardings or self.placement
         if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
             state, of_state = (
                 dataclasses.replace(row, alternatives=None, output_start_B=None) for row in (state, of_state)
@@ -65,19 +77,17 @@ class PrefillCore(EngineCore):
         actions, pages = self.scheduler.cache_pages_of_answer(salt, ids, first)
         self._execute(actions)
         if pages:
-            shardings = jax.tree.map(lambda x: x.sharding, self.device.copy_pages([0])[0])
-            self.device.copy_pages_in(pages, [jax.device_put(part, shardings) for part in contents])
+            (_, of_pages) = self.placement
+            self.device.copy_pages_in(pages, [jax.device_put(part, of_pages) for part in contents])
 
-    def _sample_first(self, answer: Answer, outputs: Any) -> None:
-        super()._sample_first(answer, outputs)
-        row = answer.row
-        if row not in self._answers:  # its first token ended it
-            return
-        del self._answers[row]
-        row.moving = True
-        self._prefilled[row] = None
-        answer.row = dataclasses.replace(row, slot=None, pages=[], moving=False, overtaken=0)
-        self.on_prefilled(answer, row)
+    def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
+        if not super()._append(answer, out, slot):
+            row = answer.row
+            del self._answers[row]
+            row.moving = True
+            self._prefilled[row] = None
+            answer.finish_reason = PREFILLED
+        return True
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -89,28 +99,37 @@ class PrefillCore(EngineCore):
                 super()._execute([action])
 
 
-class DecodeCore(EngineCore):
+class DecodeCore(RoleCore):
     """Decodes rows that another engine prefilled. They come as preempted rows do, and their pages are pulled
     once the scheduler gives them a slot; rows that decode go on meanwhile.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._sources: dict[Answer, PrefilledRow] = {}  # of answers that have not ended
-        self._placed: Any = None
+    def lose(self, answer: Answer, error: BaseException) -> None:
+        """The state and pages of a row will not come: its request fails."""
+        if isinstance(answer.swapped_pages, PrefilledRow):
+            self._fail(answer.request, error)
+            self._notify([answer.request])
 
-    def add(self, answers: Iterable[Answer]) -> None:
-        answers = list(answers)
-        self._sources |= {answer: answer.swapped_pages for answer in answers}
-        super().add(answers)
-        self.fail_lost_rows()
-
-    def fail_lost_rows(self) -> None:
-        """Ends requests whose pages are with an engine that has failed."""
-        for answer, source in list(self._sources.items()):
-            if answer.swapped_pages is source and source.error and answer in self._sources:
-                self._fail(answer.request, source.error)
-                self._notify([answer.request])
+    def arrive(self, answer: Answer, contents: Any) -> None:
+        """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
+        it is an ordinary preempted row from now on.
+        """
+        if not isinstance(answer.swapped_pages, PrefilledRow):  # it arrived before, or has ended
+            return
+        ((state, recurrent), answer.swapped_pages) = contents
+        ((of_state, _), _) = self.placement
+        if of_state.alternatives is not None and state.alternatives is None:
+            own = self.device.new_row(answer.request.call, answer.key_1)
+            output = own.alternatives, own.output_start_B
+            output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
+            state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
+        answer.swapped_row = state, recurrent
+        answer.prefilled.release()
+        row = answer.row
+        if row.slot is not None:
+            row.moving = False
+            pages = row.pages[: num_pages_for(row.num_computed)]
+            self._swap_in(Swap(row, row.slot, pages, False), answer)
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
         if isinstance(answer.swapped_pages, PrefilledRow):  # it has not arrived yet
@@ -121,42 +140,12 @@ class DecodeCore(EngineCore):
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
         if isinstance(answer.swapped_pages, PrefilledRow):
             answer.row.moving = True
-            answer.swapped_pages.pull(self._shardings, partial(self._arrive, answer))
+            answer.swapped_pages.pull(self.placement)
         else:
             super()._swap_in(swap, answer)
 
-    def _arrive(self, answer: Answer, contents: Any) -> None:
-        """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
-        it is an ordinary preempted row from now on.
-        """
-        source = answer.swapped_pages
-        if not isinstance(source, PrefilledRow):  # it arrived before, or has ended
-            return
-        ((state, recurrent), answer.swapped_pages) = contents
-        (of_state, _) = self._shardings[0]
-        if of_state.alternatives is not None and state.alternatives is None:
-            own = self.device.new_row(answer.request.call, answer.key_1)
-            output = own.alternatives, own.output_start_B
-            output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
-            state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
-        answer.swapped_row = state, recurrent
-        source.release()
-        row = answer.row
-        if row.slot is not None:
-            row.moving = False
-            pages = row.pages[: num_pages_for(row.num_computed)]
-            self._swap_in(Swap(row, row.slot, pages, False), answer)
-
-    @property
-    def _shardings(self) -> Any:
-        """Those of what `Device.get_row` returns, and of a group of pages."""
-        if self._placed is None:
-            of_both = self.device.get_row(0), self.device.copy_pages([0])[0]
-            self._placed = jax.tree.map(lambda x: x.sharding, of_both)
-        return self._placed
-
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
-        source = self._sources.pop(answer)
+        source = answer.prefilled
         row = answer.row
         if not valid:
             source.forget()
@@ -165,6 +154,4 @@ class DecodeCore(EngineCore):
             first = len(row.ids) // PAGE_SIZE
             if pages := row.pages[first : len(ids) // PAGE_SIZE]:
                 source.return_pages(ids, first, self.device.copy_pages(pages))
-        if answer.swapped_pages is source:
-            source.release()
         super()._end(answer, reason, valid)

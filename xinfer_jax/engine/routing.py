@@ -6,19 +6,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
-from ..generation.options import GenerateOutput
 from ..memory import check_memory
 from ..weights.params import Params, tree_bytes
 from .pages import PAGE_SIZE, hash_pages
 from .row import Row
-from .submission import EngineBase
 
 
 class GivenPages:
@@ -47,15 +45,6 @@ class GivenPages:
         while len(self._hashes) > self._most:
             self._hashes.popitem(last=False)
 
-    def clear(self) -> None:
-        """Forgets all prompts."""
-        self._hashes.clear()
-
-
-def prompt_hashes(row: Row) -> list[bytes]:
-    """The hashes of a prompt's full pages, whatever program computes them."""
-    return hash_pages(row.salt, row.ids, [0] * (len(row.ids) // PAGE_SIZE))
-
 
 class PromptRouter:
     """Which of several engines gets a prompt.
@@ -64,78 +53,43 @@ class PromptRouter:
         given: the pages of the prompts that each engine was given.
 
     Args:
-        engines: number of engines.
-        pages: of an engine.
         prefix_cache: False: no engine keeps any page.
     """
 
-    def __init__(self, engines: int, pages: int, prefix_cache: bool = True):
+    def __init__(self, prefix_cache: bool = True):
         self._prefix_cache = prefix_cache
-        self.given = [GivenPages(pages) for _ in range(engines)]
-        self._last_routed = [0] * engines  # of each engine, the number of its last request
+        self.given: dict[Any, GivenPages] = {}
+        self._last_routed: dict[Any, int] = {}  # of each engine, the number of its last request
 
-    def route(self, row: Row, order: Callable[[int, int], Any], candidates: Iterable[int]) -> int:
+    def route(self, row: Row, order: Callable[[Any, int], Any], engines: Iterable[Any]) -> Any:
         """The engine for a row; of several that the order does not distinguish, the one that got no request
         for the longest time.
 
         Args:
-            order: of an engine, from its index and the pages of the prompt that it was given before; the
-                lowest is taken.
-            candidates: the engines to choose from.
+            order: of an engine, and the pages of the prompt that it was given before; the lowest is taken.
+            engines: to choose from, with `pages`.
         """
-        hashes = prompt_hashes(row) if self._prefix_cache else []
-        hits = [given.hits(hashes) for given in self.given]
-        i = min(candidates, key=lambda i: (order(i, hits[i]), self._last_routed[i]))
-        self._last_routed[i] = max(self._last_routed) + 1
-        self.given[i].add(hashes)
-        return i
+        full_pages = len(row.ids) // PAGE_SIZE  # their hashes are of any program
+        hashes = hash_pages(row.salt, row.ids, [0] * full_pages) if self._prefix_cache else []
 
+        def rank(engine: Any) -> tuple[Any, int]:
+            given = self.given.setdefault(engine, GivenPages(engine.pages))
+            return order(engine, given.hits(hashes)), self._last_routed.get(engine, 0)
 
-class EngineGroup(EngineBase):
-    """Several engines in one process, each with a copy of the parameters and a thread.
+        engine = min(engines, key=rank)
+        self._last_routed[engine] = max(self._last_routed.values(), default=0) + 1
+        self.given[engine].add(hashes)
+        return engine
 
-    Attributes:
-        engines: all of them.
-    """
+    def clear(self, engine: Any = None) -> None:
+        """Forgets the prompts of an engine, or of all."""
+        for one in [engine] if engine else list(self.given):
+            self.given.pop(one, None)
 
-    engines: Sequence[Any] = ()
-    _lock: Any  # of the group; a `with` statement takes it
-
-    @property
-    def model(self) -> Model:
-        """The model, with the first engine's copy of the parameters."""
-        return self.engines[0].model
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
-        """`Engine.generate`, by all engines."""
-        self.__enter__()
-        return super().generate(*args, **kwargs)
-
-    def __enter__(self) -> Self:
-        with self._lock:
-            for engine in self.engines:
-                if not engine.started:
-                    engine.__enter__()
-        return self
-
-    def close(self) -> None:
-        """Ends the threads; unfinished requests get an error."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends its step first
-            list(pool.map(lambda engine: engine.close(), self.engines))
-
-    def step(self) -> bool:
-        """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
-        error of an engine that failed.
-        """
-        self.__enter__()
-        for engine in self.engines:
-            if engine.error is not None:
-                raise engine.error
-        return self._wait_for_tokens()
-
-    def _wait_for_tokens(self) -> bool:
-        """`step` without its checks."""
-        raise NotImplementedError
+    def remove(self, engine: Any) -> None:
+        """An engine is gone."""
+        self.clear(engine)
+        self._last_routed.pop(engine, None)
 
 
 def check_copies(model: Model, devices: Sequence[jax.Device], copies: int, remedy: str) -> None:

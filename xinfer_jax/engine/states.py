@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
+from ..generation.executor import Run
 from .device_programs import GET_ROW, SET_ROW
 from .shape import EngineShape
 
@@ -20,9 +21,9 @@ class States:
     """
 
     def __init__(
-        self, config: ModelConfig, shape: EngineShape, execute: Any, create: Callable, mesh: Mesh | None
+        self, config: ModelConfig, shape: EngineShape, run: Run, create: Callable, mesh: Mesh | None
     ):
-        self._execute = execute
+        self._run = run
         drafts = shape.num_draft_tokens and 1 + shape.num_draft_tokens
 
         def empty(rows: int) -> tuple[Recurrent, ...]:
@@ -36,20 +37,20 @@ class States:
 
     def get(self, slot: int) -> tuple[Recurrent, ...]:
         """The states of one slot, as caches of one row."""
-        return self._execute(GET_ROW, self.layers, np.int32(slot)) if self.layers else ()
+        return self._run(GET_ROW, self.layers, np.int32(slot)) if self.layers else ()
 
     def set(self, slot: int, states: tuple[Recurrent, ...]) -> None:
         """Puts states of one row into a slot."""
         if self.layers:
-            self.layers = self._execute(SET_ROW, self.layers, np.int32(slot), states)
+            self.layers = self._run(SET_ROW, self.layers, np.int32(slot), states)
 
     def save(self, slot: int, snapshot: int) -> None:
         """Copies the states of a slot into a snapshot."""
-        self._snapshots = self._execute(SET_ROW, self._snapshots, np.int32(snapshot), self.get(slot))
+        self._snapshots = self._run(SET_ROW, self._snapshots, np.int32(snapshot), self.get(slot))
 
     def load(self, slot: int, snapshot: int) -> None:
         """Copies a snapshot into a slot."""
-        self.set(slot, self._execute(GET_ROW, self._snapshots, np.int32(snapshot)))
+        self.set(slot, self._run(GET_ROW, self._snapshots, np.int32(snapshot)))
 
     def run_all(self) -> None:
         """Runs every program once, for dry runs."""

@@ -104,11 +104,12 @@ class EngineCounters:
             self.seconds["tpot"].append((times["ended"] - times["first"]) / (tokens - 1))
 
 
-def collect_stats(engines: Sequence[Any]) -> EngineStats:
-    """Statistics of all these engines together."""
+def collect_stats(engines: Sequence[Any], counters: Sequence[EngineCounters]) -> EngineStats:
+    """Statistics of all these engines together. counters: of the requests that callers gave them."""
     each = [engine.counts() for engine in engines]
     stats: dict[str, Any] = {name: sum(counts[name] for counts in each) for name in each[0]}
+    stats["requests"] = sum(own.requests for own in counters)
     for name in ("ttft", "tpot"):
-        seconds = [x for engine in engines for x in list(engine.counters.seconds[name])]
+        seconds = [x for own in counters for x in list(own.seconds[name])]
         stats[f"{name}_seconds"] = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist() if seconds else None
     return EngineStats(**stats)

@@ -1,8 +1,7 @@
 """`submit` and `generate` of engines: prompts and options are checked, and become requests."""
 
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,7 +92,7 @@ def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[Gene
 
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     options = call.options
-    total = call.longest + (options.max_new_tokens if options.max_new_tokens > 1 else 0)
+    total = Row(call.prompts[0], options.max_new_tokens).longest
     for name, count, limit in (
         ("logprobs", options.logprobs, MAX_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MAX_EOS_IDS),
@@ -121,30 +120,11 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
 
 
-class WaitsOnCondition:
-    """Callers wait on one condition, which is notified of new tokens and of all ends."""
-
-    _condition: threading.Condition
-
-    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until a condition holds.
-
-        Raises:
-            TimeoutError: it does not hold after `timeout` seconds.
-        """
-        with self._condition:
-            if not self._condition.wait_for(until, timeout):
-                raise TimeoutError(f"no end after {timeout} seconds")
-
-    def wake(self) -> None:
-        """Wakes all threads that wait."""
-        with self._condition:
-            self._condition.notify_all()
-
-
 class EngineBase:
     """The common methods of `Engine` and `Engines`."""
 
+    error: BaseException | None = None
+    name = "the engine"
     guesses = Renamed("num_draft_tokens")
     room = Renamed("usable_capacity")
     last_turn = Renamed("last_step_time")
@@ -276,7 +256,7 @@ class EngineBase:
                 row.logprobs_from = logprobs_from if answer is request.answers[0] else None
                 row.share_answers = bool(share_answers)
             requests.append(request)
-        self._enqueue(requests)
+        self.enqueue(requests)
         return requests
 
     def generate(
@@ -305,7 +285,7 @@ class EngineBase:
                 requests.append(make_request(self, prompt, own, key, i, escape_control_tokens))
             except InputError as error:
                 raise InputError(f"prompt {i}: {error}") from error
-        self._enqueue(requests)
+        self.enqueue(requests)
         try:
             return [request.result() for request in requests]
         finally:
@@ -316,12 +296,12 @@ class EngineBase:
     @property
     def stats(self) -> EngineStats:
         """What the engine does now and did so far."""
-        return collect_stats(self.engines)
+        return collect_stats(self.engines, [engine.counters for engine in self.engines])
 
     @property
     def alive(self) -> bool:
         """Whether it can answer: no engine has failed or was closed."""
-        return all(engine.error is None for engine in self.engines)
+        return all(engine.error is None for engine in (*self.engines, self))
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -331,11 +311,11 @@ class EngineBase:
         raise NotImplementedError
 
     def _check_open(self) -> None:
-        for engine in self.engines:
+        for engine in (*self.engines, self):
             if engine.error is not None:
                 why = format_message(engine.error) or type(engine.error).__name__
                 raise InputError(f"{engine.name} is closed: {why}") from engine.error
 
-    def _enqueue(self, requests: list[Request]) -> None:
+    def enqueue(self, requests: list[Request]) -> None:
         """Queues checked requests."""
         raise NotImplementedError

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 
 from ..config.model_config import ModelConfig
-from ..generation.executor import ImmediateExecutor
-from ..generation.runners import runner_class
+from ..generation.loop import executor_class
+from ..layerwise.layerwise_executor import LayerwiseExecutor
 from ..layerwise.precompile import CompilerStoppedError, Precompiler, shape_struct
-from ..layerwise.runner import LayerwiseRunner
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from .device import Device
@@ -27,7 +26,7 @@ _PATIENCE = 5.0  # seconds that it waits for that before each stage
 _POLL_SECONDS = 0.05
 
 
-class WarmUp(ImmediateExecutor):
+class WarmUp:
     """Runs jitted functions. Their programs are compiled in stages, most of them in the background. A call
     whose program is not compiled yet waits for it.
 
@@ -132,7 +131,7 @@ def create_device(
         warm_up: wait for all programs.
         is_busy: whether the engine has requests.
     """
-    layerwise = runner_class(params) is LayerwiseRunner and not shape.num_draft_tokens
+    layerwise = executor_class(params) is LayerwiseExecutor and not shape.num_draft_tokens
     device_class = LayerwiseDevice if layerwise else Device
     warm = WarmUp()
     if concrete_mesh_of(params) is not None:
@@ -142,7 +141,7 @@ def create_device(
             for stage in device.stages().values():
                 stage()
         return device, warm
-    dry_device = device_class(params, config, shape, warm.compiler)
+    dry_device = device_class(params, config, shape, warm.compiler, dry_run=True)
     dry_device.params = jax.tree.map(shape_struct, params)  # the weights may be replaced meanwhile
     (_, first), *others = dry_device.stages().items()
     for stage in (first, *(stage for _, stage in others if warm_up)):

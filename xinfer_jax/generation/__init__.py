@@ -1,13 +1,13 @@
 """From prompts to answers: the functional API, `generate` and `stream`, beam search, and scores of given
-tokens. A call goes from `generate` to `BatchGenerator`, a runner, and programs of the model.
+tokens. A call goes from `generate` to `BatchGenerator`, an executor, and programs of the model.
 
 In the order to read: `entrypoints` has `generate` and `stream`, `options` their options and output,
 `validation` the checks of their arguments. `batch_generator` has the rows of one call, `batch_arrays` the
-arrays that it makes of lists , `batch_matchers` the rows' grammars; `state` is `DecodeState`, all that
+arrays that it makes of lists, `batch_matchers` the rows' grammars; `state` is `DecodeState`, all that
 belongs to a row but its keys and values; `output_checks` finds errors that are known only after sampling.
-`strategies` says what a decoding strategy is, and has the plain one; `speculation` (with `drafting`) and
-`beam_steps` are the others. `runners` runs any strategy as one program of the whole model, whose traced
-functions are in `loop`; `executor` runs programs or compiles them ahead, for sizes that it rounds up.
+`executor` says what an executor does, and rounds up the sizes of arrays; `loop` is the traced one, which
+makes one program of the whole model. `strategies` says what a decoding strategy is, and has the plain one;
+`speculation` (with `drafting`) and `beam_steps` are the others, all written over an executor.
 `functional` has `prefill`, `decode_step` and `decode_loop`, `beams` `beam_search`, `scoring` `score`,
 `kernels` `kernels_used`.
 
@@ -15,8 +15,8 @@ functions are in `loop`; `executor` runs programs or compiles them ahead, for si
   joins or ends changes no program. Rows and lengths are rounded up to powers of two; padding rows have ended.
 - The loop ends after sampling, not after a forward pass whose logits nobody needs. So the last token is not
   in the cache.
-- The arguments of a call decide which runner decodes, not what is compiled: the same call gives the same
-  bits, warm or cold. On one CPU the other runner (`layerwise`) prefills, streams and decodes short calls.
+- The arguments of a call decide which executor decodes, not what is compiled: the same call gives the same
+  bits, warm or cold. On one CPU the other one (`layerwise`) prefills, streams and decodes short calls.
 - Invalid arguments raise on the host, before tracing. What is known only later raises where the host reads
   the tokens. In a caller's jit, tokens that do not fit are dropped and flagged.
 - The `n` answers of a prompt share its prefill, not its memory: the cache is copied for each.

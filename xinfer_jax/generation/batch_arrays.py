@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import plugin
 from ..cache.kv_cache import KVCache, cache_bytes, init_cache
+from ..checks import check_fits
 from ..config.model_config import ModelConfig
-from ..memory import check_memory
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import answer_keys
 from ..sampling.sampling_config import SamplingConfig
-from ..sharding import concrete_mesh_of, memory_fraction
 from ..weights.params import Params, cache_dtype, tree_bytes
 from .executor import bucket
 from .state import DecodeState, new_state
@@ -43,7 +43,7 @@ def check_generation_memory(call: ValidatedCall, rows: int) -> None:
     per_token = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # results of each new token
     # Logits, and what the logits processors need.
     per_row = (17 if has_all_settings(call.sampling_B) else 9) * vocabulary
-    fraction = memory_fraction(concrete_mesh_of(call.params))
+    _, fraction = _mesh_of(call.params)
     need = fraction * tree_bytes(call.params) + rows * (new * per_token + 4 * bucket(call.longest) + per_row)
     if not options.use_cache:  # a forward pass of the whole sequence
         need += 4 * rows * bucket(call.longest + options.max_new_tokens) * config.hidden_size
@@ -53,7 +53,7 @@ def check_generation_memory(call: ValidatedCall, rows: int) -> None:
     for tree, model in models:
         dtype = options.cache_dtype or cache_dtype(tree)
         need += fraction * cache_bytes(model, rows, call.capacity, dtype)
-    check_memory(
+    check_fits(
         int(need),
         f"a model, {rows} rows of {call.capacity} tokens and their results",
         "ask for fewer max_new_tokens or rows, or a smaller cache dtype",
@@ -63,7 +63,14 @@ def check_generation_memory(call: ValidatedCall, rows: int) -> None:
 def new_cache(call: ValidatedCall, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:
     """An empty cache for the model of the call, or for its draft model."""
     dtype = call.options.cache_dtype or cache_dtype(params)
-    return init_cache(config, rows, capacity, dtype, concrete_mesh_of(params))
+    mesh, _ = _mesh_of(params)
+    return init_cache(config, rows, capacity, dtype, mesh)
+
+
+def _mesh_of(params: Params) -> tuple[Any, float]:
+    """The mesh that divides the parameters, and the fraction of them in one memory; None and 1: none does."""
+    find = plugin("mesh", "of params")
+    return find(params) if find else (None, 1)
 
 
 def prompt_of_row(call: ValidatedCall) -> np.ndarray:

@@ -2,11 +2,11 @@
 the host, and the output. `generate` and `stream` differ in how many steps they take at a time.
 """
 
-import copy
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import plugin
@@ -16,11 +16,11 @@ from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .batch_matchers import BatchMatchers
-from .executor import IMMEDIATE, Executor, compile_ahead
+from .executor import Executor, Run, compile_ahead, run_program
+from .loop import TracedExecutor, executor_class
 from .options import GenerateOutput
 from .output_checks import check_generated, check_overflow
-from .runners import WholeModelRunner, runner_class
-from .state import GeneratedTokens, fetch_tokens
+from .state import DecodeState, GeneratedTokens, fetch_tokens
 from .strategies import Plain, Strategy
 from .validation import ValidatedCall
 
@@ -35,17 +35,16 @@ class BatchGenerator:
 
     generated: GeneratedTokens
 
-    def __init__(self, call: ValidatedCall, *, decodes_whole: bool, executor: Executor = IMMEDIATE):
-        """Makes the arrays of the call.
+    def __init__(self, call: ValidatedCall, *, decodes_whole: bool):
+        """Makes the arrays of the call, but for its caches.
 
         Args:
             call: from `validate_call`.
-            decodes_whole: decode with the whole-model runner, in one loop on the device. Otherwise, and for
-                the prompts, the runner of `runner_class` serves.
-            executor: in a dry run the arrays are only shapes.
+            decodes_whole: decode with the traced executor, in one loop on the device. Otherwise, and for the
+                prompts, the executor of `executor_class` serves.
         """
         with Stopwatch() as self._setup:
-            self._allocate(call, decodes_whole, executor)
+            self._prepare(call, decodes_whole)
         self.stats = GenerateStats(
             rows=len(self._row_prompts),
             prompt_tokens=sum(map(len, call.prompts)),
@@ -54,29 +53,22 @@ class BatchGenerator:
             reused_tokens=int(self._num_cached_B.sum()),
         )
 
-    def _allocate(self, call: ValidatedCall, decodes_whole: bool, executor: Executor) -> None:
+    def _prepare(self, call: ValidatedCall, decodes_whole: bool) -> None:
         check_generation_memory(call, call.rows)
         self._call = call
         self._decodes_whole = decodes_whole
-        self._use(executor)
+        self._executor, self._decoder = self._executors()
         self._row_prompts = [prompt for prompt in call.prompts for _ in range(call.answers)]
         numbers = (i for i in range(len(call.prompts)) for _ in range(call.answers))
         self._grammars = BatchMatchers([call.new_matcher(i) for i in numbers])
         self._prompt_R = prompt_of_row(call)
         self._num_cached_B = np.zeros(call.prompt_rows, np.int32)  # tokens of each prompt in the prefix cache
-        self._cache: KVCache | None = None
-        prefix = call.options.prefix
-        if prefix:
-            self._num_cached_B[: len(call.prompts)] = prefix.shared(call.prompts)
-            self._cache = executor.create(lambda: truncate(prefix.cache, self._num_cached_B))
-        elif call.options.use_cache:
-            size = call.capacity, call.prompt_rows
-            self._cache = executor.create(lambda: new_cache(call, call.params, call.config, *size))
+        if call.options.prefix:
+            self._num_cached_B[: len(call.prompts)] = call.options.prefix.shared(call.prompts)
         self._state = initial_state(call, self._prompt_R, self._grammars.dfas)
         uncached = [prompt[n:] for prompt, n in zip(call.prompts, self._num_cached_B, strict=False)]
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
         self._model = call.params, call.config
-        self._draft: list[Any] = []  # of the carry; one where the call has a draft
         self._constants: tuple = (call.params,)
         self._strategy: Strategy = Plain(call.config)
         self._drafting: Any = None
@@ -85,11 +77,24 @@ class BatchGenerator:
             self._constants = self._drafting.constants
             self._strategy = self._drafting.strategy
 
-    def _use(self, executor: Executor) -> None:
+    def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
+        """What prefills and samples the first token, and what decodes."""
         impl = self._call.options.impl
-        self._executor = executor
-        self._runner = runner_class(self._call.params)(executor, impl, self._call.greedy)
-        self._decoder = WholeModelRunner(executor, impl) if self._decodes_whole else self._runner
+        executor = executor_class(self._call.params)(impl, run, self._call.greedy)
+        whole = self._decodes_whole and self._call.options.use_cache
+        return executor, TracedExecutor(impl, run) if whole else executor
+
+    def _new_caches(self) -> tuple[Any, Any]:
+        """The cache, with the prefix; and the draft model's, if there is one."""
+        call = self._call
+        if not call.options.use_cache:
+            return None, None
+        if prefix := call.options.prefix:
+            cache = truncate(prefix.cache, self._num_cached_B)
+            cache = dataclasses.replace(cache, layers=jax.tree.map(jnp.copy, cache.layers))
+        else:
+            cache = new_cache(call, *self._model, call.capacity, call.prompt_rows)
+        return cache, self._drafting and self._drafting.new_cache()
 
     def precompile(self) -> tuple[Any, int]:
         """Begins to compile the programs of the call in threads, once for each signature. Returns the
@@ -97,13 +102,12 @@ class BatchGenerator:
         """
 
         def dry_run(compiler: Any) -> int:
-            batch = copy.copy(self)
-            batch._use(compiler)
-            batch._cache = compiler.shapes(self._cache)
-            batch._sample(batch._prefill())
+            executor, decoder = self._executors(compiler)
+            outputs, *rest = self._prefill(executor, *jax.eval_shape(self._new_caches))
+            carry = self._sample(executor, outputs), *rest
             first = compiler.num_programs
             if self._call.options.max_new_tokens > 1:
-                batch._decode(1)
+                self._decode(decoder, carry, 1)
             return first
 
         return compile_ahead(self._call.params, self._signature(), dry_run)
@@ -112,12 +116,14 @@ class BatchGenerator:
         """Calls of equal signatures run the same programs."""
         call = self._call
         options = call.options
-        arrays = self._constants, self._state, self._cache, self._tokens
+        prefix = options.prefix and options.prefix.cache
+        arrays = self._constants, self._state, prefix, self._tokens
+        sizes = call.capacity, call.prompt_rows, options.use_cache, options.cache_dtype
         # A draft model prefills the whole prompt, even if the model has a prefix.
         longest = call.longest, int(self._tokens[1].max())
-        widths = [self._runner.prefill_width(tokens, call.prompt_rows) for tokens in longest]
-        kinds = self._decodes_whole, call.greedy, options.max_new_tokens > 1, options.prefix is None
-        return self._strategy, call.answers, *kinds, options.impl, *widths, arrays
+        widths = [self._executor.prefill_width(tokens, call.prompt_rows) for tokens in longest]
+        kinds = self._decodes_whole, call.greedy, options.max_new_tokens > 1
+        return self._strategy, call.answers, *kinds, *sizes, options.impl, *widths, arrays
 
     def start(self) -> None:
         """Prefills the prompts and samples the first token of each row."""
@@ -125,18 +131,22 @@ class BatchGenerator:
         with Stopwatch() as compiling:
             self._compiler, programs = self.precompile()
             self._compiler.wait(programs)
+        with Stopwatch() as allocating:
+            caches = self._new_caches()
         with Stopwatch() as prefilling:
-            outputs = self._prefill().block_until_ready()
+            outputs, *self._rest = self._prefill(self._executor, *caches)
+            outputs.block_until_ready()
         with Stopwatch() as sampling:
             self._set_masks(first=True)
-            self._sample(outputs)
+            self._state = self._sample(self._executor, outputs)
             self._fetch()
         if self._cache is not None:
             stats.cache_bytes = tree_bytes(self._cache.layers)
         stats.prefill_seconds = prefilling.seconds
-        stats.ttft_seconds = self._setup.seconds + prefilling.seconds + sampling.seconds
+        watches = self._setup, allocating, prefilling, sampling
+        stats.ttft_seconds = sum(watch.seconds for watch in watches)
         stats.compile_seconds = compiling.seconds
-        stats.count(self._setup, compiling, prefilling, sampling)
+        stats.count(compiling, *watches)
 
     def decode(self, steps: int) -> None:
         """Takes so many steps, or fewer where all rows end; without a cache one."""
@@ -146,16 +156,18 @@ class BatchGenerator:
             steps = min(steps, self._call.options.max_new_tokens - self.steps)
             while steps > 0 and self._grammars.need_masks(self.active_R):  # step by step
                 self._set_masks()
-                self._decode(1)
-                self._fetch()
+                self._take(1)
                 steps -= 1
             if steps and self.active_R.any():
-                self._decode(steps)
-                self._fetch()
+                self._take(steps)
         self.stats.compile_seconds += compiling.seconds
         self.stats.count(compiling, decoding)
         self.stats.decode_seconds += decoding.seconds
         self.stats.decode_steps = self.steps - 1
+
+    def _take(self, steps: int) -> None:
+        self._state, *self._rest = self._decode(self._decoder, (self._state, *self._rest), steps)
+        self._fetch()
 
     def _fetch(self) -> None:
         self.generated = fetch_tokens(self._state, len(self._row_prompts))
@@ -169,11 +181,15 @@ class BatchGenerator:
         context = self._state.context
         draft_BT = None
         if self._drafting is not None and not first:
-            draft_BT = self._drafting.draft_tokens(context, self._executor)
+            draft_BT = self._drafting.draft_tokens(self._executor, context)
         active_R = None if first else self.active_R
         masks = self._grammars.masks(context.allowed_bits.shape, active_R, draft_BT)
         context = dataclasses.replace(context, allowed_bits=masks)
         self._state = dataclasses.replace(self._state, context=context)
+
+    @property
+    def _cache(self) -> KVCache | None:
+        return self._rest[0]
 
     @property
     def active_R(self) -> np.ndarray:
@@ -193,45 +209,35 @@ class BatchGenerator:
         rows = zip(column, self.generated.length_B, strict=True)
         return [token if step < n and token not in end_ids else None for token, n in rows]
 
-    def _prefill(self) -> Any:
-        """The outputs of the last tokens, of the rows that answer."""
-        call = self._call
-        donate = call.options.prefix is None
-        outputs, self._cache = self._runner.prefill(self._model, self._tokens, self._cache, donate)
-        draft_cache = None
-        if self._drafting is not None:
-            draft_cache = self._drafting.prefill(self._runner, self._executor)
-        if call.answers > 1:
-            outputs = self._executor(_PICK, outputs, self._prompt_R)
-            if self._cache is not None:
-                self._cache = self._runner.reorder(self._cache, self._prompt_R)
-            if draft_cache is not None:
-                draft_cache = self._runner.reorder(draft_cache, self._prompt_R)
-        if self._drafting is not None:
-            self._cache, draft = self._drafting.start(self._cache, draft_cache, self._executor)
-            self._draft = [draft]
-        return outputs
+    def _prefill(self, executor: Executor, cache: Any, draft_cache: Any) -> list[Any]:
+        """The outputs of the last tokens of the rows that answer; and what the carry has beside the state."""
+        outputs, cache = executor.prefill(self._model, self._tokens, cache)
+        if draft_cache is not None:
+            draft_cache = self._drafting.prefill(executor, draft_cache)
+        if self._call.answers > 1:
+            outputs = executor.run(_PICK, outputs, self._prompt_R)
+            cache, draft_cache = (
+                x if x is None else executor.reorder(x, self._prompt_R) for x in (cache, draft_cache)
+            )
+        if self._drafting is None:
+            return [outputs, cache]
+        return [outputs, *self._drafting.start(executor, cache, draft_cache)]
 
-    def _sample(self, outputs: Any) -> None:
-        self._state = self._runner.sample(self._model, outputs, self._state)
+    def _sample(self, executor: Executor, outputs: Any) -> DecodeState:
+        return executor.sample(executor.logits(self._model, outputs), self._state)[0]
 
-    def _decode(self, steps: int) -> None:
-        if self._cache is None:
-            self._recompute()
-            return
-        carry: Any = self._state, self._cache, *self._draft
-        carry = self._decoder.decode(self._strategy, self._constants, carry, steps)
-        self._state, self._cache, *self._draft = carry
-
-    def _recompute(self) -> None:
-        """Samples the next token after a forward pass of the whole rows, without a cache."""
+    def _decode(self, executor: Executor, carry: tuple, steps: int) -> tuple:
+        if carry[1] is not None:
+            return executor.decode(self._strategy, self._constants, carry, steps)
+        # Without a cache: the next token, after a forward pass of the whole rows.
         call = self._call
         prompts = [call.prompts[i] for i in self._prompt_R]
         # In a dry run nothing is generated yet.
         generated = self.generated.rows() if hasattr(self, "generated") else [[0]] * len(prompts)
         rows = [prompt + ids for prompt, ids in zip(prompts, generated, strict=False)]
         tokens = pad_prompts(rows, call.config.context_length, call.rows)
-        self._sample(self._runner.prefill(self._model, tokens, None, True)[0])
+        outputs, _ = executor.prefill(self._model, tokens, None)
+        return self._sample(executor, outputs), None
 
     def output(self, stopped_at: int | None = None) -> GenerateOutput:
         """What the call returns.
@@ -250,7 +256,7 @@ class BatchGenerator:
         rows = self.generated._replace(length_B=length_R).rows()
         stats.generated_tokens = int(length_R.sum())
         stats.peak_bytes = peak_bytes()
-        for draft in self._draft:
+        for draft in self._rest[1:]:
             self._drafting.count(draft, stats, len(rows))
 
         def reason(ids: list[int], finished: bool) -> str:

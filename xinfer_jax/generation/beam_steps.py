@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..cache.kv_cache import KVCache
@@ -16,8 +17,9 @@ from ..config.model_config import ModelConfig
 from ..sampling.context import Context
 from ..sampling.random_keys import DRAW_BEAMS, draw_key, gumbel_noise
 from ..sampling.sampler import all_greedy, is_plain_greedy, process_logits, warp_logits
+from .executor import Executor
 from .state import DecodeState
-from .strategies import Carry, Operations, Strategy, logits_at, one_token
+from .strategies import Carry, Strategy, logits_at, one_token
 
 
 class BeamRequest(NamedTuple):
@@ -73,17 +75,18 @@ class BeamSearch(Strategy):
     size: int  # most tokens of a sequence
     tail: int  # most positions in which the beams of a prompt may differ
 
-    def init(self, ops: Operations, constants: tuple, outputs: Any, cache: KVCache) -> tuple[Carry, Any]:
+    def init(self, executor: Executor, constants: tuple, outputs: Any, cache: KVCache) -> tuple[Carry, Any]:
         """The first carry, and whether the search continues; cache: of the prompts, with these outputs."""
-        state, continues = ops.call(_FIRST, outputs, constants[1], self)
-        return (state, ops.repeat_rows(cache, self.beams)), continues
+        state, continues = executor.call(_FIRST, outputs, constants[1], self)
+        prompt_R = np.repeat(np.arange(len(cache.length_B), dtype=np.int32), self.beams)
+        return (state, executor.reorder(cache, prompt_R)), continues
 
-    def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
+    def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         params, request = constants
         state, cache = carry
-        cache = ops.reorder_tail(cache, state.parent_R, request.shortest, self.tail)
-        outputs, cache = ops.forward((params, self.config), one_token, (state.token_R,), cache, 0)
-        state, continues = ops.call(_NEXT, outputs, state, request, self)
+        cache = executor.reorder_tail(cache, state.parent_R, request.shortest, self.tail)
+        outputs, cache = executor.forward((params, self.config), one_token, (state.token_R,), cache, 0)
+        state, continues = executor.call(_NEXT, outputs, state, request, self)
         return (state, cache), continues
 
     def continues(self, constants: tuple, carry: Carry) -> Any:

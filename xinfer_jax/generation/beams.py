@@ -4,19 +4,16 @@ prompts ─ prefill, once each ─► W beams per prompt ─► loop: score → 
 sequences → append K/V → attend
 """
 
-import copy
 import dataclasses
 import inspect
 import itertools
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, without_layers
 from ..checks import check_integer, is_sequence, number_array
 from ..config.model_config import ModelConfig
@@ -27,10 +24,10 @@ from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .beam_steps import BeamRequest, BeamResults, BeamSearch
-from .executor import IMMEDIATE, Executor, bucket, compile_ahead
+from .executor import Executor, bucket, compile_ahead
+from .loop import executor_class
 from .options import GenerateOptions
 from .output_checks import check_overflow
-from .runners import runner_class
 from .validation import ValidatedCall, validate_call
 
 _MAX_DIGITS = 30  # of length ** length_penalty: float32 has 38, and sums need some
@@ -112,14 +109,20 @@ def beam_search(  # noqa: PLR0913  a public function
     with Stopwatch() as setup:
         search = _Search(**arguments)
     call = search.call
-    stats = GenerateStats(*search.sizes)
     with Stopwatch() as compiling:
         search.prepare().wait()
     with Stopwatch() as prefilling:
-        outputs = search.prefill().block_until_ready()
+        outputs, cache = search.prefill(search.executor, search.new_cache())
+        outputs.block_until_ready()
+    lengths = without_layers(cache)
+    prompts = call.prompts
+    sizes = len(prompts), sum(map(len, prompts)), tree_bytes(params), num_beams * tree_bytes(cache.layers)
+    stats = GenerateStats(*sizes)
+    caches = [cache]
+    del cache  # so that the executor can free it
     with Stopwatch() as searching:
-        found = jax.device_get(search.search(outputs))
-    check_overflow(call, search.cache)  # of the prompts; the length of the beams is known and fits
+        found = jax.device_get(search.search(search.executor, outputs, caches, call.options.max_new_tokens))
+    check_overflow(call, lengths)  # of the prompts; the length of the beams is known and fits
     sequences, scores, longest = _lists(call, found, search.returned)
     stats.prefill_seconds = prefilling.seconds
     stats.decode_seconds = searching.seconds
@@ -140,16 +143,15 @@ def plan_beam_search(*args: Any, **kwargs: Any) -> "_Search":
     """
     bound = inspect.signature(beam_search).bind(*args, **kwargs)
     bound.apply_defaults()
-    return _Search(**bound.arguments, executor=plugin("compiler", "dry run")())
+    return _Search(**bound.arguments)
 
 
 class _Search:
-    """A checked call of `beam_search`, with its arrays and its runner."""
+    """A checked call of `beam_search`, with its arrays but for the cache, and its executor."""
 
     def __init__(  # noqa: PLR0913  those of `beam_search`
         self, params, config, ids, *, num_beams, num_return_sequences, length_penalty, early_stopping,
         max_new_tokens, eos_token_ids, sampling, key, capacity, impl, cache_dtype,
-        executor: Executor = IMMEDIATE,
     ):  # fmt: skip
         self.single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
         sampling = SamplingConfig() if sampling is None else sampling
@@ -161,60 +163,53 @@ class _Search:
         returned = beams if num_return_sequences is None else num_return_sequences
         self.returned = check_integer("num_return_sequences", returned, 1)
         _check(call, beams, self.returned, length_penalty, early_stopping)
-        self._steps = call.options.max_new_tokens
+        steps = call.options.max_new_tokens
         shortest = min(map(len, call.prompts))
         early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
-        tail = bucket(call.longest - shortest + self._steps)
-        size = bucket(self._steps)
+        tail = bucket(call.longest - shortest + steps)
+        size = bucket(steps)
         self._strategy = BeamSearch(call.config, beams, len(call.end_ids), early_stopping, size, tail)
         check_generation_memory(call, beams * call.rows)
         rows = initial_state(call, prompt_of_row(call))
         self._request = BeamRequest(rows, np.int32(shortest), np.float32(length_penalty))
         self._tokens = pad_prompts(call.prompts, call.capacity, call.rows)
-        make = partial(new_cache, call, params, call.config, call.capacity, call.rows)
-        self.cache: KVCache = executor.create(make)
-        self._runner = runner_class(params)(executor, impl)
+        self.executor = executor_class(params)(impl)
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """The number of prompts, their tokens, bytes of the weights, bytes of the beams' keys and values."""
-        prompts = self.call.prompts
-        params = self.call.params
-        cache_bytes = self._strategy.beams * tree_bytes(self.cache.layers)
-        return len(prompts), sum(map(len, prompts)), tree_bytes(params), cache_bytes
+    def new_cache(self) -> KVCache:
+        """An empty cache for the prompts."""
+        call = self.call
+        return new_cache(call, call.params, call.config, call.capacity, call.rows)
 
     def prepare(self) -> Any:
         """Begins to compile what the search runs, in threads."""
-        arrays = self.call.params, self._tokens, self.cache, self._request
+        call = self.call
+        cache = jax.eval_shape(self.new_cache)
 
         def dry_run(compiler: Any) -> int:
-            search = copy.copy(self)
-            search._runner = type(self._runner)(compiler, self.call.options.impl)
-            search.cache = compiler.shapes(self.cache)
-            search._steps = 2
-            search.search(search.prefill())
+            executor = type(self.executor)(self.executor.impl, compiler)
+            outputs, prefilled = self.prefill(executor, cache)
+            self.search(executor, outputs, [prefilled], 2)
             return compiler.num_programs
 
-        width = self._runner.prefill_width(self.call.longest, self.call.rows)
-        signature = self._strategy, self.call.options.impl, width, arrays
-        return compile_ahead(self.call.params, signature, dry_run)[0]
+        width = self.executor.prefill_width(call.longest, call.rows)
+        arrays = call.params, self._tokens, cache, self._request
+        signature = self._strategy, self.executor.impl, width, arrays
+        return compile_ahead(call.params, signature, dry_run)[0]
 
-    def prefill(self) -> jax.Array:
-        """The outputs of each prompt's last token."""
-        model = self.call.params, self.call.config
-        outputs, self.cache = self._runner.prefill(model, self._tokens, self.cache, True)
-        return outputs
+    def prefill(self, executor: Executor, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """The outputs of each prompt's last token, and the cache with the prompts."""
+        return executor.prefill((self.call.params, self.call.config), self._tokens, cache)
 
-    def search(self, outputs: jax.Array) -> BeamResults:
-        """The sequences that ended, best first, and where the search stopped; outputs: of `prefill`."""
+    def search(self, executor: Executor, outputs: Any, caches: list[KVCache], steps: int) -> BeamResults:
+        """The sequences that ended, best first, and where the search stopped.
+
+        Args:
+            outputs: of `prefill`.
+            caches: the cache of `prefill`, which is taken out.
+        """
+        logits = executor.logits((self.call.params, self.call.config), outputs)
         constants = self.call.params, self._request
-        return self._runner.search(self._strategy, constants, outputs, self._take_cache(), self._steps)
-
-    def _take_cache(self) -> KVCache:
-        """The cache of the prompts. Only its lengths stay here, so that the runner can free it."""
-        cache = self.cache
-        self.cache = without_layers(cache)
-        return cache
+        return executor.search(self._strategy, constants, logits, caches.pop(), steps)
 
 
 def _check(

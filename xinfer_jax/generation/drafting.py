@@ -1,13 +1,12 @@
 """`Drafting`: what a call of `generate` or `stream` with draft tokens has beside plain decoding."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, with_draft_slots
+from ..cache.kv_cache import KVCache
 from ..cache.stored_kv import check_head_dim
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_supported
@@ -61,29 +60,32 @@ class Drafting:
             raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
         return _check_model(draft, call)
 
-    def prefill(self, runner: Any, executor: Executor) -> KVCache | None:
-        """The draft model's cache with the prompts, which the runner prefills; None without a draft model."""
+    def new_cache(self) -> KVCache | None:
+        """An empty cache for the draft model; None without one."""
         call = self._call
         if self._config is None:
             return None
         capacity = min(call.capacity, self._config.context_length)  # draft tokens beyond are dropped
-        make = partial(new_cache, call, self.params, self._config, capacity, call.prompt_rows)
-        tokens = pad_prompts(call.prompts, capacity, call.prompt_rows)
-        return runner.prefill((self.params, self._config), tokens, executor.create(make), True)[1]
+        return new_cache(call, self.params, self._config, capacity, call.prompt_rows)
+
+    def prefill(self, executor: Executor, cache: KVCache) -> KVCache:
+        """The draft model's cache with the prompts; cache: of `new_cache`."""
+        tokens = pad_prompts(self._call.prompts, cache.capacity, self._call.prompt_rows)
+        return executor.prefill((self.params, self._config), tokens, cache)[1]
 
     def start(
-        self, cache: Any, draft_cache: KVCache | None, executor: Executor
+        self, executor: Executor, cache: Any, draft_cache: KVCache | None
     ) -> tuple[Any, SpeculationState]:
         """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
         call = self._call
         if cache is not None and call.config.linear_attention:
-            cache = executor(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
+            cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
         zeros_R: Any = np.zeros(call.rows, np.int32)
         return cache, SpeculationState(draft_cache, zeros_R, zeros_R)
 
-    def draft_tokens(self, context: Context, executor: Executor) -> np.ndarray:
+    def draft_tokens(self, executor: Executor, context: Context) -> np.ndarray:
         """int32 [B, count]: what a function proposes in the next step."""
-        return np.asarray(executor(*self.strategy.draft_call(context)))
+        return np.asarray(executor.run(*self.strategy.draft_call(context)))
 
     def count(self, state: SpeculationState, stats: GenerateStats, rows: int) -> None:
         """Writes into the statistics how many draft tokens of the first rows were accepted."""
@@ -110,6 +112,12 @@ def _check_model(draft: Any, call: ValidatedCall) -> Any:
         raise InputError(f"{need} exceeds the draft's context limit {config.context_length}")
     fixed = with_fixed_rope(config, longest + new, longest + new)
     return draft if fixed is config else dataclasses.replace(draft, config=fixed)
+
+
+def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
+    """A cache whose rows can go back by as many tokens as one call of `tokens` appends."""
+    layers = tuple(layer.with_draft_slots(tokens, cache.length_B) for layer in cache.layers)
+    return dataclasses.replace(cache, layers=layers)
 
 
 _ADD_DRAFT_SLOTS = jax.jit(with_draft_slots, static_argnames="tokens")

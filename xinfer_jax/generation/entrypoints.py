@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from .. import plugin
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..weights.params import Params
@@ -99,8 +98,7 @@ class Stream(Iterator[list[int | None]]):
         """Begins to compile the stream's programs in threads, and returns. The parameters may be shapes: a
         later stream with the weights, of the same shapes and options, uses the programs.
         """
-        compiler = plugin("compiler", "dry run")()
-        return BatchGenerator(self._call, decodes_whole=False, executor=compiler).precompile()[0]
+        return BatchGenerator(self._call, decodes_whole=False).precompile()[0]
 
     def __next__(self) -> list[int | None]:
         if self._error is not None:

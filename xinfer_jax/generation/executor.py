@@ -1,4 +1,4 @@
-"""`Executor`: runs jitted functions now, or compiles them ahead of time in a dry run on shapes. Sizes of
+"""`Executor`: how a model is run. Everything that a call of `generate` runs is written over it. Sizes of
 arrays are rounded up, so that few programs are compiled.
 """
 
@@ -6,43 +6,108 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from .. import plugin
+from ..cache.kv_cache import KVCache
+from ..checks import is_traced
+from ..config.model_config import ModelConfig
+from ..weights.params import Params
+from .state import DecodeState
+
+# A model's parameters and its configuration.
+ParamsAndConfig = tuple[Params, ModelConfig]
+# tokens_BT, and how many of each row are real, num_tokens_B
+PaddedTokens = tuple[Any, Any]
+# (program, *args) -> what the jitted function returns for these arguments: `run_program`; within a trace
+# `inline`; in a dry run a `Precompiler`, which compiles the program, and returns shapes.
+Run = Callable[..., Any]
 
 _MIN_BUCKET = 16
+# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small.
+_CHUNK = 512
+
+
+def run_program(program: Any, *args: Any) -> Any:
+    """program(*args)."""
+    return program(*args)
+
+
+def inline(program: Any, *args: Any) -> Any:
+    """What a jitted function returns, traced into the caller's program."""
+    return program.__wrapped__(*args)
 
 
 class Executor(Protocol):
-    """Runs jitted functions, or returns the shapes of what they would return."""
+    """Runs a model and what belongs to its steps. `loop.TracedExecutor` makes one program of each call;
+    `LayerwiseExecutor` calls programs of a few layers from the host. A dry run is one of them with a `run`
+    that compiles.
+    """
 
-    def __call__(self, program: Any, *args: Any) -> Any:
-        """Returns program(*args)."""
+    name: str
+    about: str
+    impl: str | None
+    run: Run
 
-    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
-        """Returns function(). device: the result is committed to it."""
+    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
+        """greedy: no row uses a sampling setting; layer by layer, no sampler is compiled then."""
 
-    def is_true(self, x: Any) -> bool:
-        """Whether any bool of an array is true; in a dry run always."""
+    @staticmethod
+    def prefill_width(longest: int, rows: int) -> int:
+        """Tokens of a row that the prefill program is compiled for; longest: tokens of the longest row."""
 
+    def prefill(
+        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
+    ) -> Any:
+        """The outputs of each row's last token, which `logits` takes, and the cache, whose memory is reused,
+        with the tokens appended. Without a cache the tokens are the whole rows. chunk: tokens of a row per
+        forward pass; 0: `prefill_width`.
+        """
 
-class ImmediateExecutor:
-    """Runs jitted functions."""
+    def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
+        """`hidden_states` of whole rows, [B, T, D], without a cache."""
 
-    def __call__(self, program: Any, *args: Any) -> Any:
-        return program(*args)
+    def logits(self, model: ParamsAndConfig, outputs: Any) -> Any:
+        """What `sample` and `search` take of the outputs of `prefill`."""
 
-    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
-        if device is None:
-            return function()
-        with jax.default_device(device):  # another one may have too little memory
-            return jax.device_put(function(), device)
+    def decode(self, strategy: Any, constants: tuple, carry: tuple, steps: int) -> tuple:
+        """The carry after so many steps of the strategy, or fewer where all rows end."""
 
-    def is_true(self, x: Any) -> bool:
-        return bool(np.any(x))
+    def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
+        """The results of a strategy that runs from the logits of prompts to its end, in at most `steps`."""
 
+    def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
+        """Row r of the result is row index_R[r]."""
 
-IMMEDIATE = ImmediateExecutor()
+    # The steps of a strategy use these too.
+
+    def forward(
+        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
+    ) -> tuple[Any, KVCache]:
+        """Runs the model on the tokens of `inputs(cache, *args)`: tokens [B, T], how many of each row are
+        real, and the cache to append to.
+
+        Args:
+            position: whose logits are used: 0, -1, or None for all.
+
+        Returns:
+            The outputs, which `sample` and `call` take, and the cache with the tokens appended.
+        """
+
+    def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
+        """The state with the next token of each active row; and whether any row continues, where the host
+        runs the steps.
+        """
+
+    def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
+        """`function(*args)` of a jitted function without layers. Outputs of `forward` become logits, unless
+        the function takes `loop.Hidden` too, which they are within a trace.
+        """
+
+    def repeat(self, first: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`carry = body(i, carry)` for i from `first` to `end` - 1."""
+
+    def reorder_tail(self, cache: KVCache, index_B: Any, first: Any, count: int) -> KVCache:
+        """`kv_cache.reorder_tail`."""
 
 
 class NothingAhead:
@@ -58,8 +123,8 @@ def compile_ahead(params: Any, signature: Any, dry_run: Callable[[Any], int]) ->
     Args:
         params: of the model.
         signature: a pytree; calls with equal values and shapes run the same programs.
-        dry_run: runs the call with the executor that it gets, on shapes; returns how many programs come
-            before the first token.
+        dry_run: runs the call with an executor of the `run` that it gets, on shapes; returns how many
+            programs come before the first token.
 
     Returns:
         A `Precompiler`, whose `wait` waits for the first so many programs; and what `dry_run` returned.
@@ -72,6 +137,14 @@ def decode_compiler_options() -> dict[str, Any] | None:
     """XLA's options for decode programs on this machine; None: its defaults."""
     options = plugin("compiler", "options")
     return None if options is None else options()
+
+
+def prefill_chunk_size(cache: KVCache) -> int:
+    """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
+    length_B = cache.length_B
+    of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
+    of_all_rows = of_device(length_B) if of_device else _CHUNK
+    return min(max(_CHUNK, of_all_rows // next_power_of_two(len(length_B))), cache.most_at_once)
 
 
 def bucket(size: int) -> int:

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kernels_pallas
-
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import check_array, check_integer, check_range, check_token_ids, is_sequence, is_traced
 from ..config.model_config import ModelConfig
@@ -23,19 +21,13 @@ from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import AnyArray, Params
-from .executor import bucket, next_power_of_two
+from .executor import bucket, prefill_chunk_size
 from .loop import PREFILL, decode, jit_variants
 from .state import DecodeState, new_state, sample_and_append
 from .strategies import Plain
 
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
-
-# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. GPUs and TPUs
-# take more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors. A
-# v6e reads a matrix of 7B in the time in which it multiplies 560 tokens, and holds the activations of 1,024.
-_CHUNK = 512
-_CHUNK_OF_ALL_ROWS = {"gpu": 2048, "tpu": 1024}
 
 
 @jax.tree_util.register_dataclass
@@ -258,18 +250,6 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
             f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the"
             " prompt"
         )
-
-
-def prefill_chunk_size(cache: KVCache) -> int:
-    """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
-    length_B = cache.length_B
-    platform = kernels_pallas.default_platform()  # of shapes
-    if is_traced(length_B):
-        platform = "unknown"
-    elif isinstance(length_B, jax.Array):
-        platform = next(iter(length_B.devices())).platform
-    of_all_rows = _CHUNK_OF_ALL_ROWS.get(platform, _CHUNK)
-    return min(max(_CHUNK, of_all_rows // next_power_of_two(len(length_B))), cache.most_at_once)
 
 
 def _decode_step(params, config, token_B, cache, impl):

@@ -18,7 +18,7 @@ from ..ops.kernels.head import select_head_kernel
 from ..ops.kernels.product_kernels import Operands, select_product
 from ..ops.operation import check_impl
 from ..weights.params import Params, activation_dtype, cache_dtype
-from ..weights.quantized_weights import is_quantized
+from ..weights.quantized_weight import is_quantized
 from .options import GenerateOptions, default_capacity
 
 

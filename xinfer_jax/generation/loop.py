@@ -1,6 +1,8 @@
-"""The traced functions of the whole model: prefill in chunks, and the decode loop that runs any strategy.
+"""The traced executor: the whole model as one program, which takes prompts to tokens by any strategy.
 
-tokens_BT ─ prefill_chunks ─► logits_BV ─ sample ─► decode: while_loop: append K/V → attend → logits → sample
+tokens_BT ─ PREFILL ─► logits_BV ─ _SAMPLE ─► state ─ DECODE, the loop: append K/V → attend → sample
+
+On one CPU `LayerwiseExecutor` takes its place: the host calls programs of a few layers.
 """
 
 from collections.abc import Callable
@@ -9,17 +11,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from .. import plugin
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..model.decoder import hidden_states, unembed
 from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params, activation_dtype
-from .executor import decode_compiler_options
+from .executor import (
+    PaddedTokens,
+    ParamsAndConfig,
+    Run,
+    bucket,
+    decode_compiler_options,
+    inline,
+    prefill_chunk_size,
+    run_program,
+)
 from .state import DecodeState, sample_and_append
-from .strategies import Carry, ParamsAndConfig, Strategy
+from .strategies import Carry, Strategy
 
 
 def prefill_chunks(
@@ -113,11 +126,43 @@ def to_logits(x: Any) -> Any:
     return unembed(*x.model, x.hidden) if isinstance(x, Hidden) else x
 
 
-class TracedOperations:
-    """`Operations` within a trace, on the whole model."""
+class TracedExecutor:
+    """The `Executor` that makes one program of each call. Within such a program the steps of a strategy use
+    one whose `run` is `inline`.
+    """
 
-    def __init__(self, impl: str | None):
+    name = "whole"
+    about = "the model is one program, with its loop on the device"
+
+    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
         self.impl = impl
+        self.run = run
+
+    @staticmethod
+    def prefill_width(longest: int, rows: int) -> int:
+        return bucket(longest)
+
+    def prefill(
+        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
+    ) -> Any:
+        if cache is None:
+            return self.run(_PREFILL_UNCACHED, *model, *tokens, self.impl), None
+        return self.run(PREFILL.donating, *model, *tokens, cache, self.impl, prefill_chunk_size(cache))
+
+    def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
+        return self.run(_HIDDEN_UNCACHED, *model, *tokens, self.impl)
+
+    def logits(self, model: ParamsAndConfig, outputs: Any) -> Any:
+        return outputs
+
+    def decode(self, strategy: Strategy, constants: tuple, carry: Carry, steps: int) -> Carry:
+        return self.run(DECODE, strategy, constants, carry, np.int32(steps), self.impl)
+
+    def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
+        return self.run(_SEARCH, strategy, constants, logits, cache, self.impl)
+
+    def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
+        return self.run(REORDER, cache, index_R)
 
     def forward(
         self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
@@ -126,29 +171,31 @@ class TracedOperations:
         hidden_BTD, cache = hidden_states(*model, tokens_BT, cache, num_tokens_B, impl=self.impl)
         return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position]), cache
 
-    def append_sample(self, outputs: Hidden, state: DecodeState) -> tuple[DecodeState, Any]:
-        return sample_from_hidden(*outputs.model, outputs.hidden, state, self.impl), None
+    def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
+        return self.run(_SAMPLE, outputs, state, self.impl), None
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
-        if not takes_hidden:
-            args = tuple(map(to_logits, args))
-        return function.__wrapped__(*args)
+        return self.run(function, *(args if takes_hidden else map(to_logits, args)))
 
     repeat = staticmethod(lax.fori_loop)
-
-    def repeat_rows(self, cache: KVCache, times: int) -> KVCache:
-        return reorder(cache, jnp.repeat(jnp.arange(len(cache.length_B)), times))
-
     reorder_tail = staticmethod(reorder_tail)
+
+
+def executor_class(params: Params) -> Any:
+    """The executor that prefills prompts and decodes streams: one that is plugged in for the devices of the
+    parameters, or `TracedExecutor`. The parameters may be shapes.
+    """
+    choice = plugin("executor", "choice")
+    return choice and choice(params) or TracedExecutor
 
 
 def decode(strategy: Strategy, constants: tuple, carry: Carry, steps: Any, impl: str | None) -> Carry:
     """The carry after so many steps (int32) of a strategy, or fewer where all rows end. steps: None: no
     limit.
     """
-    ops = TracedOperations(impl)
+    executor = TracedExecutor(impl, inline)
     return loop_until_done(
-        lambda *carry: strategy.step(ops, constants, carry)[0],
+        lambda *carry: strategy.step(executor, constants, carry)[0],
         lambda *carry: strategy.continues(constants, carry),
         steps,
         *match_varying_axes(carry, carry, constants),
@@ -169,15 +216,22 @@ def loop_until_done(step: Callable, continues: Callable, steps: Any, *carry: Any
     return tuple(carry_after)
 
 
-def sample_from_hidden(
-    params: Params, config: ModelConfig, hidden_BD: jax.Array, state: DecodeState, impl: str | None
-) -> DecodeState:
-    """`sample_and_append` of hidden states."""
+def search(strategy: Any, constants: tuple, logits_BV: jax.Array, cache: KVCache, impl: str | None) -> Any:
+    """The results of a strategy that runs to its end."""
+    carry, _ = strategy.init(TracedExecutor(impl, inline), constants, logits_BV, cache)
+    return strategy.results(decode(strategy, constants, carry, None, impl))
+
+
+def sample(outputs: Any, state: DecodeState, impl: str | None) -> DecodeState:
+    """`sample_and_append` of logits [B, V], or of `Hidden`."""
+    if not isinstance(outputs, Hidden):
+        return sample_and_append(outputs, state, impl)
+    params, config = outputs.model
 
     def plain(params: Params, hidden_BD: jax.Array, state: DecodeState) -> DecodeState:
         return sample_and_append(unembed(params, config, hidden_BD), state, impl)
 
-    return run("sample_from_hidden", plain, params, hidden_BD, state, impl=impl, config=config)
+    return run("sample_from_hidden", plain, params, outputs.hidden, state, impl=impl, config=config)
 
 
 class JitVariants(NamedTuple):
@@ -189,13 +243,22 @@ class JitVariants(NamedTuple):
     donating: Any
 
 
-def jit_variants(
-    function: Any, *static: str, donates: str | tuple[str, ...] = "cache", options: Any = None
-) -> JitVariants:
-    """options: of the compiler. With options the program cannot be called in a caller's jit."""
-    jit = partial(jax.jit, static_argnames=static, compiler_options=options)
-    return JitVariants(jit(function), jit(function, donate_argnames=donates))
+def jit_variants(function: Any, *static: str) -> JitVariants:
+    """`donating` reuses the memory of the argument `cache`."""
+    jit = partial(jax.jit, static_argnames=static)
+    return JitVariants(jit(function), jit(function, donate_argnames="cache"))
 
 
 PREFILL = jit_variants(prefill_chunks, "config", "impl", "chunk")
-DECODE_PLAIN = jit_variants(decode, "strategy", "impl", donates="carry", options=decode_compiler_options())
+# With options it cannot be called in a caller's jit.
+DECODE = jax.jit(
+    decode,
+    static_argnames=("strategy", "impl"),
+    donate_argnames="carry",
+    compiler_options=decode_compiler_options(),
+)
+REORDER = jax.jit(reorder)
+_PREFILL_UNCACHED = jax.jit(prefill_uncached, static_argnames=("config", "impl"))
+_HIDDEN_UNCACHED = jax.jit(hidden_uncached, static_argnames=("config", "impl"))
+_SAMPLE = jax.jit(sample, static_argnames="impl")
+_SEARCH = jax.jit(search, static_argnames=("strategy", "impl"))

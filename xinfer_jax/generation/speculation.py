@@ -23,9 +23,10 @@ from ..errors import InputError, format_value
 from ..ops.operation import run
 from ..sampling.context import Context
 from ..sampling.sampler import sample_tokens
+from .executor import Executor
 from .loop import to_logits
 from .state import DecodeState, RowProgress, sample_and_append
-from .strategies import Carry, Operations, Strategy, logits_at, one_token
+from .strategies import Carry, Strategy, logits_at, one_token
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
 DraftFunction = Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -55,18 +56,18 @@ class Speculative(Strategy):
     proposer: ModelConfig | DraftFunction  # the configuration of the draft model, or a function
     num_draft_tokens: int  # per step
 
-    def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
+    def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         params, draft_params = constants
         state, cache, draft = carry
-        draft_BT, draft_cache = self._propose(ops, draft_params, state, draft.cache)
+        draft_BT, draft_cache = self._propose(executor, draft_params, state, draft.cache)
         overflow_B = cache.overflow_B
         inputs = state.progress, draft_BT
-        outputs, cache = ops.forward((params, self.config), last_and_draft_tokens, inputs, cache, None)
+        outputs, cache = executor.forward((params, self.config), last_and_draft_tokens, inputs, cache, None)
         # A draft token past the capacity is dropped. Its logits come after the row's last token.
         lengths = dataclasses.replace(without_layers(cache), overflow_B=overflow_B)
         counts = dataclasses.replace(draft, cache=None)
-        args = state, draft_BT, counts, lengths, ops.impl
-        state, counts, lengths, continues = ops.call(_VERIFY, outputs, *args, takes_hidden=True)
+        args = state, draft_BT, counts, lengths, executor.impl
+        state, counts, lengths, continues = executor.call(_VERIFY, outputs, *args, takes_hidden=True)
         cache = dataclasses.replace(lengths, layers=cache.layers)
         return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
 
@@ -75,30 +76,30 @@ class Speculative(Strategy):
         count = self.num_draft_tokens
         return _CALL_DRAFT_FUNCTION, self.proposer, count, context.history_BS, context.position_B
 
-    def _propose(self, ops: Operations, draft_params: Any, state: DecodeState, cache: Any) -> Any:
+    def _propose(self, executor: Executor, draft_params: Any, state: DecodeState, cache: Any) -> Any:
         """The draft tokens [B, num_draft_tokens], and the draft model's cache."""
         context = state.context
         count = self.num_draft_tokens
         known = context.history_BS, context.position_B
         if not isinstance(self.proposer, ModelConfig):
-            return ops.call(*self.draft_call(context)), None
+            return executor.call(*self.draft_call(context)), None
         model = (draft_params, self.proposer)
 
         def propose(inputs, i, carry):
             draft_BT, args, context, cache = carry
-            outputs, cache = ops.forward(model, inputs, args, cache, -1)
-            args = state, context, draft_BT, i, ops.impl
-            draft_BT, token_B, context = ops.call(_ADD_DRAFT_TOKEN, outputs, *args)
+            outputs, cache = executor.forward(model, inputs, args, cache, -1)
+            args = state, context, draft_BT, i, executor.impl
+            draft_BT, token_B, context = executor.call(_ADD_DRAFT_TOKEN, outputs, *args)
             return draft_BT, (token_B,), context, cache
 
         # First the last two tokens: the draft model has not seen the last but one if all were accepted.
         none_BT: Any = np.zeros((len(state.token_B), count), np.int32)
         carry = propose(last_two_tokens, np.int32(0), (none_BT, known, context, cache))
-        draft_BT, _, _, cache = ops.repeat(1, count, functools.partial(propose, one_token), carry)
+        draft_BT, _, _, cache = executor.repeat(1, count, functools.partial(propose, one_token), carry)
         return draft_BT, cache
 
 
-# Inputs of `Operations.forward`.
+# Inputs of `Executor.forward`.
 
 
 def last_and_draft_tokens(cache: KVCache, progress: RowProgress, draft_BT: jax.Array) -> Any:

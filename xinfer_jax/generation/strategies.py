@@ -1,8 +1,8 @@
 """What a decoding strategy is, and plain decoding, the simplest one.
 
-A strategy says which model runs on which tokens, and what is made of the logits. It is written once. Two
-runners (runners.py) execute it: `WholeModelRunner` traces all its steps into one program, with the loop on
-the device; `LayerwiseRunner` calls a compiled program for each operation from the host.
+A strategy says which model runs on which tokens, and what is made of the logits. It is written once, over an
+`Executor`: the traced one makes one program of all its steps, with the loop on the device; the layerwise one
+calls compiled programs from the host.
 
 A strategy has only static fields, so it can be a static argument of jit. All arrays are in `constants`, which
 a step reads, and in `carry`, which a step replaces. The other strategies are `speculation.Speculative` and
@@ -11,59 +11,18 @@ a step reads, and in `carry`, which a step replaces. The other strategies are `s
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
-from ..weights.params import Params
-from .state import DecodeState, RowProgress
+from .executor import Executor
+from .state import RowProgress
 
-# A model's parameters and its configuration.
-ParamsAndConfig = tuple[Params, ModelConfig]
 # What a step takes and replaces: the state, the cache, and what else a strategy keeps.
 Carry = tuple[Any, ...]
-
-
-class Operations(Protocol):
-    """What the steps of a strategy are written in. `loop.TracedOperations` and `LayerwiseRunner` have
-    them.
-    """
-
-    impl: str | None
-
-    def forward(
-        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> tuple[Any, KVCache]:
-        """Runs the model on the tokens of `inputs(cache, *args)`: tokens [B, T], how many of each row are
-        real, and the cache to append to.
-
-        Args:
-            position: whose logits are used: 0, -1, or None for all.
-
-        Returns:
-            The outputs, which `append_sample` and `call` take, and the cache with the tokens appended.
-        """
-
-    def append_sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        """The state with the next token of each active row; and whether any row continues."""
-
-    def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
-        """`function(*args)` of a jitted function without layers. Outputs of `forward` become logits, unless
-        the function takes `loop.Hidden` too, which they are within a trace.
-        """
-
-    def repeat(self, first: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """`carry = body(i, carry)` for i from `first` to `end` - 1."""
-
-    def repeat_rows(self, cache: KVCache, times: int) -> KVCache:
-        """A cache with so many copies of each row; the copies of a row are consecutive."""
-
-    def reorder_tail(self, cache: KVCache, index_B: Any, first: Any, count: int) -> KVCache:
-        """`kv_cache.reorder_tail`."""
 
 
 class Strategy(abc.ABC):
@@ -76,7 +35,7 @@ class Strategy(abc.ABC):
     steps_ahead: ClassVar[int] = 0
 
     @abc.abstractmethod
-    def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
+    def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         """The next carry, and whether any row continues."""
 
     def continues(self, constants: tuple, carry: Carry) -> Any:
@@ -91,15 +50,15 @@ class Plain(Strategy):
     steps_ahead = 1
     config: ModelConfig
 
-    def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
+    def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         (params,) = constants
         state, cache = carry
-        outputs, cache = ops.forward((params, self.config), last_token, (state.progress,), cache, 0)
-        state, continues = ops.append_sample(outputs, state)
+        outputs, cache = executor.forward((params, self.config), last_token, (state.progress,), cache, 0)
+        state, continues = executor.sample(outputs, state)
         return (state, cache), continues
 
 
-# Inputs of `Operations.forward`: (cache, …) -> tokens [B, T], how many of each row are real, the cache.
+# Inputs of `Executor.forward`: (cache, …) -> tokens [B, T], how many of each row are real, the cache.
 
 
 def last_token(cache: KVCache, progress: RowProgress) -> tuple[Any, Any, KVCache]:

@@ -65,7 +65,7 @@ class DfaMatcher:
         self._state = 0
 
     def append(self, ids: Sequence[int]) -> None:
-        """As of `Matcher`."""
+        """Follows the next tokens of the answer; one that is not allowed raises."""
         for token in ids:
             token_class = ENDS if token in self._end_ids else self.dfa.class_V[token]
             self._state = int(self.dfa.next_SC[self._state, token_class])

@@ -1,4 +1,4 @@
-"""The programs that `LayerwiseRunner` calls, and which layers a program has."""
+"""The programs that `LayerwiseExecutor` calls, and which layers a program has."""
 
 import dataclasses
 import functools
@@ -113,10 +113,6 @@ def _reorder_tail(keys, index_B, first, count):
     return keys.reorder_tail(index_B, first, count)
 
 
-def _copy(keys):
-    return jax.tree.map(jnp.copy, keys)
-
-
 EMBED = jax.jit(_embed, static_argnames=("config", "inputs", "capacity"))
 LAYERS = jax.jit(
     _layers,
@@ -133,4 +129,3 @@ RECORD = jax.jit(_record, donate_argnames="alternatives")
 APPEND = jax.jit(_append, donate_argnames="state")
 REORDER_LAYER = jax.jit(_reorder_layer)
 REORDER_TAIL = jax.jit(_reorder_tail, static_argnums=3, donate_argnums=0)
-COPY = jax.jit(_copy)

@@ -63,7 +63,7 @@ class Precompiler:
                 shardings = (_committed_sharding(x) for x in jax.tree.leaves(args))
                 device = next((s for s in shardings if isinstance(s, SingleDeviceSharding)), None)
                 # One committed argument commits the results.
-                self._seen[key] = future, _with_sharding(traced.out_info, device)
+                self._seen[key] = future, with_sharding(traced.out_info, device)
             return self._seen[key]
 
     def _submit(self, lowered: Any) -> Future[None]:
@@ -71,17 +71,6 @@ class Precompiler:
             return self._pool.submit(_compile, lowered)
         except RuntimeError as error:  # of a pool that was shut down
             raise CompilerStoppedError from error
-
-    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
-        sharding = None if device is None else SingleDeviceSharding(device)
-        return _with_sharding(jax.eval_shape(function), sharding)
-
-    def is_true(self, x: Any) -> bool:
-        return True
-
-    def shapes(self, tree: Any) -> Any:
-        """The shapes of the arrays of a tree."""
-        return jax.tree.map(shape_struct, tree)
 
     @property
     def num_programs(self) -> int:
@@ -188,6 +177,6 @@ def _committed_sharding(x: Any) -> Any:
     return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
 
 
-def _with_sharding(tree: Any, sharding: Any) -> Any:
+def with_sharding(tree: Any, sharding: Any) -> Any:
     """The shapes of the arrays of a tree, with this sharding."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
 from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
@@ -16,11 +14,9 @@ from ..checks import check_range
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
-from ..ops.operation import check_impl
-from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, check_mesh_context, shard_map_model
-from ..weights.layout import partition_specs
-from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
-from .decoder_layer import Positions, layer_kinds, model_mesh, run_layers
+from ..ops.operation import check_impl, run
+from ..weights.params import AnyArray, Params, activation_dtype, check_params
+from .decoder_layer import Positions, layer_kinds, run_layers
 from .layers import embed, linear, norm, rotary_angles, soft_cap
 
 if TYPE_CHECKING:
@@ -81,10 +77,9 @@ def hidden_states(
     Raises:
         InputError: as `forward`; inputs_BTD has another shape.
     """
-    check_impl(impl)
     check_params(params, config)
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, cache)
-    _check_mesh(params, tokens_BT, cache)
+    check_impl(impl, params, tokens_BT, cache)
     B, T = tokens_BT.shape
     if cache is not None:
         check_append(cache, T)
@@ -147,20 +142,6 @@ def final_norm(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Arr
     return norm(x_BTD, params, "final_norm", config)
 
 
-def _check_mesh(*trees: Any) -> None:
-    """Raises InputError where an array is sharded along an Explicit axis (see the package's docstring)."""
-    if abstract_mesh_of(trees[0]) is not None:
-        check_mesh_context()
-    for leaf in jax.tree.leaves(trees):
-        spec = jax.typeof(leaf).sharding.spec
-        mesh = jax.typeof(leaf).sharding.mesh
-        if any(axis is not None for axis in spec) and AxisType.Explicit in mesh.axis_types:
-            raise InputError(
-                f"an array is sharded as {spec} over a mesh with Explicit axes: make the mesh with"
-                f" axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_types)}, or use jax.shard_map"
-            )
-
-
 def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
     """Embeddings as the first layer gets them: int32 [...] -> [..., D] in the dtype of the activations.
 
@@ -177,33 +158,10 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
 def _embed(
     params: Params, config: ModelConfig, token: jax.Array, name: str = "embed", scale: float | None = None
 ) -> jax.Array:
-    """Embeddings [..., D] of ids [...], by the matrix of that name. Over a mesh each device has some of its
-    rows, and the results are summed; or each has all rows.
-    """
-    leaf = params[name]
-    dtype = activation_dtype(params)
+    """Embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
-    if (mesh := model_mesh(leaf, config)) is None:
-        return embed(token, leaf, dtype, scale)
-    specs, sharded = _vocabulary_specs(leaf, config, mesh, name)
-
-    def embed_part(leaf, token):
-        if not sharded:
-            return embed(token, leaf, dtype, scale)
-        rows = leaf["weight"].shape[0]
-        token = token - lax.axis_index(MODEL) * rows
-        mine = (token >= 0) & (token < rows)
-        return lax.psum(
-            jnp.where(mine[..., None], embed(token.clip(0, rows - 1), leaf, dtype, scale), 0), MODEL
-        )
-
-    return shard_map_model(embed_part, mesh, (specs, REPLICATED), REPLICATED)(leaf, token)
-
-
-def _vocabulary_specs(leaf: Params, config: ModelConfig, mesh: Any, name: str = "embed") -> tuple[Any, bool]:
-    """The PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
-    specs = partition_specs(param_specs(config)[name], leaf, mesh, RULES)
-    return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
+    plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
+    return run("embed_tokens", plain, token, params[name], config=config, matrix=name)
 
 
 def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
@@ -217,19 +175,8 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
         )
-    leaf = lm_head(params)
-    hidden = jnp.asarray(hidden)
-    if (mesh := model_mesh(leaf, config)) is None:
-        return _unembed(leaf, hidden, config)
-    specs, sharded = _vocabulary_specs(leaf, config, mesh)
-    out_spec = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL) if sharded else REPLICATED
-    logits = shard_map_model(functools.partial(_unembed, config=config), mesh, (specs, REPLICATED), out_spec)(
-        leaf, hidden
-    )
-    if logits.shape[-1] == config.vocab_size:
-        return logits
-    # Without the logits of padding rows. The compiler keeps the others sharded.
-    return logits[..., : config.vocab_size]
+    plain = functools.partial(_unembed, config=config)
+    return run("unembed", plain, lm_head(params), jnp.asarray(hidden), config=config)
 
 
 def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:

@@ -6,18 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
-
-from kernels_pallas import HeadNorms
 
 from .. import plugin
 from ..cache.contiguous import Contiguous, uncached_kv
-from ..cache.layer_cache import LayerCache, cache_specs
+from ..cache.layer_cache import LayerCache
 from ..cache.stored_kv import is_quantized_kv
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
-from ..sharding import MODEL, REPLICATED, abstract_mesh_of, shard_map_model
-from ..weights.layout import is_divisible, layer_partition_specs
+from ..ops.operation import run
 from ..weights.params import Params
 from .attention import attention
 from .experts import mixture_of_experts
@@ -33,12 +29,8 @@ from .layers import (
     norm_before,
     products,
     rms_norm,
-    rope_bias_fn,
-    rope_is_fixed,
 )
-from .rope_append import rotate, rotate_and_append
-
-_UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
+from .rope_append import HeadNorms, rotate, rotate_and_append
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,21 +64,8 @@ def run_layer(  # noqa: PLR0913
     """The output of one layer, [B, T, D], and its cache with the new tokens. Without a cache: None, or the
     layer's keys and values in a model in which other layers use them.
     """
-    if (mesh := model_mesh(layer, config)) is None:
-        return _run_layer(layer, x_BTD, positions, kv, config, kind, impl)
-    kv_specs = cache_specs(kv, mesh)
-    run = functools.partial(_run_layer, config=config, kind=kind, impl=impl, over=MODEL)
-    specs = (layer_partition_specs(layer, config, mesh), REPLICATED, REPLICATED, kv_specs)
-    new_specs = _UNCACHED if kv is None and config.shares_kv else kv_specs
-    return shard_map_model(run, mesh, specs, (REPLICATED, new_specs))(layer, x_BTD, positions, kv)
-
-
-def model_mesh(tree: Any, config: ModelConfig) -> Any:
-    """The mesh over which the model is sharded. None: there is none, or its devices do not divide the sizes:
-    then the caller has sharded the arrays in another way, and XLA propagates that sharding.
-    """
-    mesh = abstract_mesh_of(tree)
-    return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
+    plain = functools.partial(_run_layer, config=config, kind=kind, impl=impl)
+    return run("decoder_layer", plain, layer, x_BTD, positions, kv, config=config)
 
 
 def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # noqa: PLR0913
@@ -154,7 +133,9 @@ def self_attention(  # noqa: PLR0913
     spec: Any = config.attention(kind)
     of_layer = config.layer_rope(kind)
     rope = None if of_layer is None else config.ropes.index(of_layer)
-    layer, key_bias_fn = _split_key_bias(layer, config, spec, rope, kv)
+    key_bias_fn = None
+    if kv is not None and is_quantized_kv(kv.k):
+        layer, key_bias_fn = plugin("layer", "key bias")(layer, config, spec, rope, kv.capacity)
     angles = None if rope is None else positions.angles[rope]
     gate_BTI = None
     if spec.shares_kv:
@@ -185,23 +166,6 @@ def self_attention(  # noqa: PLR0913
     if gate_BTI is not None:
         out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
     return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), kv
-
-
-def _split_key_bias(
-    layer: Params, config: ModelConfig, spec: AttentionSpec, rope: int | None, kv: Any
-) -> tuple[Params, Any]:
-    """For a quantized cache: the layer without k's bias, and a function that adds the RoPE-rotated bias when
-    keys are read, so that a large bias costs no precision. Where that is not possible: the layer as it is,
-    and None.
-    """
-    is_split = spec.qkv_bias and not spec.qk_norm and not spec.shares_kv
-    if kv is None or rope is None or not is_split or not is_quantized_kv(kv.k):
-        return layer, None
-    if not rope_is_fixed(config, rope):
-        return layer, None
-    leaf = layer["k"]
-    bias_KH = leaf["bias"].reshape(-1, spec.head_dim or config.head_dim)
-    return layer | {"k": {"weight": leaf["weight"]}}, rope_bias_fn(config, rope, bias_KH, kv.capacity)
 
 
 def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.Array:  # noqa: PLR0913

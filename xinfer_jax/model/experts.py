@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.reference import gated
-
+from .. import plugin
 from ..config.model_config import ModelConfig
 from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params
@@ -57,14 +56,14 @@ def mixture_of_experts(
         weight_MU, expert_MU = lax.top_k(jax.nn.softmax(score_MX, -1), U)
     if "per_expert_scale" in router:
         weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
-    experts = layer["experts"]
-    if over is not None:  # relative to the device's first expert
-        expert_MU = expert_MU - lax.axis_index(over) * num_local_experts(experts)
     plain = partial(plain_experts, config=config)
-    operands = x_MD, weight_MU, expert_MU, experts
-    out_MD = run("experts", plain, *operands, impl=impl, derivative=plain, config=config)
-    out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
-    return out_BTD if over is None else lax.psum(out_BTD, over)
+
+    def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
+        operands = x_MD, weight_MU, expert_MU, layer["experts"]
+        out_MD = run("experts", plain, *operands, impl=impl, derivative=plain, config=config)
+        return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
+
+    return mix(expert_MU) if over is None else plugin("mesh", "experts")(mix, expert_MU, layer, over)
 
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
@@ -73,7 +72,8 @@ def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Arr
     if swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
-    inner_MF = gated(gate_MF, up_MF, partial(swish, swiglu.alpha), swiglu.limit)
+    up_MF = jnp.clip(up_MF, -swiglu.limit, swiglu.limit) + 1
+    inner_MF = swish(swiglu.alpha, jnp.minimum(gate_MF, swiglu.limit)) * up_MF
     return linear(inner_MF, tree["down"], jnp.float32)
 
 

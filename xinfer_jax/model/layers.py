@@ -1,7 +1,5 @@
 """The parts of a decoder layer: RMS norm, rotary position embedding (RoPE), linear, gated MLP."""
 
-import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-from kernels_pallas import BIAS_STRIDE
-from kernels_pallas.key_layouts import rotate_pairs
 
 from .. import plugin
 from ..config.model_config import ModelConfig, RopeConfig
@@ -66,10 +61,7 @@ def joint_norms(
     xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, over: str | None
 ) -> list[jax.Array]:
     """`norm` of several vectors, whose features may be sharded along the mesh axis `over`."""
-    means: Any = [None] * len(xs)
-    if over is not None:  # one reduction for all
-        own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
-        means = jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
+    means: Any = [None] * len(xs) if over is None else plugin("mesh", "means of squares")(xs, over)
     return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
 
 
@@ -97,16 +89,9 @@ def linear(  # noqa: PLR0913
     added to the result. impl: as in `products`.
     """
     dtype = out_dtype or x.dtype
-    if over is None:
-        return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
-    weight = leaf["weight"]
-    if not isinstance(weight, AnyArray):
-        x, weight = plugin("leaf", "local_shard")(x, weight, over)
-    y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
-    if "bias" in leaf:
-        y = y + leaf["bias"]
-    y = y.astype(dtype)
-    return y if residual is None else residual + y
+    if over is not None:
+        return plugin("mesh", "linear")(x, leaf, over, dtype, residual, impl)
+    return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
 
 
 def products(  # noqa: PLR0913
@@ -172,7 +157,7 @@ def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, AnyArray):
         y = float_product(x.reshape(-1, x.shape[-1]), jnp.asarray(weight)).reshape(*x.shape[:-1], -1)
     else:
-        y = plugin("leaf", "product")(x, weight)
+        y = weight.product(x)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(dtype)
@@ -182,7 +167,7 @@ def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) 
     """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
     table = leaf["weight"]
     is_float = isinstance(table, AnyArray)
-    rows = _embed(token, jnp.asarray(table)) if is_float else plugin("leaf", "rows")(table, token)
+    rows = _embed(token, jnp.asarray(table)) if is_float else table.rows(token)
     x = rows.astype(dtype)
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
 
@@ -249,19 +234,21 @@ def _angles(
     rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     width = rope.rotated_width(config.head_dim)
-    inverse = _inverse_frequencies(rope, width)
-    scale = _attention_factor(rope)
-    if rope.switches_at is not None:
-        long = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
-        inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, P]
-    # theta * stretch ** (H / (H - 2)), with the stretch outside the power, which is more exact.
-    if rope.rope_type == "dynamic":
+    inverse: Any = np.float32(1.0) / rope_powers(rope, width)  # the angle per position of each pair
+    scale = 1.0
+    if rope.rope_type != "default":
         original = config.max_position_embeddings
-        stretch_B = rope.factor * jnp.maximum(length_B, original) / original - (rope.factor - 1)
-        power_P = -np.arange(0, width, 2, dtype=np.float32) / (width - 2)
-        inverse = (inverse * stretch_B[:, None] ** power_P)[:, None]  # [B, 1, P]
+        inverse, scale = plugin("rope", rope.rope_type)(rope, inverse, original, length_B)
     angle_BTP = position_BT[..., None].astype(jnp.float32) * inverse
     return jnp.cos(angle_BTP) * scale, jnp.sin(angle_BTP) * scale
+
+
+def rope_powers(rope: RopeConfig, width: int) -> np.ndarray:
+    """float32 [P]: the positions in which each pair of the first `width` numbers rotates by 1."""
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    # Computed in float64 and rounded once, they equal torch's. In float32 they differ by an ulp, which is
+    # visible after 500 positions.
+    return (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
 
 
 def apply_rope(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
@@ -270,117 +257,6 @@ def apply_rope(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax
     """
     cos = cos_BTP[:, :, None]
     sin = sin_BTP[:, :, None]
-    return rotate_pairs(x_BTNH.astype(jnp.float32), cos, sin).astype(x_BTNH.dtype)
-
-
-class RotatedBias(NamedTuple):
-    """The RoPE-rotated bias of keys, as a function of positions, int32 [B, S] -> float32 [B, K, S, H]. It
-    adds the angles of a multiple of `BIAS_STRIDE` and of the remainder, so its tables are small.
-    """
-
-    near_KTH: jax.Array  # at the positions below `BIAS_STRIDE`
-    across_KTH: jax.Array  # rotated by 90 degrees more
-    cos_TH: jax.Array  # of multiples of `BIAS_STRIDE`
-    sin_TH: jax.Array
-    cos_RP: jax.Array  # the same for each rotated pair, as kernels read them
-    sin_RP: jax.Array
-
-    def __call__(self, position_BS: jax.Array) -> jax.Array:
-        def one(position_S: jax.Array) -> jax.Array:
-            far_S = position_S // BIAS_STRIDE
-            near_S = position_S % BIAS_STRIDE
-            across_KSH = self.across_KTH[:, near_S] * self.sin_TH[far_S]
-            return self.near_KTH[:, near_S] * self.cos_TH[far_S] + across_KSH
-
-        return jax.vmap(one)(position_BS)
-
-
-def rope_bias_fn(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> RotatedBias:
-    """The RoPE-rotated bias of keys at positions below the capacity."""
-
-    def angles(position_T: jax.Array) -> Any:  # each [1, T, P]
-        return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]
-
-    bias_1TKH = jnp.broadcast_to(bias_KH.astype(jnp.float32), (1, BIAS_STRIDE, *bias_KH.shape))
-    near_1TKH = apply_rope(bias_1TKH, *angles(jnp.arange(BIAS_STRIDE)))
-    cos, sin = angles(BIAS_STRIDE * jnp.arange(capacity // BIAS_STRIDE + 1))
-    # Rotated by 90 degrees more: near * cos + across * sin is near rotated by an angle.
-    across_1TKH = apply_rope(near_1TKH, *(jnp.full((1, BIAS_STRIDE, cos.shape[-1]), x) for x in (0.0, 1.0)))
-    scale = cos[0, 0, 0]
-    padding = ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
-    cos_TH, sin_TH = (
-        jnp.pad(jnp.tile(x[0] / scale, 2), padding, constant_values=rest) for x, rest in ((cos, 1), (sin, 0))
-    )
-    near_KTH, across_KTH = (jnp.swapaxes(x[0], 0, 1) for x in (near_1TKH, across_1TKH))
-    return RotatedBias(near_KTH, across_KTH, cos_TH, sin_TH, cos[0] / scale, sin[0] / scale)
-
-
-def rope_is_fixed(config: ModelConfig, rope: int) -> bool:
-    """Whether the angles of cached keys depend on their positions only. Those of `dynamic` RoPE change beyond
-    its original maximum, which no cache exceeds.
-    """
-    return config.ropes[rope].switches_at is None
-
-
-def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
-    """The angle per position of each pair, float32 [P]. width: 2 P."""
-    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    # Computed in float64 and rounded once, they equal torch's. In float32 they differ by an ulp, which is
-    # visible after 500 positions.
-    powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
-    if rope.rope_type == "longrope":  # Ding et al. 2024
-        return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers)
-    inverse = np.float32(1.0) / powers
-    if rope.rope_type == "proportional":  # Gemma 4: the frequencies of the whole head, of its part only
-        part = int(rope.partial_rotary_factor * width // 2)
-        return np.where(np.arange(len(inverse)) < part, inverse / np.float32(rope.factor), np.float32(0))
-    if rope.rope_type == "linear":
-        return inverse / np.float32(rope.factor)
-    if rope.rope_type == "llama3":
-        return _llama3_frequencies(rope, inverse)
-    return _yarn_frequencies(rope, inverse) if rope.rope_type == "yarn" else inverse
-
-
-def _llama3_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
-    # Full rotations within the original context.
-    rotations = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)
-    smooth = np.clip(
-        (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1
-    )
-    return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
-
-
-def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    """YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and interpolation by `factor`."""
-    width = 2 * len(inverse)
-
-    def pair_with(rotations: float) -> float:
-        ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return width * math.log(ratio) / (2 * math.log(rope.rope_theta))
-
-    low = pair_with(rope.beta_fast)
-    high = pair_with(rope.beta_slow)
-    if rope.truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, width - 1)
-    ramp = np.clip((np.arange(len(inverse), dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
-    return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
-
-
-def _attention_factor(rope: RopeConfig) -> float:
-    """The factor on cos and sin."""
-    if rope.rope_type not in ("longrope", "yarn"):
-        return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.factor <= 1:
-        return 1.0
-    stretch = math.log(rope.factor)
-    if rope.rope_type == "longrope":
-        return math.sqrt(1 + stretch / math.log(rope.original_max_position_embeddings))
-    if rope.mscale and rope.mscale_all_dim:
-        return (0.1 * rope.mscale * stretch + 1.0) / (0.1 * rope.mscale_all_dim * stretch + 1.0)
-    return 0.1 * stretch + 1.0
+    pairs = cos.shape[-1]
+    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)

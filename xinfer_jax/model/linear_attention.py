@@ -10,6 +10,7 @@ Here N are value heads, K key heads (repeated to N), H is the width of a key, Y 
 block, W tokens before the current one that the convolution reads.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jax import lax
 
 from ..cache.recurrent import Inputs, Recurrent, last_inputs, state_shapes
 from ..config.model_config import ModelConfig
-from ..ops.operation import match_varying_axes
+from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params
 from .layers import Norm, activation, linear, products, rms_norm
 
@@ -85,7 +86,7 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
     """Outputs [B, N, T, Y], and the state after T tokens."""
     T = tokens.k_BNTH.shape[2]
     if T == 1:
-        return _step(tokens, state_BNHY)
+        return run("recurrent_step", recurrent_step, tokens, state_BNHY)
     C = min(T, BLOCK)
     blocks = -(-T // C)
 
@@ -98,32 +99,25 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
     return out_BNTY.reshape(*out_BNTY.shape[:2], blocks * C, -1)[:, :, :T], state_BNHY
 
 
-def _step(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One token: both reads are of the old state, which is then written once."""
+def _read(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sᵀk and Sᵀq, [B, N, Y]."""
+    return (state_BNHY * k_BNH[..., None]).sum(2), (state_BNHY * q_BNH[..., None]).sum(2)
+
+
+def recurrent_step(
+    tokens: _Tokens, state_BNHY: jax.Array, read: Callable = _read
+) -> tuple[jax.Array, jax.Array]:
+    """`delta_rule` of one token: both reads are of the old state, which is then written once. read: computes
+    Sᵀk and Sᵀq, [B, N, Y], of k, q and the state.
+    """
     q_BNH, k_BNH, v_BNY, decay_BN, beta_BN = (x[:, :, 0] for x in tokens)
     shrink_BN1 = jnp.exp(decay_BN)[..., None]
-    read = lax.platform_dependent(k_BNH, q_BNH, state_BNHY, cpu=_read_by_product, default=_read_by_sums)
-    (of_key_BNY, of_query_BNY) = read
+    (of_key_BNY, of_query_BNY) = read(k_BNH, q_BNH, state_BNHY)
     added_BNY = beta_BN[..., None] * (v_BNY - shrink_BN1 * of_key_BNY)
     agreement_BN1 = (q_BNH * k_BNH).sum(-1, keepdims=True)
     out_BNY = shrink_BN1 * of_query_BNY + agreement_BN1 * added_BNY
     state_BNHY = state_BNHY * shrink_BN1[..., None] + k_BNH[..., None] * added_BNY[:, :, None]
     return out_BNY[:, :, None], state_BNHY
-
-
-def _read_by_sums(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sᵀk and Sᵀq, [B, N, Y]."""
-    return (state_BNHY * k_BNH[..., None]).sum(2), (state_BNHY * q_BNH[..., None]).sum(2)
-
-
-def _read_by_product(
-    k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The same on CPUs: into sums jax 0.10 fuses all that makes k and q, and computes it for each number of S
-    (16 heads of 128, Zen 4: 3.4 ms a token for the layer's attention, 1.1 in this way; jax 0.12 1.3 and 1.1).
-    """
-    read_BN2Y = _matmul(jnp.stack([k_BNH, q_BNH], 2), state_BNHY)
-    return read_BN2Y[:, :, 0], read_BN2Y[:, :, 1]
 
 
 def _block(state_BNHY: jax.Array, tokens: _Tokens) -> tuple[jax.Array, jax.Array]:

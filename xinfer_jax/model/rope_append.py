@@ -1,17 +1,24 @@
 """Norms and RoPE of new queries and keys, and the append of keys and values to a layer's cache."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-
-from kernels_pallas import HeadNorms
 
 from ..cache.contiguous import Contiguous
 from ..ops.operation import run
 from .layers import apply_rope, rms_norm
 
 _QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of the queries and keys of each head, with `eps` and `offset` of `rms_norm`."""
+
+    q_H: jax.Array
+    k_H: jax.Array
+    eps: float
+    offset: float | None
 
 
 def rotate(qkv: _QKV, norms: HeadNorms | None, angles: Any) -> _QKV:

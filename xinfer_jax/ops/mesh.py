@@ -1,6 +1,13 @@
-"""Forms of operations over a mesh of devices: each device computes its part."""
+"""Forms of operations over a mesh of devices: each device computes its part, with the code of one device.
+
+A layer is one `jax.shard_map` with two sums [.., D] over all devices, in the dtype of the activations; the
+embedding needs a third. Logits stay sharded by vocabulary, and the compiler completes what samples from them,
+with a few numbers per row. int8 scales activations by the largest of a device's inputs, so its last bits
+depend on the number of devices.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,12 +15,120 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..sharding import shard_map_model
+from ..config.model_config import ModelConfig
+from ..model.experts import num_local_experts
+from ..model.layers import products
+from ..sampling.sampler import sample_from_all
+from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, shard_map_model
+from ..weights.layout import is_divisible, layer_partition_specs, partition_specs
+from ..weights.params import AnyArray, Params, param_specs
 from .largest import largest_k
-from .operation import MODEL, abstract_mesh_of
+
+_UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
 
 
-def mesh_top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def _model_mesh(tree: Any, config: ModelConfig) -> Any:
+    """The mesh over which the model is sharded. None: there is none, or its devices do not divide the sizes:
+    then the caller has sharded the arrays in another way, and XLA propagates that sharding.
+    """
+    mesh = abstract_mesh_of(tree)
+    return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
+
+
+def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided."""
+    layer, _, _, kv = operands
+    config = static["config"]
+    mesh = _model_mesh(layer, config)
+    if mesh is None:
+        return None
+    kv_specs = cache_specs(kv, mesh)
+    specs = (layer_partition_specs(layer, config, mesh), REPLICATED, REPLICATED, kv_specs)
+    new_specs = _UNCACHED if kv is None and config.shares_kv else kv_specs
+    return shard_map_model(partial(plain, over=MODEL), mesh, specs, (REPLICATED, new_specs))
+
+
+def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `embed_tokens`: each device has some of the matrix's rows, and the results are summed; or
+    each has all rows.
+    """
+    _, leaf = operands
+    mesh = _model_mesh(leaf, static["config"])
+    if mesh is None:
+        return None
+    specs, sharded = _vocabulary_specs(leaf, mesh, **static)
+
+    def embed_part(token: jax.Array, leaf: Params) -> jax.Array:
+        rows = leaf["weight"].shape[0]
+        token = token - lax.axis_index(MODEL) * rows
+        mine = (token >= 0) & (token < rows)
+        return lax.psum(jnp.where(mine[..., None], plain(token.clip(0, rows - 1), leaf), 0), MODEL)
+
+    part = embed_part if sharded else plain
+    return shard_map_model(part, mesh, (REPLICATED, specs), REPLICATED)
+
+
+def mesh_unembed_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `unembed`, whose logits are divided by vocabulary."""
+    leaf, hidden = operands
+    config = static["config"]
+    mesh = _model_mesh(leaf, config)
+    if mesh is None:
+        return None
+    specs, sharded = _vocabulary_specs(leaf, mesh, config)
+    out_spec = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL) if sharded else REPLICATED
+    over_mesh = shard_map_model(plain, mesh, (specs, REPLICATED), out_spec)
+    if leaf["weight"].shape[0] == config.vocab_size:
+        return over_mesh
+    # Without the logits of padding rows. The compiler keeps the others sharded.
+    return lambda *operands: over_mesh(*operands)[..., : config.vocab_size]
+
+
+def _vocabulary_specs(
+    leaf: Params, mesh: Any, config: ModelConfig, matrix: str = "embed"
+) -> tuple[Any, bool]:
+    """The PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
+    specs = partition_specs(param_specs(config)[matrix], leaf, mesh, RULES)
+    return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
+
+
+def summed_linear(  # noqa: PLR0913
+    x: jax.Array,
+    leaf: Params,
+    over: str,
+    dtype: Any,
+    residual: jax.Array | None,
+    impl: str | None,
+) -> jax.Array:
+    """`model.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
+    weight = leaf["weight"]
+    if not isinstance(weight, AnyArray):
+        x, weight = weight.local_shard(x, over)
+    y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
+    if "bias" in leaf:
+        y = y + leaf["bias"]
+    y = y.astype(dtype)
+    return y if residual is None else residual + y
+
+
+def means_of_squares(xs: list[jax.Array], over: str) -> list[jax.Array]:
+    """float32 [..., 1] of each vector, whose features the axis `over` divides; one reduction for all."""
+    own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
+    return jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
+
+
+def mesh_experts(mix: Callable, expert_MU: jax.Array, layer: Params, over: str) -> jax.Array:
+    """mix(expert_MU), the weighted outputs of experts, where the axis `over` divides these."""
+    first = lax.axis_index(over) * num_local_experts(layer["experts"])
+    return lax.psum(mix(expert_MU - first), over)
+
+
+def mesh_sampling_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `sample_rows` where logits are divided: from the whole vocabulary."""
+    return None if abstract_mesh_of(operands) is None else sample_from_all
+
+
+def mesh_top_k_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
     """A form of `top_k` where the numbers of a row are divided: each device finds candidates in its part."""
     mesh = abstract_mesh_of(operands)
     if mesh is None:

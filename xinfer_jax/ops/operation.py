@@ -5,11 +5,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
 
 from .. import plugin
-
-MODEL = "model"  # the axis of a mesh over which one model is divided
 
 
 def run(
@@ -54,22 +51,11 @@ def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, .
     return call(*operands)
 
 
-def check_impl(impl: str | None) -> None:
-    """Raises InputError where this process cannot run kernels of that name."""
-    check = plugin("operation", "check impl")
+def check_impl(impl: str | None, *operands: Any) -> None:
+    """Raises InputError where this process cannot run kernels of that name, or operations on these arrays."""
+    check = plugin("operation", "check")
     if check is not None:
-        check(impl)
-
-
-def abstract_mesh_of(tree: Any) -> Any:
-    """Returns the abstract mesh whose axis "model" divides the arrays, from their types, also under `jit`.
-
-    None: one device, no such axis, or inside a `shard_map` over it.
-    """
-    leaves = jax.tree.leaves(tree)
-    mesh = jax.typeof(leaves[0]).sharding.mesh if leaves else None
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
-    return mesh if kinds.get(MODEL) == AxisType.Auto else None
+        check(impl, *operands)
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:

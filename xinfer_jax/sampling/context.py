@@ -78,30 +78,6 @@ class Context:
             automata=automata,
         )
 
-    def at_draft_positions(self, draft_BT: jax.Array) -> "Context":
-        """Returns the contexts of T + 1 positions of each row, as B * (T + 1) rows: before its draft tokens,
-        after the first, …, after all. Arrays of the vocabulary are computed element by element: a compiler
-        can do it where they are read, and need not store them.
-        """
-        (B, T) = draft_BT.shape
-        rows = repeat_rows(self, T + 1)
-        draft_RT = jnp.repeat(draft_BT, T + 1, 0)
-        before_R = jnp.tile(jnp.arange(T + 1, dtype=jnp.int32), B)  # draft tokens before the position
-        token_V = jnp.arange(self.seen_BV.shape[1])
-        more_RV = jnp.int32(0)
-        for i in range(T):
-            occurs_RV = (draft_RT[:, i, None] == token_V) & (before_R > i)[:, None]
-            more_RV += occurs_RV.astype(jnp.int32)
-        count_RV = None if self.count_BV is None else rows.count_BV + more_RV
-        appended = rows.append_tokens(draft_RT, before_R)
-        bits = self.allowed_bits
-        if bits is not None and bits.shape[1] == T + 1:  # a mask of each position
-            bits = jnp.reshape(bits, (B * (T + 1), 1, -1))
-        elif bits is not None:
-            bits = rows.allowed_bits
-        seen_RV = rows.seen_BV | (more_RV > 0)
-        return dataclasses.replace(appended, seen_BV=seen_RV, count_BV=count_RV, allowed_bits=bits)
-
     def select_rows(self, rows_B: Any) -> "Context":
         """Returns the context without the automata of other rows, whose work is skipped. rows_B: bool."""
         return dataclasses.replace(self, automata=self.automata and self.automata.select_rows(rows_B))
@@ -109,11 +85,6 @@ class Context:
     def reorder(self, index_B: jax.Array) -> "Context":
         """Returns a context whose row b is row index_B[b]."""
         return jax.tree.map(lambda leaf: leaf[index_B], self)
-
-
-def repeat_rows(tree: Any, times: int) -> Any:
-    """Returns a tree of arrays with so many copies of each row; the copies of a row are consecutive."""
-    return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
 
 def _next_masks(bits: Any, count_B: jax.Array) -> Any:

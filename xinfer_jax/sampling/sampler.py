@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..ops.largest import argmax, largest_k
-from ..ops.operation import abstract_mesh_of, match_varying_axes, run
+from ..ops.operation import match_varying_axes, run
 from . import processors
 from .batched_settings import has_all_settings
 from .context import ALL_BITS, Context
@@ -84,9 +84,7 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
 
         def sampled() -> tuple[jax.Array, jax.Array]:
             rest = key_B, sampling_B, context.position_B
-            if abstract_mesh_of(processed_BV) is not None:
-                return _sample_from_all(processed_BV, *rest)
-            return sample_rows(processed_BV, *rest)
+            return run("sample_rows", sample_rows, processed_BV, *rest)
 
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
@@ -127,7 +125,7 @@ def sample_rows(processed_BV, key_B, sampling_B, position_B):
     taken_BV = _logits_kept(processed_BV, sampling_B, *kept)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
-        drawn_B, warped_BV = _sample_from_all(processed_BV, *rest)
+        drawn_B, warped_BV = sample_from_all(processed_BV, *rest)
         return jnp.where(valid_B, token_B, drawn_B), jnp.where(valid_B[:, None], taken_BV, warped_BV)
 
     return lax.cond(jnp.all(valid_B), lambda: (token_B, taken_BV), from_all)
@@ -164,7 +162,7 @@ def _logits_kept(processed_BV, sampling_B, largest_B1, lowest_B1, highest_B1):
     return jnp.where((sampling_B.temperature <= 0)[:, None], processed_BV, warped_BV)
 
 
-def _sample_from_all(processed_BV, key_B, sampling_B, position_B):
+def sample_from_all(processed_BV, key_B, sampling_B, position_B):
     # Logits relative to the largest, so that small temperatures do not overflow them.
     warped_BV = warp_logits(processed_BV, sampling_B, jnp.max(processed_BV, -1, keepdims=True))
     return draw_tokens(warped_BV, key_B, sampling_B, position_B, None, processed_BV.shape[1]), warped_BV

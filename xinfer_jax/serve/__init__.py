@@ -5,8 +5,8 @@ In the order to read: `server_settings` are the arguments of a server; `api_erro
 finds the client behind a proxy; `connections` limits open and idle connections; `admission` limits what
 clients have in flight; `request_body` receives and checks a body; `worker_pool` runs slow work in threads;
 `json_encoding` encodes a response in slices, `chunks` makes those of a stream, `http_responses` sends them;
-`peer_worker` is a process that only prefills or only decodes, `peer_dispatch` decides which of them gets a
-row, `peer_front` has their engines behind one queue; `embedding_requests` serves /v1/embeddings;
+`peer_worker` is a process that only prefills or only decodes, `peer_front` has a dispatcher over them,
+`peer_messages` is what they tell each other; `embedding_requests` serves /v1/embeddings;
 `served_request` is one request to the engine; `service` handles completions, `text_endpoints` what needs no
 engine; `app` has the routes and checks the key; `command` is the process. `xinfer_jax/api/fields.py` lists
 the fields that are served.

@@ -10,11 +10,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..sharding import MODEL, RULES, check_divisible, partition_spec, with_auto_axes
-from .mxfp4 import Mxfp4Weight
+from ..sharding import MODEL, RULES, check_divisible, check_mesh, partition_spec
 from .params import Params, ParamSpec, check_params, param_specs
-from .quantized_weights import Int8Weight, is_quantized
-from .ternary import TernaryWeight
+from .weight_leaf import WeightLeaf
 
 
 def shardings(
@@ -48,17 +46,6 @@ def shardings(
     tree = partition_specs(specs, specs if like is None else like, mesh, {**RULES, "embed": fsdp})
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(partial(NamedSharding, mesh), tree, is_leaf=is_spec)
-
-
-def check_mesh(mesh: Any) -> Mesh:
-    """Returns the mesh with Auto axes; raises InputError unless it has an axis "model"."""
-    if not isinstance(mesh, Mesh) or MODEL not in mesh.shape:
-        given = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
-        raise InputError(
-            f"mesh must be a jax.sharding.Mesh with an axis {MODEL!r}, as jax.make_mesh((4,), ({MODEL!r},))"
-            f" makes it, got {given}"
-        )
-    return with_auto_axes(mesh)
 
 
 def _check_heads(config: ModelConfig, mesh: Any) -> None:
@@ -104,17 +91,6 @@ def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | 
     return jax.tree.map(leaf_specs, specs, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
-def drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
-    """Returns a matrix of the vocabulary without its padding; other leaves unchanged."""
-    if spec.axes[0] != "vocab" or leaf.shape == spec.shape:
-        return leaf
-
-    def drop_rows(x: Any, mesh_axes: PartitionSpec) -> Any:
-        return x[tuple(slice(spec.shape[0] if mesh_axis else None) for mesh_axis in mesh_axes)]
-
-    return jax.tree.map(drop_rows, leaf, partition_specs(spec, leaf, None, RULES))
-
-
 @lru_cache(maxsize=64)
 def _layer_specs(config: ModelConfig, names: frozenset[str]) -> Params:
     return next(layer for layer in param_specs(config)["layers"] if layer.keys() == names)
@@ -128,26 +104,10 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
             axes = tuple(None if axis == "vocab" else axis for axis in axes)
         return partition_spec(axes, part.shape, mesh, rules)
 
-    if not is_quantized(leaf):
+    if not isinstance(leaf, WeightLeaf):
         return spec_of(leaf, *param_spec.axes)
-    *experts, outputs, inputs = param_spec.axes
-    if isinstance(leaf, Int8Weight):
-        values = spec_of(leaf.values, *experts, outputs, inputs)
-        return dataclasses.replace(leaf, values=values, scale=spec_of(leaf.scale, *experts, outputs))
-    if mesh and rules[inputs or "embed"] and leaf.values.shape[-3] * leaf.group != leaf.inputs:
-        raise InputError(f"{param_spec.name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs")
-    if isinstance(leaf, TernaryWeight):
-        values = spec_of(leaf.values, inputs, None, outputs)
-        scale = spec_of(leaf.scale, outputs)
-        return dataclasses.replace(leaf, values=values, scale=scale)
-    values = spec_of(leaf.values, *experts, inputs, None, outputs)
-    scale = spec_of(leaf.scale, *experts, inputs, outputs)
-    if isinstance(leaf, Mxfp4Weight):
-        return dataclasses.replace(leaf, values=values, scale=scale)
-    return dataclasses.replace(
-        leaf,
-        values=values,
-        scale=scale,
-        zero=spec_of(leaf.zero, *experts, inputs, outputs),
-        order=spec_of(leaf.order, inputs),
-    )
+    inputs = param_spec.axes[-1]
+    if mesh and rules[inputs or "embed"] and (group := leaf.groups_with_padding):
+        raise InputError(f"{param_spec.name}: groups of {group} do not divide its {leaf.shape[-1]} inputs")
+    axes = leaf.field_axes(*param_spec.axes).items()
+    return dataclasses.replace(leaf, **{name: spec_of(getattr(leaf, name), *axes) for name, axes in axes})

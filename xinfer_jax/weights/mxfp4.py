@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.mxfp4 import GROUP as GROUP, number, power
+from kernels_pallas.mxfp4 import GROUP as GROUP, dequantize_mxfp4, number, power
 
-from ..formatting import ShortRepr
 from ..ops.cpu.cpu_products import tiled_product
 from ..ops.product import dot
+from .quantized_weight import QuantizedWeight
 
 BYTES = GROUP // 2  # of a group of one output
 # Of 4 bits.
@@ -34,7 +34,7 @@ _ROW_BY_ROW = 8  # up to this number of rows, one row at a time is faster
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mxfp4Weight(ShortRepr):
+class Mxfp4Weight(QuantizedWeight):
     """A matrix [O, I] of numbers of 4 bits times powers of two, in groups of 32 inputs. Outputs are the last
     axis; all bytes are those of the checkpoint.
     """
@@ -55,6 +55,16 @@ class Mxfp4Weight(ShortRepr):
     def group(self) -> int:
         """Inputs that share a scale."""
         return GROUP
+
+    def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
+        *experts, outputs, inputs = axes
+        return {"values": (*experts, inputs, None, outputs), "scale": (*experts, inputs, outputs)}
+
+    def dequantize(self) -> jax.Array:
+        return dequantize_mxfp4(self)
+
+    def cpu_product(self, x_MI: jax.Array) -> jax.Array:
+        return _cpu_product(x_MI, self)
 
 
 def mxfp4_struct(shape: tuple[int, ...]) -> Mxfp4Weight:
@@ -77,7 +87,7 @@ def _unpack_as_float16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return low.astype(jnp.float32), high.astype(jnp.float32)
 
 
-def mxfp4_product(x_MI: jax.Array, weight: Mxfp4Weight) -> jax.Array:
+def _cpu_product(x_MI: jax.Array, weight: Mxfp4Weight) -> jax.Array:
     """Returns x @ matrix.T, float32 [M, O], on CPUs: rows one by one, or a tile of outputs at a time."""
     x_MI = x_MI.astype(jnp.float32)
     if len(x_MI) == 1:

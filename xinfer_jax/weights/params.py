@@ -1,20 +1,18 @@
 """Parameters from their specs: initialisation, checks and byte counts; the dtypes of a model."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import plugin
+from ..checks import check_fits
 from ..config.model_config import ModelConfig
-from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
-from ..memory import check_memory
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
-from .quantization import quantized_leaf, quantized_stack
-from .quantized_weights import METHODS, check_quantize_method
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -36,8 +34,7 @@ def init_params(
         InputError: they need more memory than there is.
     """
     dtype = resolve_dtype(dtype)
-    check_quantize_method(None if quantize == "ternary" else quantize)
-    check_quantize(config, quantize)
+    quantized = None if quantize is None else plugin("leaf", "quantizer")(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
     check_weights(specs, dtype, quantize)
     keys = jax.random.split(key, len(specs))
@@ -51,10 +48,7 @@ def init_params(
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
         scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
-        if quantize is None or not spec.is_quantizable:
-            return matrix
-        quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
-        return jax.device_put(quantized(np.asarray(matrix), spec.name, quantize))
+        return quantized(matrix, spec.name) if quantized and spec.is_quantizable else matrix
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
@@ -78,9 +72,8 @@ def check_weights(
         return math.prod(spec.shape) * (matrix_bits if is_quantized else float_bits)
 
     bits = sum(map(bits_of, specs))
-    check_memory(
-        int(share * bits / 8), "the weights", "use a smaller dtype, quantize them, or use a smaller model"
-    )
+    remedy = "use a smaller dtype, quantize them, or use a smaller model"
+    check_fits(int(share * bits / 8), "the weights", remedy)
 
 
 def check_params(params: Any, config: Any) -> None:
@@ -95,14 +88,6 @@ def check_params(params: Any, config: Any) -> None:
         )
 
 
-def check_quantize(config: ModelConfig, method: str | None) -> None:
-    """Raises InputError where the model's matrices cannot be quantized by this method."""
-    if method and method not in METHODS:
-        feature = "mxfp4" if method == "mxfp4" else "stored formats"
-        remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
-        check_supported(config, feature, f"quantized weights ({method}) are", remedy)
-
-
 def activation_dtype(params: Params) -> Any:
     """Returns the dtype of hidden states: that of the norms, which are never quantized."""
     return params["final_norm"].dtype
@@ -112,7 +97,7 @@ def cache_dtype(params: Params) -> Any:
     """Returns the dtype of keys and values: that of activations; on CPU float32, since XLA (jax 0.10) would
     convert all of them in each step.
     """
-    return jnp.float32 if jax.default_backend() == "cpu" else activation_dtype(params)
+    return _default_dtype(activation_dtype(params))
 
 
 def resolve_dtype(dtype: Any) -> Any:
@@ -122,7 +107,7 @@ def resolve_dtype(dtype: Any) -> Any:
         InputError: it is none of float32, bfloat16, float16.
     """
     if dtype is None:
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return _default_dtype(jnp.bfloat16)
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
@@ -130,6 +115,12 @@ def resolve_dtype(dtype: Any) -> Any:
     if name not in tuple(_DTYPES):
         raise InputError(f"dtype {format_value(name)} is not supported: use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _default_dtype(narrow: Any) -> Any:
+    """Float32 on CPU, elsewhere the narrow type."""
+    of_device = plugin("device", "dtype")
+    return of_device(narrow) if of_device else jnp.float32
 
 
 def tree_bytes(tree: Any) -> int:

@@ -1,26 +1,38 @@
 """Quantizes float matrices: int8 with a scale per output, int8 or int4 in groups, ternary."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
-from .quantized_weights import (
-    GroupedWeight,
-    Int8Weight,
-    QuantizedWeight,
-    group_size,
-    grouped_struct,
-    pack_int4,
-    split_groups,
-)
+from .grouped_weight import GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
+from .int8_weight import Int8Weight
+from .quantize_methods import check_quantize, check_quantize_method
+from .quantized_weight import QuantizedWeight
 from .ternary import ternary_leaf
 
 _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
 _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without clipping, for int8 in groups
+
+
+def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], QuantizedWeight]:
+    """Returns a function that quantizes a matrix, or those of experts, of that name in the checkpoint.
+
+    Raises:
+        InputError: no such method, or not for this model.
+    """
+    check_quantize_method(None if quantize == "ternary" else quantize)
+    check_quantize(config, quantize)
+
+    def leaf(matrix: jax.Array, name: str) -> QuantizedWeight:
+        quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
+        return jax.device_put(quantized(np.asarray(matrix), name, quantize))
+
+    return leaf
 
 
 def quantized_leaf(

@@ -16,7 +16,7 @@ half the work of int8 weights: one int8 row per token. A layer takes 3.8 times a
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ import numpy as np
 from jax import lax
 
 from ..errors import InputError
-from ..formatting import ShortRepr
 from ..host import aligned_empty, run_in_blocks
 from ..ops.cpu.cpu_products import quantize_activations, tiled_product
 from ..ops.product import dot
+from .quantized_weight import QuantizedWeight
 
 _WORD = 32  # inputs in a word
 _RUN = 4  # words of one sum
@@ -37,7 +37,7 @@ _MIN_MEAN = 1e-5  # avoids a division by 0 in matrices of zeros
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class TernaryWeight(ShortRepr):
+class TernaryWeight(QuantizedWeight):
     """A matrix [O, I] of -scale, 0 and scale. Its products quantize activations to int8, one scale a
     token.
     """
@@ -56,6 +56,26 @@ class TernaryWeight(ShortRepr):
     def group(self) -> int:
         """Inputs that stay on one device."""
         return _WORD
+
+    @property
+    def groups_with_padding(self) -> int:
+        return 0 if len(self.values) * _WORD == self.inputs else _WORD
+
+    def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
+        return x, dataclasses.replace(self, inputs=x.shape[-1], axis_name=axis_name)
+
+    def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
+        outputs, inputs = axes
+        return {"values": (inputs, None, outputs), "scale": (outputs,)}
+
+    def dequantize(self) -> jax.Array:
+        return unpack_ternary(self.values, self.inputs).astype(jnp.float32).T * self.scale[:, None]
+
+    def forms_product(self, x_MI: jax.Array) -> jax.Array:
+        """Sums of integers are exact: other rows and devices change no bit."""
+        x_MI, factor_M1 = quantize_activations(x_MI, self.axis_name)
+        sums_MO = lax.platform_dependent(x_MI, self.values, cpu=_sums, default=_plain_sums)
+        return sums_MO / factor_M1 * self.scale
 
 
 def ternary_struct(shape: tuple[int, ...]) -> TernaryWeight:
@@ -126,20 +146,6 @@ def unpack_ternary(values_W2O: jax.Array, inputs: int) -> jax.Array:
     bits = (1 << np.arange(8)).astype(np.uint8)[:, None]
     signs = ((plus & bits) != 0).astype(jnp.int8) - ((minus & bits) != 0).astype(jnp.int8)
     return signs.reshape(-1, values_W2O.shape[-1])[:inputs]
-
-
-def dequantize_ternary(weight: TernaryWeight) -> jax.Array:
-    """Returns the matrix, float32 [O, I]."""
-    return unpack_ternary(weight.values, weight.inputs).astype(jnp.float32).T * weight.scale[:, None]
-
-
-def ternary_product(x_MI: jax.Array, weight: TernaryWeight) -> jax.Array:
-    """Returns x @ matrix.T, float32 [M, O]. Sums of integers are exact: other rows and devices change no
-    bit.
-    """
-    x_MI, factor_M1 = quantize_activations(x_MI, weight.axis_name)
-    sums_MO = lax.platform_dependent(x_MI, weight.values, cpu=_sums, default=_plain_sums)
-    return sums_MO / factor_M1 * weight.scale
 
 
 def _plain_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:

@@ -1,4 +1,6 @@
-"""Attention of a decode step row by row: a row's cost and bits depend on no other row."""
+"""Attention of a decode step row by row: a row's cost and bits depend on no other row. Products batched over
+rows took three to four times as long, and as long as the longest row.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -13,7 +13,7 @@ import kernels_pallas
 from kernels_pallas.reference import LOGITS_GROUP
 
 from ...sampling.batched_settings import has_all_settings
-from ...sampling.context import ALL_BITS, Context, repeat_rows
+from ...sampling.context import ALL_BITS, Context
 from ...sampling.sampler import (
     NUM_CANDIDATES,
     at_token,
@@ -25,7 +25,8 @@ from ...sampling.sampler import (
     top_candidates,
 )
 from ...sampling.sampling_config import SamplingConfig
-from ..operation import abstract_mesh_of, match_varying_axes
+from ...sharding import abstract_mesh_of
+from ..operation import match_varying_axes
 from .reductions import logsumexp_in_one_pass
 from .top_k import top_k_of_groups
 
@@ -64,12 +65,42 @@ def choose_at_draft_positions(
 
     def as_rows(logits_BTV, key_B, sampling_B, context, draft_BT):
         repeated = repeat_rows((key_B, sampling_B), T)
-        return logits_BTV.reshape(-1, V), *repeated, context.at_draft_positions(draft_BT)
+        return logits_BTV.reshape(-1, V), *repeated, at_draft_positions(context, draft_BT)
 
     arrays = logits_BTV, key_B, sampling_B, context, draft_BT
     token_R, logsumexp_R = _choose_of_rows(as_rows, max(1, _GROUP // T), "xla", *arrays)
     logprob_R = at_token(logits_BTV.reshape(-1, V), token_R) - logsumexp_R
     return token_R.reshape(-1, T), logprob_R.reshape(-1, T)
+
+
+def at_draft_positions(context: Context, draft_BT: jax.Array) -> Context:
+    """Returns the contexts of T + 1 positions of each row, as B * (T + 1) rows: before its draft tokens,
+    after the first, …, after all. Arrays of the vocabulary are computed element by element: a compiler
+    can do it where they are read, and need not store them.
+    """
+    (B, T) = draft_BT.shape
+    rows = repeat_rows(context, T + 1)
+    draft_RT = jnp.repeat(draft_BT, T + 1, 0)
+    before_R = jnp.tile(jnp.arange(T + 1, dtype=jnp.int32), B)  # draft tokens before the position
+    token_V = jnp.arange(context.seen_BV.shape[1])
+    more_RV = jnp.int32(0)
+    for i in range(T):
+        occurs_RV = (draft_RT[:, i, None] == token_V) & (before_R > i)[:, None]
+        more_RV += occurs_RV.astype(jnp.int32)
+    count_RV = None if context.count_BV is None else rows.count_BV + more_RV
+    appended = rows.append_tokens(draft_RT, before_R)
+    bits = context.allowed_bits
+    if bits is not None and bits.shape[1] == T + 1:  # a mask of each position
+        bits = jnp.reshape(bits, (B * (T + 1), 1, -1))
+    elif bits is not None:
+        bits = rows.allowed_bits
+    seen_RV = rows.seen_BV | (more_RV > 0)
+    return dataclasses.replace(appended, seen_BV=seen_RV, count_BV=count_RV, allowed_bits=bits)
+
+
+def repeat_rows(tree: Any, times: int) -> Any:
+    """Returns a tree of arrays with so many copies of each row; the copies of a row are consecutive."""
+    return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
 
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, impl):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..operation import abstract_mesh_of, match_varying_axes
+from ...sharding import abstract_mesh_of
+from ..operation import match_varying_axes
 
 _TILE = 128  # numbers that are reduced first
 

@@ -11,7 +11,8 @@ import kernels_pallas
 from ...cache.contiguous import Contiguous
 from ...model.attention import ROW_QUERIES
 from ...model.rope_append import head_norms, norm_heads, plain_append
-from ..operation import abstract_mesh_of
+from ...sharding import abstract_mesh_of
+from .attention_kernels import kernel_arrays, with_kernel_arrays
 from .product_kernels import with_plain_derivative
 
 _TPU_IMPLS = ("tpu", "interpret_tpu")
@@ -41,7 +42,7 @@ def append_form(
 
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     """The implementation. A named one is one of attention: other calls stay with XLA under every name."""
-    k, v = kv.kernel_arrays()
+    k, v = kernel_arrays(kv)
     if k is None or abstract_mesh_of(k):
         return "xla"
     support = kernels_pallas.support
@@ -54,9 +55,9 @@ def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
 
 
 def _by_kernel(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm, impl: str):  # noqa: PLR0913
-    arrays = (*qkv, *(angles or (None, None)), *kv.kernel_arrays(), start_B, num_tokens_B)
+    arrays = (*qkv, *(angles or (None, None)), *kernel_arrays(kv), start_B, num_tokens_B)
     options = kv.kernel_options() | {"capacity": kv.capacity}
     if weights is not None:
-        options["norms"] = head_norms(weights, norm)
+        options["norms"] = kernels_pallas.HeadNorms(*weights, *norm)
     q_BTNH, k, v = kernels_pallas.run_kernel(impl, "rope_append", *arrays, **options)
-    return q_BTNH, kv.with_kernel_arrays(k, v)
+    return q_BTNH, with_kernel_arrays(kv, k, v)

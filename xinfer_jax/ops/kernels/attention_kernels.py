@@ -1,5 +1,6 @@
 """Attention by a kernel."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,33 @@ import jax
 import kernels_pallas
 
 from ...cache.contiguous import Contiguous
+from ...cache.stored_kv import StoredKV, cache_dtype_of
 from ...model.attention import Scoring
 from ..forms import Kernel, named
+
+
+def kernel_arrays(kv: Contiguous) -> tuple[Any, Any]:
+    """Keys and values of a layer cache as kernels read them; None for each where no kernel does."""
+    if kernel_obstacle(kv):
+        return None, None
+    k, v = (x.kernel_array() if isinstance(x, StoredKV) else x for x in (kv.k, kv.v))
+    return k, v
+
+
+def kernel_obstacle(kv: Contiguous) -> str | None:
+    """Why no kernel reads them."""
+    if kv.value_width != kv.k.shape[3]:
+        return f"values of another width than keys ({kv.value_width} and {kv.k.shape[3]})"
+    return cache_dtype_of(kv.dtype_name).kernel_obstacle
+
+
+def with_kernel_arrays(kv: Contiguous, k: Any, v: Any) -> Contiguous:
+    """The layer cache with other arrays in place of those of `kernel_arrays`."""
+
+    def stored(old: Any, array: Any) -> Any:
+        return old.with_kernel_array(array) if isinstance(old, StoredKV) else array
+
+    return dataclasses.replace(kv, k=stored(kv.k, k), v=stored(kv.v, v))
 
 
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
@@ -22,8 +48,8 @@ def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous)
     Raises:
         InputError: the named implementation does not support them.
     """
-    k, v = kv.kernel_arrays()
-    return named(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=kv.kernel_obstacle)
+    k, v = kernel_arrays(kv)
+    return named(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=kernel_obstacle(kv))
 
 
 def _key_bias(kv: Contiguous) -> kernels_pallas.KeyBias | None:
@@ -56,7 +82,7 @@ def _run(  # noqa: PLR0913
         options["sink_N"] = sink_N
     run = partial(kernels_pallas.run_kernel, impl, _kernel(few))
     run = partial(run, scale=scoring.scale, window=kv.window, soft_cap=scoring.soft_cap)
-    return run(q_BTNH, *kv.kernel_arrays(), start_B, length_B, **options)
+    return run(q_BTNH, *kernel_arrays(kv), start_B, length_B, **options)
 
 
 ATTENTION = Kernel(_select, _run)

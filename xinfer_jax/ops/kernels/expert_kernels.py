@@ -12,7 +12,7 @@ from ...model.experts import swish
 from ...model.layers import activation
 from ...weights.mxfp4 import Mxfp4Weight
 from ...weights.params import Params
-from ...weights.quantized_weights import is_quantized
+from ...weights.quantized_weight import is_quantized
 from ..forms import Kernel, named
 
 

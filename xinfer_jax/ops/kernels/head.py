@@ -15,11 +15,12 @@ from ...generation.state import DecodeState, append_token
 from ...model.decoder import lm_head, rotate_for_head, unembed
 from ...model.layers import linear, soft_cap
 from ...sampling.sampler import is_plain_greedy, sample_tokens
+from ...sharding import abstract_mesh_of
+from ...weights.int8_weight import Int8Weight
 from ...weights.params import Params
-from ...weights.quantized_weights import Int8Weight, is_quantized
+from ...weights.quantized_weight import is_quantized
 from ..forms import Kernel, named
 from ..largest import plain_argmax
-from ..operation import abstract_mesh_of
 
 
 def _select_argmax(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:

@@ -11,12 +11,15 @@ import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix
 
 from ...model.layers import finish_products, products, rms_norm
+from ...sharding import abstract_mesh_of
+from ...weights.grouped_weight import GroupedWeight
+from ...weights.int8_weight import Int8Weight
 from ...weights.mxfp4 import Mxfp4Weight
 from ...weights.params import Params
-from ...weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
+from ...weights.quantized_weight import is_quantized
 from ...weights.ternary import TernaryWeight
 from ..cpu.cpu_products import quantize_activations
-from ..operation import abstract_mesh_of, run, with_derivative
+from ..operation import run, with_derivative
 
 _WITHOUT_KERNEL: dict[type, str] = {TernaryWeight: "ternary weights", Mxfp4Weight: "MXFP4 weights"}
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
@@ -122,7 +125,7 @@ def _ordered_reason(matrices, norm_weight) -> str | None:
 
 
 def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:
-    """The same for GPUs."""
+    """Why a GPU kernel does not take these matrices; None: it does."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}"
     if norm_weight is not None and (rows > FEW_ROWS or x.dtype != jnp.bfloat16):
@@ -140,7 +143,9 @@ def _has_int8_activations(matrix: Any) -> bool:
 
 
 def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
-    """The same for one matrix. normed: x has a norm; several: x is that of other matrices too."""
+    """Why a kernel does not take one matrix; None: it does. normed: x has a norm; several: x is that of other
+    matrices too.
+    """
     if type(matrix) in _WITHOUT_KERNEL:
         return _WITHOUT_KERNEL[type(matrix)]
     if reason := kernels_pallas.support.too_large(getattr(matrix, "values", matrix)):

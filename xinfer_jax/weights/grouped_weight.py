@@ -1,4 +1,7 @@
-"""x @ matrix.T with quantized matrices.
+"""Matrices in int8 or int4 in groups of inputs, and their products.
+
+A matrix has O outputs and I inputs, in Q groups of J inputs. A group of one output has Y bytes: J in int8,
+J/2 in int4.
 
 How CPU products in groups read the weights at memory speed:
 - int4 is not unpacked. A byte is low + 16 high, the weights of inputs j and j + J/2, with activations x and
@@ -11,68 +14,119 @@ How CPU products in groups read the weights at memory speed:
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..ops.cpu.cpu_products import (
-    choose_int8_dot,
-    int8_activation_product,
-    pad_outputs,
-    tiled_product,
-    upcast_product,
-    upcasts_int8,
-)
+from ..ops.cpu.cpu_products import pad_outputs, tiled_product
 from ..ops.product import dot
-from ..ops.tpu.tpu_products import tpu_forms
-from .mxfp4 import Mxfp4Weight, mxfp4_product
-from .quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, dequantize, split_groups
-from .ternary import TernaryWeight, ternary_product
+from .quantized_weight import QuantizedWeight
 
+GROUP = 64  # inputs that share a scale in int4
+_SMALL = 64  # matrices with a side of at most this size have more scales (the package's docstring says why)
+_SMALL_GROUP = {8: 8, 4: 32}  # inputs that share a scale in them, by bits
 _RUN = 16  # bytes of one sum: 8 are 15% slower; LLVM does not unroll 32, a tenth of the speed
 _FEW_TPU_ROWS = 64  # up to this number of rows a TPU multiplies by levels
-_ROW_BY_ROW = (
-    8  # up to this number of rows, one row at a time is faster: 4 times at two rows, a fifth at eight
-)
+# Up to this number of rows, one row at a time is faster: 4 times at two rows, a fifth at eight.
+_ROW_BY_ROW = 8
 
 
-@jax.custom_jvp
-def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """Returns x @ dequantize(weight).T in float32, [..., I] -> [..., O].
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class GroupedWeight(QuantizedWeight):
+    """A matrix [O, I] as `(values - zero) * scale` in groups of inputs. Outputs are the last axis."""
 
-    Gradients are those of this product, also where x is quantized first.
+    values: jax.Array  # int8 [Q, Y, O], I padded to Q * J; int4: uint8 from `pack_int4`
+    scale: jax.Array  # float16 or float32 [Q, O]; on TPUs of int4 float32 (`device_form`)
+    zero: jax.Array | None  # uint8 [Q, O]; None: 0
+    order: jax.Array | None  # int32 [I]: the inputs of each group; None: in their own order
+    inputs: int = dataclasses.field(metadata=dict(static=True))  # I
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-3], self.values.shape[-1], self.inputs
+
+    @property
+    def group(self) -> int:
+        """J."""
+        return self.values.shape[-2] * (2 if self.values.dtype == jnp.uint8 else 1)
+
+    @property
+    def groups_with_padding(self) -> int:
+        return 0 if self.values.shape[-3] * self.group == self.inputs else self.group
+
+    def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
+        """With an order, activations are gathered from all devices."""
+        if self.order is not None:
+            x = lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)[..., self.order]
+        return x, dataclasses.replace(self, order=None, inputs=x.shape[-1])
+
+    def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
+        *experts, outputs, inputs = axes
+        of_groups = *experts, inputs, outputs
+        values = *experts, inputs, None, outputs
+        return {"values": values, "scale": of_groups, "zero": of_groups, "order": (inputs,)}
+
+    def dequantize(self) -> jax.Array:
+        values = self.values
+        levels_QJO = values.astype(jnp.int32)
+        if values.dtype == jnp.uint8:  # packed by `pack_int4`
+            halves = (levels_QJO[:, None] >> np.array([0, 4], np.int32)[:, None, None]) & 15
+            levels_QJO = halves.reshape(len(values), -1, values.shape[-1])
+        levels_QJO = levels_QJO.astype(jnp.float32)
+        if self.zero is not None:
+            levels_QJO -= self.zero.astype(jnp.float32)[:, None]
+        scale = self.scale.astype(jnp.float32)
+        matrix_IO = (levels_QJO * scale[:, None]).reshape(-1, values.shape[-1])[: self.inputs]
+        if self.order is not None:
+            matrix_IO = jnp.zeros_like(matrix_IO).at[self.order].set(matrix_IO)
+        return matrix_IO.T
+
+    def cpu_product(self, x_MI: jax.Array) -> jax.Array:
+        return _grouped_product(x_MI, self)
+
+    def tpu_product(self, x_MI: jax.Array) -> jax.Array:
+        return tpu_grouped_product(x_MI, self)
+
+
+def grouped_struct(
+    shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16, ordered: bool = False
+) -> GroupedWeight:
+    """Shapes and types of a matrix [O, I] in groups of J; scale: its type; ordered: with an order."""
+    (outputs, inputs) = shape
+    struct = jax.ShapeDtypeStruct
+    Q = -(-inputs // J)
+    (Y, kind) = (J, np.int8) if bits == 8 else (J // 2, np.uint8)
+    return GroupedWeight(
+        struct((Q, Y, outputs), kind),
+        struct((Q, outputs), scale),
+        None if bits == 8 else struct((Q, outputs), np.uint8),
+        struct((inputs,), np.int32) if ordered else None,
+        inputs,
+    )
+
+
+def group_size(shape: tuple[int, ...], bits: int) -> int:
+    """Returns how many inputs of a matrix [O, I] share a scale by default."""
+    if min(shape) <= _SMALL:
+        return _SMALL_GROUP[bits]
+    return GROUP if bits == 4 else shape[1]
+
+
+def split_groups(x: Any, J: int, xp: Any = np) -> Any:
+    """Returns [rows, inputs] as [rows, Q, J], padded with zeros. xp: NumPy or jax.numpy, as the array is."""
+    return xp.pad(x, ((0, 0), (0, -x.shape[1] % J))).reshape(len(x), -1, J)
+
+
+def pack_int4(levels_QJO: np.ndarray) -> np.ndarray:
+    """Packs 4-bit numbers, uint8 [Q, J, O], to [Q, J/2, O]: j in a byte's low half, j + J/2 in its high
+    half.
     """
-    x_MI = x.reshape(-1, x.shape[-1])
-    if isinstance(weight, TernaryWeight):
-        return ternary_product(x_MI, weight).reshape(*x.shape[:-1], -1)
-    products = {Int8Weight: _int8_product, Mxfp4Weight: mxfp4_product, GroupedWeight: _grouped_product}
-    cpu = products[type(weight)]
-    tpu = tpu_forms(tpu_grouped_product if isinstance(weight, GroupedWeight) else _plain_product, x_MI)
-    y_MO = lax.platform_dependent(x_MI, weight, cpu=cpu, **tpu, default=_plain_product)
-    return y_MO.reshape(*x.shape[:-1], -1)
-
-
-@quantized_product.defjvp
-def _quantized_product_jvp(primals, tangents):
-    (x, weight) = primals
-    (x_dot, weight_dot) = tangents
-
-    def plain(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32) @ dequantize(dataclasses.replace(weight, scale=scale)).T
-
-    return quantized_product(x, weight), jax.jvp(plain, (x, weight.scale), (x_dot, weight_dot.scale))[1]
-
-
-def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """On GPU and TPU: the matrix in the type of x; a scale per output is applied to the result."""
-    if isinstance(weight, Int8Weight):
-        return dot(x_MI, weight.values.astype(x_MI.dtype)) * weight.scale
-    # The barrier makes weights depend on x, or XLA would dequantize all layers before the loop.
-    x_MI, weight = lax.optimization_barrier((x_MI, weight))
-    return dot(x_MI, dequantize(weight).astype(x_MI.dtype))
+    half = levels_QJO.shape[1] // 2
+    return levels_QJO[:, :half] | (levels_QJO[:, half:] << 4)
 
 
 def tpu_grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
@@ -110,23 +164,6 @@ def tpu_grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
     return y_MO
 
 
-def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:
-    if weight.int8_activations:
-        return int8_activation_product(x_MI, weight.values) * weight.scale
-    if upcasts_int8(len(x_MI)):
-        return upcast_product(x_MI, weight.values) * weight.scale
-    x_MI = x_MI.astype(jnp.float32)
-    max_M = jnp.abs(x_MI).max(1)
-    step_M1 = jnp.where(max_M == 0, 1, max_M)[:, None] / 127
-    exact_MI = x_MI / step_M1
-    high_MI = jnp.round(exact_MI)
-    low_MI = jnp.round((exact_MI - high_MI) * 254)
-    split = jnp.concatenate([high_MI, low_MI]).astype(jnp.int8)
-    int8_dot = choose_int8_dot(len(x_MI), len(weight.values))
-    high_MO, low_MO = jnp.split(int8_dot(split, weight.values, dtype=jnp.int32).astype(jnp.float32), 2)
-    return (high_MO + low_MO / 254) * step_M1 * weight.scale
-
-
 def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
     x_MI = x_MI.astype(jnp.float32)
     if weight.order is not None:
@@ -139,7 +176,7 @@ def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
 
     def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
         tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
-        return dot(x_MI, pad_outputs(dequantize(tile)))[:, :size]
+        return dot(x_MI, pad_outputs(tile.dequantize()))[:, :size]
 
     return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 

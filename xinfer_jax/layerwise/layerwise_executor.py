@@ -1,4 +1,4 @@
-"""`LayerwiseRunner`: programs of one or a few layers, which the host calls, on a CPU.
+"""`LayerwiseExecutor`: programs of one or a few layers, which the host calls, on a CPU.
 
 tokens_BT ─ EMBED ─ LAYERS, several times ─► x_BTD ─ LAST, HEAD ─► logits_B1V ─ APPEND ─► state ─ EMBED
 ─ LAYERS, several times, the last with the head ─► logits_B1V ─ APPEND ─► …
@@ -13,17 +13,23 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, required_chunk, without_layers
-from ..generation.executor import bucket, next_power_of_two
-from ..generation.functional import prefill_chunk_size
-from ..generation.runners import REORDER, PaddedTokens, Runner
+from ..generation.executor import (
+    PaddedTokens,
+    ParamsAndConfig,
+    Run,
+    bucket,
+    next_power_of_two,
+    prefill_chunk_size,
+    run_program,
+)
+from ..generation.loop import REORDER
 from ..generation.state import DecodeState
-from ..generation.strategies import Carry, ParamsAndConfig, Strategy
+from ..generation.strategies import Carry, Strategy
 from ..model.decoder_layer import layer_kinds
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params, activation_dtype
 from .layer_programs import (
     APPEND,
-    COPY,
     EMBED,
     HEAD,
     LAST,
@@ -59,13 +65,19 @@ class SampledStep(NamedTuple):
     finished_B: Any  # bool: the row has sampled an EOS token
 
 
-class LayerwiseRunner(Runner):
-    """Programs of one or a few layers, which the host calls: what is compiled does not grow with the layers.
-    It has the methods of `WholeModelRunner`, and the `Operations` of a strategy.
+class LayerwiseExecutor:
+    """The `Executor` that calls programs of one or a few layers from the host: what is compiled does not grow
+    with the layers. Outputs of `prefill` are hidden states [B, 1, D] before the last norm, those of `forward`
+    logits [B, T, V].
     """
 
     name = "layer by layer"
     about = "programs for one or a few layers, called from the host"
+
+    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
+        self.impl = impl
+        self.run = run
+        self._greedy = greedy
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
@@ -79,17 +91,8 @@ class LayerwiseRunner(Runner):
         return min(bucket(longest), -(-longest // (chunks * step)) * step)
 
     def prefill(
-        self,
-        model: ParamsAndConfig,
-        tokens: PaddedTokens,
-        cache: KVCache | None,
-        donate: bool,
-        chunk: int = 0,
+        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
     ) -> Any:
-        """`WholeModelRunner.prefill`, with hidden states [B, 1, D] before the last norm as outputs."""
-        if cache is not None and not donate:
-            layers = tuple(self._executor(COPY, layer) for layer in cache.layers)
-            cache = dataclasses.replace(cache, layers=layers)
         tokens_BT, num_tokens_B = tokens
         B, T = tokens_BT.shape
         longest = int(num_tokens_B.max())
@@ -101,11 +104,10 @@ class LayerwiseRunner(Runner):
             num_B = np.clip(num_tokens_B - first, 0, chunk)
             inputs = padded_BT[:, first : first + chunk], num_B
             x_BTD, _, cache = self._run_model(model, _prompt_chunk, inputs, cache, prefills=True)
-            last_B1D = self._executor(LAST, x_BTD, num_B, last_B1D)
+            last_B1D = self.run(LAST, x_BTD, num_B, last_B1D)
         return last_B1D, cache
 
     def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
-        """`hidden_states` of whole rows, [B, T, D], without a cache."""
         return self.prefill_hidden(model, tokens, None)[0]
 
     def prefill_hidden(
@@ -113,46 +115,33 @@ class LayerwiseRunner(Runner):
     ) -> tuple[jax.Array, Any]:
         """`hidden_states` of one chunk of tokens, [B, T, D], and the cache with the tokens appended."""
         x_BTD, _, cache = self._run_model(model, _prompt_chunk, tokens, cache, prefills=True)
-        return self._executor(NORM, *without_model_layers(model), x_BTD), cache
+        return self.run(NORM, *without_model_layers(model), x_BTD), cache
 
-    def sample(self, model: ParamsAndConfig, outputs: Any, state: DecodeState) -> DecodeState:
-        """The state with each row's next token; outputs: of `prefill`."""
-        return self.append_sample(self.logits(model, outputs), state)[0]
+    def logits(self, model: ParamsAndConfig, outputs: Any) -> jax.Array:
+        """float32 [B, 1, V]."""
+        return self.run(HEAD, *without_model_layers(model), outputs)
 
-    def reorder(self, cache: KVCache, prompt_R: np.ndarray) -> KVCache:
-        """Row r of the result is row prompt_R[r]."""
-        layers = tuple(self._executor(REORDER_LAYER, layer, prompt_R) for layer in cache.layers)
-        return dataclasses.replace(self._executor(REORDER, without_layers(cache), prompt_R), layers=layers)
+    def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
+        layers = tuple(self.run(REORDER_LAYER, layer, index_R) for layer in cache.layers)
+        return dataclasses.replace(self.run(REORDER, without_layers(cache), index_R), layers=layers)
 
     def decode(
         self, strategy: Strategy, constants: tuple, carry: Carry, steps: int, continues: Any = True
     ) -> Carry:
-        """The carry after so many steps of the strategy, or fewer where all rows end. continues: whether any
-        row does.
-        """
+        """continues: whether any row does."""
         flags = [continues]
         for _ in range(steps):
             # The flag of the step before the last, if possible: the device never waits for the host.
-            if len(flags) > strategy.steps_ahead and not self._executor.is_true(flags.pop(0)):
+            if len(flags) > strategy.steps_ahead and not _any_true(flags.pop(0)):
                 break
             carry, continues = strategy.step(self, constants, carry)
             flags.append(continues)
         return carry
 
-    def search(self, strategy: Any, constants: tuple, outputs: Any, cache: KVCache, steps: int) -> Any:
-        """The results of a strategy that runs from the outputs of `prefill` to its end, at most `steps`
-        steps.
-        """
-        logits_B1V = self.logits((constants[0], strategy.config), outputs)
-        carry, continues = strategy.init(self, constants, logits_B1V, cache)
+    def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
+        carry, continues = strategy.init(self, constants, logits, cache)
         del cache  # the strategy has copied it: its memory is freed before the steps
         return strategy.results(self.decode(strategy, constants, carry, steps - 1, continues))
-
-    def logits(self, model: ParamsAndConfig, outputs: Any) -> jax.Array:
-        """float32 [B, 1, V] of the outputs of `prefill`."""
-        return self._executor(HEAD, *without_model_layers(model), outputs)
-
-    # `Operations`: outputs are logits [B, T, V].
 
     def forward(
         self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
@@ -160,7 +149,7 @@ class LayerwiseRunner(Runner):
         _, logits_BTV, cache = self._run_model(model, inputs, args, cache, prefills=False)
         return logits_BTV, cache
 
-    def append_sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
+    def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
         state, sampled = self.append_token(outputs, state, self._greedy)
         return state, sampled.continues_B
 
@@ -172,31 +161,28 @@ class LayerwiseRunner(Runner):
         """
         taken_BV = None
         if greedy:
-            token_B = self._executor(MOST_LIKELY, logits_B1V, self.impl)
+            token_B = self.run(MOST_LIKELY, logits_B1V, self.impl)
         else:
-            token_B, taken_BV = self._executor(SAMPLE, logits_B1V, state, among_B, self.impl)
+            token_B, taken_BV = self.run(SAMPLE, logits_B1V, state, among_B, self.impl)
         alternatives = state.alternatives
         state = dataclasses.replace(state, alternatives=None)
         if alternatives is not None:
             args = alternatives, logits_B1V, taken_BV, token_B, state, among_B
-            alternatives = self._executor(RECORD, *args)
-        state, *of_token = self._executor(APPEND, logits_B1V, token_B, state, among_B)
+            alternatives = self.run(RECORD, *args)
+        state, *of_token = self.run(APPEND, logits_B1V, token_B, state, among_B)
         state = dataclasses.replace(state, alternatives=alternatives)
         return state, SampledStep(token_B, taken_BV, *of_token)
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
-        return self._executor(function, *args)
+        return self.run(function, *args)
 
     def repeat(self, first: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         for i in range(first, end):
             carry = body(np.int32(i), carry)
         return carry
 
-    def repeat_rows(self, cache: KVCache, times: int) -> KVCache:
-        return self.reorder(cache, np.repeat(np.arange(len(cache.length_B), dtype=np.int32), times))
-
     def reorder_tail(self, cache: KVCache, index_B: Any, first: Any, count: int) -> KVCache:
-        layers = tuple(self._executor(REORDER_TAIL, keys, index_B, first, count) for keys in cache.layers)
+        layers = tuple(self.run(REORDER_TAIL, keys, index_B, first, count) for keys in cache.layers)
         return dataclasses.replace(cache, layers=layers)
 
     def _run_model(
@@ -214,7 +200,7 @@ class LayerwiseRunner(Runner):
             lengths = without_layers(cache)
             capacity = cache.capacity
             keys = list(cache.layers)
-        x_BTD, positions, lengths = self._executor(EMBED, *outer, inputs, args, lengths, capacity)
+        x_BTD, positions, lengths = self.run(EMBED, *outer, inputs, args, lengths, capacity)
         logits_BTV = None
         head = None if prefills else outer[0]
         for group in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
@@ -223,7 +209,7 @@ class LayerwiseRunner(Runner):
             of_layers = config.cache_of_layer[group]
             used = sorted(set(of_layers))
             caches = tuple(map(used.index, of_layers))
-            x_BTD, logits_BTV, group_keys = self._executor(
+            x_BTD, logits_BTV, group_keys = self.run(
                 LAYERS, params["layers"][group], head, is_last, config, kinds, caches, x_BTD,
                 positions.of_layers(group), tuple(keys[i] for i in used), self.impl,
             )  # fmt: skip
@@ -232,8 +218,8 @@ class LayerwiseRunner(Runner):
         return x_BTD, logits_BTV, None if cache is None else dataclasses.replace(lengths, layers=tuple(keys))
 
 
-def layerwise_runner(params: Params) -> type[LayerwiseRunner] | None:
-    """`LayerwiseRunner` for parameters on one CPU, where compiling takes most of the time to the first
+def layerwise_executor(params: Params) -> type[LayerwiseExecutor] | None:
+    """`LayerwiseExecutor` for parameters on one CPU, where compiling takes most of the time to the first
     answer; else None. The parameters may be shapes.
     """
     leaf = params["final_norm"]
@@ -243,7 +229,12 @@ def layerwise_runner(params: Params) -> type[LayerwiseRunner] | None:
         platforms = [device.platform for device in sharding.device_set]
     else:
         platforms = [jax.default_backend()]
-    return LayerwiseRunner if platforms == ["cpu"] else None
+    return LayerwiseExecutor if platforms == ["cpu"] else None
+
+
+def _any_true(x: Any) -> bool:
+    """Whether any bool of an array is true; in a dry run always."""
+    return isinstance(x, jax.ShapeDtypeStruct) or bool(np.any(x))
 
 
 def without_model_layers(model: ParamsAndConfig) -> ParamsAndConfig:

@@ -1,0 +1,228 @@
+"""`EngineEndpoint`: an engine that only prefills, or only decodes, as a `Dispatcher` uses it.
+
+dispatcher ─ submit, send, receive, release, forget, drop ─► endpoint ─ events ─► dispatcher
+
+Each answer at an endpoint has a ticket, a number that is used once. An event about a ticket that the
+dispatcher does not know any more is ignored.
+"""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from ..sampling.logprobs import TokenLogprobs
+from .requests import Answer
+
+PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
+
+
+class Progress(NamedTuple):
+    """What is new of an answer.
+
+    Attributes:
+        start: tokens that were reported before.
+        sampled, logprobs, alternatives: of the tokens after these.
+        tokens: number of its tokens, without an EOS or stop id.
+        reason: its finish_reason; None: it goes on.
+        hits, passes, accepted: as in `Row` and `Answer`.
+        prompt_start: log-probabilities of the prompt that were reported before.
+        prompt_logprobs: those after these.
+        prefill_seconds: from the begin of prefill to the first token.
+        error: why its request failed.
+    """
+
+    start: int = 0
+    sampled: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    alternatives: Sequence[TokenLogprobs] = ()
+    tokens: int = 0
+    reason: str | None = None
+    hits: int = 0
+    passes: int = 0
+    accepted: int = 0
+    prompt_start: int = 0
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prefill_seconds: float | None = None
+    error: BaseException | None = None
+
+
+class PrefilledRow:
+    """What an engine that decodes has of a row that another engine prefilled. In an answer it stands where
+    the pages of a preempted row do, until the row has arrived.
+    """
+
+    def __init__(self, ticket: int, emit: Callable[..., None]):
+        """emit: as of `EngineEndpoint`."""
+        self._ticket = ticket
+        self._emit = emit
+
+    def pull(self, shardings: Any) -> None:
+        """Asks for its state and pages. shardings: of the state, and of a group of pages."""
+        self._emit("pull", self._ticket, shardings)
+
+    def release(self) -> None:
+        """It has arrived, or is not wanted any more: its pages are free for others."""
+        self._emit("arrived", self._ticket)
+
+    def forget(self) -> None:
+        """Its numbers were not finite: no other prompt finds its pages."""
+        self._emit("invalid", self._ticket)
+
+    def return_pages(self, ids: Sequence[int], first: int, contents: list[Any]) -> None:
+        """Gives pages that decoding wrote to the prefix cache of the engine that prefilled the row.
+
+        Args:
+            ids: the tokens from the first of the prompt on, in full pages.
+            first: the first page in `contents`.
+            contents: from `Device.copy_pages`.
+        """
+        self._emit("return_pages", self._ticket, ids, first, contents)
+
+
+@dataclasses.dataclass
+class _Reported:
+    """What the dispatcher has of an answer: its tokens, log-probabilities of its prompt, and its end."""
+
+    tokens: int
+    of_prompt: int = 0
+    ended: bool = False
+
+
+class EngineEndpoint:
+    """An engine of this process. Its methods return at once.
+
+    Attributes:
+        role, pages: of the engine.
+
+    Args:
+        engine: an `Engine` with a role.
+        core: its steps.
+        emit: takes the name of an event (a method of `Dispatcher`), a ticket and more, on any thread.
+    """
+
+    def __init__(self, engine: Any, core: Any, emit: Callable[..., None]):
+        self.role = engine.role
+        self.pages = engine.pages
+        self._engine = engine
+        self._core = core
+        self._emit = emit
+        self._answers: dict[int, Answer] = {}
+        self._resets: dict[int, int] = {}  # of the prefix cache, when the prompt was prefilled
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine has failed; None if it has not."""
+        return self._engine.error
+
+    def example_row(self) -> Any:
+        """Arrays as `receive` takes them, before the engine has rows."""
+        return self._core.example_row()
+
+    def submit(self, ticket: int, answer: Answer) -> None:
+        """Prefills the prompt of another engine's answer, or continues that after its first token."""
+        if not self._engine.started:
+            self._engine.__enter__()
+        own = _copy(answer, self._engine, self.role == "decode")
+        if self.role == "decode":
+            own.prefilled = PrefilledRow(ticket, self._emit)
+            own.swapped_pages = own.prefilled
+        self._answers[ticket] = own
+        own.request.listeners.append(partial(self._report, ticket, _Reported(len(own.logprobs))))
+        with suppress(InputError):  # it has failed: the dispatcher sees its error
+            self._engine.enqueue([own.request])
+
+    def send(self, ticket: int, target: int, shardings: Any = None) -> None:
+        """Sends a prefilled row to the endpoint where it has the ticket `target`. shardings: of `pull`; None:
+        those of this engine.
+        """
+        deliver = partial(self._emit, "pages", target)
+        self._call_soon(ticket, lambda answer: self._core.send(answer.row, shardings, deliver))
+
+    def receive(self, ticket: int, contents: Any) -> None:
+        """The state and pages of a row have arrived here."""
+        self._call_soon(ticket, lambda answer: self._core.arrive(answer, contents))
+
+    def fail(self, ticket: int, error: BaseException) -> None:
+        """The state and pages of a row were lost: its request fails."""
+        self._call_soon(ticket, lambda answer: self._core.lose(answer, error))
+
+    def release(self, ticket: int) -> None:
+        """A prefilled row has arrived elsewhere: its slot and pages are free."""
+        self._call_soon(ticket, lambda answer: self._core.release(answer.row))
+
+    def forget(self, ticket: int) -> None:
+        """The numbers of a row were not finite: no other prompt finds its pages."""
+        self._call_soon(ticket, lambda answer: self._core.scheduler.forget_pages(answer.row))
+
+    def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
+        """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
+        resets = self._resets.get(ticket)
+
+        def cache(answer: Answer) -> None:
+            row = answer.row
+            if row.cacheable and self._core.scheduler.resets == resets:  # else they are of old weights
+                self._core.cache_pages(row.salt, ids, first, contents)
+
+        self._call_soon(ticket, cache)
+
+    def drop(self, ticket: int) -> None:
+        """Ends the work for a ticket, and frees what it has here."""
+        if answer := self._answers.get(ticket):
+            self._engine.cancel(answer.request)  # first: the row may be prefilled meanwhile
+            if self.role == "prefill":
+                self.release(ticket)
+            del self._answers[ticket]
+        self._resets.pop(ticket, None)
+
+    def _call_soon(self, ticket: int, call: Callable[[Answer], None]) -> None:
+        """Calls a function with an answer that is here, on the engine's thread."""
+        if answer := self._answers.get(ticket):
+            self._engine.call_soon(lambda: call(answer))
+
+    def _report(self, ticket: int, reported: _Reported) -> None:
+        """On the engine's thread: sends what is new of an answer."""
+        answer = self._answers.get(ticket)
+        if answer is None or reported.ended or self.error is not None:
+            return
+        request = answer.request
+        start = reported.tokens
+        prompt_start = reported.of_prompt
+        reported.tokens = len(answer.logprobs)
+        reported.of_prompt = len(request.prompt_logprobs)
+        reported.ended = answer.finish_reason is not None
+        if reported == _Reported(start, prompt_start):
+            return
+        if answer.finish_reason == PREFILLED:
+            self._resets[ticket] = self._core.scheduler.resets
+        times = request.times
+        seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
+        new = Progress(
+            start, answer.sampled[start:], answer.logprobs[start:], answer.alternatives[start:],
+            len(answer.tokens), answer.finish_reason, answer.row.hits, answer.passes, answer.accepted,
+            prompt_start, request.prompt_logprobs[prompt_start:], seconds, request.error,
+        )  # fmt: skip
+        self._emit("progress", ticket, new)
+
+
+def _copy(answer: Answer, engine: Any, is_prefilled: bool) -> Answer:
+    """An answer for an engine, in a request of its own; is_prefilled: with its first token."""
+    request = copy.copy(answer.request)
+    request.engine = engine
+    request.listeners = []
+    request.times = {}
+    request.prompt_logprobs = []
+    row = dataclasses.replace(answer.row, pages=[], host_pages=[], num_computed=0)
+    own = Answer(request, row, answer.number)
+    request.answers = [own]
+    if is_prefilled:
+        row.num_computed = len(row.ids)
+        row.logprobs_from = None
+        own.append(list(answer.sampled), list(answer.logprobs), False)
+        own.alternatives += answer.alternatives
+        request.times["first"] = time.monotonic()
+    return own

@@ -1,0 +1,78 @@
+"""What the front process and the processes that prefill or decode tell each other about answers."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine.endpoint import Progress
+from ..engine.requests import Answer
+from ..engine.submission import make_request
+from ..errors import InputError, format_message
+from ..grammar.pool import GrammarPool
+from ..sampling.logprobs import TokenLogprobs
+
+_ROW_FIELDS = ("priority", "answer_group", "client", "logprobs_from", "share_answers", "hits")
+
+
+def answer_to_message(answer: Answer) -> dict[str, Any]:
+    """What a process needs to make the same answer, with what has been sampled of it."""
+    request = answer.request
+    call = request.call
+    row = answer.row
+    options = dataclasses.replace(call.options, stop_strings=tuple(request.stop_strings), impl=None)
+    left = request.deadline - time.monotonic()
+    return dict(
+        ids=list(request.ids), options=options, key=call.key, number=request.number, live=request.live,
+        text=dict(skip_special_tokens=request.skip_special_tokens, content_after=request.content_after),
+        prompt_logprobs=request.num_prompt_logprobs,
+        seconds=None if left == float("inf") else max(left, 0.001), answer=answer.number,
+        row={name: getattr(row, name) for name in _ROW_FIELDS}, salt=row.salt.hex(),
+        sampled=[answer.sampled, answer.logprobs, answer.alternatives],
+    )  # fmt: skip
+
+
+def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPool) -> Answer:
+    """The answer, of a request to this engine.
+
+    Raises:
+        InputError: the engine cannot answer it, as it may have fewer pages.
+    """
+    options = fields["options"]
+    row_fields = fields["row"]
+    if options.grammar is not None:
+        grammar = grammars.prepare(row_fields["client"], options.grammar)
+        options = dataclasses.replace(options, grammar=grammar)
+    what = fields["ids"], options, fields["key"], fields["number"]
+    request = make_request(engine, *what, **fields["text"])
+    request.live = fields["live"]
+    request.num_prompt_logprobs = fields["prompt_logprobs"]
+    if fields["seconds"] is not None:
+        request.deadline = request.submitted + fields["seconds"]
+    answer = request.answers[fields["answer"]]
+    answer.row = dataclasses.replace(answer.row, salt=bytes.fromhex(fields["salt"]), **row_fields)
+    (answer.sampled, answer.logprobs, alternatives) = fields["sampled"]
+    answer.alternatives = _logprobs(alternatives)
+    return answer
+
+
+def progress_to_message(new: Progress) -> list[Any]:
+    """The fields of `Progress`; an error as text."""
+    error = new.error and (format_message(new.error) or type(new.error).__name__)
+    return [*new._replace(error=None)[:-1], error]
+
+
+def progress_from_message(fields: Sequence[Any]) -> Progress:
+    """What another process has sent."""
+    new = Progress(*fields)
+    error = None if new.error is None else InputError(str(new.error))
+    of_prompt = _logprobs(new.prompt_logprobs)
+    return new._replace(alternatives=_logprobs(new.alternatives), prompt_logprobs=of_prompt, error=error)
+
+
+def _logprobs(each: Sequence[Any]) -> list[TokenLogprobs]:
+    found = []
+    for token, logprob, processed, *tops in each:
+        pairs = [[(i, x) for i, x in alternatives] for alternatives in tops]
+        found.append(TokenLogprobs(token, logprob, processed, *pairs))
+    return found

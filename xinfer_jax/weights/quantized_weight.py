@@ -1,0 +1,91 @@
+"""What quantized leaves have in common: their product, its derivative, and rows of the matrix."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..ops.product import dot
+from ..ops.tpu.tpu_products import tpu_forms
+from .weight_leaf import WeightLeaf
+
+
+class QuantizedWeight(WeightLeaf):
+    """A matrix as `values`, multiplied by `scale`."""
+
+    values: Any
+    scale: Any
+
+    def dequantize(self) -> jax.Array:
+        """Returns the matrix, float32 [O, I]."""
+        raise NotImplementedError
+
+    def product(self, x: jax.Array) -> jax.Array:
+        return quantized_product(x, self)
+
+    def forms_product(self, x_MI: jax.Array) -> jax.Array:
+        """Returns x @ matrix.T, float32 [M, O], in the form of each platform."""
+        tpu = tpu_forms(_tpu_form, x_MI)
+        return lax.platform_dependent(x_MI, self, cpu=_cpu_form, **tpu, default=_plain_form)
+
+    def cpu_product(self, x_MI: jax.Array) -> jax.Array:
+        """The form for CPUs."""
+        raise NotImplementedError
+
+    def tpu_product(self, x_MI: jax.Array) -> jax.Array:
+        """The form for TPUs."""
+        return self.plain_product(x_MI)
+
+    def plain_product(self, x_MI: jax.Array) -> jax.Array:
+        """On GPU and TPU: the matrix in the type of x."""
+        # The barrier makes weights depend on x, or XLA would dequantize all layers before the loop.
+        x_MI, weight = lax.optimization_barrier((x_MI, self))
+        return dot(x_MI, weight.dequantize().astype(x_MI.dtype))
+
+    def rows(self, index: jax.Array) -> jax.Array:
+        parts = {name: getattr(self, name) for name in ("values", "scale", "zero") if hasattr(self, name)}
+        rows = {name: None if x is None else x[..., index.reshape(-1)] for name, x in parts.items()}
+        return dataclasses.replace(self, **rows).dequantize().reshape(*index.shape, -1)
+
+
+def _cpu_form(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    return weight.cpu_product(x_MI)
+
+
+def _tpu_form(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    return weight.tpu_product(x_MI)
+
+
+def _plain_form(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    return weight.plain_product(x_MI)
+
+
+@jax.custom_jvp
+def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """Returns x @ dequantize(weight).T in float32, [..., I] -> [..., O].
+
+    Gradients are those of this product, also where x is quantized first.
+    """
+    return weight.forms_product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+@quantized_product.defjvp
+def _quantized_product_jvp(primals, tangents):
+    (x, weight) = primals
+    (x_dot, weight_dot) = tangents
+
+    def plain(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32) @ dataclasses.replace(weight, scale=scale).dequantize().T
+
+    return quantized_product(x, weight), jax.jvp(plain, (x, weight.scale), (x_dot, weight_dot.scale))[1]
+
+
+def is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, WeightLeaf)
+
+
+def dequantize(weight: QuantizedWeight) -> jax.Array:
+    """Returns the matrix of a leaf, float32 [O, I]."""
+    return weight.dequantize()

@@ -1,0 +1,43 @@
+"""The protocol of a leaf of parameters that is no float array."""
+
+from typing import Self
+
+import jax
+
+from ..formatting import ShortRepr
+
+
+class WeightLeaf(ShortRepr):
+    """A matrix [O, I], or those of experts, whose arrays have a first axis for them. A kind is a pytree, a
+    frozen dataclass in a file of its own; the core finds it in the parameters, and calls these methods.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[O, I], or [X, O, I] of experts."""
+        raise NotImplementedError
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Returns x @ matrix.T in float32, [..., I] -> [..., O]."""
+        raise NotImplementedError
+
+    def rows(self, index: jax.Array) -> jax.Array:
+        """Returns rows of the matrix, float32 [..., I], as an embedding does; index: int32 [...]."""
+        raise NotImplementedError
+
+    def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
+        """Returns a device's activations [..., I] and this leaf as those of a separate matrix, inside a
+        `shard_map`. The leaf's inputs are divided along the mesh axis `axis_name`.
+        """
+        return x, self
+
+    def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
+        """Returns the logical axes of each of its arrays. axes: of the matrix: outputs and inputs, of experts
+        also theirs, first.
+        """
+        raise NotImplementedError
+
+    @property
+    def groups_with_padding(self) -> int:
+        """Inputs that share a scale, where they do not divide I; 0: they do."""
+        return 0
