@@ -167,7 +167,8 @@ class TracedExecutor:
     def forward(
         self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
     ) -> tuple[Hidden, KVCache]:
-        hidden_BTD, cache = run_model(*model, *make_inputs(cache, *args), self.impl)
+        inputs, cache = make_inputs(cache, *args)
+        hidden_BTD, cache = run_model(*model, inputs, cache, self.impl)
         return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position]), cache
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:

@@ -130,8 +130,8 @@ def embed_inputs(
     x_BTD = jnp.asarray(embeddings_BTD).astype(dtype)
     positions = Positions(angles, start_B, num_tokens_B)
     if config.hidden_size_per_layer_input:
-        inputs = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)
-        positions = positions._replace(layer_inputs=inputs)
+        of_layers = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)
+        positions = positions._replace(layer_inputs=of_layers)
     return x_BTD, positions
 
 

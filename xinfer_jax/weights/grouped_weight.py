@@ -72,6 +72,7 @@ class GroupedWeight(QuantizedWeight):
 
     def dequantize(self) -> jax.Array:
         values = self.values
+        scale = self.scale.astype(jnp.float32)
         levels_QJO = values.astype(jnp.int32)
         if values.dtype == jnp.uint8:  # packed by `pack_int4`
             halves = (levels_QJO[:, None] >> np.array([0, 4], np.int32)[:, None, None]) & 15
@@ -79,7 +80,6 @@ class GroupedWeight(QuantizedWeight):
         levels_QJO = levels_QJO.astype(jnp.float32)
         if self.zero is not None:
             levels_QJO -= self.zero.astype(jnp.float32)[:, None]
-        scale = self.scale.astype(jnp.float32)
         matrix_IO = (levels_QJO * scale[:, None]).reshape(-1, values.shape[-1])[: self.inputs]
         if self.order is not None:
             matrix_IO = jnp.zeros_like(matrix_IO).at[self.order].set(matrix_IO)
