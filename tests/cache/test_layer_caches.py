@@ -31,6 +31,7 @@ def stored_keys(layer, length_B, most):
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("most", [5, 64], ids=["blocks", "one-block"])
 @pytest.mark.parametrize("kind", [Contiguous, Ring])
 def test_blocks_have_each_position_once(kind, most):

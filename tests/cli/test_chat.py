@@ -31,6 +31,7 @@ def run_chat(capsys, monkeypatch, good):
     return run
 
 
+@pytest.mark.full
 def test_a_chat_prefills_only_new_turns(run_chat):
     questions = f"{QUESTION}\n" * 4 + f"/nonsense\n{'x' * 200}\n/reset\n{QUESTION}\n/exit\n{QUESTION}\n"
     code, out, err = run_chat(questions, "--stats", "--capacity=150")

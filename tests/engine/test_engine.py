@@ -287,6 +287,7 @@ def test_invalid_engine_arguments_are_rejected(model, given, message):
         xj.Engine(model, **given)
 
 
+@pytest.mark.full
 def test_threads_submit_and_wait(engine):
     texts: dict[int, str] = {}
 

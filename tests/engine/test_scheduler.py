@@ -363,6 +363,7 @@ READ = st.tuples(st.just("read"), st.integers(0, 9), st.sampled_from([99, 99, 0,
 LATE = st.tuples(st.just("late"), st.integers(0, 9))
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
 @given(
     st.integers(1, 5),

@@ -33,6 +33,7 @@ def test_embeddings_are_pooled_hidden_states(model, pooling, normalize):
         np.testing.assert_allclose(got_D, want_D, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loaded, bound",
     [

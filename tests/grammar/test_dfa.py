@@ -128,6 +128,7 @@ def test_decode_loop_in_a_callers_jit_and_under_vmap(model):
     assert {text for of_one in both for text in texts(model, np.asarray(of_one).tolist())} <= {*TEXTS}
 
 
+@pytest.mark.full
 def test_both_forms_sample_the_same_in_an_engine(model, monkeypatch):
     """A row with an automaton decodes several steps a call, beside rows with masks and rows without."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")

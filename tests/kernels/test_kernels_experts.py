@@ -177,6 +177,7 @@ def test_layer_on_a_tpu_equals_that_of_xla():
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     full_except(

@@ -295,7 +295,10 @@ def test_messages_encode_a_closed_set_of_values():
 def test_a_parent_rejects_connections_without_the_secret():
     job = process_group.GroupMember("127.0.0.1", free_port(), 2, 0)
     hub = coordinator.Coordinator(job, 60, SECRET)
-    heard = SimpleQueue()
+    events = SimpleQueue()
+
+    def heard(*event):
+        events.put(event)
 
     def connected():
         return socket.create_connection((job.host, job.port), 10)
@@ -307,13 +310,13 @@ def test_a_parent_rejects_connections_without_the_secret():
                 pass
     with pytest.raises(xj.InputError, match="wrong signature"):
         channel.Channel(connected(), heard, OTHER, listens=False)
-    wait_until(lambda: hub._rejected == 2)
+    wait_until(lambda: hub._listener.rejected == 2)
     assert not hub._channels and not hub._failures
     other = channel.Channel(connected(), heard, SECRET, listens=False)
     other.send(here=1, host="here")
     wait_until(lambda: 1 in hub._channels)
     hub._channels[1].send(signal=2)
-    assert heard.get(timeout=120) == (other, dict(signal=2))
+    assert events.get(timeout=120) == (other, dict(signal=2))
     other._out.sign("line", b"")  # as if a line had been taken out
     other.send(ended=0, why="", blames=None)
     wait_until(lambda: hub._failures)
@@ -321,7 +324,7 @@ def test_a_parent_rejects_connections_without_the_secret():
 
 
 def test_unauthenticated_connections_do_not_block_a_process(monkeypatch):
-    monkeypatch.setattr(coordinator, "_UNPROVED", 3)
+    monkeypatch.setattr(channel, "_UNPROVED", 3)
     job = process_group.GroupMember("127.0.0.1", free_port(), 2, 0)
     hub = coordinator.Coordinator(job, 60, SECRET)
     with contextlib.ExitStack() as open_ones:
@@ -329,7 +332,7 @@ def test_unauthenticated_connections_do_not_block_a_process(monkeypatch):
             open_ones.enter_context(socket.create_connection((job.host, job.port), 5)) for _ in range(5)
         ]
         other = channel.Channel(
-            socket.create_connection((job.host, job.port), 5), SimpleQueue(), SECRET, listens=False
+            socket.create_connection((job.host, job.port), 5), print, SECRET, listens=False
         )
         other.send(here=1, host="here")
         wait_until(lambda: 1 in hub._channels)
@@ -337,8 +340,8 @@ def test_unauthenticated_connections_do_not_block_a_process(monkeypatch):
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(4096):
                     pass
-        assert list(hub._channels) == [1] and hub._rejected == 0
-        wait_until(lambda: len(hub._unproved) == 2)
+        assert list(hub._channels) == [1] and hub._listener.rejected == 0
+        wait_until(lambda: len(hub._listener._unproved) == 2)
 
 
 def test_the_coordinator_listens_only_on_its_address():

@@ -18,6 +18,7 @@ from xinfer_jax.weights.quantized_weight import quantized_product
 ROWS = (9, 11, 12, 13, 33)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dtype", full_except(["float32", "int8"], ["float32", "bfloat16", "float16", "int8", "int4"])
 )

@@ -99,6 +99,7 @@ def test_typical_tokens_equal_those_of_sorting(forms):
             np.testing.assert_array_equal(kept[i], kept_by_sorting(key[i], probability[i], np.float32(0.7)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", full_except([4097, 9973], [4096, 4097, 5000, 9973]))
 @pytest.mark.parametrize("count", full_except([1, 65], [1, 20, 65, 300]))
 def test_largest_of_groups_equal_top_k(size, count):

@@ -140,6 +140,7 @@ run_interruptible(lambda: command.main(["xinfer-jax-serve", "--port=0", "--grace
 """
 
 
+@pytest.mark.full
 def test_400_idle_connections_with_200_files_and_an_engine_that_does_not_close():
     command_line = [sys.executable, "-c", DRIVER]
     process = subprocess.Popen(command_line, cwd=ROOT, stderr=subprocess.PIPE, text=True)

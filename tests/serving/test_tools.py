@@ -101,6 +101,7 @@ def test_calls_in_a_stream(server):
         assert all(deltas[:-1])
 
 
+@pytest.mark.full
 def test_a_schema_holds_for_the_answer_and_calls_stay_possible(server, model):
     """Whatever begins the answer: a schema constrains what is no call, and the calls' arguments are valid."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")

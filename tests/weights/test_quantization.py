@@ -133,6 +133,7 @@ CPU_INFOS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has", CPU_INFOS)
 def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
     """Every form computes the same product; the environment variable overrides the flags."""
@@ -193,6 +194,7 @@ def test_qwen3_moe_prefills_64_tokens_in_bfloat16():
     np.testing.assert_allclose(logits[0], logits[1], atol=0.05 * np.abs(logits[1]).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_no_product_dequantizes_the_whole_matrix(rows):
     weight = jax.device_put(quantize_matrix(matrix(512, 1024), 4))
@@ -212,6 +214,7 @@ def test_quantized_product_with_reordered_inputs():
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inputs", [64, 72])
 def test_rows_of_a_quantized_matrix(bits, inputs):
@@ -220,6 +223,7 @@ def test_rows_of_a_quantized_matrix(bits, inputs):
     np.testing.assert_array_equal(weight.rows(index), np.asarray(dequantize(weight))[np.asarray(index)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gradients_equal_those_of_the_dequantized_product(bits):
     weight = jax.device_put(quantize_matrix(matrix(24, 64), bits, 64))

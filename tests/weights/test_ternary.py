@@ -80,6 +80,7 @@ def test_other_rows_do_not_change_the_bits_of_a_row():
         np.testing.assert_array_equal(product(x_MI[:rows], weight), alone[:rows])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_no_product_dequantizes_the_whole_matrix(rows):
     weight, _ = leaf(2048, 2048)

@@ -21,6 +21,7 @@ def tpu_form(product, rows):
     return form
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 3, 65])
 @pytest.mark.parametrize("kind", ["int4", "int8 groups", "order"])
 def test_grouped_products_of_tpus(kind, rows):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import InputError, format_value
 from .awq_gptq_format import AwqGptqFormat
@@ -19,7 +19,7 @@ _REMEDY = (
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
-QuantizedFormat = AwqGptqFormat | BitNetFormat | Mxfp4Format | OwnFormat
+QuantizedFormat: TypeAlias = AwqGptqFormat | BitNetFormat | Mxfp4Format | OwnFormat
 
 
 def read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | None:

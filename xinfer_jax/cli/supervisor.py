@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from ..errors import InputError, format_message
 from ..signing import load_secret, set_secret
-from .channel import HEARTBEAT_SECONDS, Channel
+from .channel import HEARTBEAT_SECONDS, Channel, Receive
 from .coordinator import Coordinator, GroupEnd
 from .flag_parser import FlagParser
 from .process import SignalEvent, capture_signals
@@ -131,12 +131,13 @@ class _Supervisor:
 
     def _connect(self) -> Channel:
         deadline = time.monotonic() + self._seconds
+        receive: Receive = lambda _, message: self._events.put(message)  # noqa: E731
         while time.monotonic() < deadline:
             with suppress(OSError):
                 address = self._member.host, self._member.port
                 connection = socket.create_connection(address, HEARTBEAT_SECONDS)
                 try:
-                    return Channel(connection, self._receive, self._secret, listens=False)
+                    return Channel(connection, receive, self._secret, listens=False)
                 except InputError as error:
                     raise GroupEnd(
                         2, f"{self._process_0} has another secret: give all the same file"
@@ -144,9 +145,6 @@ class _Supervisor:
             if self._stop.wait(0.2):
                 raise GroupEnd(128 + self._stop.number)
         raise GroupEnd(1, f"{self._process_0} did not answer within {self._seconds} s")
-
-    def _receive(self, _: Channel, message: dict[str, Any]) -> None:
-        self._events.put(message)
 
     def _handle_event(self) -> None:
         if self._stop.is_set() and not self._signal_sent:  # a second signal ends this process at once

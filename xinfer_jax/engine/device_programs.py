@@ -22,7 +22,7 @@ from ..generation.loop import TracedExecutor, loop_until_done
 from ..generation.speculation import SpeculationState, Speculative, prompt_lookup
 from ..generation.state import new_state
 from ..generation.strategies import Plain
-from ..model.decoder import final_norm, hidden_states, unembed
+from ..model.decoder import Inputs, final_norm, hidden_states, unembed
 from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
@@ -196,12 +196,12 @@ def _alternatives(logits_B1V, taken_BV, token_B):
 
 
 def running_token(lengths, progress, position_B, running_B):
-    """The inputs of `Executor.forward` for one step of the rows that run."""
+    """What `Executor.forward` takes for one step of the rows that run."""
     active_B = progress.active_B & running_B
     longest_B = None if lengths.longest_B is None else progress.longest_B(position_B)
     length_B = jnp.where(active_B, position_B - 1, 0)
     lengths = dataclasses.replace(lengths, length_B=length_B, longest_B=longest_B)
-    return progress.token_B[:, None], active_B.astype(jnp.int32), lengths
+    return Inputs(progress.token_B[:, None], active_B.astype(jnp.int32)), lengths
 
 
 def _set_row(rows, slot, row):

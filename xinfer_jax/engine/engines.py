@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 
@@ -135,7 +135,7 @@ class Engines(EngineBase):
         return self._router.route(row, lambda engine, hits: (-hits, loads[engine]), candidates)
 
 
-AnyEngine = Engine | Engines
+AnyEngine: TypeAlias = Engine | Engines
 
 
 def make_engine(model: Model, data_parallel: int = 1, **shape: Any) -> AnyEngine:

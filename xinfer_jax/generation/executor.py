@@ -81,10 +81,9 @@ class Executor(Protocol):
     # The steps of a strategy use these too.
 
     def forward(
-        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
+        self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
     ) -> tuple[Any, KVCache]:
-        """Runs the model on the tokens of `inputs(cache, *args)`: tokens [B, T], how many of each row are
-        real, and the cache to append to.
+        """Runs the model on `make_inputs(cache, *args)`: `Inputs`, and the cache to append them to.
 
         Args:
             position: whose logits are used: 0, -1, or None for all.

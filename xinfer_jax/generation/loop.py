@@ -18,7 +18,7 @@ from .. import plugin
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..model.decoder import hidden_states, unembed
+from ..model.decoder import hidden_states, run_model, unembed
 from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params, activation_dtype
 from .executor import (
@@ -165,10 +165,9 @@ class TracedExecutor:
         return self.run(REORDER, cache, index_R)
 
     def forward(
-        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
+        self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
     ) -> tuple[Hidden, KVCache]:
-        tokens_BT, num_tokens_B, cache = inputs(cache, *args)
-        hidden_BTD, cache = hidden_states(*model, tokens_BT, cache, num_tokens_B, impl=self.impl)
+        hidden_BTD, cache = run_model(*model, *make_inputs(cache, *args), self.impl)
         return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position]), cache
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:

@@ -20,6 +20,7 @@ from jax import lax
 from ..cache.kv_cache import KVCache, truncate, without_layers
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..model.decoder import Inputs
 from ..ops.operation import run
 from ..sampling.context import Context
 from ..sampling.sampler import sample_tokens
@@ -99,19 +100,21 @@ class Speculative(Strategy):
         return draft_BT, cache
 
 
-# Inputs of `Executor.forward`.
+# For `Executor.forward`.
 
 
-def last_and_draft_tokens(cache: KVCache, progress: RowProgress, draft_BT: jax.Array) -> Any:
+def last_and_draft_tokens(
+    cache: KVCache, progress: RowProgress, draft_BT: jax.Array
+) -> tuple[Inputs, KVCache]:
     """The last token of each row, and its draft tokens, [B, 1 + count]; none of a row that has ended."""
     tokens_BT = jnp.concatenate([progress.token_B[:, None], draft_BT], 1)
-    return tokens_BT, tokens_BT.shape[1] * progress.active_B.astype(jnp.int32), cache
+    return Inputs(tokens_BT, tokens_BT.shape[1] * progress.active_B.astype(jnp.int32)), cache
 
 
-def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> Any:
+def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> tuple[Inputs, KVCache]:
     """Each row's last two tokens, and the cache without them."""
     tokens_BT = jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
-    return tokens_BT, jnp.full(len(length_B), 2, jnp.int32), truncate(cache, length_B - 2)
+    return Inputs(tokens_BT, jnp.full(len(length_B), 2, jnp.int32)), truncate(cache, length_B - 2)
 
 
 def verify(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
+from ..model.decoder import Inputs
 from .executor import Executor
 from .state import RowProgress
 
@@ -58,17 +59,17 @@ class Plain(Strategy):
         return (state, cache), continues
 
 
-# Inputs of `Executor.forward`: (cache, …) -> tokens [B, T], how many of each row are real, the cache.
+# For `Executor.forward`: (cache, …) -> `Inputs`, and the cache to append them to.
 
 
-def last_token(cache: KVCache, progress: RowProgress) -> tuple[Any, Any, KVCache]:
+def last_token(cache: KVCache, progress: RowProgress) -> tuple[Inputs, KVCache]:
     """The last token of each row; none of a row that has ended."""
-    return progress.token_B[:, None], progress.active_B.astype(jnp.int32), cache
+    return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32)), cache
 
 
-def one_token(cache: KVCache, token_B: Any) -> tuple[Any, Any, KVCache]:
+def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
     """This token of each row."""
-    return token_B[:, None], jnp.ones(len(token_B), jnp.int32), cache
+    return Inputs(token_B[:, None], jnp.ones(len(token_B), jnp.int32)), cache
 
 
 def logits_at(logits: jax.Array, position: int) -> jax.Array:

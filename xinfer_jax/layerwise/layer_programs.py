@@ -36,14 +36,14 @@ def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first in range(0, L, size))
 
 
-def _embed(params, config, inputs, args, lengths, capacity):
-    """What the first layer takes of `inputs(lengths, *args)`, and the lengths of the cache after them."""
-    tokens_BT, num_tokens_B, lengths = inputs(lengths, *args)
-    start_B = None if lengths is None else lengths.length_B
-    longest_B = None if lengths is None else lengths.longest_B
-    x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B, longest_B)
+def _embed(params, config, make_inputs, args, lengths, capacity):
+    """What the first layer takes of `make_inputs(lengths, *args)`, and the lengths of the cache after
+    them.
+    """
+    inputs, lengths = make_inputs(lengths, *args)
+    x_BTD, positions = embed_inputs(params, config, inputs, lengths)
     if lengths is not None:
-        lengths = increase_length(lengths, num_tokens_B, capacity)
+        lengths = increase_length(lengths, inputs.num_tokens_B, capacity)
     return x_BTD, positions, lengths
 
 
@@ -113,7 +113,7 @@ def _reorder_tail(keys, index_B, first, count):
     return keys.reorder_tail(index_B, first, count)
 
 
-EMBED = jax.jit(_embed, static_argnames=("config", "inputs", "capacity"))
+EMBED = jax.jit(_embed, static_argnames=("config", "make_inputs", "capacity"))
 LAYERS = jax.jit(
     _layers,
     static_argnames=("config", "impl", "kinds", "caches"),

@@ -25,6 +25,7 @@ from ..generation.executor import (
 from ..generation.loop import REORDER
 from ..generation.state import DecodeState
 from ..generation.strategies import Carry, Strategy
+from ..model.decoder import Inputs
 from ..model.decoder_layer import layer_kinds
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params, activation_dtype
@@ -144,9 +145,9 @@ class LayerwiseExecutor:
         return strategy.results(self.decode(strategy, constants, carry, steps - 1, continues))
 
     def forward(
-        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
+        self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
     ) -> tuple[jax.Array, KVCache]:
-        _, logits_BTV, cache = self._run_model(model, inputs, args, cache, prefills=False)
+        _, logits_BTV, cache = self._run_model(model, make_inputs, args, cache, prefills=False)
         return logits_BTV, cache
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
@@ -186,10 +187,15 @@ class LayerwiseExecutor:
         return dataclasses.replace(cache, layers=layers)
 
     def _run_model(
-        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache | None, prefills: bool
+        self,
+        model: ParamsAndConfig,
+        make_inputs: Callable,
+        args: tuple,
+        cache: KVCache | None,
+        prefills: bool,
     ) -> Any:
         """The hidden states [B, T, D] after the last layer, the logits [B, T, V] (None where it prefills),
-        and the cache with the tokens of `inputs` appended.
+        and the cache with the inputs appended.
         """
         params, config = model
         outer = without_model_layers(model)
@@ -200,7 +206,7 @@ class LayerwiseExecutor:
             lengths = without_layers(cache)
             capacity = cache.capacity
             keys = list(cache.layers)
-        x_BTD, positions, lengths = self.run(EMBED, *outer, inputs, args, lengths, capacity)
+        x_BTD, positions, lengths = self.run(EMBED, *outer, make_inputs, args, lengths, capacity)
         logits_BTV = None
         head = None if prefills else outer[0]
         for group in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
@@ -245,4 +251,4 @@ def without_model_layers(model: ParamsAndConfig) -> ParamsAndConfig:
 
 def _prompt_chunk(lengths, tokens_BT, num_tokens_B):
     """The inputs of `EMBED` for these tokens."""
-    return tokens_BT, num_tokens_B, lengths
+    return Inputs(tokens_BT, num_tokens_B), lengths

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
 
     MaybeCache = TypeVar("MaybeCache", bound=KVCache | None, default=None)
+
+
+class Inputs(NamedTuple):
+    """What a forward pass takes beside parameters and cache. A part that is None leaves no trace in the
+    program.
+    """
+
+    tokens_BT: Any  # int32 ids, padded on the right
+    num_tokens_B: Any = None  # int32: how many of each row are real; None: all
+    embeddings_BTD: Any = None  # the input of the first layer; then only the shape of tokens_BT matters
 
 
 def forward(
@@ -77,47 +87,47 @@ def hidden_states(
     Raises:
         InputError: as `forward`; inputs_BTD has another shape.
     """
+    return run_model(params, config, Inputs(tokens_BT, num_tokens_B, inputs_BTD), cache, impl)
+
+
+def run_model(
+    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None
+) -> tuple[jax.Array, Any]:
+    """`hidden_states` of these inputs, and the cache with them appended: what every executor computes."""
+    tokens_BT, num_tokens_B, embeddings_BTD = inputs
     check_params(params, config)
-    check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, cache)
+    check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
     check_impl(impl, params, tokens_BT, cache)
-    B, T = tokens_BT.shape
     if cache is not None:
-        check_append(cache, T)
-    num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
-    start_B = None if cache is None else cache.length_B
-    longest_B = None if cache is None else cache.longest_B
-    x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B, longest_B, inputs_BTD)
+        check_append(cache, tokens_BT.shape[1])
+    x_BTD, positions = embed_inputs(params, config, inputs, cache)
     layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
     kinds = layer_kinds(config)
     x_BTD, layers = run_layers(
         params["layers"], config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl
     )
-    cache = None if cache is None else update_layers(cache, layers, num_tokens_B)
+    cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
     return final_norm(params, config, x_BTD), cache
 
 
 def embed_inputs(
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: Any,
-    start_B: Any,
-    num_tokens_B: Any,
-    longest_B: Any = None,
-    inputs_BTD: Any = None,
+    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None
 ) -> tuple[jax.Array, Positions]:
-    """The input of the first layer, [B, T, D], and its positions. Arguments as in `hidden_states`, and
-    `KVCache.longest_B`.
-    """
+    """The input of the first layer, [B, T, D], and its positions. Of the cache only the lengths matter."""
+    tokens_BT, num_tokens_B, embeddings_BTD = inputs
     B, T = tokens_BT.shape
+    num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
+    start_B = None if cache is None else cache.length_B
+    longest_B = None if cache is None else cache.longest_B
     from_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
     # With a cache a row's frequencies never change: `init_cache` rejects that, or rows say how long they may
     # become. Draft tokens beyond a row's end are dropped and must not change those of the tokens before them.
     length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B) if longest_B is None else longest_B
     angles = rotary_angles(config, from_B[:, None] + jnp.arange(T), length_B)
     dtype = activation_dtype(params)
-    if inputs_BTD is None:
-        inputs_BTD = _embed(params, config, jnp.asarray(tokens_BT))
-    x_BTD = jnp.asarray(inputs_BTD).astype(dtype)
+    if embeddings_BTD is None:
+        embeddings_BTD = _embed(params, config, jnp.asarray(tokens_BT))
+    x_BTD = jnp.asarray(embeddings_BTD).astype(dtype)
     positions = Positions(angles, start_B, num_tokens_B)
     if config.hidden_size_per_layer_input:
         inputs = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)

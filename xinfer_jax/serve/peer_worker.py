@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import __version__
 from ..cache.fingerprint import fingerprint
-from ..cli.channel import Channel
+from ..cli.channel import Channel, Receive
 from ..engine.endpoint import Progress
 from ..engine.engine import Engine
 from ..engine.host_tier import COPIED_PAGES
@@ -68,8 +68,9 @@ class PeerWorker:
         self._grammars = GrammarPool(engine.model.tokenizer, engine.model.config.vocab_size)
         self._example = self._endpoint.example_row()
         jax.random.key_data(self._example[0][0].key_B)  # compiled now
+        receive: Receive = lambda _, message: self._events.put(message)  # noqa: E731
         try:
-            self._channel = Channel(connection, self._receive_message, secret, listens=False)
+            self._channel = Channel(connection, receive, secret, listens=False)
         except OSError as error:
             where = f"{address[0]}:{address[1]}"
             raise InputError(f"the front process at {where} closed the connection: {error}") from error
@@ -100,9 +101,6 @@ class PeerWorker:
         if error := self._engine.error:
             raise error
         return ""
-
-    def _receive_message(self, _: Channel, message: dict[str, Any]) -> None:
-        self._events.put(message)
 
     def _message(self, name: str, *args: Any) -> None:
         self._channel.send(message=encode_message([name, *args]).decode())

@@ -97,7 +97,7 @@ def grouped_struct(
 ) -> GroupedWeight:
     """Shapes and types of a matrix [O, I] in groups of J; scale: its type; ordered: with an order."""
     (outputs, inputs) = shape
-    struct = jax.ShapeDtypeStruct
+    struct: Any = jax.ShapeDtypeStruct
     Q = -(-inputs // J)
     (Y, kind) = (J, np.int8) if bits == 8 else (J // 2, np.uint8)
     return GroupedWeight(

@@ -109,5 +109,6 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     inputs = param_spec.axes[-1]
     if mesh and rules[inputs or "embed"] and (group := leaf.groups_with_padding):
         raise InputError(f"{param_spec.name}: groups of {group} do not divide its {leaf.shape[-1]} inputs")
-    axes = leaf.field_axes(*param_spec.axes).items()
-    return dataclasses.replace(leaf, **{name: spec_of(getattr(leaf, name), *axes) for name, axes in axes})
+    matrix: Any = leaf  # a kind is a dataclass
+    fields = leaf.field_axes(*param_spec.axes).items()
+    return dataclasses.replace(matrix, **{name: spec_of(getattr(leaf, name), *axes) for name, axes in fields})

@@ -47,7 +47,8 @@ class QuantizedWeight(WeightLeaf):
     def rows(self, index: jax.Array) -> jax.Array:
         parts = {name: getattr(self, name) for name in ("values", "scale", "zero") if hasattr(self, name)}
         rows = {name: None if x is None else x[..., index.reshape(-1)] for name, x in parts.items()}
-        return dataclasses.replace(self, **rows).dequantize().reshape(*index.shape, -1)
+        leaf: Any = self  # a kind is a dataclass
+        return dataclasses.replace(leaf, **rows).dequantize().reshape(*index.shape, -1)
 
 
 def _cpu_form(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
