@@ -24,7 +24,7 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=5_592, code=3_279), GENERATE: Size(lines=6_575, code=3_933)}
+BOUNDS = {FUNCTIONAL: Size(lines=5_593, code=3_279), GENERATE: Size(lines=6_576, code=3_933)}
 CORE = closure.core()
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 
