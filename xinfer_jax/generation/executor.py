@@ -109,29 +109,6 @@ class Executor(Protocol):
         """`kv_cache.reorder_tail`."""
 
 
-class NothingAhead:
-    """Stands for a `Precompiler` where programs compile when they run."""
-
-    def wait(self, programs: int | None = None) -> None:
-        pass
-
-
-def compile_ahead(params: Any, signature: Any, dry_run: Callable[[Any], int]) -> tuple[Any, int]:
-    """Begins to compile what calls of a signature run, in threads, once for each signature.
-
-    Args:
-        params: of the model.
-        signature: a pytree; calls with equal values and shapes run the same programs.
-        dry_run: runs the call with an executor of the `run` that it gets, on shapes; returns how many
-            programs come before the first token.
-
-    Returns:
-        A `Precompiler`, whose `wait` waits for the first so many programs; and what `dry_run` returned.
-    """
-    precompile_once = plugin("compiler", "ahead")
-    return (NothingAhead(), 0) if precompile_once is None else precompile_once(params, signature, dry_run)
-
-
 def decode_compiler_options() -> dict[str, Any] | None:
     """XLA's options for decode programs on this machine; None: its defaults."""
     options = plugin("compiler", "options")
