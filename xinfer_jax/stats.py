@@ -43,7 +43,7 @@ class GenerateStats:
         prefill_seconds: time of prefill.
         ttft_seconds: time to the first token of every row, from the start of the call.
         decode_seconds: everything after the first token.
-        decode_steps: forward passes of all rows after the first token.
+        decode_steps: tokens of the longest row after the first one; forward passes, without draft tokens.
         total_seconds: of the whole call, compilation included.
         acceptance: acceptance rate of each row's draft tokens; None: no draft model.
         passes: forward passes of the model for each row; None: no draft model.

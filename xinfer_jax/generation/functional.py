@@ -58,7 +58,7 @@ def prefill(
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
-        impl: of attention and argmax: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
+        impl: of the operations: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:
         float32 logits [B, V] after each row's last real token, and the cache.
