@@ -60,7 +60,7 @@ class Executor(Protocol):
     ) -> Any:
         """The outputs of each row's last token, which `logits` takes, and the cache, whose memory is reused,
         with the tokens appended. Without a cache the tokens are the whole rows. chunk: tokens of a row per
-        forward pass; 0: `prefill_width`.
+        forward pass of an executor that runs few layers at once; 0: `prefill_width`.
         """
 
     def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:

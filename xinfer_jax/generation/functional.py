@@ -1,5 +1,5 @@
 """The functional API: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out; all three work inside a
-caller's jit. This module checks the arguments; loop.py has the traced functions.
+caller's jit. This module checks the arguments; loop.py has the loops.
 """
 
 import dataclasses

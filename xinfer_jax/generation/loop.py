@@ -103,8 +103,8 @@ def to_logits(x: Any) -> Any:
 
 
 class TracedExecutor:
-    """The `Executor` that makes one program of each call. Within such a program the steps of a strategy use
-    one whose `run` is `inline`.
+    """The `Executor` that makes one program of each of its calls. Within such a program the steps of a
+    strategy use one whose `run` is `inline`.
     """
 
     name = "whole"

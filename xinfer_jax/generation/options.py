@@ -39,7 +39,7 @@ class GenerateOptions:
         stop_token_ids: end a row as EOS ids do, with the finish_reason "stop".
         stop_strings: the text ends before the first of them; only for the text functions.
         n: answers per prompt. Rows i * n … i * n + n - 1 are those of prompt i; answer j samples with
-            fold_in(row_key, j).
+            fold_in(row_key, j); a single answer with row_key.
         best_of: generate so many answers per prompt and return the n with the largest log-probability per
             token; None: n.
         logprobs: alternatives returned for each token, before and after the logits processors; 0: none.
