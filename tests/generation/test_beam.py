@@ -141,7 +141,7 @@ def test_reorder_tail_equals_reorder():
 
 @pytest.mark.full
 def test_the_cache_of_the_prompts_is_freed_before_the_first_step(model, monkeypatch):
-    """The layerwise runner copies it for each beam."""
+    """The layerwise executor copies it for each beam."""
     caches = []
     step = BeamSearch.step
 

@@ -236,7 +236,7 @@ def test_committed_parameters_compile_each_forward_pass_once():
     assert ours(seen) == FIRST | dict(_append=2)
 
 
-def testlayer_groups():
+def test_layer_groups():
     """Groups are whole periods, and there are few: 22 layers are not eleven groups."""
 
     def sizes(**given):

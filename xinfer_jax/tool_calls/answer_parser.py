@@ -114,8 +114,8 @@ class AnswerParser:
     ):
         """
         Args:
-            formats: in which calls are recognized; `model.tokenizer.tool_format` is that of a model. None of
-                them: calls stay text.
+            formats: in which calls are recognized; `tokenizer.template_tools.format` is that of a model. None
+                of them: calls stay text.
             tools: as in `encode_prompt`. In Qwen3-Coder's form they tell the types of arguments, which are
                 texts otherwise. None: any function may be called.
             in_reasoning: the prompt ends within the reasoning.

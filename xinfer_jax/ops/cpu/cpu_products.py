@@ -1,6 +1,6 @@
 """x @ matrix.T, on CPU at memory speed. M rows (a batch's tokens), I inputs, O outputs.
 
-The form of a product depends only on the CPU and on the number of rows; `weights/__init__` has the speeds.
+The form of a product depends only on the CPU and on the number of rows; `weights/__init__` says why.
 """
 
 from collections.abc import Callable

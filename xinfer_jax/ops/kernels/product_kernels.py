@@ -14,14 +14,11 @@ from ...model.layers import finish_products, products, rms_norm
 from ...sharding import abstract_mesh_of
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
-from ...weights.mxfp4 import Mxfp4Weight
 from ...weights.params import Params
 from ...weights.quantized_weight import is_quantized
-from ...weights.ternary import TernaryWeight
 from ..cpu.cpu_products import quantize_activations
 from ..operation import run, with_derivative
 
-_WITHOUT_KERNEL: dict[type, str] = {TernaryWeight: "ternary weights", Mxfp4Weight: "MXFP4 weights"}
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
 
 
@@ -108,7 +105,7 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
     if isinstance(matrices[0], Int8Weight):
         return "int8 activations" if any(map(_has_int8_activations, matrices)) else None
     if not isinstance(matrices[0], GroupedWeight):
-        return _WITHOUT_KERNEL[type(matrices[0])]
+        return _other_kind(matrices[0])
     if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
         return "int8 in groups, or groups that are no multiple of 64"
     if any(matrix.zero is None for matrix in matrices) and any(
@@ -116,6 +113,10 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
     ):
         return "zero points of some matrices"
     return _ordered_reason(matrices, norm_weight)
+
+
+def _other_kind(matrix: Any) -> str:
+    return f"weights of the kind {type(matrix).__name__}"
 
 
 def _ordered_reason(matrices, norm_weight) -> str | None:
@@ -146,8 +147,8 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
     """Why a kernel does not take one matrix; None: it does. normed: x has a norm; several: x is that of other
     matrices too.
     """
-    if type(matrix) in _WITHOUT_KERNEL:
-        return _WITHOUT_KERNEL[type(matrix)]
+    if is_quantized(matrix) and not isinstance(matrix, Int8Weight | GroupedWeight):
+        return _other_kind(matrix)
     if reason := kernels_pallas.support.too_large(getattr(matrix, "values", matrix)):
         return reason
     if isinstance(matrix, Int8Weight):
