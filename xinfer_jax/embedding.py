@@ -14,7 +14,8 @@ from .checks import check_token_ids, is_sequence
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
 from .generation.executor import bucket, next_power_of_two
-from .generation.loop import executor_class, last_hidden
+from .generation.executor_choice import executor_class
+from .generation.loop import last_hidden
 from .generation.validation import non_finite_reason
 
 POOLINGS = ("mean", "last")

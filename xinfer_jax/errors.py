@@ -10,7 +10,8 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 class InputError(ValueError):
-    """Bad input (arguments, files, settings), raised on the host before any tracing.
+    """Bad input (arguments, files, settings), raised on the host before any tracing; after sampling
+    where only the tokens show it.
 
     Its text is one line of at most 300 characters. The command line exits with 2 on it.
     """

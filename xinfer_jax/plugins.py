@@ -16,6 +16,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("device", "memory"): ("memory", "check_memory"),
     ("device", "peak bytes"): ("memory", "peak_memory_bytes"),
     ("executor", "choice"): ("layerwise.layerwise_executor", "layerwise_executor"),
+    ("grammar", "automata"): ("grammar.automaton", "automata_of_call"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),
     ("cache dtype", "int8"): ("cache.quantized_kv", "INT8"),

@@ -41,12 +41,12 @@ class GenerateStats:
         compile_seconds: tracing, lowering and compiling (or fetching from the compilation cache), as far as
             the call waited for it.
         prefill_seconds: time of prefill.
-        ttft_seconds: time to the first token of every row, from the start of the call.
+        ttft_seconds: time to the first token of every row, after the arguments were validated.
         decode_seconds: everything after the first token.
-        decode_steps: forward passes of all rows after the first token.
-        total_seconds: of the whole call, compilation included.
-        acceptance: acceptance rate of each row's draft tokens; None: no draft model.
-        passes: forward passes of the model for each row; None: no draft model.
+        decode_steps: tokens of the longest row after the first one; forward passes, without draft tokens.
+        total_seconds: of the whole call after its arguments were validated, compilation included.
+        acceptance: acceptance rate of each row's draft tokens; None: no drafts.
+        passes: forward passes of the model for each row; None: no drafts.
         peak_bytes: peak memory: of the process on CPU, of the device elsewhere.
     """
 

@@ -14,7 +14,7 @@ calls reuse), `prefix_files` (its file).
   float and int8 caches are side by side, [B, K, S, 2H], so that they fill lanes of 128.
 - Padding is never written. Tokens beyond the capacity are dropped and flagged (`overflow_B`), so only the
   real part of a padded prompt has to fit.
-- A layer with a sliding window has a ring of the window and 512 more slots, where that is shorter: a call of
+- A layer with a sliding window has a ring of the window and 511 more slots, where that is shorter: a call of
   512 tokens is written before it attends, and `truncate` can go back by as many.
 - Quantized keys are stored without the model's bias, which is added when a block is read, so a large bias
   costs no precision. It stays in keys that a norm follows, or whose RoPE frequencies may still change.

@@ -95,7 +95,7 @@ class Contiguous(LayerCache):
         return old_BKSH.at[row[..., None], head_K, slot[..., None]].set(new_KH, mode="drop")
 
     def stored_length(self, length_B: jax.Array) -> jax.Array:
-        """int32 [B]: the lengths without tokens that were dropped."""
+        """int32 [B]: the lengths without tokens that were dropped for want of slots; a ring drops none so."""
         return jnp.minimum(length_B, self.capacity) if self.slots > self.capacity else length_B
 
     def block_layout(self, max_width: int) -> tuple[int, int]:

@@ -185,8 +185,8 @@ def check_append(cache: KVCache, tokens: int) -> None:
 
 
 def required_chunk(cache: KVCache | None) -> int | None:
-    """Tokens of a prefill chunk that the cache's dtype demands; None: any number. Where something is computed
-    from a row's first chunk, a fixed size makes it independent of other rows.
+    """Least tokens of a prefill chunk that the cache's dtype demands; None: any number. Where something is
+    computed from a row's first chunk, a fixed size makes it independent of other rows.
     """
     found = None if cache is None else quantized_dtype(cache.dtype)
     return None if found is None else found.chunk
@@ -214,7 +214,8 @@ def without_layers(cache: KVCache) -> KVCache:
 def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
     """Drops the tokens from a position on: the next ones that are appended overwrite them.
 
-    Outside a trace it waits for the device. Under a caller's jit a negative length means 0.
+    Outside a trace it waits for the device if a layer is a ring or has a state. Under a caller's jit a
+    negative length means 0.
 
     Args:
         cache: is not changed; the result shares its keys and values.

@@ -16,8 +16,8 @@ from ..engine.controller import open_control_channel
 from ..errors import InputError
 from ..formatting import format_mib
 from ..generation.beams import beam_search, plan_beam_search
+from ..generation.executor_choice import executor_class
 from ..generation.kernels import kernels_used
-from ..generation.loop import executor_class
 from ..generation.options import GenerateOptions, default_capacity
 from ..grammar.grammars import Grammar, choice, json_schema, regex
 from ..ops.cpu import cpu_features

@@ -19,7 +19,7 @@ from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
 from ..generation.executor import Run
-from ..generation.loop import executor_class
+from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call

@@ -12,12 +12,12 @@ import numpy as np
 from ..checkpoint.answer_detokenizer import AnswerDetokenizer
 from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError
+from ..generation.batch_arrays import answer_keys
 from ..generation.options import GenerateOutput
 from ..generation.output_checks import check_generated
 from ..generation.state import GeneratedTokens
 from ..generation.validation import ValidatedCall
 from ..sampling.logprobs import TokenLogprobs
-from ..sampling.random_keys import answer_keys
 from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
 from .row import Row

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ..config.model_config import ModelConfig
-from ..generation.loop import executor_class
+from ..generation.executor_choice import executor_class
 from ..layerwise.layerwise_executor import LayerwiseExecutor
 from ..layerwise.precompile import CompilerStoppedError, Precompiler, shape_struct
 from ..sharding import concrete_mesh_of

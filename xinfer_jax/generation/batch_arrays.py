@@ -14,7 +14,7 @@ from ..config.model_config import ModelConfig
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
-from ..sampling.random_keys import answer_keys
+from ..sampling.random_keys import FOLD_IN, FOLD_IN_EACH
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, cache_dtype, tree_bytes
 from .executor import bucket
@@ -149,3 +149,20 @@ def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.
     for row, prompt in zip(tokens_BT, prompts, strict=False):
         row[: len(prompt)] = prompt
     return tokens_BT
+
+
+def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | None) -> jax.Array:
+    """`row_keys` for rows that continue prompts; another number of prompts compiles no program.
+
+    Args:
+        key: from `check_key`: one, or one per prompt.
+        prompt_R: int32, which prompt each row continues.
+        answer_R: int32, index of the answer among its prompt's answers, folded into the key too; None: each
+            prompt has one answer.
+    """
+    if key.ndim:  # indexed on the host: no program is compiled
+        data_R = np.asarray(jax.random.key_data(key))[prompt_R]
+        key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
+    else:
+        key_R = FOLD_IN(key, prompt_R)
+    return key_R if answer_R is None else FOLD_IN_EACH(key_R, answer_R)

@@ -16,8 +16,9 @@ from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .batch_matchers import BatchMatchers
-from .executor import Executor, Run, compile_ahead, run_program
-from .loop import TracedExecutor, executor_class
+from .executor import Executor, Run, run_program
+from .executor_choice import compile_ahead, executor_class
+from .loop import TracedExecutor
 from .options import GenerateOutput
 from .output_checks import check_generated, check_overflow
 from .state import DecodeState, GeneratedTokens, fetch_tokens

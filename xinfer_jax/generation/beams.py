@@ -24,8 +24,8 @@ from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .beam_steps import BeamRequest, BeamResults, BeamSearch
-from .executor import Executor, bucket, compile_ahead
-from .loop import executor_class
+from .executor import Executor, bucket
+from .executor_choice import compile_ahead, executor_class
 from .options import GenerateOptions
 from .output_checks import check_overflow
 from .validation import ValidatedCall, validate_call

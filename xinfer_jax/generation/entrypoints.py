@@ -33,13 +33,14 @@ def generate(
 ) -> GenerateOutput:
     """Continues every prompt. Lengths may differ. Each prompt gets the tokens that it gets alone.
 
-    The number of rows and the lengths are rounded up to powers of two, so that few programs are compiled.
+    The number of rows is rounded up to a power of two, and lengths are rounded up, so that few programs are
+    compiled.
     Padding rows cost their share of a step.
 
     On one CPU device, decoding is one loop on the device if rows (padded, `n` of each prompt) x
-    `max_new_tokens` exceed 256; else, and with a grammar, the host calls programs of a few layers, as
-    `stream` does, which compile sooner. The arguments alone decide, so a call has the same bits whatever is
-    compiled already. On GPUs and meshes it is always a loop.
+    `max_new_tokens` exceed 256; else, and where the host writes a grammar's masks, it calls programs of a few
+    layers, as `stream` does, which compile sooner. The arguments alone decide, so a call has the same bits
+    whatever is compiled already. On GPUs and meshes it is always a loop.
 
     Args:
         params, config: the model.
@@ -48,7 +49,8 @@ def generate(
         key: one PRNG key (row i then uses `fold_in(key, i)`) or one per prompt; only sampling needs it.
 
     Raises:
-        InputError: an invalid prompt, option or key; before anything is traced.
+        InputError: an invalid prompt, option or key; before anything is traced. Also where sampling found
+            log-probabilities that are not finite, or no token that is allowed.
     """
     call = validate_call(params, config, prompts, options, key)
     long = call.rows * call.options.max_new_tokens > _LOOP_TOKENS
@@ -78,8 +80,8 @@ def stream(
 
 
 class Stream(Iterator[list[int | None]]):
-    """A call whose tokens arrive as they are sampled. Each item of the iterator is one id per prompt, or None
-    for a prompt that has ended.
+    """A call whose tokens arrive as they are sampled. Each item of the iterator is one id per answer, or None
+    for one that has ended.
 
     The host copies tokens from the device about every 100 ms, so a fast model gives several at a time. A
     stream that is dropped costs no more than the programs that are being compiled.

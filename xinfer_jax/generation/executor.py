@@ -60,7 +60,7 @@ class Executor(Protocol):
     ) -> Any:
         """The outputs of each row's last token, which `logits` takes, and the cache, whose memory is reused,
         with the tokens appended. Without a cache the tokens are the whole rows. chunk: tokens of a row per
-        forward pass; 0: `prefill_width`.
+        forward pass of an executor that runs few layers at once; 0: `prefill_width`.
         """
 
     def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
@@ -107,29 +107,6 @@ class Executor(Protocol):
 
     def reorder_tail(self, cache: KVCache, index_B: Any, first: Any, count: int) -> KVCache:
         """`kv_cache.reorder_tail`."""
-
-
-class NothingAhead:
-    """Stands for a `Precompiler` where programs compile when they run."""
-
-    def wait(self, programs: int | None = None) -> None:
-        pass
-
-
-def compile_ahead(params: Any, signature: Any, dry_run: Callable[[Any], int]) -> tuple[Any, int]:
-    """Begins to compile what calls of a signature run, in threads, once for each signature.
-
-    Args:
-        params: of the model.
-        signature: a pytree; calls with equal values and shapes run the same programs.
-        dry_run: runs the call with an executor of the `run` that it gets, on shapes; returns how many
-            programs come before the first token.
-
-    Returns:
-        A `Precompiler`, whose `wait` waits for the first so many programs; and what `dry_run` returned.
-    """
-    precompile_once = plugin("compiler", "ahead")
-    return (NothingAhead(), 0) if precompile_once is None else precompile_once(params, signature, dry_run)
 
 
 def decode_compiler_options() -> dict[str, Any] | None:

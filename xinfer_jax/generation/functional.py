@@ -1,5 +1,5 @@
 """The functional API: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out; all three work inside a
-caller's jit. This module checks the arguments; loop.py has the traced functions.
+caller's jit. This module checks the arguments; loop.py has the loops.
 """
 
 import dataclasses
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import plugin
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
-from ..checks import check_array, check_integer, check_range, check_token_ids, is_sequence, is_traced
+from ..checks import check_array, check_integer, check_range, check_token_ids, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..model.decoder import hidden_states, unembed
@@ -57,7 +58,7 @@ def prefill(
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
-        impl: of attention and argmax: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
+        impl: of the operations: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:
         float32 logits [B, V] after each row's last real token, and the cache.
@@ -176,7 +177,7 @@ def decode_loop(  # noqa: PLR0913  a public function
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
-    automata = _automata(grammar, B, V, eos_ids)
+    automata = None if grammar is None else plugin("grammar", "automata")(grammar, B, V, eos_ids)
     loop = _LOOP.donating if donate else _LOOP.keeping
     state, cache = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
@@ -202,34 +203,15 @@ def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
     return size or most, np.int32(min(most, size or most))
 
 
-def _automata(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> Any:
-    """The automata of the rows, None without a grammar; InputError where the grammar is none."""
-    dfas = grammar if is_sequence(grammar) else [grammar]
-    given = [dfa for dfa in dfas if dfa is not None]
-    if not all(hasattr(dfa, "automata_of_rows") for dfa in given):
-        raise InputError(f"grammar must be from dfa, or one per row, got {format_value(grammar)}")
-    if is_sequence(grammar) and len(dfas) != rows:
-        raise InputError(f"{len(dfas)} grammars for {rows} rows: give one, or one per row")
-    if not given:
-        return None
-    if not eos_ids.shape[0]:
-        raise InputError("grammar needs an EOS id, which ends the row: eos_ids is empty")
-    eos_BE = (jnp if is_traced(eos_ids) else np).broadcast_to(eos_ids, (rows, len(eos_ids)))
-    return given[0].automata_of_rows(dfas, vocab_size, eos_BE)
-
-
 def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
     """Raises InputError for a cache of another number of rows or of another model, judged by its shapes."""
     if not isinstance(cache, KVCache):
         raise InputError(f"cache must come from init_cache, got {format_value(cache)}")
-    if (
-        isinstance(cache.length_B, jax.Array)
-        and not is_traced(cache.length_B)
-        and cache.length_B.is_deleted()
-    ):
+    length_B = cache.length_B
+    if isinstance(length_B, jax.Array) and not is_traced(length_B) and length_B.is_deleted():
         raise InputError("the cache was donated to an earlier call: use the one that it returned")
-    if len(cache.length_B) != rows:
-        raise InputError(f"a cache of {len(cache.length_B)} rows for {rows}: init_cache takes their number")
+    if len(length_B) != rows:
+        raise InputError(f"a cache of {len(length_B)} rows for {rows}: init_cache takes their number")
     if (actual := cache.fits) != (wanted := expected_fits(config)):
         raise InputError(
             f"a cache of {describe_fits(actual)} for a model of {describe_fits(wanted)}: init_cache takes the"
@@ -258,20 +240,9 @@ def _decode_step(params, config, token_B, cache, impl):
 
 
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
-    params,
-    config,
-    logits_BV,
-    cache,
-    key_B,
-    sampling_B,
-    eos_E,
-    limit,
-    seen_BV,
-    history_BS,
-    size,
-    impl,
+    params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl,
     automata,
-):
+):  # fmt: skip
     B = len(logits_BV)
     eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
     limit_B = jnp.full(B, limit)

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
-from ..errors import InputError
 from ..model.decoder import hidden_states, run_model, unembed
 from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params, activation_dtype
@@ -92,28 +90,6 @@ def last_hidden(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
     return jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
 
 
-def admit(state: DecodeState, slot_R: Any, rows: DecodeState) -> DecodeState:
-    """The state with new rows in some slots. Only the state changes: the keys and values of a new row were
-    prefilled into that row of the cache.
-
-    Args:
-        state: of all rows.
-        slot_R: int32, the slot of each new row; a slot past the end is dropped.
-        rows: R rows as `sample_and_append` returns them. Their settings have the structure of the state's,
-            and their arrays the same sizes.
-
-    Raises:
-        InputError: rows of another structure or size.
-    """
-    expected, given = (jax.tree.map(lambda x: x.shape[1:], tree) for tree in (state, rows))
-    if expected != given:
-        raise InputError(
-            "rows that join must have settings of the same structure (plain or full), and space for as many"
-            " tokens, EOS ids and alternatives, as the rows that are there"
-        )
-    return jax.tree.map(lambda old, new: jnp.asarray(old).at[slot_R].set(new, mode="drop"), state, rows)
-
-
 class Hidden(NamedTuple):
     """Hidden states of a forward pass within a trace, and the model, whose head makes logits of them."""
 
@@ -127,8 +103,8 @@ def to_logits(x: Any) -> Any:
 
 
 class TracedExecutor:
-    """The `Executor` that makes one program of each call. Within such a program the steps of a strategy use
-    one whose `run` is `inline`.
+    """The `Executor` that makes one program of each of its calls. Within such a program the steps of a
+    strategy use one whose `run` is `inline`.
     """
 
     name = "whole"
@@ -179,14 +155,6 @@ class TracedExecutor:
 
     repeat = staticmethod(lax.fori_loop)
     reorder_tail = staticmethod(reorder_tail)
-
-
-def executor_class(params: Params) -> Any:
-    """The executor that prefills prompts and decodes streams: one that is plugged in for the devices of the
-    parameters, or `TracedExecutor`. The parameters may be shapes.
-    """
-    choice = plugin("executor", "choice")
-    return choice and choice(params) or TracedExecutor
 
 
 def decode(strategy: Strategy, constants: tuple, carry: Carry, steps: Any, impl: str | None) -> Carry:

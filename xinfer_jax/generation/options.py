@@ -33,13 +33,13 @@ class GenerateOptions:
             `load_model` finds); (): none, rows end at max_new_tokens.
         capacity: tokens that a row of the cache can hold; None: what the call needs, rounded up.
         use_cache: False: compute the whole sequence again for every token, for comparisons.
-        impl: of attention and argmax: "mosaic", "triton", "tpu" or "xla"; None: what suits the device.
+        impl: of the operations: "mosaic", "triton", "tpu" or "xla"; None: what suits the device.
         cache_dtype: of keys and values: "int8", "int4", "float8_e4m3fn", "gear", or a float type; None:
             float32 on CPU, else the type of the activations.
         stop_token_ids: end a row as EOS ids do, with the finish_reason "stop".
         stop_strings: the text ends before the first of them; only for the text functions.
         n: answers per prompt. Rows i * n … i * n + n - 1 are those of prompt i; answer j samples with
-            fold_in(row_key, j).
+            fold_in(row_key, j); a single answer with row_key.
         best_of: generate so many answers per prompt and return the n with the largest log-probability per
             token; None: n.
         logprobs: alternatives returned for each token, before and after the logits processors; 0: none.

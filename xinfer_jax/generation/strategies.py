@@ -37,7 +37,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
-        """The next carry, and whether any row continues."""
+        """The next carry; and whether any row continues, None within a trace, where `continues` says it."""
 
     def continues(self, constants: tuple, carry: Carry) -> Any:
         """bool: whether any row continues; carry: first the state."""

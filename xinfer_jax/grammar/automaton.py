@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import is_traced
+from ..checks import is_sequence, is_traced
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
 from .regex_parser import NotRegularError
@@ -100,6 +100,22 @@ class Automata:
         """int32 [B, X]: the next state after a token of each class."""
         start_B1 = (jnp.maximum(self.state_B, 0) * self.width_B)[:, None]
         return jnp.take_along_axis(jnp.asarray(self.next_BN), start_B1 + class_BX, 1).astype(jnp.int32)
+
+
+def automata_of_call(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> "Automata | None":
+    """The automata of the rows of `decode_loop`; None: no row has one. InputError: grammar is not `Dfa`s."""
+    dfas = grammar if is_sequence(grammar) else [grammar]
+    given = [dfa for dfa in dfas if dfa is not None]
+    if not all(isinstance(dfa, Dfa) for dfa in given):
+        raise InputError(f"grammar must be from dfa, or one per row, got {format_value(grammar)}")
+    if is_sequence(grammar) and len(dfas) != rows:
+        raise InputError(f"{len(dfas)} grammars for {rows} rows: give one, or one per row")
+    if not given:
+        return None
+    if not eos_ids.shape[0]:
+        raise InputError("grammar needs an EOS id, which ends the row: eos_ids is empty")
+    eos_BE = (jnp if is_traced(eos_ids) else np).broadcast_to(eos_ids, (rows, len(eos_ids)))
+    return Dfa.automata_of_rows(dfas, vocab_size, eos_BE)
 
 
 def dfa(pattern: "str | Grammar", tokenizer: Any) -> Dfa:

@@ -133,7 +133,8 @@ def plain_products(  # noqa: PLR0913
     activation: Any,
     dtype: Any,
 ) -> list[jax.Array]:
-    """`products` by one product for each leaf. norm: eps and offset of `Norm`; None: there is none."""
+    """`products` by one product for each leaf. The operation "apart" keeps XLA from fusing what is before and
+    after it, where a form wants that. norm: eps and offset of `Norm`; None: there is none."""
     x = x if norm is None else run("apart", _identity, rms_norm(x, norm_weight, *norm))
     return finish_products([_product(x, leaf, dtype) for leaf in leaves], residual, activation)
 
@@ -222,7 +223,8 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
     Args:
         config: the model; its RoPE configs say how frequencies are scaled.
         position_BT: absolute positions.
-        length_B: each row's length after this call: `dynamic` and `longrope` depend on it.
+        length_B: the length by which `dynamic` and `longrope` choose frequencies: without a cache the row's
+            tokens; with one the longest that the row may become, 0 where that is not said.
 
     Returns:
         For each of `ModelConfig.ropes` cos and sin, [B, T, P], of the P pairs of a head that it rotates.

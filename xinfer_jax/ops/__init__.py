@@ -1,9 +1,10 @@
 """Operations with forms other than plain jnp: by platform, by kernel, over a mesh of devices.
 
 `operation` is all that the core knows: `run(name, plain, *operands)` runs the form that is plugged in, else
-`plain`. `largest` and `product` are operations of the core; others stand in `model/`. `forms` chooses the
-form, for every operation by one rule; `plugins.TABLE` lists the forms: `mesh` has those over several devices,
-`cpu/`, `gpu/` and `tpu/` those of a platform, and `kernels/` those by Pallas kernels.
+`plain`. `largest` and `product` are operations of the core; others stand in `model/`, `sampling/` and
+`generation/`. `forms` chooses the form, for every operation by one rule; `plugins.TABLE` lists the forms:
+`mesh` has those over several devices, `cpu/`, `gpu/` and `tpu/` those of a platform, and `kernels/` those by
+Pallas kernels.
 
 - A form is chosen when a program is traced, from shapes, dtypes, `impl` and the devices of the process, never
   from the default device. `lax.platform_dependent` then decides whether a program for another device runs it.

@@ -23,7 +23,8 @@ def run(
         name: of the operation.
         plain: in jnp.
         operands: pytrees of arrays.
-        impl: a kernel by name, "xla" for none, or None for the best one of this process's device.
+        impl: a kernel by name; "xla": none, though a form that is no kernel may serve; None: the best for
+            this process's device.
         derivative: what is differentiated in place of a form; None: the form.
         static: what forms need to know beside the operands.
 

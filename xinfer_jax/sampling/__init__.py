@@ -1,6 +1,6 @@
 """From logits to a token: `process_logits` (biases, penalties and masks, which also apply to greedy rows),
 `warp_logits` (temperature, top-k, top-p, min-p, typical-p) and `draw_tokens` (one token by the row's key),
-which `sampler.sample_tokens` combines. `generation` appends the token.
+which `sampler.choose_tokens` combines. `generation` appends the token.
 
 In the order to read: `processors` are functions logits_BV -> logits_BV, as transformers defines them;
 `biases` makes one bias of biases, allowed and forbidden ids, and arrays of forbidden sequences;
@@ -17,6 +17,6 @@ has the stages; `logprobs` records log-probabilities and alternatives.
   slower, and the other rows keep their tokens.
 - The key of a draw is fold_in(fold_in(row key, position), purpose). It depends neither on the slot nor on the
   batch. Gumbel noise is computed here from random bits, so every jax version draws the same.
-- All-greedy batches take the argmax and nothing else.
+- Where all rows are greedy without processors, the token is the argmax: nothing else is computed for it.
 - Returned log-probabilities are the model's, before any processor, as `score` returns them.
 """

@@ -49,23 +49,6 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
     return key if key.ndim else FOLD_IN(key, np.arange(batch))
 
 
-def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | None) -> jax.Array:
-    """`row_keys` for rows that continue prompts; another number of prompts compiles no program.
-
-    Args:
-        key: from `check_key`: one, or one per prompt.
-        prompt_R: int32, which prompt each row continues.
-        answer_R: int32, index of the answer among its prompt's answers, folded into the key too; None: each
-            prompt has one answer.
-    """
-    if key.ndim:  # indexed on the host: no program is compiled
-        data_R = np.asarray(jax.random.key_data(key))[prompt_R]
-        key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
-    else:
-        key_R = FOLD_IN(key, prompt_R)
-    return key_R if answer_R is None else FOLD_IN_EACH(key_R, answer_R)
-
-
 FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
 FOLD_IN_EACH = jax.jit(jax.vmap(jax.random.fold_in))
 

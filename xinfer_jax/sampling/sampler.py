@@ -1,4 +1,4 @@
-"""From logits to tokens: `sample_tokens`, and its three stages."""
+"""From logits to tokens: `choose_tokens`, `sample_tokens`, and their three stages."""
 
 from collections.abc import Callable
 from functools import partial
