@@ -125,7 +125,7 @@ _precompiled: dict[Any, tuple[Precompiler, int]] = {}
 def precompile_once(
     params: Any, signature: Any, dry_run: Callable[[Precompiler], int]
 ) -> tuple[Precompiler, int]:
-    """`generation.executor.compile_ahead`. Nothing is compiled for committed parameters: output shardings are
+    """`executor_choice.compile_ahead`. Nothing is compiled for committed parameters: output shardings are
     known only by running.
     """
     signature = call_signature(signature)
