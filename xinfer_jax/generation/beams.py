@@ -183,17 +183,17 @@ class _Search:
     def prepare(self) -> Any:
         """Begins to compile what the search runs, in threads."""
         call = self.call
-        cache = jax.eval_shape(self.new_cache)
 
         def dry_run(compiler: Any) -> int:
             executor = type(self.executor)(self.executor.impl, compiler)
-            outputs, prefilled = self.prefill(executor, cache)
+            outputs, prefilled = self.prefill(executor, jax.eval_shape(self.new_cache))
             self.search(executor, outputs, [prefilled], 2)
             return compiler.num_programs
 
         width = self.executor.prefill_width(call.longest, call.rows)
-        arrays = call.params, self._tokens, cache, self._request
-        signature = self._strategy, self.executor.impl, width, arrays
+        of_cache = call.capacity, call.options.cache_dtype
+        arrays = call.params, self._tokens, self._request
+        signature = self._strategy, self.executor.impl, width, of_cache, arrays
         return compile_ahead(call.params, signature, dry_run)[0]
 
     def prefill(self, executor: Executor, cache: KVCache) -> tuple[jax.Array, KVCache]:
