@@ -332,7 +332,7 @@ def test_unauthenticated_connections_do_not_block_a_process(monkeypatch):
             open_ones.enter_context(socket.create_connection((job.host, job.port), 5)) for _ in range(5)
         ]
         other = channel.Channel(
-            socket.create_connection((job.host, job.port), 5), print, SECRET, listens=False
+            socket.create_connection((job.host, job.port), 5), lambda *_: None, SECRET, listens=False
         )
         other.send(here=1, host="here")
         wait_until(lambda: 1 in hub._channels)
