@@ -15,11 +15,10 @@ from ..checkpoint.loading import Model
 from ..cli.channel import Channel, Listener
 from ..engine.dispatcher import Dispatcher
 from ..engine.engine_loop import EngineLoop
-from ..engine.messages import decode_message, encode_message
 from ..engine.requests import Answer
 from ..engine.statistics import EngineStats, collect_stats
 from ..errors import InputError
-from .peer_messages import answer_to_message, progress_from_message
+from .peer_messages import answer_to_message, progress_from_message, received_message, send_message
 
 _SUMS = {"hits", "preemptions", "prefill_tokens", "generated_tokens", "programs"}  # of `EngineStats`
 _EVENTS = {"progress", "pull", "pages", "arrived", "invalid"}  # of a `Dispatcher`, that a process may send
@@ -53,7 +52,7 @@ class Peer:
 
     def message(self, name: str, *args: Any) -> None:
         """Sends a message to it."""
-        self.channel.send(message=encode_message([name, *args]).decode())
+        send_message(self.channel, name, *args)
 
     def submit(self, ticket: int, answer: Answer) -> None:
         """Gives an answer to the process; this and the next methods are those of `EngineEndpoint`."""
@@ -168,14 +167,14 @@ class PeerEngines(EngineLoop):
             if "gone" in message and peer:
                 self._remove(peer, message["gone"])
             elif "message" in message:
-                name, *args = decode_message(message["message"].encode())
+                name, *args = received_message(message)
                 if peer is None and name == "register":
                     self._register(channel, *args)
                 elif peer is not None:
                     self._handle_event(peer, name, args)
         except Exception as error:  # the others go on
             why = f"{type(error).__name__} in a message: {error}"
-            channel.send(message=encode_message(["reject", why]).decode())
+            send_message(channel, "reject", why)
             if peer and not peer.error:
                 self._remove(peer, why)
 

@@ -5,7 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ..cli.channel import Channel
 from ..engine.endpoint import Progress
+from ..engine.messages import decode_message, encode_message
 from ..engine.requests import Answer
 from ..engine.submission import make_request
 from ..errors import InputError, format_message
@@ -13,6 +15,16 @@ from ..grammar.pool import GrammarPool
 from ..sampling.logprobs import TokenLogprobs
 
 _ROW_FIELDS = ("priority", "answer_group", "client", "logprobs_from", "share_answers", "hits")
+
+
+def send_message(channel: Channel, name: str, *args: Any) -> None:
+    """Sends a named message with arguments that `engine.messages` can encode."""
+    channel.send(message=encode_message([name, *args]).decode())
+
+
+def received_message(message: dict[str, Any]) -> list[Any]:
+    """The name and arguments of what `send_message` sent, of the dict that a channel received."""
+    return decode_message(message["message"].encode())
 
 
 def answer_to_message(answer: Answer) -> dict[str, Any]:

@@ -21,14 +21,13 @@ from ..cli.channel import Channel, Receive
 from ..engine.endpoint import Progress
 from ..engine.engine import Engine
 from ..engine.host_tier import COPIED_PAGES
-from ..engine.messages import decode_message, encode_message
 from ..engine.page_transfer import PageTransfer
 from ..engine.pages import num_pages_for
 from ..errors import InputError
 from ..grammar.pool import GrammarPool
 from ..ops.cpu import cpu_features
 from ..sharding import concrete_mesh_of
-from .peer_messages import answer_from_message, progress_to_message
+from .peer_messages import answer_from_message, progress_to_message, received_message, send_message
 
 _POLL_SECONDS = 0.2  # for the end
 _COUNT_SECONDS = 1.0  # between two reports of counters
@@ -92,7 +91,7 @@ class PeerWorker:
                 self._gone.set()
                 return str(message["gone"])
             if "message" in message:
-                name, *args = decode_message(message["message"].encode())
+                name, *args = received_message(message)
                 if name == "reject":
                     raise InputError(args[0])
                 if name == "close":
@@ -103,7 +102,7 @@ class PeerWorker:
         return ""
 
     def _message(self, name: str, *args: Any) -> None:
-        self._channel.send(message=encode_message([name, *args]).decode())
+        send_message(self._channel, name, *args)
 
     def _send_counts(self) -> None:
         while not self._gone.wait(_COUNT_SECONDS):
