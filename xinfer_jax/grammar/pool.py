@@ -36,7 +36,7 @@ from .worker import MEMORY
 _SLOTS = 4  # processes
 _CHECK_SECONDS = 3.0  # CPU time to compile a grammar and to try it
 _MASK_SECONDS = 0.5  # CPU time of the masks of one step
-_WALL_SECONDS = 4.0  # of any job, where the machine has other work
+_WALL_SECONDS = 30.0  # of any job: the limit on CPU time ends it first, unless the machine hardly runs it
 _BUDGET = 2.0
 _BUDGET_PER_TOKEN = 0.005  # CPU seconds of all masks of an answer: BUDGET and so many for each token
 _POLL_SECONDS = 0.05
