@@ -17,6 +17,12 @@ from .engine.requests import Answer as Answer, Request as Request
 from .engine.statistics import EngineStats as EngineStats
 from .errors import InputError as InputError
 from .families.reading import from_hf as from_hf
+from .families.tensors import (
+    ParamName as ParamName,
+    param_names as param_names,
+    params_from_tensors as params_from_tensors,
+    params_to_tensors as params_to_tensors,
+)
 from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
 from .generation.entrypoints import Stream as Stream, generate as generate, stream as stream
 from .generation.functional import (
@@ -64,6 +70,7 @@ from .tool_calls.answer_parser import (
 from .tool_calls.tool_call_parser import ToolCallDelta as ToolCallDelta
 from .weights.layout import shardings as shardings
 from .weights.params import init_params as init_params
+from .weights.stacking import stack_layers as stack_layers, unstack_layers as unstack_layers
 
 __version__: str
 

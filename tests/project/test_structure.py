@@ -30,13 +30,14 @@ PACKAGES = {
     "ops.tpu": ("tpu_products",),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
-        "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "quantized_weight",
-        "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantize_methods", "quantization", "hadamard",
+        "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "stacking",
+        "quantized_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantize_methods",
+        "quantization", "hadamard",
     ),
     "families": (
         "family", "values", "rope_settings", "layer_fields", "sparse_layers", "llama", "mistral", "qwen2",
         "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "phi3", "bitnet",
-        "gpt_oss", "hybrids", "qwen3_next", "qwen3_5", "naming", "reading",
+        "gpt_oss", "hybrids", "qwen3_next", "qwen3_5", "naming", "reading", "unread", "tensors",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",

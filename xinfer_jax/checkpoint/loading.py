@@ -17,10 +17,10 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..families.naming import FileSpec, file_specs
 from ..families.reading import from_hf, text_settings
+from ..families.unread import unused_names
 from ..formatting import format_mib
 from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
-from ..plugins import load
 from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
@@ -42,7 +42,6 @@ from .tokenizer import Tokenizer, eos_ids
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
 _FLOATS = {"F32", "F16", "BF16"}
-_NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables in old Llama checkpoints
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -210,11 +209,9 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
         quantized.append(found)
         float_shapes = spec.tensor_shapes(tensors)
         expected |= found or {name: (shape, _FLOATS) for name, shape in float_shapes.items()}
-    unused = {_TIED[1]} if config.tie_word_embeddings else set()
-    unused |= _empty_experts(config, tensors) | _unused_kv(config)
-    for name in tensors:
-        if name.endswith(_NOT_WEIGHTS) or quant_format and quant_format.is_unused(name, tensors):
-            unused.add(name)
+    unused = unused_names(config, tensors)
+    if quant_format:
+        unused |= {name for name in tensors if quant_format.is_unused(name, tensors)}
     others = other_tensors(tensors.keys() - expected.keys() - unused)
     _check_tensors(path, tensors, expected, unused | others)
     warn_of_other_tensors(path, others)
@@ -253,21 +250,6 @@ def _named_specs(
             f" {len(tensors)} tensors: these weights are not of this config"
         )
     return specs, tree
-
-
-def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
-    """The tensors of shared experts of width 0, which a checkpoint has all the same."""
-    has_shared = "shared_gate" in load("family", config.model_type).names.leaves
-    if not has_shared or config.experts and config.experts.shared_intermediate_size:
-        return set()
-    return {name for name in tensors if ".mlp.shared_expert" in name}
-
-
-def _unused_kv(config: ModelConfig) -> set[str]:
-    """The tensors of keys and values of layers that use those of other layers: a checkpoint may have them."""
-    layers = range(config.num_cached_layers, config.num_hidden_layers)
-    parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
-    return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
 
 
 def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:

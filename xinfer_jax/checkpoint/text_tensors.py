@@ -7,19 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import format_names
+from ..families.unread import part_of, text_name
 from .tensors import StoredTensor
-
-# Prefixes of names, and what the text model alone would have in their place; None: the tensor is not read.
-_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.": "",
-    "model.visual.": None,
-    "visual.": None,
-    "mtp.": None,
-    **dict.fromkeys(f"model.{part}_tower." for part in ("vision", "audio")),
-    **dict.fromkeys(f"model.embed_{part}." for part in ("vision", "audio")),
-}
-
 
 # How the names of a family's tensors begin.
 _FAMILIES = ("model.embed_tokens", "model.layers.", "model.norm.", "model.per_layer_", "lm_head.")
@@ -31,14 +20,12 @@ def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, S
     not read: images and sound are not served, and the layers for multi-token prediction (`mtp`) do not draft.
     """
     found: dict[str, StoredTensor] = {}
-    unread: dict[str, int] = {}  # prefixes and how many tensors they have
+    unread: Counter[str] = Counter()  # tensors by prefix
     for name, tensor in tensors.items():
-        prefix = next((p for p in _PREFIXES if name.startswith(p)), "")
-        renamed = _PREFIXES.get(prefix, "")
-        if renamed is None:
-            unread[prefix] = unread.get(prefix, 0) + 1
+        if own := text_name(name):
+            found[own] = tensor
         else:
-            found[renamed + name.removeprefix(prefix)] = tensor
+            unread[part_of(name)] += 1
     if unread:
         names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in unread.items()))
         warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=5)

@@ -17,6 +17,7 @@ class Joined:
         stacked: it has those of all experts, and no ".weight" in its name.
         interleaved: its inputs come first; its outputs are by turns those of the leaves.
         depthwise: it is the weight of a convolution, [rows, 1, width].
+        is_published: published files have it; False: they have its leaves, and it is read all the same.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Joined:
     stacked: bool = False
     interleaved: bool = False
     depthwise: bool = False
+    is_published: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -182,7 +182,7 @@ def _get_count(hf: Mapping, name: str, most: int) -> int:
 
 
 _EXPERTS = {leaf: name.removeprefix("mlp.") for leaf, name in EXPERTS.items()}
-_STACKED = tuple(dataclasses.replace(x, name=x.name.removeprefix("mlp.")) for x in STACKED)
+_STACKED = tuple(dataclasses.replace(x, name=x.name.removeprefix("mlp."), is_published=True) for x in STACKED)
 _NAMES = dict(
     layer_embed="model.embed_tokens_per_layer", layer_proj="model.per_layer_model_projection",
     layer_input_norm="model.per_layer_projection_norm.weight",

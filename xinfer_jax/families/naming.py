@@ -35,6 +35,17 @@ class FileSpec(ParamSpec):
     depthwise: bool = False  # that tensor is the weight of a convolution, [rows, 1, width]
     # Experts: that tensor has inputs first; its outputs are by turns those of so many leaves.
     interleaved: int = 0
+    is_published: bool = True  # whether published files have the larger tensor, where there is one
+
+    @property
+    def published_name(self) -> str:
+        """The tensor that published files have it in."""
+        return self.fused_name if self.fused_name and self.is_published else self.hf_name
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of its outputs."""
+        return max(0, len(self.shape) - 2)
 
     def tensor_shapes(self, tensors: Container[str] = ()) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the tensors that contain it in a checkpoint with these tensors."""
@@ -114,7 +125,7 @@ def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], sizes: Any) ->
     groups = getattr(sizes, tensor.groups) if tensor.groups else 1
     return dict(
         fused_name=name, first_row=sum(rows[:index]) // groups, fused_rows=sum(rows) // groups,
-        fused_groups=groups, depthwise=tensor.depthwise,
+        fused_groups=groups, depthwise=tensor.depthwise, is_published=tensor.is_published,
     )  # fmt: skip
 
 

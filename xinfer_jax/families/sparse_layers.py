@@ -14,8 +14,8 @@ EXPERTS = dict(router="mlp.gate") | {
     f"experts.{leaf}": f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")
 }
 STACKED = (
-    Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
-    Joined("mlp.experts.down_proj", ("experts.down",), stacked=True),
+    Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True, is_published=False),
+    Joined("mlp.experts.down_proj", ("experts.down",), stacked=True, is_published=False),
 )
 
 

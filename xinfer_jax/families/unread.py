@@ -1,0 +1,41 @@
+"""Tensors of a checkpoint that the text model does not read: of other parts, or without effect."""
+
+from collections.abc import Iterable
+
+from ..config.model_config import ModelConfig
+from ..plugins import load
+
+# Prefixes of names, and what the text model alone would have in their place; None: another part has it.
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.": "",
+    "model.visual.": None,
+    "visual.": None,
+    "mtp.": None,
+    **dict.fromkeys(f"model.{part}_tower." for part in ("vision", "audio")),
+    **dict.fromkeys(f"model.embed_{part}." for part in ("vision", "audio")),
+}
+
+
+def part_of(name: str) -> str:
+    """The prefix that says which part of the checkpoint a tensor belongs to; "": the text model."""
+    return next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+
+
+def text_name(name: str) -> str | None:
+    """The name that the text model alone would have for this tensor; None: it is of another part."""
+    prefix = part_of(name)
+    renamed = _PREFIXES.get(prefix, "")
+    return None if renamed is None else renamed + name.removeprefix(prefix)
+
+
+def unused_names(config: ModelConfig, names: Iterable[str]) -> set[str]:
+    """Of names within the text model, those that a checkpoint may have and that change nothing."""
+    shared_layers = range(config.num_cached_layers, config.num_hidden_layers)  # of keys and values
+    parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
+    unused = {f"model.layers.{layer}.self_attn.{part}" for layer in shared_layers for part in parts}
+    unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
+    has_shared = "shared_gate" in load("family", config.model_type).names.leaves
+    if has_shared and not (config.experts and config.experts.shared_intermediate_size):
+        unused |= {name for name in names if ".mlp.shared_expert" in name}  # of width 0
+    return unused | {name for name in names if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints

@@ -1,0 +1,50 @@
+"""Trees whose layers are stacked, as programs that scan over layers take them."""
+
+from typing import Any
+
+import jax
+
+from ..config.model_config import ModelConfig
+from ..errors import InputError
+from .params import Params, check_params
+
+
+def stack_layers(params: Params, config: ModelConfig) -> Params:
+    """Returns the tree with equal layers stacked. A pure function of any tree with the parameters' structure:
+    gradients and optimizer states too.
+
+    Args:
+        params: the tree; `layers` is a tuple of layers.
+        config: of the model; its layers repeat a pattern of P kinds R times, and may end within it.
+
+    Returns:
+        The tree; `layers` has "blocks", P trees whose arrays begin with an axis of R, and "rest", a tuple of
+        the layers after the last whole pattern. Layer i of the first P·R is at index i // P of block i % P.
+    """
+    check_params(params, config)
+    layers = params["layers"]
+    period = _period(config)
+    repeats = len(layers) // period
+    whole = period * repeats
+
+    def stack(*leaves: Any) -> Any:
+        return leaves[0].__array_namespace__().stack(leaves)
+
+    blocks = tuple(jax.tree.map(stack, *layers[kind:whole:period]) for kind in range(period))
+    return {**params, "layers": dict(blocks=blocks, rest=tuple(layers[whole:]))}
+
+
+def unstack_layers(params: Params) -> Params:
+    """Returns the tree with a tuple of layers: the inverse of `stack_layers`."""
+    if not isinstance(params["layers"], dict) or params["layers"].keys() != {"blocks", "rest"}:
+        raise InputError("the layers are not stacked: unstack_layers takes what stack_layers returns")
+    blocks = params["layers"]["blocks"]
+    repeats = len(jax.tree.leaves(blocks[0])[0])
+    layers = [jax.tree.map(lambda x, i=i: x[i], block) for i in range(repeats) for block in blocks]
+    return {**params, "layers": (*layers, *params["layers"]["rest"])}
+
+
+def _period(config: ModelConfig) -> int:
+    """The length of the shortest pattern that the layers repeat."""
+    specs = config.layers
+    return next(n for n in range(1, len(specs) + 1) if specs[n:] == specs[: len(specs) - n])
