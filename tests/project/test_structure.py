@@ -76,7 +76,7 @@ PACKAGES = {
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
-        "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
+        "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
         "quantized_formats", "sharded_leaves", "leaf_loader", "loading",
     ),
