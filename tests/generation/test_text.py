@@ -233,7 +233,10 @@ def test_matching_stop_strings_takes_linear_time(model):
     text = "a" * 100_000
     assert find_stop(stops, text, 0) is None and stop_prefix_start(stops, text) == len(text) - 255
     pending = text[-255:]
-    assert find_stop(stops, f"{pending}b", 255) == (0, 256) and find_stop(stops, f"{pending}ab", 255) == (1, 257)
+    assert find_stop(stops, f"{pending}b", 255) == (0, 256) and find_stop(stops, f"{pending}ab", 255) == (
+        1,
+        257,
+    )
     for wrong in (["a"] * 65, ["a" * 257]):
         with pytest.raises(xj.InputError, match="64 of at most 256"):
             xj.generate_text(model, "Hello", xj.GenerateOptions(1, stop_strings=wrong))
@@ -257,7 +260,9 @@ def test_the_first_stop_string_is_found_across_chunks(stops, chunks):
             assert (match[0] + before, match[1] + before) == min(places)
             return
         pending = pending[stop_prefix_start(tuple(stops), pending) :]
-        assert len(pending) == max(n for stop in stops for n in range(len(stop) + 1) if text.endswith(stop[:n]))
+        assert len(pending) == max(
+            n for stop in stops for n in range(len(stop) + 1) if text.endswith(stop[:n])
+        )
 
 
 def test_the_text_may_include_the_stop_string(model):

@@ -34,9 +34,8 @@ PACKAGES = {
         "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantize_methods", "quantization", "hadamard",
     ),
     "families": (
-        "family", "values", "rope_settings", "layer_fields", "sparse_layers", "llama", "mistral", "qwen2",
-        "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "phi3", "bitnet",
-        "gpt_oss", "hybrids", "qwen3_next", "qwen3_5", "naming", "reading",
+        "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
+        "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "reading",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",

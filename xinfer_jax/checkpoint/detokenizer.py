@@ -8,8 +8,8 @@ _MAX_PENDING = 16  # ids without a complete text; a character has at most four
 
 
 class IncrementalDetokenizer:
-    """Returns the text of each id once its characters are complete; the joined text is `decode` of all ids, or
-    `decode_marked`. A push decodes few ids again: the pending ones, and those before them as context.
+    """Returns the text of each id once its characters are complete; the joined text is `decode` of all ids,
+    or `decode_marked`. A push decodes few ids again: the pending ones, and those before them as context.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, marked: bool = False):
