@@ -17,8 +17,6 @@ from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_stack, quantized_struct
 from ..weights.quantize_methods import device_form, with_int8_activations
 from .bitnet_format import BitNetFormat
-from .own_format import TensorSpec
-from .quantized_formats import QuantizedFormat
 from .sharded_leaves import (
     LeafPartition,
     check_partition,
@@ -27,7 +25,7 @@ from .sharded_leaves import (
     shard_leaf,
     sharded_shapes,
 )
-from .tensors import JoinedRows, StoredTensor
+from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ class LeafLoader:
     it is empty.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Tensors
     dtype: Any
     quantize: str | None
     quant_format: QuantizedFormat | None

@@ -33,10 +33,10 @@ from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
 from .mxfp4_format import dequantized
 from .other_formats import describe_files
-from .own_format import OwnFormat, TensorSpec
-from .quantized_formats import QuantizedFormat, kept_format
+from .own_format import OwnFormat
+from .quantized_formats import kept_format
 from .sharded_leaves import with_repeated_kv_heads
-from .tensors import StoredTensor, open_tensors
+from .tensors import QuantizedFormat, Tensors, TensorSpec, open_tensors
 from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
 from .tokenizer import Tokenizer, eos_ids
 
@@ -192,7 +192,7 @@ def open_checkpoint(
 
 def _open_params(  # noqa: PLR0913  what a leaf depends on
     path: Path,
-    tensors: Mapping[str, StoredTensor],
+    tensors: Tensors,
     config: ModelConfig,
     dtype: Any,
     quantize: str | None,
@@ -231,9 +231,7 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     return jax.tree.unflatten(tree, structs), read
 
 
-def _named_specs(
-    path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]
-) -> tuple[list[FileSpec], Any]:
+def _named_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:
     """All specs with their names in these files, and their tree.
 
     Raises:
@@ -255,7 +253,7 @@ def _named_specs(
     return specs, tree
 
 
-def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
+def _empty_experts(config: ModelConfig, tensors: Tensors) -> set[str]:
     """The tensors of shared experts of width 0, which a checkpoint has all the same."""
     has_shared = "shared_gate" in load("family", config.model_type).names.leaves
     if not has_shared or config.experts and config.experts.shared_intermediate_size:
@@ -270,16 +268,14 @@ def _unused_kv(config: ModelConfig) -> set[str]:
     return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
 
 
-def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
+def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Tensors) -> str:
     """The name in the files: a tied matrix may be stored under either of its names."""
     embedding, head = _TIED
     is_tied = config.tie_word_embeddings and spec.hf_name == embedding
     return head if is_tied and embedding not in tensors and head in tensors else spec.hf_name
 
 
-def _check_tensors(
-    path: Path, tensors: Mapping[str, StoredTensor], expected: dict[str, TensorSpec], unused: set[str]
-) -> None:
+def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec], unused: set[str]) -> None:
     """Raises one InputError for all missing, unexpected or unfitting tensors: the first by name, the rest
     counted.
     """
@@ -297,7 +293,7 @@ def _check_tensors(
         raise InputError(f"{path}: the weights do not fit config.json: {format_names(sorted(faults), 2)}")
 
 
-def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
     """Raises InputError where a tied model's matrix is stored twice with different values."""
     if not config.tie_word_embeddings or not all(name in tensors for name in _TIED):
         return
