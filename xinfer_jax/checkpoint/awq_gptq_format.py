@@ -20,7 +20,7 @@ _SCALE_TYPES = {"F16", "BF16", "F32"}
 
 @dataclasses.dataclass(frozen=True)
 class AwqGptqFormat(QuantizedFormat):
-    method: str  # type: ignore[misc]  # awq or gptq
+    method: str  # awq or gptq
     bits: int
     group: int  # inputs that share a scale; -1: all of them
     needs_order: bool = False  # gptq: X.g_idx must be present

@@ -4,7 +4,6 @@ X.weight is float numbers, or four outputs packed in a byte; X.weight_scale is t
 """
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 
@@ -21,7 +20,7 @@ _FLOAT_TYPES = {"F16", "BF16", "F32"}
 class BitNetFormat(QuantizedFormat):
     """By linear_class and quantization_mode."""
 
-    method: ClassVar = "bitnet"
+    method = "bitnet"
     divides: bool  # bitlinear divides by X.weight_scale; autobitlinear multiplies by it
     online: bool  # X.weight is float numbers, quantized here by their mean magnitude; there is no scale
     not_converted: tuple[str, ...]  # modules_to_not_convert

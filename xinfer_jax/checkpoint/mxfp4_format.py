@@ -28,7 +28,7 @@ _PAIRS = NUMBERS[np.arange(256)[:, None] >> np.array([0, 4]) & 15]  # the two nu
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Format(QuantizedFormat):
-    method: ClassVar = "mxfp4"
+    method = "mxfp4"
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         module, _, field = name.rpartition(".")

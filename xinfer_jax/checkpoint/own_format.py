@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ _NAME_OF_DTYPE = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class OwnFormat(QuantizedFormat):
-    method: ClassVar = "xinfer_jax"
+    method = "xinfer_jax"
     rotated: bool = False  # `ModelConfig.rotated`
     once: bool = False  # `Int8Weight.int8_activations`
 

@@ -60,13 +60,7 @@ def kept_format(
     settings: Mapping[str, Any], path: Path, quantize: str | None, dequantize: bool
 ) -> QuantizedFormat | None:
     """Returns the format in which quantized matrices stay as they are stored; None: all are read as floats.
-
-    Args:
-        settings, path: contents of config.json, and the directory.
-        quantize, dequantize: as in `load_model`.
-
-    Raises:
-        InputError: the format is not supported, or the arguments do not suit it.
+    Raises InputError where the format is not supported, or the arguments of `load_model` do not suit it.
     """
     found = _read_format(settings, path)
     is_mxfp4 = isinstance(found, Mxfp4Format)

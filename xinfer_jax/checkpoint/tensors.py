@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -182,7 +182,7 @@ Tensors = Mapping[str, StoredTensor]  # of a checkpoint, by name
 class QuantizedFormat:
     """How a checkpoint stores quantized matrices. A matrix has its name X.weight, and its shape [O, I]."""
 
-    method: ClassVar[str]  # quant_method of config.json
+    method: str  # quant_method of config.json
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         """The stored tensors of a matrix, or of experts' matrices; empty if they are not quantized."""

@@ -40,13 +40,13 @@ def read_hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
     convolution = get_integer(hf, "linear_conv_kernel_dim")
     if convolution < 2:
         raise InputError(f"config.json: linear_conv_kernel_dim must be at least 2, got {convolution}")
-    widths = (get_integer(hf, f"linear_{part}_head_dim") for part in ("key", "value"))
+    (key_width, value_width) = (get_integer(hf, f"linear_{part}_head_dim") for part in ("key", "value"))
     types = read_layer_types(hf, layers, (_LINEAR, FULL))
     if types is None:
         interval = get_integer(hf, "full_attention_interval")
         types = [_LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     of_type = {
-        _LINEAR: LayerSpec(LinearAttentionSpec(keys, values, *widths, convolution)),
+        _LINEAR: LayerSpec(LinearAttentionSpec(keys, values, key_width, value_width, convolution)),
         FULL: LayerSpec(AttentionSpec(**attention_bias(hf), qk_norm="head", output_gate=True)),
     }
     return dict(norm_offset=1.0, rope=rope, layers=tuple(of_type[kind] for kind in types))
