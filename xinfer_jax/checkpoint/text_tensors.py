@@ -28,7 +28,7 @@ def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, S
             unread[part_of(name)] += 1
     if unread:
         names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in unread.items()))
-        warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=5)
+        warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=4)
     return found
 
 
