@@ -27,5 +27,6 @@ FAMILY = Family(
         hidden_act="relu2",
     ),
     read_bitnet,
-    Names(dict(o_norm="self_attn.attn_sub_norm.weight", down_norm="mlp.ffn_sub_norm.weight")),
+    "BitNetForCausalLM",
+    names=Names(dict(o_norm="self_attn.attn_sub_norm.weight", down_norm="mlp.ffn_sub_norm.weight")),
 )  # fmt: skip

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..config.model_config import ModelConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
@@ -36,5 +38,8 @@ class Family:
     defaults: dict[str, Any]  # of config.json, as in transformers
     # The fields of `ModelConfig` that it sets, from config.json with its defaults and the number of layers.
     read: Callable[[Mapping, int], dict[str, Any]]
+    architecture: str  # its class in transformers
+    # The inverse of `read`: settings of config.json that `to_hf` does not write for all families.
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     names: Names = Names()  # of the tensors; names of no layer are among `leaves` too
     linear_names: Names = Names()  # of the layers of linear attention, beside these

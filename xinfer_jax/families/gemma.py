@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec
+from ..config.model_config import ModelConfig
 from .family import Family, Names
-from .layer_fields import attention_bias, period_windows, with_windows
-from .rope_settings import read_rope_per_layer_type
+from .layer_fields import attention_bias, period_windows, with_windows, write_layer_types
+from .rope_settings import read_rope_per_layer_type, write_rope_per_layer_type
 from .values import get_integer, get_number, get_optional_number, reject_setting
 
 
@@ -40,6 +41,19 @@ def read_gemma3(hf: Mapping, layers: int) -> dict[str, Any]:
     return fields | dict(rope=rope, layers=with_windows(layer, windows, sliding_rope))
 
 
+def write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    mixer = config.layers[0].mixer
+    return write_layer_types(config) | dict(
+        query_pre_attn_scalar=mixer.query_pre_attn_scalar,
+        attn_logit_softcapping=mixer.logit_softcapping,
+        final_logit_softcapping=config.final_logit_softcapping,
+    )
+
+
+def write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    return write_gemma2(config) | write_rope_per_layer_type(config)
+
+
 _NAMES = Names(dict(mlp_norm="pre_feedforward_layernorm.weight"))
 GEMMA2 = Family(
     dict(
@@ -48,6 +62,8 @@ GEMMA2 = Family(
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
     ),
     read_gemma2,
+    "Gemma2ForCausalLM",
+    write_gemma2,
     _NAMES,
 )  # fmt: skip
 GEMMA3 = Family(
@@ -57,5 +73,7 @@ GEMMA3 = Family(
         rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
     ),
     read_gemma3,
+    "Gemma3ForCausalLM",
+    write_gemma3,
     _NAMES,
 )  # fmt: skip

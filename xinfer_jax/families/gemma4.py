@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
+from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Family, Names
-from .layer_fields import EXPERTS, FULL, SLIDING, STACKED, attention_bias, read_layer_types
-from .rope_settings import read_rope, rope_per_layer_type
+from .layer_fields import EXPERTS, FULL, SLIDING, STACKED, attention_bias, read_layer_types, write_layer_types
+from .rope_settings import read_rope, rope_per_layer_type, write_rope_per_layer_type
 from .values import get_boolean, get_integer, get_integer_at_most, get_object, get_optional_number
 
 _ROPE_TYPES = ("default", "linear", "proportional")
@@ -156,6 +157,32 @@ def _get_count(hf: Mapping, name: str, most: int) -> int:
     return value
 
 
+def write_gemma4(config: ModelConfig) -> dict[str, Any]:
+    full: Any = config.layers[-1].mixer
+    sizes = dict(head_dim=full.head_dim, num_key_value_heads=full.num_key_value_heads)
+    settings = write_layer_types(config) | write_rope_per_layer_type(config)
+    settings |= dict(
+        global_head_dim=full.head_dim,
+        attention_k_eq_v=full.values_are_keys,
+        num_global_key_value_heads=full.num_key_value_heads if full.values_are_keys else None,
+        num_kv_shared_layers=config.num_hidden_layers - config.num_cached_layers,
+        use_double_wide_mlp=(config.layers[-1].mlp.intermediate_size or 0) > config.intermediate_size,
+        final_logit_softcapping=config.final_logit_softcapping,
+        hidden_size_per_layer_input=config.hidden_size_per_layer_input,
+        vocab_size_per_layer_input=config.vocab_size_per_layer_input or config.vocab_size,
+        enable_moe_block=config.experts is not None,
+    )
+    if not full.values_are_keys and full.num_key_value_heads != config.num_key_value_heads:
+        of_full = [i for i, window in enumerate(config.layer_windows) if window is None]
+        settings["per_layer_config"] = {str(i): sizes for i in of_full}
+    if experts := config.experts:
+        settings |= dict(
+            num_experts=experts.num_experts, top_k_experts=experts.num_experts_per_tok,
+            moe_intermediate_size=experts.intermediate_size,
+        )  # fmt: skip
+    return settings
+
+
 _EXPERTS = {leaf: name.removeprefix("mlp.") for leaf, name in EXPERTS.items()}
 _STACKED = tuple(dataclasses.replace(x, name=x.name.removeprefix("mlp."), is_published=True) for x in STACKED)
 _NAMES = dict(
@@ -168,4 +195,4 @@ _NAMES = dict(
     mlp_out_norm="post_feedforward_layernorm_1.weight", experts_norm="pre_feedforward_layernorm_2.weight",
     experts_out_norm="post_feedforward_layernorm_2.weight",
 )  # fmt: skip
-FAMILY = Family(_DEFAULTS, read_gemma4, Names(_EXPERTS | _NAMES, _STACKED))
+FAMILY = Family(_DEFAULTS, read_gemma4, "Gemma4ForCausalLM", write_gemma4, Names(_EXPERTS | _NAMES, _STACKED))

@@ -4,8 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, ClampedSwiglu, LayerSpec
+from ..config.model_config import ModelConfig
 from .family import Family, Joined, Names
-from .layer_fields import EXPERTS, attention_bias, layer_windows, read_experts, with_windows
+from .layer_fields import (
+    EXPERTS,
+    attention_bias,
+    layer_windows,
+    read_experts,
+    with_windows,
+    write_layer_types,
+)
 from .rope_settings import read_rope
 from .values import get_integer, get_number
 
@@ -34,11 +42,25 @@ def read_gpt_oss(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(rope=read_rope(hf), norm_offset=0.0, layers=with_windows(layer, windows))
 
 
+def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    experts: Any = config.experts
+    return write_layer_types(config) | dict(
+        num_local_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok,
+        swiglu_alpha=experts.swiglu.alpha,
+        swiglu_limit=experts.swiglu.limit,
+    )
+
+
 _STACKED = (  # inputs first; outputs of gate and up by turns
     Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True, interleaved=True),
     Joined("mlp.experts.down_proj", ("experts.down",), stacked=True, interleaved=True),
 )
 _NAMES = {leaf: name.replace(".{}", "") for leaf, name in EXPERTS.items()}
 FAMILY = Family(
-    _DEFAULTS, read_gpt_oss, Names(_NAMES | dict(router="mlp.router", sinks="self_attn.sinks"), _STACKED)
+    _DEFAULTS,
+    read_gpt_oss,
+    "GptOssForCausalLM",
+    write_gpt_oss,
+    Names(_NAMES | dict(router="mlp.router", sinks="self_attn.sinks"), _STACKED),
 )

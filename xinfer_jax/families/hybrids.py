@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .family import Family, Joined, Names
 from .layer_fields import (
@@ -17,8 +18,9 @@ from .layer_fields import (
     read_layer_types,
     read_sparse_layers,
     with_experts,
+    write_experts,
 )
-from .rope_settings import read_rope
+from .rope_settings import read_rope, write_rope
 from .values import get_boolean, get_integer
 
 _LINEAR = "linear_attention"
@@ -79,6 +81,17 @@ def _is_zero(value: Any) -> bool:
     return type(value) is int and value == 0
 
 
+def write_hybrid(config: ModelConfig) -> dict[str, Any]:
+    partial = dict(partial_rotary_factor=config.rope.partial_rotary_factor)
+    types = [_LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_hidden_layers)]
+    settings = dict(layer_types=types, rope_parameters=write_rope(config.rope) | partial)
+    if linear := config.linear_attention:
+        settings |= {f"linear_{name}": value for name, value in vars(linear).items()}
+    if experts := config.experts:
+        settings |= dict(shared_expert_intermediate_size=experts.shared_intermediate_size)
+    return settings | write_experts(config)
+
+
 _PARTS = dict(q="query", k="key", v="value")
 
 
@@ -116,6 +129,22 @@ _NEXT = dict(
     num_experts=512, num_experts_per_tok=10, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=None
 )
 _MOE = dict(num_experts=256, num_experts_per_tok=8, intermediate_size=1)  # no layer has an MLP of that width
-QWEN3_NEXT = Family(_DEFAULTS | _SPARSE | _NEXT, read_qwen3_next, _NAMES, _NEXT_NAMES)
-QWEN3_5 = Family(_DEFAULTS | dict(num_key_value_heads=4), read_hybrid, _NAMES, _QWEN3_5_NAMES)
-QWEN3_5_MOE = Family(_DEFAULTS | _SPARSE | _MOE, read_qwen3_5_moe, _NAMES, _QWEN3_5_NAMES)
+QWEN3_NEXT = Family(
+    _DEFAULTS | _SPARSE | _NEXT, read_qwen3_next, "Qwen3NextForCausalLM", write_hybrid, _NAMES, _NEXT_NAMES
+)
+QWEN3_5 = Family(
+    _DEFAULTS | dict(num_key_value_heads=4),
+    read_hybrid,
+    "Qwen3_5ForCausalLM",
+    write_hybrid,
+    _NAMES,
+    _QWEN3_5_NAMES,
+)
+QWEN3_5_MOE = Family(
+    _DEFAULTS | _SPARSE | _MOE,
+    read_qwen3_5_moe,
+    "Qwen3_5MoeForCausalLM",
+    write_hybrid,
+    _NAMES,
+    _QWEN3_5_NAMES,
+)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config.layer_spec import ExpertsSpec, LayerSpec
+from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Joined
@@ -83,11 +84,36 @@ def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[s
     return list(types)
 
 
+def write_layer_types(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `layer_windows`."""
+    window = next(filter(None, config.layer_windows), None)
+    types = [SLIDING if w else FULL for w in config.layer_windows]
+    return dict(layer_types=types, use_sliding_window=window is not None) | (
+        {} if window is None else dict(sliding_window=window)
+    )
+
+
+def write_window(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `same_windows`."""
+    return dict(sliding_window=config.layer_windows[0])
+
+
 def read_experts(hf: Mapping, **options: Any) -> ExpertsSpec:
     """Returns the experts of a layer. options: fields that not all families have."""
     experts = get_integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
     chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
     return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"), **options)
+
+
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_experts` and `read_sparse_layers`."""
+    dense = [i for i, layer in enumerate(config.layers) if layer.experts is None]
+    settings: dict[str, Any] = dict(mlp_only_layers=dense, decoder_sparse_step=1)
+    if experts := config.experts:
+        names = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+        settings |= {name: getattr(experts, name) for name in names}
+        settings["moe_intermediate_size"] = experts.intermediate_size
+    return settings
 
 
 def with_experts(

@@ -4,9 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .family import Family
-from .layer_fields import attention_bias, layer_windows, same_windows, with_windows
+from .layer_fields import (
+    attention_bias,
+    layer_windows,
+    same_windows,
+    with_windows,
+    write_layer_types,
+    write_window,
+)
 from .values import get_boolean, get_integer
 
 
@@ -42,9 +50,17 @@ def read_smollm3(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(layers=tuple(_layer(hf).with_mixer(window=window, uses_rope=u) for window, u in pairs))
 
 
-LLAMA = Family(dict(max_position_embeddings=2048), read_llama)
+def write_smollm3(config: ModelConfig) -> dict[str, Any]:
+    uses_rope = [int(layer.mixer.uses_rope) for layer in config.layers]
+    return write_layer_types(config) | dict(no_rope_layers=uses_rope)
+
+
+LLAMA = Family(dict(max_position_embeddings=2048), read_llama, "LlamaForCausalLM")
 MISTRAL = Family(
-    dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), read_mistral
+    dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
+    read_mistral,
+    "MistralForCausalLM",
+    write_window,
 )
 SMOLLM3 = Family(
     dict(
@@ -52,4 +68,6 @@ SMOLLM3 = Family(
         tie_word_embeddings=True,
     ),
     read_smollm3,
+    "SmolLM3ForCausalLM",
+    write_smollm3,
 )  # fmt: skip

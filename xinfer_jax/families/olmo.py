@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .family import Family
-from .layer_fields import attention_bias, period_windows, with_windows
-from .rope_settings import read_rope_per_layer_type
+from .layer_fields import attention_bias, period_windows, with_windows, write_layer_types
+from .rope_settings import read_rope_per_layer_type, write_rope_per_layer_type
 
 _THETA = 500000.0
 
@@ -33,5 +34,14 @@ def read_olmo3(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(norm_offset=0.0, rope=rope, layers=with_windows(_layer(hf), windows, sliding_rope))
 
 
-OLMO2 = Family(dict(max_position_embeddings=2048, rms_norm_eps=1e-5), read_olmo2)
-OLMO3 = Family(OLMO2.defaults | dict(sliding_window=4096, rope_theta=_THETA), read_olmo3)
+def write_olmo3(config: ModelConfig) -> dict[str, Any]:
+    return write_layer_types(config) | write_rope_per_layer_type(config)
+
+
+OLMO2 = Family(dict(max_position_embeddings=2048, rms_norm_eps=1e-5), read_olmo2, "Olmo2ForCausalLM")
+OLMO3 = Family(
+    OLMO2.defaults | dict(sliding_window=4096, rope_theta=_THETA),
+    read_olmo3,
+    "Olmo3ForCausalLM",
+    write_olmo3,
+)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from ..config.layer_spec import LayerSpec
+from ..config.model_config import ModelConfig
 from .family import Family, Joined, Names
-from .layer_fields import same_windows, with_windows
+from .layer_fields import same_windows, with_windows, write_window
 from .rope_settings import flat_rope_settings, read_rope
 
 
@@ -17,9 +18,16 @@ def read_phi3(hf: Mapping, layers: int) -> dict:
     return dict(rope=rope, layers=with_windows(LayerSpec(), same_windows(hf, layers)))
 
 
+def write_phi3(config: ModelConfig) -> dict:
+    trained = config.rope.original_max_position_embeddings
+    return write_window(config) | (dict(original_max_position_embeddings=trained) if trained else {})
+
+
 _JOINED = Joined("self_attn.qkv_proj", ("q", "k", "v")), Joined("mlp.gate_up_proj", ("gate", "up"))
 FAMILY = Family(
     dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
     read_phi3,
+    "Phi3ForCausalLM",
+    write_phi3,
     Names({}, _JOINED),
 )

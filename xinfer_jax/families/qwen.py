@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .family import Family, Names
 from .layer_fields import (
@@ -18,6 +19,9 @@ from .layer_fields import (
     same_windows,
     with_experts,
     with_windows,
+    write_experts,
+    write_layer_types,
+    write_window,
 )
 from .values import get_boolean
 
@@ -51,11 +55,18 @@ def read_qwen3_moe(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(layers=with_experts(specs, read_sparse_layers(hf, layers), experts))
 
 
+def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    has_window = config.layer_windows[0] is not None
+    return write_window(config) | write_experts(config) | dict(use_sliding_window=has_window)
+
+
 QWEN2 = Family(
     dict(num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28),
     read_qwen2,
+    "Qwen2ForCausalLM",
+    write_layer_types,
 )
-QWEN3 = Family(QWEN2.defaults | dict(head_dim=128), read_qwen3)
+QWEN3 = Family(QWEN2.defaults | dict(head_dim=128), read_qwen3, "Qwen3ForCausalLM", write_layer_types)
 QWEN3_MOE = Family(
     dict(
         num_key_value_heads=4, max_position_embeddings=32768, sliding_window=4096, decoder_sparse_step=1,
@@ -63,5 +74,7 @@ QWEN3_MOE = Family(
         mlp_only_layers=None,
     ),
     read_qwen3_moe,
+    "Qwen3MoeForCausalLM",
+    write_qwen3_moe,
     Names(EXPERTS, STACKED),
 )  # fmt: skip

@@ -14,7 +14,7 @@ _DEFAULTS: dict[str, Any] = dict(  # of all families
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
     use_sliding_window=False,
 )  # fmt: skip
-_SIZES = (
+SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
@@ -55,7 +55,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
                 " gives no head_dim"
             )
         hf["head_dim"] = hidden // heads
-    sizes = {name: get_integer(hf, name) for name in _SIZES}
+    sizes = {name: get_integer(hf, name) for name in SIZES}
     own = family.read(hf, sizes["num_hidden_layers"])
     config = ModelConfig(
         **dict(

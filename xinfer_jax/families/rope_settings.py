@@ -4,12 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .layer_fields import FULL, SLIDING
 from .values import get_boolean, get_integer, get_number, get_numbers, get_object
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_NEEDED = dict(
+    llama3=("factor", "low_freq_factor", "high_freq_factor"), linear=("factor",), dynamic=("factor",)
+)
 
 
 def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False) -> RopeConfig:
@@ -46,6 +50,15 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
     return _rope(rope_type, {"truncate": True, **given})
 
 
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """Returns `rope_parameters`: the inverse of `read_rope`."""
+    needed = {"rope_type", "rope_theta", *_NEEDED.get(rope.rope_type, ())}
+    fields = {field.name: field.default for field in dataclasses.fields(rope) if field.name != "head_dim"}
+    values = {name: getattr(rope, name) for name in fields}
+    written = {name: x for name, x in values.items() if name in needed or x != fields[name]}
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in written.items()}
+
+
 def flat_rope_settings(hf: Mapping) -> Mapping:
     """Returns `rope_scaling` or `rope_parameters`: one flat object."""
     scaling = get_object(hf, "rope_scaling") or get_object(hf, "rope_parameters")
@@ -57,10 +70,7 @@ def flat_rope_settings(hf: Mapping) -> Mapping:
 
 
 def _rope(rope_type: str, given: Mapping) -> RopeConfig:
-    needed = dict(
-        llama3=("factor", "low_freq_factor", "high_freq_factor"), linear=("factor",), dynamic=("factor",)
-    )
-    for name in needed.get(rope_type, ()):
+    for name in _NEEDED.get(rope_type, ()):
         if name not in given:
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
     lists = ("short_factor", "long_factor")
@@ -99,6 +109,13 @@ def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeCon
     rope = layer_type_rope({**given[FULL], **get_object(hf, "rope_scaling")}, hf["rope_theta"])
     sliding_rope = layer_type_rope(given[SLIDING], sliding_theta)
     return rope, None if rope == sliding_rope else sliding_rope
+
+
+def write_rope_per_layer_type(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_rope_per_layer_type`."""
+    sliding = next((layer.mixer.rope for layer in config.layers if layer.mixer.window), None)
+    ropes = {FULL: config.rope, SLIDING: sliding or config.rope}
+    return dict(rope_parameters={kind: write_rope(rope) for kind, rope in ropes.items()})
 
 
 def rope_per_layer_type(hf: Mapping) -> dict[str, Mapping]:
