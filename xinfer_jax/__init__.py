@@ -18,6 +18,7 @@ _EXPORTS = {
     "generation.state": ("DecodeState",),
     "generation.entrypoints": ("Stream", "generate", "stream"),
     "checkpoint.loading": ("Model", "load_model"),
+    "checkpoint.saving": ("save_model",),
     "sampling.logprobs": ("TokenLogprobs",),
     "embedding": ("embed_texts",),
     "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),

@@ -6,6 +6,7 @@ from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache, trunca
 from .cache.prefix import Prefix as Prefix
 from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
 from .checkpoint.loading import Model as Model, load_model as load_model
+from .checkpoint.saving import save_model as save_model
 from .checkpoint.tokenizer import Tokenizer as Tokenizer
 from .checkpoint.tool_choice import tool_grammar as tool_grammar
 from .config.model_config import ModelConfig as ModelConfig

@@ -36,8 +36,8 @@ PACKAGES = {
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
-        "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "reading", "unread",
-        "tensors",
+        "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "reading", "writing",
+        "unread", "tensors",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",
@@ -79,7 +79,7 @@ PACKAGES = {
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
-        "quantized_formats", "sharded_leaves", "leaf_loader", "loading",
+        "quantized_formats", "sharded_leaves", "leaf_loader", "loading", "saving",
     ),
     "text": (),
     "embedding": (),

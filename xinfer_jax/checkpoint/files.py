@@ -12,7 +12,7 @@ from .other_formats import describe_files, describe_name
 
 BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
 WEIGHTS = "model.safetensors"
-_INDEX = f"{WEIGHTS}.index.json"
+INDEX = f"{WEIGHTS}.index.json"
 # Patterns of the files of text: the tokenizer, its chat templates, and defaults of sampling.
 TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -21,7 +21,7 @@ TEXT_FILES = (
 # What is downloaded from a hub repository; then the shards that the index names.
 _PATTERNS = [
     "config.json", "quantize_config.json", "quant_config.json", "adapter_config.json", *TEXT_FILES, WEIGHTS,
-    _INDEX,
+    INDEX,
 ]  # fmt: skip
 _MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much
 
@@ -68,13 +68,13 @@ def read_index(path: Path) -> dict[str, str] | None:
     """The file of each tensor, from the index of a checkpoint in shards; None: there is no index. Raises
     InputError.
     """
-    index = read_json(path / _INDEX)
+    index = read_json(path / INDEX)
     if index is None:
         return None
     weight_map = index.get("weight_map")
     is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     if not is_map or not weight_map:
-        raise InputError(f"{path / _INDEX} holds no weight_map of tensor names to file names")
+        raise InputError(f"{path / INDEX} holds no weight_map of tensor names to file names")
     # Only the name is checked: in a hub cache the file itself is a link to elsewhere.
     names = sorted({*weight_map.values()})
     if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:

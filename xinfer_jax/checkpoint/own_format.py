@@ -1,33 +1,22 @@
 """Our format of quantized checkpoints: a matrix is the tensors X.weight.values, .scale, .zero and .order."""
 
 import dataclasses
-import json
-import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from ..errors import InputError
-from ..families.naming import file_specs
-from ..families.reading import from_hf
-from ..sharding import RULES
+from ..families.naming import FileSpec
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.int8_weight import Int8Weight
-from ..weights.layout import partition_specs
-from ..weights.params import Params, ParamSpec
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
-from .files import TEXT_FILES
-from .tensors import DTYPES, QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
 VERSION = 1
 VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
 _FIELDS = ("values", "scale", "zero", "order")
-_NAME_OF_DTYPE = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,93 +64,27 @@ class OwnFormat(QuantizedFormat):
         return GroupedWeight(**({"zero": None, "order": None} | arrays), inputs=shape[1])
 
 
-def save_checkpoint(
-    path: str | Path,
-    model_dir: str | Path | None,
-    params: Params,
-    settings: Mapping[str, Any],
-    *,
-    rotated: bool,
-) -> None:
-    """Writes a checkpoint, tensor by tensor. `load_model` loads the same bits in every leaf.
+def quantized_tensors(spec: FileSpec, leaf: Any) -> dict[str, Any]:
+    """Returns the tensors of a quantized matrix by name. Raises InputError."""
+    if len(spec.shape) > 2:
+        raise InputError(
+            "quantized experts cannot be saved: load the float checkpoint with quantize, or one in MXFP4"
+            " with dequantize"
+        )
+    fields = {f"{spec.hf_name}.{name}": getattr(leaf, name, None) for name in _FIELDS}
+    return {name: field for name, field in fields.items() if field is not None}
 
-    Args:
-        path: the directory, created if needed.
-        model_dir: where the tokenizer and generation_config.json are copied from; None: they are not copied.
-        params: the parameter tree; matrices may be quantized. Padding of a vocabulary that is sharded over a
-            mesh is left out.
-        settings: contents of config.json.
-        rotated: the config's `rotated`.
+
+def quantization_config(leaves: Sequence[Any], rotated: bool) -> dict[str, Any]:
+    """Returns what config.json says of a model with these leaves; {}: none is quantized.
 
     Raises:
-        InputError: no matrix of a rotated model is quantized; `path` is `model_dir`, or cannot be written.
+        InputError: no matrix of a rotated model is quantized.
     """
-    path = Path(path)
-    specs, tree = jax.tree.flatten(file_specs(from_hf(settings)))
-    tensors: dict[str, Any] = {}
-    for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):  # type: ignore[attr-defined]
-        leaf = _drop_vocab_padding(spec, leaf)
-        if is_quantized(leaf) and len(spec.shape) > 2:
-            raise InputError(
-                "quantized experts cannot be saved: load the float checkpoint with quantize, or one in MXFP4"
-                " with dequantize"
-            )
-        if is_quantized(leaf):
-            fields = {f"{spec.hf_name}.{name}": getattr(leaf, name, None) for name in _FIELDS}
-            tensors |= {name: field for name, field in fields.items() if field is not None}
-        else:
-            tensors |= zip(spec.tensor_shapes(), leaf if len(spec.shape) == 3 else [leaf], strict=True)
-    settings = {name: value for name, value in settings.items() if name != "quantization_config"}
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    if rotated and not any(map(is_quantized, leaves)):
-        raise InputError("a rotated model of float weights cannot be saved: quantize its matrices first")
-    if any(map(is_quantized, leaves)):
-        flags = {"rotated": rotated, "once": any(getattr(leaf, "int8_activations", False) for leaf in leaves)}
-        flags = {name: True for name, value in flags.items() if value}
-        version = VERSION_ROTATED if flags else VERSION
-        settings["quantization_config"] = {"quant_method": OwnFormat.method, "version": version} | flags
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if model_dir is not None:
-            _copy_small_files(Path(model_dir), path)
-        _write_safetensors(path / "model.safetensors", tensors)
-        (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error}") from error
-
-
-def _drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
-    if spec.axes[0] != "vocab" or leaf.shape == spec.shape:
-        return leaf
-
-    def drop_rows(x: Any, mesh_axes: PartitionSpec) -> Any:
-        return x[tuple(slice(spec.shape[0] if mesh_axis else None) for mesh_axis in mesh_axes)]
-
-    return jax.tree.map(drop_rows, leaf, partition_specs(spec, leaf, None, RULES))
-
-
-def _copy_small_files(model_dir: Path, path: Path) -> None:
-    if path.samefile(model_dir):
-        raise InputError(f"{path} is the checkpoint that is read: give another directory to write to")
-    for file in (file for pattern in TEXT_FILES for file in model_dir.glob(pattern) if file.is_file()):
-        copy = path / file.relative_to(model_dir)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)
-
-
-def _write_safetensors(file: Path, tensors: Mapping[str, jax.Array]) -> None:
-    """Writes header length, header and data. The library's own writer would hold the data twice."""
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        x = tensors[name]
-        start = end
-        end += x.nbytes
-        header[name] = dict(dtype=_NAME_OF_DTYPE[x.dtype], shape=x.shape, data_offsets=[start, end])
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            out.write(np.ascontiguousarray(tensors[name]).view(np.uint8).data)
+    if not any(map(is_quantized, leaves)):
+        if rotated:
+            raise InputError("a rotated model of float weights cannot be saved: quantize its matrices first")
+        return {}
+    flags = {"rotated": rotated, "once": any(getattr(leaf, "int8_activations", False) for leaf in leaves)}
+    flags = {name: True for name, value in flags.items() if value}
+    return {"quant_method": OwnFormat.method, "version": VERSION_ROTATED if flags else VERSION} | flags

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,10 @@ class Tokenizer:
         special_tokens: texts of the tokens that a template may use by name (bos_token, eos_token, …).
         eos_token_ids: ids that end an answer.
         response_template: how the checkpoint says that answers are written; None: it does not.
+        directory: that it was read from; None: none.
     """
+
+    directory: Path | None = None
 
     def __init__(
         self,
@@ -79,10 +83,18 @@ class Tokenizer:
         special = _add_declared_tokens(backend, path, settings)
         template, tool_template = read_chat_templates(path, settings)
         ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
-        return cls(
+        tokenizer = cls(
             backend, chat_template=template, special_tokens=special, eos_token_ids=ends,
             tool_template=tool_template, response_template=_response_template(settings),
         )  # fmt: skip
+        tokenizer.directory = path
+        return tokenizer
+
+    def files(self) -> dict[str, str]:
+        """The texts of the files that `from_dir` reads, by name: of one that was not read from a directory."""
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        found = {"tokenizer.json": self.backend.to_str(), "tokenizer_config.json": json.dumps(settings)}
+        return found | ({"chat_template.jinja": self.chat_template} if self.chat_template else {})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.

@@ -1,14 +1,16 @@
 """Parameters as the tensors of a Hugging Face checkpoint, and back: pure functions of arrays by name."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
-from ..weights.layout import shardings
+from ..sharding import RULES
+from ..weights.layout import partition_specs, shardings
 from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from .naming import FileSpec, file_specs
@@ -50,31 +52,73 @@ def params_to_tensors(params: Params, config: ModelConfig) -> dict[str, Any]:
     Raises:
         InputError: leaves that are missing, unknown, misshapen or quantized; the model is rotated.
     """
-    check_params(params, config)
     if config.rotated:
         raise InputError(
             "rotated weights have no tensors of Hugging Face: load the model without activations"
         )
+    specs, leaves = specs_and_leaves(params, config)
+    if quantized := [spec.name for spec, leaf in zip(specs, leaves, strict=True) if is_quantized(leaf)]:
+        raise InputError(f"only float parameters have tensors; quantized: {format_names(quantized, _SHOWN)}")
+    return {name: tensor.make(lambda leaf: leaf) for name, tensor in tensors_of(specs, leaves).items()}
+
+
+class TensorOfLeaves(NamedTuple):
+    """A tensor of a checkpoint that is made of leaves.
+
+    Attributes:
+        shape: of the tensor.
+        leaves: which it holds, in its order.
+        make: returns it from these leaves, each converted by a given function.
+    """
+
+    shape: tuple[int, ...]
+    leaves: list[Any]
+    make: Callable[[Callable[[Any], Any]], Any]
+
+
+def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec], list[Any]]:
+    """Returns a model's specs and leaves, without rows that pad the vocabulary.
+
+    Raises:
+        InputError: leaves that are missing, unknown or misshapen, all in one error.
+    """
+    check_params(params, config)
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    specs = {spec.name: spec for spec in jax.tree.leaves(file_specs(config))}
     leaves = {
         ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys): x for keys, x in found
     }
-    if quantized := sorted(path for path, leaf in leaves.items() if is_quantized(leaf)):
-        raise InputError(f"only float parameters have tensors; quantized: {format_names(quantized, _SHOWN)}")
-    specs = jax.tree.leaves(file_specs(config))
-    leaves |= {spec.name: _without_padding(spec, leaves[spec.name]) for spec in specs if spec.name in leaves}
-    _check_shapes("params", {spec.name: spec.shape for spec in specs}, leaves)
-    tensors: dict[str, Any] = {}
+    leaves = {
+        name: _without_padding(specs[name], leaf) if name in specs else leaf for name, leaf in leaves.items()
+    }
+    _check_shapes("params", {name: spec.shape for name, spec in specs.items()}, leaves)
+    return [*specs.values()], [leaves[name] for name in specs]
+
+
+def tensors_of(
+    specs: Iterable[FileSpec], leaves: Iterable[Any], like: Collection[str] | None = None
+) -> dict[str, TensorOfLeaves]:
+    """Returns the tensors that hold these leaves, by name.
+
+    like: names of a checkpoint whose leaves are joined, or not, as there; None: as in published files.
+    """
+    tensors: dict[str, TensorOfLeaves] = {}
     joined: dict[str, list[tuple[FileSpec, Any]]] = {}
-    for spec in specs:
-        leaf = leaves[spec.name]
-        if spec.fused_name == spec.published_name:
+    for spec, leaf in zip(specs, leaves, strict=True):
+        if spec.fused_name and (spec.is_published if like is None else spec.fused_name in like):
             joined.setdefault(spec.fused_name, []).append((spec, leaf))
         elif "{}" in spec.hf_name:
-            tensors |= {spec.hf_name.format(expert): leaf[expert] for expert in range(len(leaf))}
+            for expert in range(len(leaf)):
+                at = partial(_expert, leaf, expert)
+                tensors[spec.hf_name.format(expert)] = TensorOfLeaves(leaf.shape[1:], [leaf], at)
         else:
-            tensors[spec.hf_name] = leaf
-    return tensors | {name: _join(name, parts) for name, parts in joined.items()}
+            tensors[spec.hf_name] = TensorOfLeaves(leaf.shape, [leaf], partial(_itself, leaf))
+    for name, parts in joined.items():
+        parts.sort(key=lambda part: part[0].first_row)
+        shape = parts[0][0].tensor_shapes({name})[name]
+        leaves = [leaf for _, leaf in parts]
+        tensors[name] = TensorOfLeaves(shape, leaves, partial(_join, parts[0][0], shape, leaves))
+    return tensors
 
 
 def params_from_tensors(
@@ -123,21 +167,29 @@ def _check_shapes(
 
 
 def _without_padding(spec: FileSpec, leaf: Any) -> Any:
-    """A matrix of the vocabulary without the rows that pad it over a mesh; others unchanged."""
-    return leaf[: spec.shape[0]] if spec.axes[0] == "vocab" and leaf.shape[1:] == spec.shape[1:] else leaf
+    """A leaf of the vocabulary without the rows that pad it over a mesh; others unchanged."""
+    if spec.axes[0] != "vocab" or leaf.shape[1:] != spec.shape[1:] or leaf.shape[0] <= spec.shape[0]:
+        return leaf
+    cut = lambda x, places: x[tuple(slice(spec.shape[0] if place else None) for place in places)]  # noqa: E731
+    return jax.tree.map(cut, leaf, partition_specs(spec, leaf, None, RULES))
 
 
-def _join(name: str, parts: list[tuple[FileSpec, Any]]) -> Any:
-    """The tensor that holds these leaves."""
-    spec = parts[0][0]
-    arrays = [leaf for _, leaf in sorted(parts, key=lambda part: part[0].first_row)]
+def _itself(leaf: Any, convert: Callable[[Any], Any]) -> Any:
+    return convert(leaf)
+
+
+def _expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
+    return convert(leaf[expert])
+
+
+def _join(spec: FileSpec, shape: tuple[int, ...], leaves: list[Any], convert: Callable[[Any], Any]) -> Any:
+    """The tensor that holds these leaves. spec: of one of them."""
+    arrays = [convert(leaf) for leaf in leaves]
     xp = arrays[0].__array_namespace__()  # NumPy or jax.numpy
-    shape = spec.tensor_shapes({name})[name]
     if spec.interleaved:
         return xp.stack([xp.moveaxis(x, 1, -1) for x in arrays], axis=-1).reshape(shape)
-    return xp.concat(
-        [x.reshape(_groups(spec), -1, *x.shape[spec.row_axis + 1 :]) for x in arrays], axis=1
-    ).reshape(shape)
+    rest = spec.shape[spec.row_axis + 1 :]
+    return xp.concat([x.reshape(_groups(spec), -1, *rest) for x in arrays], axis=1).reshape(shape)
 
 
 def _split(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:

@@ -28,7 +28,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         attention_bias=attention.o_bias,
         mlp_bias=any(layer.mlp is not None and layer.mlp.bias for layer in config.layers),
         rope_parameters=write_rope(config.rope),
+        bos_token_id=None,
         eos_token_id=ends[0] if len(ends) == 1 else [*ends] or None,
+        pad_token_id=None,
     ) | family.write(config)  # fmt: skip
     read = from_hf(settings)
     lost = [
