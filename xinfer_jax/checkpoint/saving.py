@@ -60,7 +60,7 @@ def save_model(
 ) -> None:
     """Writes a checkpoint directory: `load_model` and transformers' `AutoModelForCausalLM` open it.
 
-    The directory appears at once, when it is whole. One tensor at a time is on the host beside the parameters.
+    The directory appears when it is whole. One tensor at a time is on the host beside the parameters.
     Over several processes each calls this, and process 0 writes.
 
     Args:
@@ -69,7 +69,7 @@ def save_model(
             library reads.
         config: of the model, as `load_model` or `from_hf` returns it.
         tokenizer: whose files are written.
-        like: a checkpoint with this config, also one that sees images, or `path` itself: names and config.json
+        like: a checkpoint of this config, also one that sees images, or `path` itself: names and config.json
             are as there, and tensors and small files that this library does not read are copied from it.
         max_shard_bytes: of a file, where no single tensor is larger.
         dtype: of floats: float32, bfloat16 or float16; None: as they are.
@@ -184,9 +184,16 @@ def _tensors(
     lost = {text for name in copied if (text := text_name(name))} - unused_names(config, original)
     if lost := lost - other_tensors(lost):
         raise InputError(f"like: it has tensors that the model lacks: {format_names(sorted(lost))}")
-    prefix = original.get(_NORM, _NORM).removesuffix(_NORM.removeprefix("model."))
-    named = {original.get(name) or prefix + name.removeprefix("model."): x for name, x in tensors.items()}
+    named = {_name_like(original, name): tensor for name, tensor in tensors.items()}
     return named | {name: _stored(tensor) for name, tensor in copied.items()}
+
+
+def _name_like(original: Mapping[str, str], name: str) -> str:
+    """The name of a text model's tensor in a checkpoint. original: its names by those of the text model."""
+    within = "model." if name.startswith("model.") else ""
+    known = _NORM if within else _TIED[1]
+    prefix = original.get(known, known).removesuffix(known.removeprefix(within))
+    return original.get(name) or prefix + name.removeprefix(within)
 
 
 def _convert(array: Any, convert: Callable[[Any], Any]) -> Any:
@@ -288,7 +295,7 @@ def _write(
 
 
 def _shards(tensors: Mapping[str, _Tensor], limit: int) -> list[list[str]]:
-    """Names by file: as many in their order as it may hold. In a file wide types come first: all are aligned."""
+    """Names by file, as many in their order as it may hold; wide types first, so that all are aligned."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():

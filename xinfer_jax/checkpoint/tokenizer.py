@@ -91,7 +91,7 @@ class Tokenizer:
         return tokenizer
 
     def files(self) -> dict[str, str]:
-        """The texts of the files that `from_dir` reads, by name: of one that was not read from a directory."""
+        """The texts of files that `from_dir` reads, by name, for one that was made otherwise."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         found = {"tokenizer.json": self.backend.to_str(), "tokenizer_config.json": json.dumps(settings)}
         return found | ({"chat_template.jinja": self.chat_template} if self.chat_template else {})
