@@ -29,15 +29,14 @@ from absl import flags
 from train import tiny_data
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.files import checkpoint_dir, read_json
+from xinfer_jax.checkpoint.files import checkpoint_dir
 from xinfer_jax.checkpoint.loading import BUNDLED
-from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
 from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantize_methods import check_activations
+from xinfer_jax.weights.quantization import check_activations
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 MODEL = flags.DEFINE_string(
@@ -156,13 +155,7 @@ def run() -> dict:
     if EVAL.value:
         report |= quality_loss(model, quantized, eval_texts)
     if OUTPUT.value:
-        save_checkpoint(
-            OUTPUT.value,
-            path,
-            quantized.params,
-            read_json(Path(path) / "config.json"),
-            rotated=quantized.config.rotated,
-        )
+        xj.save_model(OUTPUT.value, quantized.params, quantized.config, tokenizer=model.tokenizer)
         print(f"wrote {OUTPUT.value}")
     return report
 

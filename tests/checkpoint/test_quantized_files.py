@@ -16,11 +16,10 @@ from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
-from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -61,7 +60,7 @@ def test_every_layout_of_awq_and_gptq_loads(tmp_path, name):
                 not how.get("act_order")
             )
             assert leaf.scale.dtype == (np.float16 if "scale_type" not in how else np.float32)
-            leaf = dequantize(leaf)
+            leaf = leaf.dequantize()
         np.testing.assert_array_equal(np.asarray(leaf), equal[name], err_msg=name)
     float_params = jax.tree.unflatten(
         jax.tree.structure(file_specs(model.config)), map(jnp.asarray, equal.values())
@@ -116,7 +115,7 @@ def test_quantization_settings_in_a_separate_file(tmp_path, file, settings, writ
     path = tiny.write(tmp_path / "old", tiny.UNTIED, weights=stored)
     tiny.write_json(path / file, written)
     model = xj.load_model(path, dtype="float32")
-    np.testing.assert_array_equal(dequantize(leaves(model)[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    np.testing.assert_array_equal(leaves(model)[f"{Q1}.weight"].dequantize(), equal[f"{Q1}.weight"])
     assert model.load_stats.dtype == settings["quant_method"]
     path = tiny.write(tmp_path / "float", tiny.UNTIED)
     tiny.write_json(path / file, dict(per_channel=True))
@@ -133,7 +132,7 @@ def test_gptq_zeros_subtracted_from_whole_words(tmp_path):
     path, _ = write(tmp_path, settings, weights=stored)
     loaded = leaves(xj.load_model(path))
     assert (np.asarray(loaded[f"{Q1}.weight"].zero) == 0).any()
-    np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    np.testing.assert_array_equal(loaded[f"{Q1}.weight"].dequantize(), equal[f"{Q1}.weight"])
 
 
 @pytest.mark.parametrize("bits", full_except([4], [4, 8]))
@@ -147,7 +146,7 @@ def test_the_zero_of_symmetric_gptq_is_known(tmp_path, bits, layout, stored_zero
     _, equal = convert(settings, zeros=middle)
     path, _ = write(tmp_path, settings | dict(checkpoint_format=layout), weights=stored)
     loaded = leaves(xj.load_model(path))
-    np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    np.testing.assert_array_equal(loaded[f"{Q1}.weight"].dequantize(), equal[f"{Q1}.weight"])
 
 
 @pytest.mark.parametrize("zeros, shown", [(None, "0, 1, 2 and 13 more"), (9, "9")])
@@ -293,7 +292,7 @@ def same_bits(a, b):
 def test_our_own_format_saved_and_loaded_has_the_same_bits(tmp_path, quantize, dtype, hf):
     source = tiny.write(tmp_path / "from", hf, generation_config=dict(temperature=0.5))
     model = xj.load_model(source, dtype=dtype, quantize=quantize)
-    save_checkpoint(tmp_path / "to" / "there", source, model.params, hf, rotated=False)
+    xj.save_model(tmp_path / "to" / "there", model.params, model.config, tokenizer=model.tokenizer)
     opened = open_checkpoint(tmp_path / "to" / "there", dtype=dtype)
     tiny.assert_same_shapes(opened)
     again = opened.read()
@@ -313,9 +312,7 @@ def test_our_own_format_saved_and_loaded_has_the_same_bits(tmp_path, quantize, d
 def test_awq_and_gptq_saved_in_our_format(tmp_path, settings, how):
     path, _ = write(tmp_path / "from", settings, **how)
     model = xj.load_model(path, dtype="float32")
-    save_checkpoint(
-        tmp_path / "to", None, model.params, json.loads((path / "config.json").read_text()), rotated=False
-    )
+    xj.save_model(tmp_path / "to", model.params, model.config)
     opened = open_checkpoint(tmp_path / "to", dtype="float32")
     tiny.assert_same_shapes(opened)
     again = opened.read()
@@ -328,14 +325,14 @@ def test_8_bit_groups_saved_and_loaded(tmp_path):
     params = jax.tree.map(
         lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params
     )
-    save_checkpoint(tmp_path / "to", None, params, tiny.UNTIED, rotated=False)
+    xj.save_model(tmp_path / "to", params, model.config)
     same_bits(jax.tree.map(jnp.asarray, params), xj.load_model(tmp_path / "to", dtype="float32").params)
 
 
 def test_shape_errors_in_our_own_format(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32", quantize="int4")
     assert model.params["lm_head"]["weight"].values.dtype == np.int8
-    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED, rotated=False)
+    xj.save_model(tmp_path / "to", model.params, model.config)
     stored = load_file(tmp_path / "to" / "model.safetensors")
     gate = "model.layers.0.mlp.gate_proj.weight"
     for part, shape in (("values", (1, 16, 48)), ("zero", (1, 48))):
@@ -350,7 +347,7 @@ def test_shape_errors_in_our_own_format(tmp_path):
 def test_invalid_order_in_our_own_format(tmp_path):
     stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
     model = xj.load_model(write(tmp_path / "from", GPTQ | dict(desc_act=True), weights=stored)[0])
-    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED, rotated=False)
+    xj.save_model(tmp_path / "to", model.params, model.config)
     file = tmp_path / "to" / "model.safetensors"
     order = f"{Q1}.weight.order"
     for wrong in (np.full(32, 10**6, np.int32), np.full(32, -1, np.int32), np.zeros(32, np.int32)):
@@ -361,16 +358,19 @@ def test_invalid_order_in_our_own_format(tmp_path):
 def test_the_source_checkpoint_is_not_overwritten(tmp_path):
     path = tiny.write(tmp_path / "a")
     model = xj.load_model(path)
-    with pytest.raises(xj.InputError, match="give another directory"):
-        save_checkpoint(tmp_path / "a", path, model.params, tiny.CONFIG, rotated=False)
-    with pytest.raises(xj.InputError, match="cannot be written"):
-        save_checkpoint(path / "config.json", path, model.params, tiny.CONFIG, rotated=False)
+    for target, named in (
+        (path, "exists: give another directory, or overwrite=True"),
+        (path / "config.json", "exists"),
+        (path / "config.json" / "in", "cannot be written"),
+    ):
+        with pytest.raises(xj.InputError, match=named):
+            xj.save_model(target, model.params, model.config)
 
 
 @pytest.mark.full
 def test_our_own_format_from_the_command_line(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from"), dtype="float32", quantize="int8")
-    save_checkpoint(tmp_path / "to", tmp_path / "from", model.params, tiny.CONFIG, rotated=False)
+    xj.save_model(tmp_path / "to", model.params, model.config, tokenizer=model.tokenizer)
     run = subprocess.run(
         [
             sys.executable,

@@ -15,12 +15,11 @@ from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
-from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.config.model_config import with_fixed_rope
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.model import experts
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -94,7 +93,7 @@ def test_errors_name_a_damaged_fused_matrix(tmp_path, name, rows, fault):
 )
 def test_a_saved_model_loads_with_the_same_logits(tmp_path, name, quantize):
     model = xj.load_model(write_checkpoint(tmp_path / "in", name), dtype="float32", quantize=quantize)
-    save_checkpoint(tmp_path / "out", None, model.params, cases.CASES[name].hf, rotated=False)
+    xj.save_model(tmp_path / "out", model.params, model.config)
     assert_equal(xj.load_model(tmp_path / "out", dtype="float32").params, model.params)
 
 
@@ -125,7 +124,7 @@ def test_quantized_experts(tmp_path, name, quantize):
     def in_float(leaf):
         if not is_quantized(leaf):
             return leaf
-        return jax.vmap(dequantize)(leaf) if len(leaf.shape) > 2 else dequantize(leaf)
+        return jax.vmap(type(leaf).dequantize)(leaf) if len(leaf.shape) > 2 else leaf.dequantize()
 
     layer = next(layer for layer in params["layers"] if "experts" in layer)
     exact = jax.tree.map(in_float, layer, is_leaf=is_quantized)
@@ -144,10 +143,9 @@ def test_quantized_experts_cannot_be_written(tmp_path):
     with pytest.raises(xj.InputError, match="weights of experts, .* cannot be written"):
         awq.quantized_params(params, "int8")
     path = write_checkpoint(tmp_path / "float", "moe-defaults")
-    quantized = xj.load_model(path, quantize="int8").params
-    settings = cases.CASES["moe-defaults"].hf
+    quantized = xj.load_model(path, quantize="int8")
     with pytest.raises(xj.InputError, match="quantized experts cannot be saved"):
-        save_checkpoint(tmp_path / "out", None, quantized, settings, rotated=False)
+        xj.save_model(tmp_path / "out", quantized.params, quantized.config)
 
 
 @pytest.mark.full

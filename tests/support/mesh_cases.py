@@ -32,14 +32,13 @@ from parity_cases import CASES, fuse_tensors, random_tensors
 
 import kernels_pallas
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
 from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 # One checkpoint of each family. 8 heads, 4 key heads: on 8 devices these are repeated.
 FAMILIES = {
@@ -212,7 +211,7 @@ def formats() -> None:
             paths[name], _ = files.write(Path(folder) / name, settings, hf, **how)
         for quantize in ("int8", "int4"):
             model = xj.load_model(paths["float32"], "float32", quantize)
-            save_checkpoint(Path(folder) / f"own-{quantize}", None, model.params, hf, rotated=False)
+            xj.save_model(Path(folder) / f"own-{quantize}", model.params, model.config)
             paths[f"own-{quantize}"] = Path(folder) / f"own-{quantize}"
         loads = [(name, None) for name in paths] + [("float32", "int8"), ("float32", "int4")]
         for name, quantize in loads:
@@ -267,7 +266,7 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logi
         return
 
     def matrix(leaf: Any) -> np.ndarray:
-        return np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf)
+        return np.asarray(leaf.dequantize() if is_quantized(leaf) else leaf)
 
     known = jax.tree_util.tree_leaves_with_path(one.params, is_leaf=is_quantized)
     for (place, leaf), new in zip(known, jax.tree.leaves(over.params, is_leaf=is_quantized), strict=True):
@@ -428,7 +427,7 @@ def odd_formats() -> None:
         for quantize in (None, "int8", "int4"):
             own = Path(folder) / f"own-{quantize}"
             over = xj.load_model(paths["float32"], "float32", quantize, mesh_of(2))
-            save_checkpoint(own, None, over.params, hf, rotated=False)
+            xj.save_model(own, over.params, over.config)
             if quantize != "int4":  # its groups depend on the parts
                 one = xj.load_model(paths["float32"], "float32", quantize)
                 back = xj.load_model(own, "float32")

@@ -10,13 +10,12 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress.awq import quantized_params
 from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rotated_params
 from xinfer_jax.weights.int8_weight import Int8Weight
-from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
+from xinfer_jax.weights.quantized_weight import quantized_product
 
 pytestmark = pytest.mark.oldest
 
@@ -92,7 +91,7 @@ def test_gradients_equal_those_of_the_dequantized_matrix():
     weight = Int8Weight(jnp.asarray(values), jnp.ones(70) / 127, int8_activations=True)
     x = random.standard_normal((3, 80)).astype(np.float32)
     gradient = jax.grad(lambda x: quantized_product(x, weight).sum())(x)
-    np.testing.assert_allclose(gradient, np.ones((3, 70)) @ np.asarray(dequantize(weight)), atol=1e-4)
+    np.testing.assert_allclose(gradient, np.ones((3, 70)) @ np.asarray(weight.dequantize()), atol=1e-4)
 
 
 @pytest.mark.full
@@ -111,7 +110,7 @@ def test_load_with_int8_activations_and_save(tmp_path, hf):
         np.testing.assert_allclose(leaf, expected, atol=1 if leaf.dtype == jnp.int8 else 1e-6)
     wanted = logits(plain)
     assert np.abs(logits(model) - wanted).max() < 0.1 * np.abs(wanted).max()
-    save_checkpoint(tmp_path / "to", source, model.params, hf, rotated=model.config.rotated)
+    xj.save_model(tmp_path / "to", model.params, model.config)
     stored = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
     assert stored == dict(quant_method="xinfer_jax", version=2, rotated=True, once=True)
     loaded = xj.load_model(tmp_path / "to", "float32")

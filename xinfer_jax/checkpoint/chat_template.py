@@ -123,7 +123,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name in _COMPARING_TESTS:
             self.tests[name] = self._counting_test(self.tests[name])
         counting = {
-            "spend_nodes!": lambda count: self.budget.spend(NODE * count) or True,
+            "spend_nodes!": self._spend_nodes,
             "output!": self._concat,
             "concat!": self._concat,
             "compare!": self._compare,
@@ -136,6 +136,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals.update(
             raise_exception=_raise, strftime_now=self._now, namespace=_Namespace, range=self._range
         )
+
+    def _spend_nodes(self, count: int) -> bool:
+        self.budget.spend(NODE * count)
+        return True
 
     def _concat(self, *values: Any) -> str:
         self.budget.spend_read(*values)

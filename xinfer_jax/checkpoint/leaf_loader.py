@@ -14,8 +14,14 @@ from ..families.naming import FileSpec
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
 from ..weights.hadamard import TensorRotation, rotate_tensor
-from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_stack, quantized_struct
-from ..weights.quantize_methods import device_form, with_int8_activations
+from ..weights.quantization import (
+    device_form,
+    group_size_for_shards,
+    quantized_leaf,
+    quantized_stack,
+    quantized_struct,
+    with_int8_activations,
+)
 from .bitnet_format import BitNetFormat
 from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
 from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors

@@ -27,7 +27,7 @@ from ..stats import LoadStats
 from ..weights.hadamard import tensor_rotations
 from ..weights.layout import shardings
 from ..weights.params import Params, check_weights, resolve_dtype, tree_bytes
-from ..weights.quantize_methods import check_activations, check_quantize, check_quantize_method
+from ..weights.quantization import check_activations, check_quantize, check_quantize_method
 from ..weights.quantized_weight import is_quantized
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
