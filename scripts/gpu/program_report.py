@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
-from bench.machine_limits import bytes_per_pass, expert_fraction
+from bench.model_work import bytes_per_pass, expert_fraction
 from jax.sharding import Mesh
 
 from gpu.gpu_specs import Card

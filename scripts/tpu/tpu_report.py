@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from bench.machine_limits import prefill_work
+from bench.model_work import prefill_work
 from gpu.hlo_text import parse_module
 from gpu.known_choices import KnownChoices
 from gpu.plan_estimates import Job, device_weights, indivisible_sizes

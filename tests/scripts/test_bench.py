@@ -14,8 +14,8 @@ import jax
 import pytest
 import run_script
 import tiny
-from bench.machine_limits import bytes_per_pass, decode_work, prefill_work
 from bench.model_shapes import hf_config
+from bench.model_work import bytes_per_pass, decode_work, prefill_work
 from paths import ROOT
 
 import xinfer_jax as xj
@@ -58,9 +58,7 @@ def test_bench_figures_agree_with_each_other(directory):
                  "--probe_mib=8")  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
-    assert (
-        results["versions"]["jax"] == jax.__version__ and results["machine"]["cores"] >= 1 and results["date"]
-    )
+    assert results["versions"]["jax"] == jax.__version__ and "cores" in results["device"] and results["date"]
     assert re.match(r"python (scripts/)?bench.py --config=", results["command"])
     (case,) = results["cases"]
     assert (case["dtype"], case["quantize"], case["load"]["backend"]) == ("float32", "none", "cpu")
@@ -69,7 +67,7 @@ def test_bench_figures_agree_with_each_other(directory):
     )
     assert (
         all(is_spread(case["limits"][kind]) for kind in ("read", "float32", "bfloat16"))
-        and case["limits"]["probes"] >= 3
+        and case["limits"]["probes"] >= 2
     )
     row, too_long = case["rows"]
     assert "context limit 256" in too_long["skipped"] and "skipped: prompt of 300" in done.stdout
@@ -100,14 +98,12 @@ def test_bench_figures_agree_with_each_other(directory):
     assert f"{row['peak_bytes'] / 2**20:.0f}" in table
 
 
-def test_bench_of_a_checkpoint_streams(good):
-    sizes = ("--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8")
-    done = process(f"--model={good}", *sizes, "--stream")
+def test_bench_of_a_checkpoint(good):
+    done = process(f"--model={good}", "--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8")
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
     (case,) = results["cases"]
     assert case["load"]["weight_bytes"] > case["load"]["weight_bytes_per_pass"]  # untied
-    assert case["stream"]["first_token_s"]["median"] <= case["stream"]["stream_s"]["median"]
 
 
 @pytest.mark.parametrize(
@@ -146,16 +142,15 @@ def test_pairs_of_calls(directory):
     assert process.returncode == 0
 
 
-def test_bench_engine_reports_throughput_load_and_one_row(directory):
-    """Few concurrent requests, and one row alone."""
+def test_bench_engine_reports_throughput_and_load(directory):
+    """Of few requests."""
     done = process(
-        f"--config={directory}", "--quantize=none", "--parts=throughput,load,alone", "--requests=9",
-        "--rows=2", "--prompt_tokens=4,150", "--answer_tokens=3,20", "--common=128", "--alone=9,12",
-        "--pairs=3", program="bench_engine",
+        f"--config={directory}", "--quantize=none", "--requests=9",
+        "--rows=2", "--prompt_tokens=4,150", "--answer_tokens=3,20", "--common=128", program="bench_engine",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    whole, load, alone = map(json.loads, done.stdout.splitlines())
-    assert [line["part"] for line in (whole, load, alone)] == ["throughput", "load", "alone"]
+    whole, load = map(json.loads, done.stdout.splitlines())
+    assert [line["part"] for line in (whole, load)] == ["throughput", "load"]
     assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
     assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
     assert min(whole["hits"], load["hits"]) >= 128 and whole["preemptions"] == 0
@@ -168,9 +163,7 @@ def test_bench_engine_reports_throughput_load_and_one_row(directory):
     assert load["requests_per_second"] * whole["engine_seconds"] == pytest.approx(0.7 * 9)
     for times in (load["ttft_seconds"], load["tpot_seconds"]):
         assert 0 < times["median"] <= times["p99"] < load["seconds"]
-    ratio = alone["engine_over_generate"]
-    assert alone["pairs"] == 3 and 0 < ratio["q1"] <= ratio["median"] <= ratio["q3"]
-    assert "2 rows of 256" in whole["engine"] and "1 rows of 256" in alone["engine"]
+    assert "2 rows of 256" in whole["engine"]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +172,7 @@ def test_bench_engine_reports_throughput_load_and_one_row(directory):
         (["--parts=throughput,speed"], "parts"),
         (["--quantize=int3"], "int3"),
         (["--answer_tokens=16"], "two numbers"),
-        (["--alone=9,1.5"], "whole numbers"),
+        (["--prompt_tokens=9,1.5"], "whole numbers"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
