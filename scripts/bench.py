@@ -19,12 +19,15 @@ from launcher import start
 import itertools
 import json
 import os
+import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from bench.measuring import about, chosen, random_model, spread, whole_numbers
 from bench.model_shapes import hf_config
 from bench.model_work import Work, bytes_per_pass, decode_work, prefill_work
 from jax import lax
 
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.host import cpu_count
 from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
 FORMATS = ("none", "int8", "int4", "ternary")
@@ -63,6 +66,18 @@ PROBE = flags.DEFINE_integer(
     "probe_mib", 1024, "Size of the array that is read to measure the bandwidth, in MiB.", lower_bound=1
 )
 WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print JSON lines.")
+
+
+def whole_numbers(flag: flags.FlagHolder) -> list[int]:
+    """The numbers of a list flag."""
+    if not flag.value or not all(x.isascii() and x.isdigit() and int(x) for x in flag.value):
+        raise xj.InputError(f"--{flag.name}={','.join(flag.value)}: give whole numbers, with commas between")
+    return [int(x) for x in flag.value]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 # --- limits of the machine ----------------------------------------------------------------------------------
@@ -149,10 +164,13 @@ def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The kind of each result, and the result: "load", "rows" of each batch, "limits"."""
     memory = AnonymousPeak()
     start = time.perf_counter()
+    weights = None if quantize == "none" else quantize
     if MODEL.value:
-        model = xj.load_model(MODEL.value, dtype=dtype, quantize=None if quantize == "none" else quantize)
+        model = xj.load_model(MODEL.value, dtype=dtype, quantize=weights)
     else:
-        model = random_model(hf_config(CONFIG.value), dtype, quantize)
+        config = from_hf(hf_config(CONFIG.value))
+        params = jax.block_until_ready(xj.init_params(config, jax.random.key(0), dtype, weights))
+        model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, dtype))
     yield (
         "load",
         dict(
@@ -250,12 +268,14 @@ def main(argv: list[str]) -> int:
         for kind, value in measure(*WORKER.value.split(":")):
             print(json.dumps({kind: value}), flush=True)
         return 0
-    results = about() | dict(model=MODEL.value, config=None if MODEL.value else CONFIG.value)
-    versions = results["versions"]
-    print(
-        f"{MODEL.value or f'{CONFIG.value}, random weights'}; {results['device']}, jax {versions['jax']},"
-        f" Python {versions['python']}, {results['date']}"
+    results = dict(
+        command=shlex.join(["python", *sys.argv]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=dict(jax=jax.__version__, numpy=np.__version__, python=platform.python_version()),
+        device=f"{jax.devices()[0].device_kind}, {cpu_count()} cores",
+        model=MODEL.value or f"{CONFIG.value}, random weights",
     )
+    print(", ".join(map(str, results.values())))
     cases = [run_case(*case) for case in itertools.product(DTYPES.value, QUANTIZE.value)]
     print(json.dumps(results | dict(cases=cases)), flush=True)
     return int(any("failed" in case for case in cases))
@@ -269,7 +289,8 @@ def check_flags() -> None:
         from_hf(hf_config(CONFIG.value))
     for dtype in DTYPES.value:
         resolve_dtype(dtype)
-    chosen(QUANTIZE, FORMATS)
+    if not QUANTIZE.value or not {*QUANTIZE.value} <= {*FORMATS}:
+        raise xj.InputError(f"--quantize={','.join(QUANTIZE.value)}: choose among {', '.join(FORMATS)}")
     for flag in (PROMPTS, BATCHES):
         whole_numbers(flag)
 
