@@ -20,8 +20,8 @@ import xinfer_jax as xj
 
 
 def calls(params: Any, config: xj.ModelConfig) -> dict[str, Callable[[], Any]]:
-    """Returns the calls by name: `stream` and `generate` of 26 + 24 tokens, a prompt of 300, 16 requests of an
-    engine.
+    """Returns the calls by name: `stream` and `generate` of 26 + 24 tokens, a prompt of 300, and 16 requests
+    to an engine.
     """
     random = np.random.RandomState(0)
     prompts = [random.randint(0, config.vocab_size, 26).tolist() for _ in range(8)]
