@@ -259,7 +259,7 @@ def report(  # noqa: PLR0913
         unknown_branches=more.step.unknown_branches,
         declared=more.uncounted,
         kernels=_kernels(more.step),
-        compiled=[kernel for of in (*fewer, more) for kernel in of.program.kernels],
+        compiled=list({str(k): k for of in (*fewer, more) for k in of.program.kernels}.values()),
         copied=_copies(more.step_copies, "step") + _copies(more.around_copies, "around"),
         largest=[
             (o.name, o.kind, o.times, o.read, o.written, o.alone, o.seconds, o.op_name)
