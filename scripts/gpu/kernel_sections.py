@@ -269,15 +269,15 @@ def lm_head_case(seed: int, B: int, D: int, V: int, nans: int = 0) -> tuple[tupl
 def odd(plan: SimpleNamespace) -> Iterator[Case]:
     """Compares every kernel at odd sizes and capacities, with windows and soft caps, in every dtype."""
     draws = np.random.default_rng(plan.seed)
-    if plan.tiny:
-        widths, groups, max_lengths = (64,), (4,), (20, 40)
-        rows, heads = [(5, 1001)], [(3, 72, 151)]
-        dtypes, impls = ("float16",), ("interpret",)
-    else:
-        widths, groups, max_lengths = (128, 64, 96, 80, 256), (7, 1, 4), (200, 500)
-        rows = [(1, 1), (3, 7), (5, 1001), (33, 4097), (7, 151936)]
-        heads = [(1, 896, 151), (5, 72, 1001), (33, 1024, 4099, 1), (70, 128, 777), (2, 896, 20011)]
-        dtypes, impls = ("float16", "bfloat16", "float32"), ("mosaic", "triton")
+    tiny = plan.tiny
+    widths = (64,) if tiny else (128, 64, 96, 80, 256)
+    max_lengths = (20, 40) if tiny else (200, 500)
+    groups = (4,) if tiny else (7, 1, 4)
+    rows = ((5, 1001),) if tiny else ((1, 1), (3, 7), (5, 1001), (33, 4097), (7, 151936))
+    heads = [(3, 72, 151), (1, 896, 151), (5, 72, 1001), (33, 1024, 4099, 1), (70, 128, 777), (2, 896, 20011)]
+    heads = heads[:1] if tiny else heads[1:]
+    dtypes = ("float16",) if tiny else ("float16", "bfloat16", "float32")
+    impls = ("interpret",) if tiny else ("mosaic", "triton")
     attentions = [
         attention_case(draws, *max_lengths, H, G, i)
         for i, (H, G) in enumerate(itertools.product(widths, groups))
