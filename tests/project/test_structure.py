@@ -52,8 +52,8 @@ PACKAGES = {
     ),
     "ops.mesh": (),
     "tool_calls": (
-        "call_parser", "reasoning", "json_scanner", "json_call", "xml_call", "gemma_call",
-        "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
+        "call_parser", "json_scanner", "json_call", "xml_call", "gemma_call", "tool_call_parser",
+        "reasoning", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
