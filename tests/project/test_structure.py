@@ -101,7 +101,7 @@ PACKAGES = {
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "peer_messages", "peer_worker", "peer_front", "embedding_requests", "served_request", "service",
+        "peer_messages", "peer_worker", "peer_front", "served_request", "service",
         "text_endpoints", "app", "command",
     ),
 }  # fmt: skip

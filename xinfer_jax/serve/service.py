@@ -30,7 +30,7 @@ from ..sampling.random_keys import key_from_seed
 from .admission import AdmissionControl, Reservation, count_answers, count_tokens
 from .api_errors import APIError
 from .chunks import check_answer, stream_chunks
-from .http_responses import EventStream, JSONBodyResponse, until_disconnect
+from .http_responses import event_stream, json_response, until_disconnect
 from .ip_addresses import address_group
 from .json_encoding import response_to_json
 from .metrics import Metrics
@@ -157,12 +157,12 @@ class Service:
         if stream.streamed:
             usage = partial(usage_with_cached, parsed, requests) if stream.usage else None
             chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, stream.continuous_usage)
-            return EventStream(chunks, served.finish, settings.stall_seconds)
+            return event_stream(chunks, served.finish, settings.stall_seconds)
         await _wait_until_ended(requests)
         format_response = partial(self._format, parsed, served, head)
         large = served.reservation.amounts["tokens"] > LARGE_TOKENS
         body = await self.workers.run(client, large, format_response)
-        return JSONBodyResponse(body, served.finish, settings.stall_seconds)
+        return json_response(body, served.finish, settings.stall_seconds)
 
     def _parse(
         self, served: ServedRequest, kind: str, data: list[bytes]

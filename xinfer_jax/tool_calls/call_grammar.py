@@ -187,7 +187,7 @@ _GEMMA_ANY = (
 
 
 class _GemmaValues:
-    """The rules of values as Gemma 4 writes them: keys without quotes, texts between marks, without spaces."""
+    """The rules of values as Gemma 4 writes them: keys without quotes, texts between marks, no spaces."""
 
     def __init__(self, name: str, prefix: str, root: Mapping[str, Any]):
         """name: of the function; prefix: of the rules' names; root: has the definitions."""
