@@ -96,7 +96,7 @@ PACKAGES = {
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
     "cli": (
         "terminal", "process", "flag_parser", "process_group", "channel", "coordinator", "supervisor",
-        "startup", "answer", "chat", "batch", "answer_flags", "chat_flags", "batch_flags",
+        "startup", "answer", "chat", "answer_flags", "batch", "chat_flags", "batch_flags",
     ),
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",

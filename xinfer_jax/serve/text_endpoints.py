@@ -126,10 +126,10 @@ class TextEndpoints:
 
         def parse() -> tuple[list[list[int]], str, bool]:
             body = self._body(data, "input")
-            texts, *how = _parse_embedding(model, body, service.max_model_len or 0)
-            numbers = len(texts) * model.config.hidden_size
-            reservation.reserve(tokens=sum(map(len, texts)) + numbers // 4, bytes=0)
-            return texts, *how
+            found = _parse_embedding(model, body, service.max_model_len or 0)
+            numbers = len(found[0]) * model.config.hidden_size
+            reservation.reserve(tokens=sum(map(len, found[0])) + numbers // 4, bytes=0)
+            return found
 
         texts, *how = await service.workers.run(client, is_large(data), parse)
         vectors = list[bytes]()
