@@ -160,7 +160,7 @@ def _run() -> int:
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy),
     ))  # fmt: skip
-    peers: tuple[Any, ...] = ()
+    peers: tuple[socket.socket, bytes] | None = None
     if flags.peers:
         address = parse_address("peers", flags.peers)
         secret = load_secret(flags.secret_file, address[0])
@@ -238,8 +238,8 @@ def _exit_deadline(stop: SignalEvent, grace: float) -> Iterator[None]:
         watching.join()
 
 
-def _load(service: Any, flags: Any, peers: tuple[Any, ...], failed: list[BaseException]) -> None:
-    """Loads the model and makes the engine. peers: where other processes connect, and their secret; (): the
+def _load(service: Any, flags: Any, peers: Any, failed: list[BaseException]) -> None:
+    """Loads the model and makes the engine. peers: where other processes connect, and their secret; None: the
     engine is in this process. Appends an error to `failed`.
     """
     from ..cli.answer import sampling_from_flags
