@@ -154,9 +154,8 @@ def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequen
         parsed: the request's body.
         entries: of the next tokens: `TokenLogprobs`, or an id without log-probabilities.
     """
-    if parsed.kind == "chat":
-        return _chat_logprobs(texts, entries, parsed.logprobs or 0)
-    return _completion_logprobs(texts, entries, parsed.logprobs or 0)
+    form = _chat_logprobs if parsed.kind == "chat" else _completion_logprobs
+    return form(texts, entries, parsed.logprobs or 0)
 
 
 def json_logprob(logprob: float) -> float:

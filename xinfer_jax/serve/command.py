@@ -251,7 +251,8 @@ def _load(service: Any, flags: Any, peers: Any, failed: list[BaseException]) -> 
         engine = None
         if peers:
             model = open_model(flags.model, flags).model
-            engine = PeerEngines(model, *peers, _log)
+            (listening, secret) = peers
+            engine = PeerEngines(model, listening, secret, _log)
             engine.wait_for_both(lambda: service.closing)
         else:
             model = _load_model(flags)

@@ -171,10 +171,10 @@ class PeerWorker:
     def _report(self, ticket: int, new: Progress) -> None:
         most = _MAX_PROMPT_LOGPROBS
         while len(new.prompt_logprobs) > most:
-            first, rest = new.prompt_logprobs[:most], new.prompt_logprobs[most:]
-            part = Progress(start=new.start, prompt_start=new.prompt_start, prompt_logprobs=first)
+            begin = new.prompt_start
+            part = Progress(start=new.start, prompt_start=begin, prompt_logprobs=new.prompt_logprobs[:most])
             self._message("progress", ticket, progress_to_message(part))
-            new = new._replace(prompt_start=new.prompt_start + most, prompt_logprobs=rest)
+            new = new._replace(prompt_start=begin + most, prompt_logprobs=new.prompt_logprobs[most:])
         self._message("progress", ticket, progress_to_message(new))
 
     def _offer(self, target: int, contents: Any) -> None:

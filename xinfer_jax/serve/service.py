@@ -233,10 +233,9 @@ class Service:
                 raise ClientDisconnect
             return prompt_ids(self.tokenizer, prompt, limit, **how)
 
-        parsed = parse_request_body(
-            self.model, kind, body, self._defaults, self.engine.usable_capacity, self.settings.escape,
-            encode=encode, stop_in_reasoning=self.settings.stop_in_reasoning,
-        )  # fmt: skip
+        how: Any = dict(encode=encode, stop_in_reasoning=self.settings.stop_in_reasoning)
+        most = self.engine.usable_capacity
+        parsed = parse_request_body(self.model, kind, body, self._defaults, most, self.settings.escape, **how)
         if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
             self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
         if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):
