@@ -183,7 +183,7 @@ class EngineCore:
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
             request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
         self._counters.prefill_tokens += chunk.count
-        if (snapshot := self.scheduler.record_prefill(chunk)) is not None:
+        if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
         if chunk.is_last:
             self._sample_first(answer, outputs)

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
+from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
 from ..generation.executor import Run
@@ -51,7 +52,6 @@ from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
 from .shape import EngineShape
-from .states import States
 
 MAX_EOS_IDS = 8
 MAX_STOP_IDS = 16  # further ids that end a row
@@ -63,7 +63,7 @@ class Device:
     Attributes:
         params, config: the model.
         pools: (k, v) of each layer with keys.
-        states: the recurrent states of all slots.
+        states: the recurrent states of all slots, the cache of each linear-attention layer.
         rows: the state of all slots, with all settings and without output.
         host: pages in host memory; None: none, or this is a dry run.
     """
@@ -82,7 +82,8 @@ class Device:
         norm = params["final_norm"]
         self._device = norm.device if mesh is None and getattr(norm, "committed", False) else None
         self.pools: Any = self._create(lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh))
-        self.states = States(config, shape, run, self._create, mesh)
+        self.states = self._create(lambda: self._empty_states(shape.rows, mesh))
+        self._snapshots = self._create(lambda: self._empty_states(shape.snapshots, mesh))
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
@@ -177,11 +178,11 @@ class Device:
         shape = self._shape
         table_BP = self._block_table(pages, shape.rows)
         running_B = np.isin(np.arange(shape.rows), [*pages])
-        pools = self.pools, self.states.layers
+        pools = self.pools, self.states
         args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
         static = shape.capacity, shape.num_draft_tokens, shape.impl
         out: Any
-        self.rows, self.pools, self.states.layers, out = self._run(DECODE_STEPS, *self._model, *args, *static)
+        self.rows, self.pools, self.states, out = self._run(DECODE_STEPS, *self._model, *args, *static)
         return out
 
     def _set_masks(self, masks_BQW: Any) -> None:
@@ -219,16 +220,17 @@ class Device:
             self.pools = self._run(SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
     def save_state(self, slot: int, snapshot: int) -> None:
-        """Copies the recurrent states of a slot into a snapshot."""
-        self.states.save(slot, snapshot)
+        """Copies the recurrent states of a slot into a snapshot, of which the first is 1."""
+        states = self._states_of(slot)
+        self._snapshots = self._run(SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
 
     def load_state(self, slot: int, snapshot: int) -> None:
         """Copies a snapshot into the recurrent states of a slot."""
-        self.states.load(slot, snapshot)
+        self._set_states(slot, self._run(GET_ROW, self._snapshots, np.int32(snapshot - 1)))
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
         """The row of a slot, and its recurrent states; on_host: these in host memory."""
-        states = self.states.get(slot)
+        states = self._states_of(slot)
         row = self._run(GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
@@ -236,7 +238,7 @@ class Device:
         """Puts what `get_row` returned into a slot."""
         row, states = contents
         self._put_row(slot, row)
-        self.states.set(slot, jax.tree.map(_on_device, states))
+        self._set_states(slot, jax.tree.map(_on_device, states))
 
     def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._run(SET_ROW, self.rows, np.int32(slot), row)
@@ -276,7 +278,9 @@ class Device:
             self._run(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
-        self.states.run_all()
+        if self._shape.snapshots:
+            self.save_state(0, 1)
+            self.load_state(0, 1)
         if self._shape.num_draft_tokens:
             self.draft_tokens()
 
@@ -334,7 +338,7 @@ class Device:
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
         """The cache of the row in a slot that holds so many tokens."""
-        layers = self.pools, self.states.get(slot), self._block_table({0: pages}, 1)
+        layers = self.pools, self._states_of(slot), self._block_table({0: pages}, 1)
         counts = (np.array([count], np.int32) for count in (length, longest))
         return paged_cache(self.config, *layers, self._shape.capacity, *counts)
 
@@ -342,7 +346,24 @@ class Device:
         """Keeps what a program wrote into a cache of `_cache`."""
         self.pools = cache_pools(cache)
         if with_states:
-            self.states.set(slot, cache_states(cache))
+            self._set_states(slot, cache_states(cache))
+
+    def _empty_states(self, rows: int, mesh: Mesh | None) -> tuple[Recurrent, ...]:
+        config = self.config
+        drafts = self._shape.num_draft_tokens and 1 + self._shape.num_draft_tokens
+        lengths_B: Any = np.zeros(rows, np.int32)
+        layers = (
+            Recurrent.empty(config, rows, self._shape.capacity, mesh) for _ in range(config.num_linear_layers)
+        )
+        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
+
+    def _states_of(self, slot: int) -> tuple[Recurrent, ...]:
+        """The recurrent states of a slot, as caches of one row."""
+        return self._run(GET_ROW, self.states, np.int32(slot)) if self.states else ()
+
+    def _set_states(self, slot: int, states: tuple[Recurrent, ...]) -> None:
+        if self.states:
+            self.states = self._run(SET_ROW, self.states, np.int32(slot), states)
 
     def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
         """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""

@@ -12,7 +12,6 @@ never moved.
 import dataclasses
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from .endpoint import PREFILLED, Progress
 from .pages import PAGE_SIZE
 from .requests import Answer, Request
 from .routing import PromptRouter
+from .row import Row
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,7 +65,6 @@ class Dispatcher:
         self._tickets = itertools.count(1)
         self._jobs: dict[int, Job] = {}  # by ticket
         self._current: dict[Answer, Job] = {}  # of answers that have not ended
-        self._at: dict[Any, dict[Answer, None]] = defaultdict(dict)  # these answers, by endpoint
         self._updated: dict[Request, None] = {}
         self._errors: dict[str, BaseException] = {}  # by role, of the last endpoint that failed
 
@@ -123,7 +122,6 @@ class Dispatcher:
             else:
                 self._drop(current)
                 self._prefill(job.answer, self._queued_tokens())
-        self._at.pop(endpoint, None)
 
     # --- events of endpoints ------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class Dispatcher:
             self._decode(job)
         elif new.reason is not None:
             answer.finish_reason = new.reason
-            self._drop(self._assign(answer, None))
+            self._drop(self._current.pop(answer))
 
     def pull(self, ticket: int, shardings: Any) -> None:
         """A row has room where it is decoded."""
@@ -192,10 +190,14 @@ class Dispatcher:
 
     # --- answers ------------------------------------------------------------------------------------------
 
+    def _rows_at(self, endpoint: Any) -> list[Row]:
+        """The rows of the answers that an endpoint works for."""
+        return [answer.row for answer, job in self._current.items() if job.endpoint is endpoint]
+
     def _queued_tokens(self) -> dict[Any, int]:
         """The tokens of prompts that each endpoint has not prefilled."""
         return {
-            endpoint: sum(len(answer.row.ids) - answer.row.num_computed for answer in self._at[endpoint])
+            endpoint: sum(len(row.ids) - row.num_computed for row in self._rows_at(endpoint))
             for endpoint in self.of_role("prefill")
         }
 
@@ -218,7 +220,7 @@ class Dispatcher:
         """Gives a prefilled row to the endpoint with the most free pages."""
 
         def free_pages(endpoint: Any) -> int:
-            return endpoint.pages - sum(answer.row.pages_to_continue for answer in self._at[endpoint])
+            return endpoint.pages - sum(row.pages_to_continue for row in self._rows_at(endpoint))
 
         if endpoints := self.of_role("decode"):
             self._start(max(endpoints, key=free_pages), source.answer, source)
@@ -228,18 +230,8 @@ class Dispatcher:
     def _start(self, endpoint: Any, answer: Answer, source: Job | None) -> None:
         job = Job(next(self._tickets), endpoint, answer, source)
         self._jobs[job.ticket] = job
-        self._assign(answer, job)
+        self._current[answer] = job
         endpoint.submit(job.ticket, answer)
-
-    def _assign(self, answer: Answer, job: Job | None) -> Job | None:
-        """Sets the job that an answer has now; None: the answer has ended. Returns the job before."""
-        before = self._current.pop(answer, None)
-        if before:
-            del self._at[before.endpoint][answer]
-        if job:
-            self._current[answer] = job
-            self._at[job.endpoint][answer] = None
-        return before
 
     def _fail_without(self, request: Request, role: str) -> None:
         self._fail(request, self._errors.get(role) or InputError(f"no {role} process is connected"))
@@ -253,7 +245,7 @@ class Dispatcher:
         self._updated[request] = None
         for answer in request.answers:
             answer.finish_reason = answer.finish_reason or reason
-            self._drop(self._assign(answer, None))
+            self._drop(self._current.pop(answer, None))
 
     def _drop(self, job: Job | None) -> None:
         """Endpoints have no more to do for an answer."""

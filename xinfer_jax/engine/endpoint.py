@@ -19,6 +19,7 @@ from ..sampling.logprobs import TokenLogprobs
 from .requests import Answer
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
+ELSEWHERE = object()  # in place of a preempted row's pages: those of a row that another engine prefilled
 
 
 class Progress(NamedTuple):
@@ -51,46 +52,17 @@ class Progress(NamedTuple):
     error: BaseException | None = None
 
 
-class PrefilledRow:
-    """What an engine that decodes has of a row that another engine prefilled. In an answer it stands where
-    the pages of a preempted row do, until the row has arrived.
+@dataclasses.dataclass
+class _Work:
+    """An answer at an endpoint, and what the dispatcher has of it: its tokens, log-probabilities of its
+    prompt, and its end.
     """
 
-    def __init__(self, ticket: int, emit: Callable[..., None]):
-        """emit: as of `EngineEndpoint`."""
-        self._ticket = ticket
-        self._emit = emit
-
-    def pull(self, shardings: Any) -> None:
-        """Asks for its state and pages. shardings: of the state, and of a group of pages."""
-        self._emit("pull", self._ticket, shardings)
-
-    def release(self) -> None:
-        """It has arrived, or is not wanted any more: its pages are free for others."""
-        self._emit("arrived", self._ticket)
-
-    def forget(self) -> None:
-        """Its numbers were not finite: no other prompt finds its pages."""
-        self._emit("invalid", self._ticket)
-
-    def return_pages(self, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Gives pages that decoding wrote to the prefix cache of the engine that prefilled the row.
-
-        Args:
-            ids: the tokens from the first of the prompt on, in full pages.
-            first: the first page in `contents`.
-            contents: from `Device.copy_pages`.
-        """
-        self._emit("return_pages", self._ticket, ids, first, contents)
-
-
-@dataclasses.dataclass
-class _Reported:
-    """What the dispatcher has of an answer: its tokens, log-probabilities of its prompt, and its end."""
-
+    answer: Answer
     tokens: int
     of_prompt: int = 0
     ended: bool = False
+    resets: int = 0  # of the prefix cache, when the prompt was prefilled
 
 
 class EngineEndpoint:
@@ -111,8 +83,7 @@ class EngineEndpoint:
         self._engine = engine
         self._core = core
         self._emit = emit
-        self._answers: dict[int, Answer] = {}
-        self._resets: dict[int, int] = {}  # of the prefix cache, when the prompt was prefilled
+        self._answers: dict[int, _Work] = {}
 
     @property
     def error(self) -> BaseException | None:
@@ -129,10 +100,10 @@ class EngineEndpoint:
             self._engine.__enter__()
         own = _copy(answer, self._engine, self.role == "decode")
         if self.role == "decode":
-            own.prefilled = PrefilledRow(ticket, self._emit)
-            own.swapped_pages = own.prefilled
-        self._answers[ticket] = own
-        own.request.listeners.append(partial(self._report, ticket, _Reported(len(own.logprobs))))
+            own.emit = lambda name, *args: self._emit(name, ticket, *args)
+            own.swapped_pages = ELSEWHERE
+        self._answers[ticket] = _Work(own, len(own.logprobs))
+        own.request.listeners.append(partial(self._report, ticket))
         with suppress(InputError):  # it has failed: the dispatcher sees its error
             self._engine.enqueue([own.request])
 
@@ -160,8 +131,14 @@ class EngineEndpoint:
         self._call_soon(ticket, lambda answer: self._core.scheduler.forget_pages(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
-        resets = self._resets.get(ticket)
+        """Keeps pages that another engine decoded for this prompt in the prefix cache.
+
+        Args:
+            ids: the tokens from the first of the prompt on, in full pages.
+            first: the first page in `contents`.
+            contents: from `Device.copy_pages`.
+        """
+        resets = self._answers[ticket].resets if ticket in self._answers else 0
 
         def cache(answer: Answer) -> None:
             row = answer.row
@@ -172,33 +149,31 @@ class EngineEndpoint:
 
     def drop(self, ticket: int) -> None:
         """Ends the work for a ticket, and frees what it has here."""
-        if answer := self._answers.get(ticket):
-            self._engine.cancel(answer.request)  # first: the row may be prefilled meanwhile
+        if work := self._answers.get(ticket):
+            self._engine.cancel(work.answer.request)  # first: the row may be prefilled meanwhile
             if self.role == "prefill":
                 self.release(ticket)
             del self._answers[ticket]
-        self._resets.pop(ticket, None)
 
     def _call_soon(self, ticket: int, call: Callable[[Answer], None]) -> None:
         """Calls a function with an answer that is here, on the engine's thread."""
-        if answer := self._answers.get(ticket):
-            self._engine.call_soon(lambda: call(answer))
+        if work := self._answers.get(ticket):
+            self._engine.call_soon(lambda: call(work.answer))
 
-    def _report(self, ticket: int, reported: _Reported) -> None:
+    def _report(self, ticket: int) -> None:
         """On the engine's thread: sends what is new of an answer."""
-        answer = self._answers.get(ticket)
-        if answer is None or reported.ended or self.error is not None:
+        work = self._answers.get(ticket)
+        if work is None or work.ended or self.error is not None:
             return
+        answer = work.answer
         request = answer.request
-        start = reported.tokens
-        prompt_start = reported.of_prompt
-        reported.tokens = len(answer.logprobs)
-        reported.of_prompt = len(request.prompt_logprobs)
-        reported.ended = answer.finish_reason is not None
-        if reported == _Reported(start, prompt_start):
+        start, prompt_start = work.tokens, work.of_prompt
+        work.tokens, work.of_prompt = len(answer.logprobs), len(request.prompt_logprobs)
+        work.ended = answer.finish_reason is not None
+        if (start, prompt_start) == (work.tokens, work.of_prompt) and not work.ended:
             return
         if answer.finish_reason == PREFILLED:
-            self._resets[ticket] = self._core.scheduler.resets
+            work.resets = self._core.scheduler.resets
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         new = Progress(

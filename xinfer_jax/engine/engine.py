@@ -30,7 +30,7 @@ from .endpoint import EngineEndpoint
 from .engine_loop import EngineLoop
 from .host_tier import HostTier
 from .page_files import PageFiles
-from .pages import SnapshotPool
+from .pages import PagePool
 from .role_cores import DecodeCore, PrefillCore
 from .role_engines import Devices, create_role_engines
 from .scheduler import Scheduler
@@ -203,8 +203,8 @@ class Engine(EngineLoop):
         """Compiles programs. Over several processes only process 0 takes requests."""
         config = self.model.config
         began = time.perf_counter()
-        queue = self._queue
-        is_busy = lambda: bool(queue.unfinished)  # noqa: E731  (it must not keep the engine alive)
+        unfinished = self._unfinished
+        is_busy = lambda: bool(unfinished)  # noqa: E731  (it must not keep the engine alive)
         device, self._warm_up = create_device(self.model.params, config, shape, warm_up, is_busy)
         rest = "" if self._warm_up.complete else "; further programs compile in the background"
         host_bytes = shape.host_pages * shape.page_bytes
@@ -223,7 +223,7 @@ class Engine(EngineLoop):
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
         files = self._files
         tier = HostTier(shape.host_pages, files) if shape.host_pages else None
-        snapshots = SnapshotPool(shape.snapshots) if shape.state_bytes else None
+        snapshots = PagePool(1 + shape.snapshots) if shape.state_bytes else None
         sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
         scheduler = Scheduler(*sizes, prefix_cache, tier, snapshots)
         core_class = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
@@ -260,7 +260,7 @@ class Engine(EngineLoop):
                 self._core.tiers.identify(page_settings(params, self._core.device.config, self._core.shape))
             done.set()
 
-        with self._queue.condition:
+        with self._condition:
             self._check_open()
             self.call_soon(replace)
         self.wait(done.is_set)
@@ -272,7 +272,7 @@ class Engine(EngineLoop):
         counts = self._core.scheduler.counts() | self.counters.sums
         warm_up = self._warm_up
         return counts | dict(
-            waiting=counts["waiting"] + len(self._queue.submitted) + self._core.num_held,
+            waiting=counts["waiting"] + len(self._submitted) + self._core.num_held,
             programs=warm_up.compiler.num_compiled,
             warming_up=int(not warm_up.complete),
             waiting_for_programs=self._core.num_held,

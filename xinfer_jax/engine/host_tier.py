@@ -97,23 +97,21 @@ class HostTier:
             if saved := self.pool.page_of_hash.get(hashes[0]):
                 for page_hash in hashes:
                     self.pool.cache(saved, page_hash)
-                self._touch([saved])
+                self.pool.touch([saved])
             else:
                 new.append((page, hashes))
         if not (new := new[max(0, len(new) - self.pool.num_available) :]):
             return []
-        host_pages = self._allocate(len(new))
-        for host_page, (_, hashes) in zip(host_pages, new, strict=True):
-            for page_hash in hashes:
-                self.pool.cache(host_page, page_hash)
-            self.pool.release([host_page])
+        host_pages = [self.pool.add(hashes) for _, hashes in new]
+        self.read.difference_update(host_pages)
         return [SavePages([page for page, _ in new], host_pages, [hashes[0] for _, hashes in new])]
 
     def begin_read(self, row: Row, found: FoundPrefix) -> ReadPages | None:
         """What reads the pages of a row's prompt that are in files; None if there is no memory for any."""
         self.pool.reuse(found.host_pages)  # they are not evicted for those in files
         count = min(len(found.names), self.pool.num_available)
-        host_pages = self._allocate(count)
+        host_pages = self.pool.allocate(count)
+        self.read.difference_update(host_pages)
         self.pool.release(found.host_pages)
         if not count:
             return None
@@ -144,13 +142,3 @@ class HostTier:
         """No page is found any more, for new weights. Rows load the pages that are kept for them."""
         self.epoch += 1
         self.pool.clear_cache()
-
-    def _allocate(self, count: int) -> list[int]:
-        pages = self.pool.allocate(count)
-        self.read.difference_update(pages)
-        return pages
-
-    def _touch(self, pages: Sequence[int]) -> None:
-        """These pages were used just now."""
-        self.pool.reuse(pages)
-        self.pool.release(pages)

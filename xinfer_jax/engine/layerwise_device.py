@@ -89,7 +89,7 @@ class LayerwiseDevice(Device):
             if not continues_B.any() or (until_one_ends and (before_B & ~continues_B).any()):
                 break
         self.pools = cache_pools(cache)
-        self.states.layers = cache_states(cache)
+        self.states = cache_states(cache)
         return _sampled_tokens(done, running_B)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
@@ -131,7 +131,7 @@ class LayerwiseDevice(Device):
         rows = self._shape.rows
         table_BP = self._block_table(pages, rows)
         zeros_B = np.zeros(rows, np.int32)
-        pools = self.pools, self.states.layers
+        pools = self.pools, self.states
         cache = paged_cache(self.config, *pools, table_BP, self._shape.capacity, zeros_B, zeros_B)
         # A table for each layer: a step donates it.
         layers: Any = tuple(

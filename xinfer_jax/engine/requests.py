@@ -43,7 +43,7 @@ class Answer:
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.request = request
-        self.prefilled: Any = None  # its `PrefilledRow`, where another engine prefilled it
+        self.emit: Any = None  # where another engine prefilled it: reports an event of its row
         self.row = row
         self.number = number
         self.swapped_row: Any = None  # state of the row while it is preempted

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import clients
 from .clients import Clients
 from .host_tier import COPIED_PAGES, HostTier
-from .pages import PAGE_SIZE, PagePool, SnapshotPool, hash_pages, num_pages_for, usable_capacity
+from .pages import PAGE_SIZE, PagePool, hash_pages, num_pages_for, usable_capacity
 from .prefix_cache import ANY_PROGRAM, PrefixCache
 from .row import Action, LoadPages, PrefillChunk, ReadPages, Restore, Row, Swap
 
@@ -47,7 +47,7 @@ class Scheduler:
 
     def __init__(  # noqa: PLR0913
         self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True,
-        host: HostTier | None = None, snapshots: SnapshotPool | None = None,
+        host: HostTier | None = None, snapshots: PagePool | None = None,
     ):  # fmt: skip
         self.capacity = capacity
         self.chunk = chunk
@@ -137,13 +137,13 @@ class Scheduler:
                 return [*actions, chunk]
         return actions
 
-    def record_prefill(self, chunk: PrefillChunk) -> int | None:
+    def record_prefill(self, chunk: PrefillChunk) -> int:
         """A chunk's program was called: the prefix cache may find its pages from now on. Returns the
-        snapshot into which the row's recurrent states are to be copied; None: into none.
+        snapshot into which the row's recurrent states are to be copied; 0: into none.
         """
         row = chunk.row
         if row.ended:
-            return None
+            return 0
         self.clients.count_tokens(row, prefilled=chunk.width)
         row.num_computed = chunk.start + chunk.count
         self.prefixes.cache(row, chunk.start)
@@ -259,7 +259,7 @@ class Scheduler:
             row.hits = row.num_computed
             self.hits += row.hits
             self.prefixes.keep_host_pages(row, found.host_pages)
-        if (snapshot := self.prefixes.snapshot_at(row, len(hits))) is not None:
+        if snapshot := self.prefixes.snapshot_at(row, len(hits)):
             actions.append(Restore(row, row.slot, snapshot))
         self.pool.reuse(hits)
         others = [other for other in self.rows_with_slots if other.client == row.client]
