@@ -277,7 +277,7 @@ class FakeDevice:
             self.check_tier()
         for row in self.rows:
             assert (row.state == "waiting") == (row in self.queue) == (row not in scheduler.slots)
-            assert row.is_swapped_out == (row in self.host) and len(row.pages) <= row.max_pages
+            assert row.is_swapped_out == (row in self.host) and len(row.pages) <= page_pool.num_pages_for(row.longest)
             assert row.slot is None or row.expected  # a row with a slot has prefilled
             if row.slot is not None and len(row.expected) == row.num_computed:
                 cells = [cell for page in row.pages for cell in self.cells[page]][: row.num_computed]

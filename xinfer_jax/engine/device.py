@@ -19,7 +19,7 @@ from ..cache.paged import PAGE_SIZE, empty_pools
 from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import Run
+from ..generation.executor import PaddedTokens, Run
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions
 from ..generation.state import DecodeState
@@ -93,11 +93,8 @@ class Device:
     def new_row(
         self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None
     ) -> DecodeState:
-        """A row before its first token.
-
-        Args:
-            masks_1QW: uint32, the tokens that its grammar allows; None: all.
-            tables: the arrays of its grammar's `Dfa`; None: it has none.
+        """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
+        arrays of its grammar's `Dfa`.
         """
         row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
         return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
@@ -143,21 +140,19 @@ class Device:
         are `targets`; no processor is applied.
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
-        args = *self._padded(ids, PAGE_SIZE), self._cache(slot, pages, start, longest), target_T
-        alternatives, cache = self._run(PROMPT_LOGPROBS, *self._model, *args, self._shape.impl)
+        cache = self._cache(slot, pages, start, longest)
+        alternatives, cache = self._prompt_logprobs(self._padded(ids, PAGE_SIZE), cache, target_T)
         self._store(slot, cache)
         return alternatives
+
+    def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
+        return self._run(PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
 
     def sample_first(
         self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
     ) -> SampledTokens:
-        """Puts a new row into a slot, and samples its first token; the result has this row only.
-
-        Args:
-            outputs: of the row's last `prefill`.
-            row: from `new_row`.
-            greedy: the row uses no sampling setting.
-            with_alternatives: it asks for alternatives.
+        """Puts a row of `new_row` into a slot, and samples its first token; the result has this row only.
+        outputs: of its last `prefill`; greedy: it uses no sampling setting.
         """
         logits = self._executor.logits(self._model, outputs)
         state, _ = self._executor.sample(logits, self._run(ADD_OUTPUT, row, 1))
@@ -251,17 +246,22 @@ class Device:
         stages = {"greedy": self._run_short_request, "rare": self._run_rare_calls}
         return stages if self._shape.role == "decode" else stages | of_prompts
 
-    def _run_short_request(self, greedy: bool = True) -> None:
-        call, key = self._empty_call
+    def _run_short_request(self, greedy: bool = True, with_alternatives: bool = False) -> None:
         role = self._shape.role
+        if role != "prefill":  # first: it compiles longest
+            self._run_decode(greedy, with_alternatives)
         if role != "decode":
-            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
-            self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
-        if role != "prefill":
-            self.decode({0: self._all_pages}, 1, False, greedy, False)
+            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._run_first(outputs, self.new_row(*self._empty_call), greedy, with_alternatives)
         if role is not None:
             self._run_moves()
+
+    def _run_decode(self, greedy: bool, with_alternatives: bool) -> None:
+        self.decode({0: self._all_pages}, 1, False, greedy, with_alternatives)
+
+    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool) -> None:
+        self.sample_first(0, outputs, row, greedy, with_alternatives)
 
     def _run_moves(self) -> None:
         """What a row needs that moves between engines."""
@@ -332,7 +332,7 @@ class Device:
         """The arrays on the device to which a caller committed the parameters."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
-    def _padded(self, ids: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray]:
+    def _padded(self, ids: Sequence[int], width: int) -> PaddedTokens:
         """int32 [1, width], and how many of them are real [1]."""
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 

@@ -97,7 +97,7 @@ class Dispatcher:
 
     def forget_prompts(self) -> None:
         """The endpoints have new weights, and no pages of earlier prompts."""
-        self._router.clear()
+        self._router.given.clear()
 
     def of_role(self, role: str) -> list[Any]:
         """The endpoints that prefill, or decode."""

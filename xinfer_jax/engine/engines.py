@@ -79,7 +79,7 @@ class Engines(EngineBase):
         for engine in self.engines:
             engine.update(params)
             with self._lock:
-                self._router.clear(engine)
+                self._router.given.pop(engine, None)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
         """`Engine.generate`, by all engines."""

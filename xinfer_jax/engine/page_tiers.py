@@ -58,6 +58,7 @@ class PageTiers:
         """Handles reads and writes that ended, and begins to write saved pages."""
         if not self._files:
             return
+        self._files.find_new()
         while not self._files.finished.empty():
             self._files.finished.get()()
         now = time.monotonic()

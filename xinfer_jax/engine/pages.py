@@ -25,11 +25,7 @@ def usable_capacity(capacity: int, pages: int) -> int:
 
 def hash_pages(salt: bytes, ids: Sequence[int], programs: Sequence[int]) -> list[bytes]:
     """A hash for each page of `ids`: of the previous page's hash, the program that writes it and its tokens.
-
-    Args:
-        salt: hashes of different salts differ.
-        ids: tokens; pages beyond the end of `programs` get no hash.
-        programs: for each full page, a number that stands for the program that writes it.
+    programs: for each full page, a number that stands for its program; further pages get no hash.
     """
     hashes = [sha256(salt).digest()]
     for start, program in zip(range(0, len(ids), PAGE_SIZE), programs, strict=False):

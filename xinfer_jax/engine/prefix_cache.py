@@ -19,20 +19,13 @@ _LOGPROBS_PROGRAM = 1
 
 
 class PrefixCache:
-    """Finds pages of prompts on the device and, with a host tier, in host memory and files.
-
-    Args:
-        pool: the pages of the device.
-        host: those beyond the device; None: none.
-        chunk: tokens of a full prefill chunk.
-        enabled: False: finds nothing.
-        snapshots: of recurrent states; None: the model has none.
+    """Finds pages of prompts on the device and, with a host tier, in host memory and files. Arguments as of
+    `Scheduler`; enabled: False: it finds nothing.
     """
 
     def __init__(
-        self, pool: PagePool, host: HostTier | None, chunk: int, enabled: bool,
-        snapshots: PagePool | None = None,
-    ):  # fmt: skip
+        self, pool: PagePool, host: HostTier | None, chunk: int, enabled: bool, snapshots: PagePool | None
+    ):
         self._pool = pool
         self._host = host
         self._chunk = chunk

@@ -19,38 +19,12 @@ from .pages import PAGE_SIZE, hash_pages
 from .row import Row
 
 
-class GivenPages:
-    """The pages of the prompts that an engine was given, as hashes, the least recent first.
-
-    Args:
-        most: hashes that are kept: pages of the engine, as its prefix cache cannot have more.
-    """
-
-    def __init__(self, most: int):
-        self._most = most
-        self._hashes: OrderedDict[bytes, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def hits(self, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's first pages were given before."""
-        return sum(1 for _ in takewhile(self._hashes.__contains__, hashes))
-
-    def add(self, hashes: Sequence[bytes]) -> None:
-        """The engine is given a prompt of these pages."""
-        for page_hash in reversed(hashes):  # a page is of no use without those before it, so they stay longer
-            self._hashes[page_hash] = None
-            self._hashes.move_to_end(page_hash)
-        while len(self._hashes) > self._most:
-            self._hashes.popitem(last=False)
-
-
 class PromptRouter:
     """Which of several engines gets a prompt.
 
     Attributes:
-        given: the pages of the prompts that each engine was given.
+        given: the pages of the prompts that each engine was given, as hashes, the least recent first; as many
+            as it has pages, as its prefix cache cannot have more.
 
     Args:
         prefix_cache: False: no engine keeps any page.
@@ -58,7 +32,7 @@ class PromptRouter:
 
     def __init__(self, prefix_cache: bool = True):
         self._prefix_cache = prefix_cache
-        self.given: dict[Any, GivenPages] = {}
+        self.given: dict[Any, OrderedDict[bytes, None]] = {}
         self._last_routed: dict[Any, int] = {}  # of each engine, the number of its last request
 
     def route(self, row: Row, order: Callable[[Any, int], Any], engines: Iterable[Any]) -> Any:
@@ -73,22 +47,23 @@ class PromptRouter:
         hashes = hash_pages(row.salt, row.ids, [0] * full_pages) if self._prefix_cache else []
 
         def rank(engine: Any) -> tuple[Any, int]:
-            given = self.given.setdefault(engine, GivenPages(engine.pages))
-            return order(engine, given.hits(hashes)), self._last_routed.get(engine, 0)
+            given = self.given.setdefault(engine, OrderedDict())
+            hits = sum(1 for _ in takewhile(given.__contains__, hashes))
+            return order(engine, hits), self._last_routed.get(engine, 0)
 
         engine = min(engines, key=rank)
         self._last_routed[engine] = max(self._last_routed.values(), default=0) + 1
-        self.given[engine].add(hashes)
+        given = self.given[engine]
+        for page_hash in reversed(hashes):  # a page is of no use without those before it, so they stay longer
+            given[page_hash] = None
+            given.move_to_end(page_hash)
+        while len(given) > engine.pages:
+            given.popitem(last=False)
         return engine
-
-    def clear(self, engine: Any = None) -> None:
-        """Forgets the prompts of an engine, or of all."""
-        for one in [engine] if engine else list(self.given):
-            self.given.pop(one, None)
 
     def remove(self, engine: Any) -> None:
         """An engine is gone."""
-        self.clear(engine)
+        self.given.pop(engine, None)
         self._last_routed.pop(engine, None)
 
 

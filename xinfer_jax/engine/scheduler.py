@@ -40,8 +40,8 @@ class Scheduler:
         capacity: tokens of a row at most.
         chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
         prefix_cache: whether rows share pages.
-        host: pages of the prefix cache beyond the device; None: none.
-        snapshots: of recurrent states; None: the model has none. They are taken at the end of some full
+        host: the prefix cache beyond the device.
+        snapshots: of recurrent states, of a model that has these. They are taken at the end of some full
             chunks, and cached pages are reused only up to one.
     """
 
@@ -72,12 +72,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Row]:
-        """Rows without a slot."""
         return [*self.clients.waiting, *self.waiting_for_files]
 
     @property
     def has_waiting(self) -> bool:
-        """Whether any row waits for a slot."""
         return bool(self.waiting_for_files or self.clients.first_rows())
 
     @property
@@ -180,12 +178,9 @@ class Scheduler:
         self.clients.count_tokens(row, decoded=tokens)
 
     def end(self, row: Row, answer_ids: Sequence[int] = (), valid: bool = True) -> None:
-        """Frees the slot and the pages of a row in any state.
-
-        Args:
-            row: it ended, failed or was cancelled; a second call changes nothing.
-            answer_ids: the tokens that it sampled, to cache their pages.
-            valid: False if its numbers were not finite: none of its pages is found again.
+        """Frees the slot and the pages of a row in any state; a second call changes nothing. answer_ids: the
+        tokens that it sampled, to cache their pages; valid: False if its numbers were not finite: none of its
+        pages is found again.
         """
         if row.ended:
             return
@@ -208,15 +203,9 @@ class Scheduler:
     def cache_pages_of_answer(
         self, salt: bytes, ids: Sequence[int], first: int
     ) -> tuple[list[Action], list[int]]:
-        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
-
-        Args:
-            salt: of the row.
-            ids: the tokens from the first of the prompt on, in full pages.
-            first: the first of these pages that is new.
-
-        Returns:
-            Actions, and the pages, to be written after them before the next program; [] without enough pages.
+        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on: for
+        `ids`, the tokens from the first of the prompt on in full pages, the first new one at `first`. Returns
+        actions, and the pages, to be written after them before the next program; [] without enough pages.
         """
         hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
         count = len(hashes) - first
