@@ -167,8 +167,10 @@ class EngineEndpoint:
             return
         answer = work.answer
         request = answer.request
-        start, prompt_start = work.tokens, work.of_prompt
-        work.tokens, work.of_prompt = len(answer.logprobs), len(request.prompt_logprobs)
+        start = work.tokens
+        prompt_start = work.of_prompt
+        work.tokens = len(answer.logprobs)
+        work.of_prompt = len(request.prompt_logprobs)
         work.ended = answer.finish_reason is not None
         if (start, prompt_start) == (work.tokens, work.of_prompt) and not work.ended:
             return

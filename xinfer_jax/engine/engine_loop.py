@@ -151,8 +151,9 @@ class EngineLoop(EngineBase):
                 late = [request for request in self._unfinished if request.deadline < now]
                 others = (request.deadline for request in self._unfinished if request.deadline >= now)
                 self._next_deadline = min(others, default=math.inf)
-            calls, submitted, cancelled = self._calls, self._submitted, self._cancelled
-            self._calls, self._submitted, self._cancelled = [], [], []
+            calls, self._calls = self._calls, []
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, []
         for call in calls:
             call()
         if calls:

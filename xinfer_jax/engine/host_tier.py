@@ -35,7 +35,6 @@ class FoundPrefix(NamedTuple):
         return FoundPrefix(self.pages[:count], self.host_pages[:in_host], names, self.hashes[:in_files])
 
 
-
 class HostTier:
     """Pages in host memory, so many: the least recently used one is evicted. A page has the bits that its
     hash stands for, so the same page may be on the device as well.

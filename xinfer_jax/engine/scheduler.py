@@ -79,9 +79,9 @@ class Scheduler:
         return bool(self.waiting_for_files or self.clients.first_rows())
 
     @property
-    def running(self) -> list[tuple[int, Row]]:
-        """Rows that decode, with their slots."""
-        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.state == "running"]
+    def running(self) -> list[Row]:
+        """Rows that decode, in the order of their slots."""
+        return [row for row in self.slots if row and row.state == "running"]
 
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` about rows and pages."""
@@ -117,8 +117,7 @@ class Scheduler:
         self._preempt_for_share(actions)
         while (row := self.clients.next_row()) and row.is_swapped_out and self._admit(row, actions):
             self._allocate(row, row.num_computed, actions)
-            pages = row.pages[: num_pages_for(row.num_computed)]
-            actions.append(Swap(row, self.slots.index(row), pages, False))
+            actions.append(self._swap(row, False))
         prefilling = [row for row in self.rows_with_slots if not row.is_prefilled]
         ordered = self.clients.by_urgency(prefilling + self.clients.first_rows())
         if ordered and ordered[0].slot is None and not ordered[0].is_swapped_out:
@@ -203,9 +202,10 @@ class Scheduler:
     def cache_pages_of_answer(
         self, salt: bytes, ids: Sequence[int], first: int
     ) -> tuple[list[Action], list[int]]:
-        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on: for
-        `ids`, the tokens from the first of the prompt on in full pages, the first new one at `first`. Returns
-        actions, and the pages, to be written after them before the next program; [] without enough pages.
+        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
+        ids: the tokens from the first of the prompt on, in full pages, of which those from `first` on are
+        new. Returns actions, and the pages, to be written after them before the next program; [] without
+        enough pages.
         """
         hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
         count = len(hashes) - first
@@ -360,11 +360,15 @@ class Scheduler:
 
     def _preempt(self, row: Row) -> Swap:
         """Frees a row's slot and pages, and queues it; the swap saves them first."""
-        swap = Swap(row, self.slots.index(row), row.pages[: num_pages_for(row.num_computed)], True)
+        swap = self._swap(row, True)
         self._free(row)
         self.clients.add(row, preempted=True)
         self.preemptions += 1
         return swap
+
+    def _swap(self, row: Row, out: bool) -> Swap:
+        assert row.slot is not None
+        return Swap(row, row.slot, row.pages[: num_pages_for(row.num_computed)], out)
 
     def _free(self, row: Row) -> None:
         self.slots[self.slots.index(row)] = None
