@@ -87,7 +87,7 @@ PACKAGES = {
         "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
         "routing", "endpoint", "role_cores", "dispatcher", "submission", "engine_loop",
-        "role_engines", "engine", "engines",
+        "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",

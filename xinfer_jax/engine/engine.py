@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
 from .role_cores import DecodeCore, PrefillCore
-from .role_engines import Devices, create_role_engines
+from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_host_pages, engine_shape, page_settings
 from .warm_up import create_device
@@ -296,8 +295,7 @@ class Engine(EngineLoop):
         """Ends the thread; unfinished requests get an error."""
         if self._roles:
             super().close()
-            with ThreadPoolExecutor(len(self._roles)) as pool:  # each ends its step first
-                list(pool.map(Engine.close, self._roles))
+            close_engines(self._roles, Engine.close)
             return
         self._warm_up.stop()
         super().close()

@@ -3,14 +3,9 @@
 submit ─► route: the engine with most of the prompt in its prefix cache, unless it is much busier ─► its queue
 """
 
-import dataclasses
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Self, TypeAlias
-
-import jax
 
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
@@ -19,7 +14,7 @@ from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
 from .engine import Engine
 from .requests import Request
-from .routing import PromptRouter, check_copies, copy_params, create_in_parallel
+from .routing import PromptRouter, close_engines, create_engines
 from .row import Row
 from .submission import EngineBase
 
@@ -54,12 +49,8 @@ class Engines(EngineBase):
         mesh = concrete_mesh_of(model.params)
         own: Any = mesh.devices.flat if mesh else sharding and sharding.device_set
         groups = device_groups(data_parallel, own and list(own))
-        check_copies(model, groups[0], len(groups), "ask for fewer engines")
-
-        def create(group: list[jax.Device]) -> Engine:
-            return Engine(dataclasses.replace(model, params=copy_params(model.params, group)), **shape)
-
-        self.engines = create_in_parallel([partial(create, group) for group in groups])
+        each = [shape] * len(groups)
+        self.engines = create_engines(Engine, model, groups, each, "ask for fewer engines")
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.usable_capacity = engine.usable_capacity
@@ -95,8 +86,7 @@ class Engines(EngineBase):
 
     def close(self) -> None:
         """Ends the threads; unfinished requests get an error."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends its step first
-            list(pool.map(Engine.close, self.engines))
+        close_engines(self.engines, Engine.close)
 
     def step(self) -> bool:
         """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the

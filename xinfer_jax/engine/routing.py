@@ -1,22 +1,29 @@
-"""What several engines need: a copy of the parameters for each, creation in parallel, threads, and which of
-them knows the beginning of a prompt.
+"""What several engines need: their creation, each with a copy of the parameters, and which of them knows the
+beginning of a prompt.
 """
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
+from ..checks import is_sequence
+from ..errors import InputError, format_value
 from ..memory import check_memory
+from ..sharding import MODEL, concrete_mesh_of
+from ..weights.layout import shardings
 from ..weights.params import Params, tree_bytes
 from .pages import PAGE_SIZE, hash_pages
 from .row import Row
+
+Devices: TypeAlias = Sequence[int | jax.Device | Sequence[int | jax.Device]]
 
 
 class PromptRouter:
@@ -67,21 +74,29 @@ class PromptRouter:
         self._last_routed.pop(engine, None)
 
 
-def check_copies(model: Model, devices: Sequence[jax.Device], copies: int, remedy: str) -> None:
-    """Raises InputError where the memory of a CPU is too small for so many copies of the parameters. remedy:
-    the end of the error.
-    """
-    if devices[0].platform == "cpu":  # all engines share one memory
-        need = copies * tree_bytes(model.params)
-        check_memory(need, f"the weights, {copies} times,", remedy)
+def create_engines(
+    create: Callable[..., Any],
+    model: Model,
+    groups: Sequence[list[jax.Device]],
+    each: Sequence[dict],
+    remedy: str,
+) -> list[Any]:
+    """Creates engines in parallel, each with a copy of the parameters on a group of devices. If one fails,
+    the others are closed.
 
-
-def create_in_parallel(creators: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What these functions return, each called in a thread. If one raises, the engines that the others
-    created are closed.
+    Args:
+        create: makes an engine of a model and one of the further arguments in `each`.
+        remedy: the end of the error where the memory of a CPU is too small.
     """
-    with ThreadPoolExecutor(len(creators)) as pool:
-        creating = [pool.submit(create) for create in creators]
+    if groups[0][0].platform == "cpu":  # all engines share one memory
+        need = len(groups) * tree_bytes(model.params)
+        check_memory(need, f"the weights, {len(groups)} times,", remedy)
+
+    def create_on(group: list[jax.Device], how: dict[str, Any]) -> Any:
+        return create(dataclasses.replace(model, params=_place_params(model, group)), **how)
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        creating = [pool.submit(create_on, *arguments) for arguments in zip(groups, each, strict=True)]
     if any(future.exception() for future in creating):  # the others do not go on compiling
         for future in creating:
             if not future.exception():
@@ -89,8 +104,36 @@ def create_in_parallel(creators: Sequence[Callable[[], Any]]) -> list[Any]:
     return [future.result() for future in creating]
 
 
-def copy_params(params: Params, devices: list[jax.Device]) -> Params:
-    """A copy on these devices, sharded over them as the original is over its own."""
+def create_role_engines(
+    create: Callable[..., Any], model: Model, prefill_devices: Devices | None, decode_devices: Devices | None
+) -> list[Any]:
+    """Creates engines that prefill, then those that decode. If the model lies on a mesh of k devices, a list
+    of devices is taken in groups of k.
+    """
+    given = dict(prefill_devices=prefill_devices, decode_devices=decode_devices)
+    sides = {name: _device_groups(name, devices, model) for name, devices in given.items()}
+    roles = [name.partition("_")[0] for name, groups in sides.items() for _ in groups]
+    groups = [group for side in sides.values() for group in side]
+    engines = create_engines(create, model, groups, [dict(role=role) for role in roles], "give fewer devices")
+    for engine, role, group in zip(engines, roles, groups, strict=True):
+        engine.name = f"the {role} engine on {', '.join(map(str, group))}"
+    return engines
+
+
+def close_engines(engines: Sequence[Any], close: Callable[[Any], None]) -> None:
+    """Closes engines in parallel: each ends its step first."""
+    with ThreadPoolExecutor(len(engines)) as pool:
+        list(pool.map(close, engines))
+
+
+def _place_params(model: Model, devices: list[jax.Device]) -> Params:
+    """A copy of the parameters on these devices: sharded as the original is over as many, or divided over
+    them.
+    """
+    mesh = concrete_mesh_of(model.params)
+    if len(devices) != (mesh.size if mesh else 1):
+        mesh = jax.make_mesh((len(devices),), (MODEL,), devices=devices)
+        return jax.device_put(model.params, shardings(model.config, mesh, like=model.params))
 
     def sharding_of(x: Any) -> Any:
         old = getattr(x, "sharding", None)
@@ -100,4 +143,34 @@ def copy_params(params: Params, devices: list[jax.Device]) -> Params:
         mesh = Mesh(np.reshape(devices, old.mesh.devices.shape), axes[0], axis_types=axes[1])
         return NamedSharding(mesh, old.spec)
 
-    return jax.device_put(params, jax.tree.map(sharding_of, params))
+    return jax.device_put(model.params, jax.tree.map(sharding_of, model.params))
+
+
+def _device_groups(name: str, devices: Any, model: Model) -> list[list[jax.Device]]:
+    """The devices of each engine of a side. name: of the argument."""
+    if not is_sequence(devices) or not len(devices):
+        raise InputError(
+            f"{name} must be a list of devices, and so for the other side, got {format_value(devices)}"
+        )
+    own = model.params["final_norm"]
+    platform = next(iter(own.devices())).platform if isinstance(own, jax.Array) else None
+    local = jax.local_devices(backend=platform)
+
+    def find(device: Any) -> jax.Device:
+        if isinstance(device, jax.Device):
+            return device
+        if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < len(local):
+            virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={len(local) + 1} makes more of a CPU"
+            raise InputError(
+                f"{name}: device {format_value(device)} is not here, there are 0 to {len(local) - 1}: give"
+                f" one of them; {virtual}"
+            )
+        return local[device]
+
+    mesh = concrete_mesh_of(model.params)
+    size = mesh.size if mesh else 1
+    single = [find(device) for device in devices if not is_sequence(device)]
+    if len(single) % size:
+        raise InputError(f"{name}: {len(single)} devices cannot be divided into meshes of {size}: give more")
+    groups = [single[at : at + size] for at in range(0, len(single), size)]
+    return groups + [[find(device) for device in of_mesh] for of_mesh in devices if is_sequence(of_mesh)]
