@@ -25,28 +25,19 @@ from .row import Row
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """What an endpoint does for an answer.
-
-    Attributes:
-        endpoint: with the methods and attributes of `EngineEndpoint`: of this process, or of another.
-        source: of a decoding one: the job that prefilled the prompt.
-        arrived: the pages have left the source.
-    """
+    """What an endpoint does for an answer."""
 
     ticket: int
-    endpoint: Any
+    endpoint: Any  # with the methods and attributes of `EngineEndpoint`: of this process, or of another
     answer: Answer
-    source: "Job | None"
-    arrived: bool = False
+    source: "Job | None"  # of a decoding one: the job that prefilled the prompt
+    arrived: bool = False  # the pages have left the source
 
 
 class Dispatcher:
     """Gives answers to endpoints, where an `EngineCore` would compute them. If an endpoint fails, its prompts
     go to another; the requests whose pages were there fail. The thread of one engine calls it, also for
     events of endpoints: `progress` to `return_pages`.
-
-    Attributes:
-        endpoints: that have not failed.
     """
 
     def __init__(
@@ -58,7 +49,7 @@ class Dispatcher:
         """notify: is called with requests that have new tokens, or have ended; wait: waits a moment for
         events or requests; prefix_cache: whether endpoints have one.
         """
-        self.endpoints: list[Any] = []
+        self.endpoints: list[Any] = []  # that have not failed
         self._notify = notify
         self._wait = wait
         self._router = PromptRouter(prefix_cache)

@@ -23,33 +23,21 @@ ELSEWHERE = object()  # in place of a preempted row's pages: those of a row that
 
 
 class Progress(NamedTuple):
-    """What is new of an answer.
+    """What is new of an answer."""
 
-    Attributes:
-        start: tokens that were reported before.
-        sampled, logprobs, alternatives: of the tokens after these.
-        tokens: number of its tokens, without an EOS or stop id.
-        reason: its finish_reason; None: it goes on.
-        hits, passes, accepted: as in `Row` and `Answer`.
-        prompt_start: log-probabilities of the prompt that were reported before.
-        prompt_logprobs: those after these.
-        prefill_seconds: from the begin of prefill to the first token.
-        error: why its request failed.
-    """
-
-    start: int = 0
+    start: int = 0  # tokens that were reported before; the next three are of those after them
     sampled: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
-    tokens: int = 0
-    reason: str | None = None
+    tokens: int = 0  # number of its tokens, without an EOS or stop id
+    reason: str | None = None  # its finish_reason; None: it goes on
     hits: int = 0
     passes: int = 0
     accepted: int = 0
-    prompt_start: int = 0
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    prefill_seconds: float | None = None
-    error: BaseException | None = None
+    prompt_start: int = 0  # log-probabilities of the prompt that were reported before
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
+    prefill_seconds: float | None = None  # from the begin of prefill to the first token
+    error: BaseException | None = None  # why its request failed
 
 
 @dataclasses.dataclass
@@ -68,12 +56,9 @@ class _Work:
 class EngineEndpoint:
     """An engine of this process. Its methods return at once.
 
-    Attributes:
-        role, pages: of the engine.
-
     Args:
         engine: an `Engine` with a role.
-        core: its steps.
+        core: its `RoleCore`.
         emit: takes the name of an event (a method of `Dispatcher`), a ticket and more, on any thread.
     """
 
@@ -87,11 +72,10 @@ class EngineEndpoint:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine has failed; None if it has not."""
         return self._engine.error
 
     def example_row(self) -> Any:
-        """Arrays as `receive` takes them, before the engine has rows."""
+        """Arrays as `receive` takes them, of a row with one group of pages, before the engine has rows."""
         return self._core.example_row()
 
     def submit(self, ticket: int, answer: Answer) -> None:
@@ -128,15 +112,11 @@ class EngineEndpoint:
 
     def forget(self, ticket: int) -> None:
         """The numbers of a row were not finite: no other prompt finds its pages."""
-        self._call_soon(ticket, lambda answer: self._core.scheduler.forget_pages(answer.row))
+        self._call_soon(ticket, lambda answer: self._core.scheduler.prefixes.uncache(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded for this prompt in the prefix cache.
-
-        Args:
-            ids: the tokens from the first of the prompt on, in full pages.
-            first: the first page in `contents`.
-            contents: from `Device.copy_pages`.
+        """Keeps pages that another engine decoded in the prefix cache: of `ids`, which are the prompt and more
+        in full pages, those from `first` on, as `Device.copy_pages` gives them.
         """
         resets = self._answers[ticket].resets if ticket in self._answers else 0
 

@@ -38,23 +38,13 @@ class ResultReference(NamedTuple):
 
 
 def encode_message(value: Any) -> bytes:
-    """A value as bytes.
-
-    Raises:
-        TypeError: a value of a type that is not listed above.
-    """
+    """A value as bytes. Raises TypeError for a type that is not listed above."""
     return json.dumps(_to_json(value), separators=(",", ":")).encode()
 
 
 def decode_message(data: bytes, config: ModelConfig | None = None) -> Any:
     """The value that `encode_message` encoded; tuples and sets become lists, and a `ValidatedCall` has what
-    `Device.new_row` uses.
-
-    Args:
-        config: of the model, for a `ValidatedCall`.
-
-    Raises:
-        InputError: data that `encode_message` does not return.
+    `Device.new_row` uses. Raises InputError for other data. config: of the model, for a `ValidatedCall`.
     """
     try:
         return _from_json(json.loads(data), config)

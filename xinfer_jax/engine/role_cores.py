@@ -22,9 +22,7 @@ class RoleCore(EngineCore):
     """What both roles need to move rows."""
 
     def example_row(self) -> Any:
-        """What `PrefillCore.send` delivers of a row with one group of pages: its state with recurrent states,
-        and the pages.
-        """
+        """What `PrefillCore.send` delivers: the state with recurrent states, and here one group of pages."""
         return self.device.get_row(0), self.device.copy_pages([0])[0]
 
     @cached_property
@@ -44,13 +42,8 @@ class PrefillCore(RoleCore):
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
-        """Copies the state, recurrent states and pages of a prefilled row to other devices, while the host
-        goes on.
-
-        Args:
-            row: if it was released, nothing is sent.
-            shardings: `placement` of the engine that decodes; None: of this one.
-            deliver: is called with both.
+        """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
+        `placement` of the engine that decodes; None: of this one; deliver: is called with the copies.
         """
         if row not in self._prefilled:
             return

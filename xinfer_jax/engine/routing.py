@@ -27,28 +27,18 @@ Devices: TypeAlias = Sequence[int | jax.Device | Sequence[int | jax.Device]]
 
 
 class PromptRouter:
-    """Which of several engines gets a prompt.
-
-    Attributes:
-        given: the pages of the prompts that each engine was given, as hashes, the least recent first; as many
-            as it has pages, as its prefix cache cannot have more.
-
-    Args:
-        prefix_cache: False: no engine keeps any page.
-    """
+    """Which of several engines gets a prompt. prefix_cache: False: no engine keeps any page."""
 
     def __init__(self, prefix_cache: bool = True):
         self._prefix_cache = prefix_cache
+        # Hashes of the pages of the prompts that each engine was given, the least recent first; as many as it
+        # has pages, as its prefix cache cannot have more.
         self.given: dict[Any, OrderedDict[bytes, None]] = {}
         self._last_routed: dict[Any, int] = {}  # of each engine, the number of its last request
 
     def route(self, row: Row, order: Callable[[Any, int], Any], engines: Iterable[Any]) -> Any:
-        """The engine for a row; of several that the order does not distinguish, the one that got no request
-        for the longest time.
-
-        Args:
-            order: of an engine, and the pages of the prompt that it was given before; the lowest is taken.
-            engines: to choose from, with `pages`.
+        """The engine for a row: that with the lowest order of itself and the pages of the prompt that it was
+        given before; then the one that got no request for the longest time.
         """
         full_pages = len(row.ids) // PAGE_SIZE  # their hashes are of any program
         hashes = hash_pages(row.salt, row.ids, [0] * full_pages) if self._prefix_cache else []

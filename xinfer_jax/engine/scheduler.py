@@ -218,10 +218,6 @@ class Scheduler:
         self.pool.release(pages)
         return actions, pages
 
-    def forget_pages(self, row: Row) -> None:
-        """Removes the pages of a row's prompt from the prefix cache: its numbers were not finite."""
-        self.prefixes.uncache(row)
-
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""
         self.resets += 1

@@ -36,9 +36,6 @@ def make_request(
 ) -> Request:  # fmt: skip
     """A request to an engine, with the random draws of prompt i of `generate`. escape: as
     `escape_control_tokens` of `encode_prompt`; how: further arguments of `make_requests`.
-
-    Raises:
-        InputError: a request that this engine can never answer.
     """
     return next(make_requests(engine, [prompt], options, [key], i, escape, **how))
 
