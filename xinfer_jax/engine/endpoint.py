@@ -115,8 +115,8 @@ class EngineEndpoint:
         self._call_soon(ticket, lambda answer: self._core.scheduler.prefixes.uncache(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded in the prefix cache: of `ids`, which are the prompt and more
-        in full pages, those from `first` on, as `Device.copy_pages` gives them.
+        """Keeps pages that another engine decoded in the prefix cache: of `ids`, the prompt and more in full
+        pages, those from `first` on, as `Device.copy_pages` gives them.
         """
         resets = self._answers[ticket].resets if ticket in self._answers else 0
 
