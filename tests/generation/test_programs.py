@@ -160,6 +160,26 @@ def test_the_same_call_has_the_same_bits_cold_and_warm():
     assert bits() == cold[::-1]
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["", "jit"])
+def test_impl_chooses_the_program_of_each_call(jitted):
+    """Kernels are another program than plain operations, whichever came first; called again, it is kept."""
+    params, config = layers(1)
+
+    def logits(impl):
+        cache = xj.init_cache(config, 1, 16)
+        return xj.prefill(params, config, np.array([PROMPT]), np.array([len(PROMPT)]), cache, impl=impl)[0]
+
+    call = jax.jit(logits, static_argnames="impl") if jitted else logits
+    name = "logits" if jitted else "prefill_chunks"
+    found = []
+    for impl, compiled in ("xla", 1), ("interpret", 1), ("xla", 0):
+        with compiling.programs() as seen:
+            found.append(call(impl=impl))
+        assert seen[name] == compiled, impl
+    assert (found[0] == found[2]).all()
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_programs_do_not_grow_with_the_layers():
     counts = []
     for count in (8, 24):
