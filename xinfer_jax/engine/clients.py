@@ -86,7 +86,6 @@ class Clients:
         self._forget_if_idle(row.client)
 
     def remove(self, row: Any) -> None:
-        """A waiting row ends."""
         self._unqueue(row)
         self._forget_if_idle(row.client)
 
@@ -100,7 +99,6 @@ class Clients:
         return next(iter(self.by_urgency(self.first_rows())), None)
 
     def first_rows(self) -> list[Any]:
-        """The first waiting row of each client."""
         return [client.waiting[0] for client in self._clients.values() if client.waiting]
 
     def by_urgency(self, rows: Iterable[Any]) -> list[Any]:

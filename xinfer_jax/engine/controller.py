@@ -103,7 +103,6 @@ class ControlChannel:
 
     @property
     def _key(self) -> str:
-        """The store's key for the next message."""
         return f"{self._name}/{self._number // _BLOCK}/{self._number}"
 
     def _next(self) -> None:

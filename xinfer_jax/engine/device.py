@@ -220,7 +220,6 @@ class Device:
         self._snapshots = self._run(SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
 
     def load_state(self, slot: int, snapshot: int) -> None:
-        """Copies a snapshot into the recurrent states of a slot."""
         self._set_states(slot, self._run(GET_ROW, self._snapshots, np.int32(snapshot - 1)))
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:

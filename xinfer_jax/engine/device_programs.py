@@ -129,7 +129,6 @@ def _decode_steps(  # noqa: PLR0913
 
 
 def _add_output(rows, size):
-    """The rows with empty output of `size` tokens."""
     state = new_state(rows.key_B, rows.sampling_B, rows.limit_B, rows.context, size)
     (B, V) = rows.context.seen_BV.shape
     old = rows.alternatives

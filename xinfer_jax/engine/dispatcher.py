@@ -91,7 +91,6 @@ class Dispatcher:
         self._router.given.clear()
 
     def of_role(self, role: str) -> list[Any]:
-        """The endpoints that prefill, or decode."""
         return [endpoint for endpoint in self.endpoints if endpoint.role == role and endpoint.error is None]
 
     def lose(self, endpoint: Any) -> None:
@@ -182,7 +181,6 @@ class Dispatcher:
     # --- answers ------------------------------------------------------------------------------------------
 
     def _rows_at(self, endpoint: Any) -> list[Row]:
-        """The rows of the answers that an endpoint works for."""
         return [answer.row for answer, job in self._current.items() if job.endpoint is endpoint]
 
     def _queued_tokens(self) -> dict[Any, int]:

@@ -292,7 +292,6 @@ class Engine(EngineLoop):
         return self._roles[0].usable_capacity if self._roles else self._core.scheduler.usable_capacity
 
     def close(self) -> None:
-        """Ends the thread; unfinished requests get an error."""
         if self._roles:
             super().close()
             close_engines(self._roles, Engine.close)

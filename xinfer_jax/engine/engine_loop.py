@@ -49,7 +49,6 @@ class EngineLoop(EngineBase):
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine does now and did so far."""
         return collect_stats(self.engines, [self.counters])
 
     @property
@@ -60,7 +59,6 @@ class EngineLoop(EngineBase):
 
     @property
     def started(self) -> bool:
-        """Whether it has a thread of its own."""
         return self._thread is not None
 
     def __enter__(self) -> Self:
@@ -69,7 +67,6 @@ class EngineLoop(EngineBase):
         return self
 
     def close(self) -> None:
-        """Ends the thread; unfinished requests get an error."""
         works = self.error is None
         self._fail(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -85,7 +82,6 @@ class EngineLoop(EngineBase):
             self._condition.notify_all()
 
     def wake(self) -> None:
-        """Wakes all threads that wait for this engine."""
         with self._condition:
             self._condition.notify_all()
 
@@ -129,7 +125,6 @@ class EngineLoop(EngineBase):
                 self._last_step_time = time.monotonic()
 
     def _run(self) -> None:
-        """The engine's thread."""
         try:
             while self.error is None:
                 if not self.step():

@@ -85,7 +85,6 @@ class Engines(EngineBase):
         return self
 
     def close(self) -> None:
-        """Ends the threads; unfinished requests get an error."""
         close_engines(self.engines, Engine.close)
 
     def step(self) -> bool:
@@ -102,7 +101,6 @@ class Engines(EngineBase):
         return busy
 
     def enqueue(self, requests: list[Request]) -> None:
-        """Queues checked requests, each in one of the engines."""
         with self._lock:
             self._check_open()
             routed: dict[Engine, list[Request]] = {engine: [] for engine in self.engines}

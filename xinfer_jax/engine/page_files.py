@@ -100,7 +100,6 @@ class PageFiles:
 
     @property
     def can_write(self) -> bool:
-        """Whether one more page may be written now."""
         return self.num_writing < _MAX_WRITES and time.monotonic() >= self._paused_until
 
     def write(self, page_hash: bytes, page: np.ndarray, then: Callable[[], None]) -> None:

@@ -88,7 +88,6 @@ class PagePool:
             self.cached.pop(page, None)
 
     def touch(self, pages: Sequence[int]) -> None:
-        """These pages were used just now."""
         self.reuse(pages)
         self.release(pages)
 
@@ -139,7 +138,6 @@ class PagePool:
             self.hashes_of_page.setdefault(page, []).append(page_hash)
 
     def uncache(self, page: int) -> None:
-        """Removes a page from the prefix cache."""
         for page_hash in self.hashes_of_page.pop(page, ()):
             del self.page_of_hash[page_hash]
         if page in self.cached:

@@ -54,7 +54,6 @@ class Answer:
 
     @property
     def key_1(self) -> jax.Array:
-        """The PRNG key of its row."""
         call = self.request.call
         number_1 = np.array([self.number], np.int32) if call.answers > 1 else None
         return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
@@ -170,11 +169,9 @@ class Request:
         return iter(self._single_answer)
 
     def text(self) -> Iterator[str]:
-        """`Answer.text` of a request for one answer."""
         return self._single_answer.text()
 
     def text_async(self) -> AsyncIterator[str]:
-        """`Answer.text_async` of a request for one answer."""
         return self._single_answer.text_async()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
@@ -204,7 +201,6 @@ class Request:
 
     @property
     def answered(self) -> bool:
-        """Whether every answer has ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
     @property

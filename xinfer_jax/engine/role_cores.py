@@ -61,7 +61,6 @@ class PrefillCore(RoleCore):
         deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
 
     def release(self, row: Row) -> None:
-        """Frees the slot and pages of a prefilled row."""
         if self._prefilled.pop(row, self) is not self:
             self.scheduler.end(row)
 

@@ -57,7 +57,6 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
     draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None,
 ) -> EngineShape:  # fmt: skip
-    """The shape that these arguments of `Engine` ask for."""
     config = model.config
     mesh = concrete_mesh_of(model.params)
     if mesh is not None and mesh.size > mesh.shape[MODEL]:

@@ -299,5 +299,4 @@ class EngineBase:
                 raise InputError(f"{engine.name} is closed: {why}") from engine.error
 
     def enqueue(self, requests: list[Request]) -> None:
-        """Queues checked requests."""
         raise NotImplementedError
