@@ -32,22 +32,8 @@ from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_EACH, key_from_seed
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
-from .device_programs import (
-    ADD_OUTPUT,
-    DECODE_STEPS,
-    GET_PAGES,
-    GET_ROW,
-    MAX_LOGPROBS,
-    PROMPT_LOGPROBS,
-    PROMPT_LOOKUP,
-    SET_PAGES,
-    SET_ROW,
-    TAKE_OUTPUT,
-    SampledTokens,
-    cache_pools,
-    cache_states,
-    paged_cache,
-)
+from . import device_programs as programs
+from .device_programs import MAX_LOGPROBS, SampledTokens, cache_pools, cache_states, paged_cache
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
@@ -103,7 +89,7 @@ class Device:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
         context = self.rows.context
         args = context.history_BS, context.position_B, self._shape.num_draft_tokens
-        return np.asarray(self._run(PROMPT_LOOKUP, *args))
+        return np.asarray(self._run(programs.PROMPT_LOOKUP, *args))
 
     def prefill(  # noqa: PLR0913
         self,
@@ -146,7 +132,7 @@ class Device:
         return alternatives
 
     def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
-        return self._run(PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
+        return self._run(programs.PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
 
     def sample_first(
         self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
@@ -155,8 +141,8 @@ class Device:
         outputs: of its last `prefill`; greedy: it uses no sampling setting.
         """
         logits = self._executor.logits(self._model, outputs)
-        state, _ = self._executor.sample(logits, self._run(ADD_OUTPUT, row, 1))
-        row, out = self._run(TAKE_OUTPUT, state)
+        state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
+        row, out = self._run(programs.TAKE_OUTPUT, state)
         self._put_row(slot, row)
         return out
 
@@ -177,7 +163,9 @@ class Device:
         args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
         static = shape.capacity, shape.num_draft_tokens, shape.impl
         out: Any
-        self.rows, self.pools, self.states, out = self._run(DECODE_STEPS, *self._model, *args, *static)
+        self.rows, self.pools, self.states, out = self._run(
+            programs.DECODE_STEPS, *self._model, *args, *static
+        )
         return out
 
     def _set_masks(self, masks_BQW: Any) -> None:
@@ -189,43 +177,43 @@ class Device:
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in arrays of their own on the device."""
-        return [self._run(GET_PAGES, self.pools, part) for part in _parts(pages)]
+        return [self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages)]
 
     def copy_pages_out(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in host memory."""
-        parts = (self._run(GET_PAGES, self.pools, part) for part in _parts(pages))
+        parts = (self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages))
         return [jax.tree.map(_on_host, part) for part in parts]
 
     def copy_pages_in(self, pages: list[int], contents: list[Any]) -> None:
         """Writes contents from `copy_pages` or `copy_pages_out` into these pages."""
         for part, arrays in zip(_parts(pages), contents, strict=True):
             arrays = jax.tree.map(_on_device, arrays)
-            self.pools = self._run(SET_PAGES, self.pools, part, arrays)
+            self.pools = self._run(programs.SET_PAGES, self.pools, part, arrays)
 
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
-            self.host.save(places, self._run(GET_PAGES, self.pools, part))
+            self.host.save(places, self._run(programs.GET_PAGES, self.pools, part))
 
     def load_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies what `save_pages` saved in these places, or a file had, into these pages."""
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
-            self.pools = self._run(SET_PAGES, self.pools, part, self.host.load(places, self.pools))
+            self.pools = self._run(programs.SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
     def save_state(self, slot: int, snapshot: int) -> None:
         """Copies the recurrent states of a slot into a snapshot, of which the first is 1."""
         states = self._states_of(slot)
-        self._snapshots = self._run(SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
+        self._snapshots = self._run(programs.SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
 
     def load_state(self, slot: int, snapshot: int) -> None:
-        self._set_states(slot, self._run(GET_ROW, self._snapshots, np.int32(snapshot - 1)))
+        self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
         """The row of a slot, and its recurrent states; on_host: these in host memory."""
         states = self._states_of(slot)
-        row = self._run(GET_ROW, self.rows, np.int32(slot))
+        row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
     def set_row(self, slot: int, contents: tuple[DecodeState, Any]) -> None:
@@ -235,15 +223,20 @@ class Device:
         self._set_states(slot, jax.tree.map(_on_device, states))
 
     def _put_row(self, slot: int, row: DecodeState) -> None:
-        self.rows = self._run(SET_ROW, self.rows, np.int32(slot), row)
+        self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
         first one runs what a short greedy request needs. No program of the other role is among them.
         """
-        of_prompts = {"chunk": self._run_full_chunk, "prompt_logprobs": self._run_prompt_logprobs}
         stages = {"greedy": self._run_short_request, "rare": self._run_rare_calls}
-        return stages if self._shape.role == "decode" else stages | of_prompts
+        if self._shape.role == "decode":
+            return stages
+        chunk = [0] * self._shape.chunk
+        return stages | {
+            "chunk": lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True),
+            "prompt_logprobs": lambda: self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0]),
+        }
 
     def _run_short_request(self, greedy: bool = True, with_alternatives: bool = False) -> None:
         role = self._shape.role
@@ -267,9 +260,6 @@ class Device:
         self.copy_pages_in([0], self.copy_pages([0]))
         self.set_row(0, self.get_row(0))
 
-    def _run_full_chunk(self) -> None:
-        self.prefill(0, self._all_pages, [0] * self._shape.chunk, 0, 1, True)
-
     def _run_rare_calls(self) -> None:
         """What preempted rows need, and the keys of several answers."""
         if self._shape.role != "decode":
@@ -282,9 +272,6 @@ class Device:
             self.load_state(0, 1)
         if self._shape.num_draft_tokens:
             self.draft_tokens()
-
-    def _run_prompt_logprobs(self) -> None:
-        self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0])
 
     @property
     def _all_pages(self) -> list[int]:
@@ -358,11 +345,11 @@ class Device:
 
     def _states_of(self, slot: int) -> tuple[Recurrent, ...]:
         """The recurrent states of a slot, as caches of one row."""
-        return self._run(GET_ROW, self.states, np.int32(slot)) if self.states else ()
+        return self._run(programs.GET_ROW, self.states, np.int32(slot)) if self.states else ()
 
     def _set_states(self, slot: int, states: tuple[Recurrent, ...]) -> None:
         if self.states:
-            self.states = self._run(SET_ROW, self.states, np.int32(slot), states)
+            self.states = self._run(programs.SET_ROW, self.states, np.int32(slot), states)
 
     def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
         """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""

@@ -143,7 +143,12 @@ class Engine(EngineLoop):
         self.weight_bytes = tree_bytes(self.model.params)
         self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
-        self._files = self._open_files(page_directory, page_directory_bytes)
+        page_directory_bytes = check_integer("page_directory_bytes", page_directory_bytes, 1)
+        if page_directory is not None and self._channel:
+            raise InputError(
+                "page_directory does not go with a model over several processes: leave it out, host_pages do"
+            )
+        self._files = None if page_directory is None else PageFiles(page_directory, page_directory_bytes)
         self._core = self._create_core(shape, prefix_cache, warm_up)
 
     def _dispatch(self, engines: Sequence["Engine"], prefix_cache: bool) -> None:
@@ -186,17 +191,6 @@ class Engine(EngineLoop):
             own = host_bytes * (len(devices) / mesh.size if mesh else 1)  # of this process
             what = f"{self.host_pages} host pages" + (", weights and pages" if on_host else "")
             check_memory(int(own + on_host), what, "ask for fewer host_pages", host_memory_bytes())
-
-    def _open_files(self, directory: str | Path | None, max_bytes: int) -> PageFiles | None:
-        """The pages in files, if asked for."""
-        max_bytes = check_integer("page_directory_bytes", max_bytes, 1)
-        if directory is None:
-            return None
-        if self._channel:
-            raise InputError(
-                "page_directory does not go with a model over several processes: leave it out, host_pages do"
-            )
-        return PageFiles(directory, max_bytes)
 
     def _create_core(self, shape: EngineShape, prefix_cache: bool, warm_up: bool) -> EngineCore:
         """Compiles programs. Over several processes only process 0 takes requests."""

@@ -15,7 +15,6 @@ from ..weights.params import Params
 from .engine import Engine
 from .requests import Request
 from .routing import PromptRouter, close_engines, create_engines
-from .row import Row
 from .submission import EngineBase
 
 _WAIT_SECONDS = 0.1  # that `step` waits for new tokens
@@ -106,21 +105,18 @@ class Engines(EngineBase):
             routed: dict[Engine, list[Request]] = {engine: [] for engine in self.engines}
             loads = {engine: engine.load for engine in self.engines}
             for request in requests:
-                engine = self._route(request.answers[0].row, loads)
+                # Of the engines that are not clearly busier than another, the one that was given most of the
+                # prompt's pages before; then the one with the least load.
+                max_load = min(loads.values()) + self.engines[0].rows // 2
+                candidates = [engine for engine, load in loads.items() if load <= max_load]
+                order = lambda engine, hits: (-hits, loads[engine])  # noqa: E731
+                engine = self._router.route(request.answers[0].row, order, candidates)
                 loads[engine] += len(request.answers)
                 routed[engine].append(request)
                 request.engine = engine
                 request.listeners.append(self._updated.set)
             for engine, own in routed.items():
                 engine.enqueue(own)
-
-    def _route(self, row: Row, loads: dict[Engine, int]) -> Engine:
-        """The engine for a row: of those that are not clearly busier than another, the one that was given
-        most of the prompt's pages before; then the one with the least load.
-        """
-        max_load = min(loads.values()) + self.engines[0].rows // 2
-        candidates = [engine for engine, load in loads.items() if load <= max_load]
-        return self._router.route(row, lambda engine, hits: (-hits, loads[engine]), candidates)
 
 
 AnyEngine: TypeAlias = Engine | Engines

@@ -20,17 +20,9 @@ from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
 from ..grammar.automaton import Dfa
 from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
+from . import device_programs as programs
 from .device import Device
-from .device_programs import (
-    ALTERNATIVES,
-    REPEATED_LOGITS,
-    TARGET_LOGPROBS,
-    SampledTokens,
-    cache_pools,
-    cache_states,
-    paged_cache,
-    running_token,
-)
+from .device_programs import SampledTokens, cache_pools, cache_states, paged_cache, running_token
 
 # A step's tokens, log-probabilities, rows that continue, rows that sampled an EOS token; and `Alternatives`.
 _Step = tuple[tuple[Any, Any, Any, Any], Any]
@@ -43,7 +35,9 @@ class LayerwiseDevice(Device):
 
     def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
         hidden_1TD, cache = self._executor.prefill_hidden(self._model, chunk, cache)
-        return self._run(TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T), cache
+        return self._run(
+            programs.TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T
+        ), cache
 
     def sample_first(
         self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
@@ -129,7 +123,7 @@ class LayerwiseDevice(Device):
     ) -> _Step:  # fmt: skip
         self._put_row(slot, row)
         args = *without_model_layers(self._model), outputs, self._shape.rows
-        logits_B1V = self._run(REPEATED_LOGITS, *args)
+        logits_B1V = self._run(programs.REPEATED_LOGITS, *args)
         return self._append_token(logits_B1V, among_B, greedy, with_alternatives)
 
     def _append_token(
@@ -138,7 +132,7 @@ class LayerwiseDevice(Device):
         self.rows, sampled = self._executor.append_token(logits_B1V, self.rows, greedy, among_B)
         alternatives = None
         if with_alternatives:
-            alternatives = self._run(ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
+            alternatives = self._run(programs.ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
         return (sampled.token_B, *sampled[2:]), alternatives
 
 

@@ -75,7 +75,8 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     if chunk % PAGE_SIZE:
         raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {chunk}")
     num_draft_tokens = check_integer("draft_tokens", draft_tokens, 1, MAX_DRAFT_TOKENS) if draft else 0
-    dtype = _resolve_cache_dtype(model.params, cache_dtype)
+    check_page_dtype(cache_dtype)
+    dtype = default_cache_dtype(model.params) if cache_dtype is None else resolve_cache_dtype(cache_dtype)
     of_state = state_bytes(config)
     page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state
     keeps_prefixes = of_state and role != "decode"
@@ -147,9 +148,3 @@ def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: in
     left = max(0, part * memory_bytes() - own * (tree_bytes(params) + state_bytes))
     affordable = int(_PAGES_FRACTION * left / (own * max(1, page_bytes)))
     return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))
-
-
-def _resolve_cache_dtype(params: Params, dtype: Any) -> Any:
-    """The dtype of keys and values: a float type, or a name in the table of cache dtypes."""
-    check_page_dtype(dtype)
-    return default_cache_dtype(params) if dtype is None else resolve_cache_dtype(dtype)
