@@ -31,12 +31,11 @@ PACKAGES = {
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "quantized_weight",
-        "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantize_methods", "quantization", "hadamard",
+        "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantization", "hadamard",
     ),
     "families": (
-        "family", "values", "rope_settings", "layer_fields", "sparse_layers", "llama", "mistral", "qwen2",
-        "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "phi3", "bitnet",
-        "gpt_oss", "hybrids", "qwen3_next", "qwen3_5", "naming", "reading",
+        "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
+        "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "reading",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",
@@ -76,7 +75,7 @@ PACKAGES = {
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
-        "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
+        "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
         "quantized_formats", "sharded_leaves", "leaf_loader", "loading",
     ),
