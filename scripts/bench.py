@@ -170,7 +170,7 @@ def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
     else:
         config = from_hf(hf_config(CONFIG.value))
         params = jax.block_until_ready(xj.init_params(config, jax.random.key(0), dtype, weights))
-        model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, dtype))
+        model = xj.Model(params, config)
     yield (
         "load",
         dict(

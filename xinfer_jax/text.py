@@ -296,5 +296,5 @@ def _tokenizer(model: Model) -> Tokenizer:
         raise InputError(f"model must be what load_model gives, got {type(model).__name__}")
     if model.tokenizer is None:
         without = "from Python, token ids work without one"
-        raise InputError(f"this checkpoint has no tokenizer.json: text needs a tokenizer ({without})")
+        raise InputError(f"this model has no tokenizer, which text needs ({without})")
     return model.tokenizer

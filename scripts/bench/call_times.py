@@ -30,7 +30,7 @@ def calls(params: Any, config: xj.ModelConfig) -> dict[str, Callable[[], Any]]:
 
     @functools.cache
     def engine() -> xj.Engine:
-        model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "float32"))
+        model = xj.Model(params, config)
         return xj.Engine(model, rows=8, prefix_cache=False, warm_up=True)
 
     return dict(

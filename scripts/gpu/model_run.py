@@ -166,4 +166,4 @@ class ModelRun:
 
     def as_model(self) -> xj.Model:
         """It, as an engine takes it."""
-        return xj.Model(self.params(), self.config, None, {}, xj.LoadStats(0.0, 0, self.dtype))
+        return xj.Model(self.params(), self.config)

@@ -59,7 +59,7 @@ class RandomRequest:
 def random_model(family: str, quantize: str | None) -> xj.Model:
     config = from_hf(SHAPES[family])
     params = xj.init_params(config, jax.random.key(0), "float32", quantize)
-    return xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "float32"))
+    return xj.Model(params, config)
 
 
 def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) -> list[RandomRequest]:

@@ -139,7 +139,7 @@ def test_a_draft_model_uses_the_factors_of_the_longest_sequence(switching):
     """
     params, config = switching
     prompt = [np.random.RandomState(1).randint(3, cases.VOCAB, 30).tolist()]
-    options = xj.GenerateOptions(5, draft=xj.Model(params, config, None, {}, None), draft_tokens=1)
+    options = xj.GenerateOptions(5, draft=xj.Model(params, config), draft_tokens=1)
     out = xj.generate(params, with_fixed_rope(config, 33, 33), prompt, options)
     assert out.stats.passes == [2] and out.stats.acceptance == [1.0]
 
@@ -150,9 +150,7 @@ def test_the_draft_cache_ends_where_its_frequencies_would_change(switching):
     params, config = switching
     config = dataclasses.replace(config, rope=RopeConfig(partial_rotary_factor=0.75))
     rope = dataclasses.replace(config.rope, rope_type="dynamic", factor=2.0)
-    draft = xj.Model(
-        params, dataclasses.replace(config, rope=rope, max_position_embeddings=46), None, {}, None
-    )
+    draft = xj.Model(params, dataclasses.replace(config, rope=rope, max_position_embeddings=46))
     prompt = [np.random.RandomState(1).randint(3, cases.VOCAB, 30).tolist()]
     assert next(xj.stream(params, config, prompt, xj.GenerateOptions(16, draft=draft)))
 

@@ -138,7 +138,7 @@ def test_a_process_with_a_tpu_stores_them_side_by_side(dtype):
 def model():
     config = from_hf(tiny.CONFIG)
     params = xj.init_params(config, jax.random.key(3), "float32")
-    return xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "float32"))
+    return xj.Model(params, config)
 
 
 def sampled(model, prompts, **options):

@@ -18,7 +18,7 @@ OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
 def model() -> xj.Model:
     config = cases.CASES["qwen3-5-tied"].config
     params = cases.params_from(config, cases.random_tensors(config, 3))
-    return xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
+    return xj.Model(params, config)
 
 
 @pytest.fixture(scope="module")

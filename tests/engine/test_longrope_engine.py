@@ -20,7 +20,7 @@ def model() -> xj.Model:
     hf = cases.CASES["phi3-longrope-both-partial"].hf
     config = from_hf(hf | dict(num_hidden_layers=2, original_max_position_embeddings=SWITCH))
     params = cases.params_from(config, cases.random_tensors(config, 1))
-    return xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
+    return xj.Model(params, config)
 
 
 @pytest.mark.full

@@ -56,7 +56,7 @@ def ours(seen) -> dict[str, int]:
 
 def test_programs_that_each_call_compiles(model):
     """Each line of the table runs after all before it, with a cache of 64 tokens."""
-    draft = xj.Model(*model, None, {}, None)
+    draft = xj.Model(*model)
     prefill = dict(_embed=1, _layers=1, _last=1)
     one_more = dict(_embed=1, _layers=1)
     table = [

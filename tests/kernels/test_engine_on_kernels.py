@@ -28,7 +28,7 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
     else:
         config = from_hf(QWEN | EXPERTS | dict(model_type=family, num_hidden_layers=1))
         params = xj.init_params(config, jax.random.key(1), "bfloat16")
-    model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "float32"))
+    model = xj.Model(params, config)
     asked = prompts(3, 130)
     options = [xj.GenerateOptions(9), xj.GenerateOptions(6, xj.SamplingConfig(0.8, 20, 0.9), logprobs=2)]
     with xj.Engine(

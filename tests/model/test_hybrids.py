@@ -218,7 +218,7 @@ def test_meshes_divide_the_heads_of_linear_attention():
 
 def test_rejected_draft_models_and_caches(model):
     params, config, prompts = model
-    draft = xj.Model(params, config, None, {}, None)
+    draft = xj.Model(params, config)
     with pytest.raises(
         xj.InputError, match="draft model is not supported .*'qwen3_5_text', which has linear"
     ):

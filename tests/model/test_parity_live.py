@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
+from safetensors.numpy import load_file
 
 import xinfer_jax as xj
 from xinfer_jax.sampling import processors, random_keys, sampler as sampling
@@ -128,6 +129,36 @@ def test_repetition_penalty(name):
 
 
 # --- files --------------------------------------------------------------------------------------------------
+
+
+SAVED = (
+    *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gpt-oss-published", "moe-some-layers-dense",
+    "phi3-longrope-beyond", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared", "qwen3-5-tied",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_transformers_opens_what_is_saved(tmp_path, name):
+    """Its logits stay, and beside its own checkpoint the names, dtypes and bits of all tensors."""
+    config, params, model = build(name)
+    prompt = cases.prompts(cases.CASES[name])[1]
+    xj.save_model(tmp_path / "ours", params, config, max_shard_bytes=100_000)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype="auto", attn_implementation="eager"
+    ).eval()
+    np.testing.assert_allclose(cases.hf_logits(opened, prompt), cases.hf_logits(model, prompt), atol=1e-5)
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, xj.params_from_tensors(config, theirs), params)
+    tensors = xj.params_to_tensors(params, config)
+    width_0 = {
+        key for key in theirs if ".shared_expert" in key and not config.experts.shared_intermediate_size
+    }
+    assert tensors.keys() == theirs.keys() - width_0
+    xj.save_model(tmp_path / "like", params, config, like=tmp_path / "theirs")
+    copied = load_file(tmp_path / "like" / "model.safetensors")
+    assert {key: x.dtype for key, x in copied.items()} == {key: x.dtype for key, x in theirs.items()}
+    jax.tree.map(np.testing.assert_array_equal, copied, theirs)
 
 
 @pytest.mark.parametrize("name", cases.CASES)

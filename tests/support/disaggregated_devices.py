@@ -142,7 +142,7 @@ def test_recurrent_states_move_with_their_pages():
     """In so few pages that rows are preempted; the second time a prefix is reused."""
     config = cases.CASES["qwen3-5-tied"].config
     params = cases.params_from(config, cases.random_tensors(config, 3))
-    model = xj.Model(jax.device_put(params, jax.devices()[0]), config, None, {}, None)  # type: ignore[arg-type]
+    model = xj.Model(jax.device_put(params, jax.devices()[0]), config)
     shape = SHAPE | dict(rows=2, pages=6, chunk=64, warm_up=False)
     common, first, second, other = ([i % 90 for i in prompt(n, n)] for n in (64, 9, 10, 60))
     asked = [common + first, other, common + second]

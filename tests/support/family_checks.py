@@ -44,7 +44,7 @@ def check_tokens(model: Any) -> list[list[int]]:
 def check_engine_bits(model: Any) -> None:
     """An engine over int8 pages gives the same bits alone and beside others, and the tokens of `generate`."""
     params, config, prompts = model
-    whole = xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
+    whole = xj.Model(params, config)
     expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype="int8"))
     with xj.Engine(whole, rows=2, capacity=128, chunk=64, cache_dtype="int8") as engine:
         alone = [engine.submit(prompt, OPTIONS).result() for prompt in prompts]

@@ -17,6 +17,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..families.naming import FileSpec, file_specs
 from ..families.reading import from_hf, text_settings
+from ..families.tensors import specs_and_leaves
 from ..families.unread import unused_names
 from ..formatting import format_mib
 from ..host import run_in_blocks
@@ -26,7 +27,7 @@ from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
 from ..weights.hadamard import tensor_rotations
 from ..weights.layout import shardings
-from ..weights.params import Params, check_weights, resolve_dtype, tree_bytes
+from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantization import check_activations, check_quantize, check_quantize_method
 from ..weights.quantized_weight import is_quantized
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
@@ -46,23 +47,32 @@ _FLOATS = {"F32", "F16", "BF16"}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Model:
-    """A loaded model, as `load_model` returns it.
+    """A model, as `load_model` returns it, or of one's own arrays: `Model(params, config)`.
 
     Attributes:
         params: the parameter tree: nested dicts and tuples of arrays or quantized leaves.
         config: the model's shape and settings, with the checkpoint's EOS ids; static under `jit`.
-        tokenizer: converts text to ids and back; None where the checkpoint has no tokenizer.json.
+        tokenizer: converts text to ids and back; None: functions of text raise.
         generation_config: generation_config.json, empty if there is none; for `SamplingConfig.from_hf`.
         load_stats: what loading cost.
         name: the directory or hub name that it was loaded from, "bundled", or "" for none.
+
+    Raises:
+        InputError: leaves that are missing, unknown or misshapen, all in one error.
     """
 
     params: Params
     config: ModelConfig
-    tokenizer: Tokenizer | None
-    generation_config: dict[str, Any]
-    load_stats: LoadStats
+    tokenizer: Tokenizer | None = None
+    generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    load_stats: LoadStats = None  # type: ignore[assignment]
     name: str = ""
+
+    def __post_init__(self) -> None:
+        specs_and_leaves(self.params, self.config)
+        if self.load_stats is None:
+            dtype = jnp.dtype(activation_dtype(self.params)).name
+            object.__setattr__(self, "load_stats", LoadStats(0.0, tree_bytes(self.params), dtype))
 
     def __repr__(self) -> str:
         tokenizer = "tokenizer" if self.tokenizer else "no tokenizer"

@@ -1,0 +1,234 @@
+"""`save_model`: what is written is what is loaded, beside tensors of others too; a target is always whole."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint import tensor_files
+
+pytestmark = pytest.mark.oldest
+
+
+def build(name: str) -> tuple[xj.ModelConfig, dict]:
+    config = cases.CASES[name].config
+    return config, cases.params_from(config, cases.random_tensors(config, seed=1))
+
+
+def tensors_in(path: Path) -> dict[str, np.ndarray]:
+    return {name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def assert_same(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture
+def small():
+    config, params = build("qwen2-gqa-tied-old")
+    return params, config
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2-gqa-tied-old", "phi3-defaults", "moe-some-layers-dense", "gpt-oss-published"]
+)
+def test_saved_in_shards_and_loaded_has_the_same_bits(tmp_path, name):
+    config, params = build(name)
+    xj.save_model(tmp_path / "out", params, config, max_shard_bytes=60_000)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1 and all(file.stat().st_size < 80_000 for file in files)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert {*index["weight_map"].values()} == {file.name for file in files}
+    model = xj.load_model(tmp_path / "out", "float32")
+    assert model.config == config
+    assert_same(model.params, params)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_dtype_is_that_of_the_files(tmp_path, small):
+    params, config = small
+    xj.save_model(tmp_path / "out", params, config, dtype="bfloat16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert_same(xj.load_model(tmp_path / "out", "bfloat16").params, xj.params_from_tensors(
+        config, xj.params_to_tensors(params, config), dtype="bfloat16"
+    ))  # fmt: skip
+    large = jax.tree.map(lambda x: 1e6 * x, params)
+    with pytest.raises(xj.InputError, match="beyond float16's range: save in bfloat16 or float32"):
+        xj.save_model(tmp_path / "half", large, config, dtype="float16")
+    assert not (tmp_path / "half").exists() and not (tmp_path / "half.saving").exists()
+
+
+def test_files_of_the_tokenizer(tmp_path, good):
+    model = xj.load_model(good)
+    xj.save_model(tmp_path / "read", model.params, model.config, tokenizer=model.tokenizer)
+    made = xj.Tokenizer(
+        model.tokenizer.backend, chat_template="{{ messages[0]['content'] }}", eos_token_ids=(271,),
+        special_tokens=dict(eos_token="<|im_end|>"),
+    )  # fmt: skip
+    xj.save_model(tmp_path / "made", model.params, model.config, tokenizer=made)
+    for name, template in ("read", model.tokenizer.chat_template), ("made", made.chat_template):
+        again = xj.load_model(tmp_path / name)
+        assert again.config.eos_token_ids[0] == model.config.eos_token_ids[0] == 271
+        assert again.tokenizer.chat_template == template
+        assert again.tokenizer.encode("the hi<|im_end|>") == model.tokenizer.encode("the hi<|im_end|>")
+
+
+def sees(path: Path) -> tuple[dict, xj.ModelConfig, dict[str, np.ndarray]]:
+    """Writes a checkpoint that sees images, too, with files of its own: its text model, and its tensors."""
+    case = cases.CASES["qwen3-5-tied"]
+    config, params = build("qwen3-5-tied")
+    text = {
+        name.replace("model.", "model.language_model.", 1): np.asarray(x)
+        for name, x in xj.params_to_tensors(params, config).items()
+    }
+    others = {
+        "model.visual.proj.weight": np.arange(7, dtype=np.float16),
+        "mtp.fc.weight": np.ones((2, 3), np.int8),
+    }
+    hf = dict(
+        architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5", text_config=case.hf,
+        vision_config=dict(depth=3), torch_dtype="float32", tie_word_embeddings=True,
+    )  # fmt: skip
+    path.mkdir()
+    save_file(text | others, path / "model.safetensors")
+    tiny.write_json(path / "config.json", hf)
+    tiny.write_json(path / "preprocessor_config.json", dict(size=3))
+    return params, config, text | others
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors that are not read")
+@pytest.mark.parametrize("itself", [False, True], ids=["beside", "itself"])
+def test_like_a_model_that_sees(tmp_path, itself):
+    """Names are as there, what is not read is copied, and the settings of images stay."""
+    _, config, tensors = sees(tmp_path / "whole")
+    model = xj.load_model(tmp_path / "whole", "float32")
+    params = jax.tree.map(lambda x: 2 * x, model.params)
+    target = tmp_path / ("whole" if itself else "out")
+    xj.save_model(
+        target, params, model.config, like=tmp_path / "whole", max_shard_bytes=50_000, overwrite=itself
+    )
+    found = tensors_in(target)
+    changed = {name: 2 * x if "language_model" in name else x for name, x in tensors.items()}
+    assert_same(found, changed)
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in tensors.items()}
+    settings = json.loads((target / "config.json").read_text())
+    assert settings["vision_config"] == dict(depth=3) and settings["dtype"] == "float32"
+    assert json.loads((target / "preprocessor_config.json").read_text()) == dict(size=3)
+    assert_same(xj.load_model(target, "float32").params, params)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"whole", target.name})
+
+
+def test_like_another_model(tmp_path, small):
+    params, config = small
+    sees(tmp_path / "whole")
+    with pytest.raises(xj.InputError, match="model_type is 'qwen3_5_text' in .*whole, and 'qwen2' here"):
+        xj.save_model(tmp_path / "out", params, config, like=tmp_path / "whole")
+    xj.save_model(tmp_path / "own", params, config)
+    wide = dataclasses.replace(config, rms_norm_eps=1e-3)
+    with pytest.raises(xj.InputError, match="like: rms_norm_eps is 1e-06 in .*own, and 0.001 here"):
+        xj.save_model(tmp_path / "out", params, wide, like=tmp_path / "own")
+    stored = load_file(tmp_path / "own" / "model.safetensors")
+    more = {"model.layers.0.mlp.odd.weight": np.ones(3, np.float32)}
+    save_file(stored | more, tmp_path / "own" / "model.safetensors")
+    with pytest.raises(xj.InputError, match=r"tensors that the model lacks: model.layers.0.mlp.odd.weight"):
+        xj.save_model(tmp_path / "out", params, config, like=tmp_path / "own")
+
+
+@pytest.mark.parametrize("stored", [("lm_head.weight",), ("model.embed_tokens.weight", "lm_head.weight")])
+def test_like_a_tied_matrix_under_its_other_name(tmp_path, small, stored):
+    params, config = small
+    xj.save_model(tmp_path / "own", params, config)
+    tensors = load_file(tmp_path / "own" / "model.safetensors")
+    matrix = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | dict.fromkeys(stored, matrix), tmp_path / "own" / "model.safetensors")
+    xj.save_model(tmp_path / "out", params, config, like=tmp_path / "own")
+    assert_same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "own"))
+
+
+def test_targets_that_are_not_replaced(tmp_path, small):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("words")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(xj.InputError, match="exists: give another directory, or overwrite=True"):
+        xj.save_model(tmp_path / "mine", *small)
+    with pytest.raises(xj.InputError, match="no config.json, so it is no checkpoint to overwrite"):
+        xj.save_model(tmp_path / "mine", *small, overwrite=True)
+    with pytest.raises(xj.InputError, match="max_shard_bytes must be a whole number from 1 on, got 0"):
+        xj.save_model(tmp_path / "out", *small, max_shard_bytes=0)
+    xj.save_model(tmp_path / "empty", *small)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "words" and xj.load_model(tmp_path / "empty")
+
+
+def test_a_full_disk_loses_nothing(tmp_path, small, monkeypatch):
+    params, config = small
+    xj.save_model(tmp_path / "out", params, config)
+    before = tensors_in(tmp_path / "out")
+    written = [0]
+
+    class Full:
+        def __init__(self, *args, **options):
+            self.file = open(*args, **options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            self.file.close()
+
+        def write(self, data):
+            written[0] += len(data)
+            if written[0] > 100_000:
+                raise OSError(28, "No space left on device")
+            return self.file.write(data)
+
+        def fileno(self):
+            return self.file.fileno()
+
+    monkeypatch.setattr(tensor_files, "open", Full, raising=False)
+    twice = jax.tree.map(lambda x: 2 * x, params)
+    for target in "out", "new":
+        written[0] = 0
+        with pytest.raises(xj.InputError, match="cannot be written: .*No space left on device"):
+            xj.save_model(tmp_path / target, twice, config, overwrite=True, max_shard_bytes=50_000)
+    assert_same(tensors_in(tmp_path / "out"), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.full
+def test_killed_at_any_moment_one_directory_is_whole(tmp_path, small):
+    """A process saves again and again over its own checkpoint; another kills it at moments all over."""
+    params, config = small
+    xj.save_model(tmp_path / "out", params, config, max_shard_bytes=50_000)
+    code = (
+        "import sys, jax, xinfer_jax as xj\n"
+        "m = xj.load_model(sys.argv[1], 'float32')\n"
+        "print('ready', flush=True)\n"
+        "while True: xj.save_model(sys.argv[1], m.params, m.config, overwrite=True, max_shard_bytes=50_000)"
+    )
+    for moment in range(6):
+        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE)
+        assert child.stdout.readline() == b"ready\n"
+        try:
+            child.wait(0.05 + 0.013 * moment)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        whole = tmp_path / "out" if (tmp_path / "out").exists() else tmp_path / "out.old"
+        assert_same(xj.load_model(whole, "float32").params, params)
+        if whole.name == "out.old":
+            os.rename(whole, tmp_path / "out")
+    xj.save_model(tmp_path / "out", params, config, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    shutil.rmtree(tmp_path / "out")

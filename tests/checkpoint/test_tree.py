@@ -1,0 +1,142 @@
+"""One tree of parameters: its tensors by the names of Hugging Face, its config.json, its layers stacked."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.families.writing import to_hf
+
+pytestmark = pytest.mark.oldest
+
+# Families whose published files have other tensors than leaves.
+OTHERS = (
+    "phi3-defaults", "moe-some-layers-dense", "gemma4-experts", "gpt-oss-published", "qwen3-next-sparse-step",
+    "qwen3-5-tied",
+)  # fmt: skip
+APART = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text")  # published with a tensor for each expert
+
+
+def published(name: str) -> tuple[xj.ModelConfig, dict[str, np.ndarray], xj.ModelConfig]:
+    """A case's config, its tensors as published, and its parameters."""
+    config = cases.CASES[name].config
+    leaves = cases.random_tensors(config, seed=1)
+    tensors = cases.fuse_tensors(config, leaves)
+    if config.model_type in APART:
+        tensors = {name: x for name, x in tensors.items() if ".experts." not in name}
+        for key, stack in leaves.items():
+            if "{}" in key:
+                tensors |= {key.format(expert): x for expert, x in enumerate(stack)}
+    return config, tensors, cases.params_from(config, leaves)
+
+
+def assert_same(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_tensors_of_published_files_and_back(name):
+    config, tensors, want = published(name)
+    params = xj.params_from_tensors(config, tensors)
+    assert_same(params, want)
+    back = xj.params_to_tensors(params, config)
+    assert back.keys() == tensors.keys()
+    assert_same(back, tensors)
+    names = xj.param_names(config)
+    assert [x.shape for x in names] == [x.shape for x in jax.tree.leaves(want)]
+    assert {name.replace("{}", "0") for _, name, *_ in names} <= tensors.keys()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_under_jit_in_other_forms_and_dtypes(name):
+    config, tensors, want = published(name)
+    to_tree = jax.jit(lambda tensors: xj.params_from_tensors(config, tensors, dtype="bfloat16"))
+    params = to_tree(tensors)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    back = jax.jit(lambda params: xj.params_to_tensors(params, config))(params)
+    assert_same(back, {name: x.astype(jnp.bfloat16) for name, x in tensors.items()})
+    fused = cases.fuse_tensors(config, cases.random_tensors(config, seed=1))
+    assert_same(xj.params_from_tensors(config, fused), want)
+
+
+def test_a_text_model_within_one_that_sees():
+    config, tensors, want = published("qwen3-5-tied")
+    within = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    within |= {"model.visual.patch_embed.proj.weight": np.ones(3), "mtp.fc.weight": np.ones(3)}
+    assert_same(xj.params_from_tensors(config, within), want)
+
+
+def test_all_faults_are_one_error():
+    config, tensors, params = published("qwen2-gqa-tied-old")
+    norm, up = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    wrong = {name: x for name, x in tensors.items() if name != norm} | {up: tensors[up].T, "model.odd": norm}
+    with pytest.raises(xj.InputError) as caught:
+        xj.params_from_tensors(config, wrong)
+    assert str(caught.value) == (
+        "the tensors do not fit the config: missing model.norm.weight [48], model.layers.0.mlp.up_proj.weight"
+        " has shape [48, 80], the config asks for [80, 48], unknown model.odd"
+    )
+    layer = {**params["layers"][0], "up": {"weight": params["layers"][0]["up"]["weight"].T}, "odd": norm}
+    with pytest.raises(xj.InputError, match=r"params do not .*: layers.0.up.weight .*, unknown layers.0.odd"):
+        xj.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
+
+
+def test_a_model_of_ones_own_arrays():
+    config, _, params = published("qwen2-gqa-tied-old")
+    model = xj.Model(params, config)
+    assert repr(model).endswith("in float32, 0.2 MiB, vocabulary 96, context 1024, no tokenizer)")
+    asked = xj.GenerateOptions(4, eos_token_ids=())
+    assert len(xj.generate(model.params, model.config, [[1, 2]], asked).tokens[0]) == 4
+    with pytest.raises(xj.InputError, match="this model has no tokenizer, which text needs"):
+        xj.generate_text(model, "hi", asked)
+    (first, *rest) = params["layers"]
+    for layer, named in (
+        ({**first, "odd": first["q"]}, "unknown layers.0.odd.bias, unknown layers.0.odd.weight"),
+        ({name: x for name, x in first.items() if name != "q"}, r"missing layers.0.q.bias \[48\]"),
+        (first | dict(up=dict(weight=first["up"]["weight"].T)), r"layers.0.up.weight has shape \[48, 80\]"),
+    ):
+        with pytest.raises(xj.InputError, match=f"the params do not fit the config: .*{named}"):
+            xj.Model({**params, "layers": (layer, *rest)}, config)
+
+
+def test_what_has_no_tensors():
+    config, _, params = published("qwen2-gqa-tied-old")
+    quantized = xj.init_params(config, jax.random.key(0), quantize="int8")
+    with pytest.raises(xj.InputError, match="only float parameters have tensors; quantized: embed"):
+        xj.params_to_tensors(quantized, config)
+    with pytest.raises(xj.InputError, match="rotated weights"):
+        xj.params_to_tensors(params, dataclasses.replace(config, rotated=True))
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_config_json_is_written(name):
+    config = cases.CASES[name].config
+    assert xj.from_hf(to_hf(config)) == config
+
+
+def test_a_config_that_its_family_cannot_have_is_not_written():
+    config = cases.CASES["llama3-new"].config
+    with pytest.raises(xj.InputError, match="a llama model has no place for its embed_scale"):
+        to_hf(dataclasses.replace(config, embed_scale=2.0))
+
+
+@pytest.mark.parametrize("name, pattern", [("qwen2-gqa-tied-old", 1), ("gemma3-old", 0)])
+def test_stacked_layers(name, pattern):
+    config, _, params = published(name)
+    stacked = xj.stack_layers(params, config)
+    blocks = stacked["layers"]["blocks"]
+    kinds = len(blocks)
+    assert kinds == (pattern or next(n for n in range(1, 9) if config.layers[n:] == config.layers[:-n]))
+    repeats = config.num_hidden_layers // kinds
+    assert {x.shape[0] for x in jax.tree.leaves(blocks)} == {repeats}
+    assert len(stacked["layers"]["rest"]) == config.num_hidden_layers % kinds
+    assert_same(xj.unstack_layers(stacked), params)
+    loss = lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))  # noqa: E731
+    gradient = jax.grad(lambda tree: loss(xj.unstack_layers(tree)))(stacked)
+    assert_same(xj.unstack_layers(gradient), jax.tree.map(lambda x: 2 * x, params))
+    with pytest.raises(xj.InputError, match="the layers are not stacked"):
+        xj.unstack_layers(params)
