@@ -13,7 +13,7 @@ _EXPORTS = {
     "generation.functional": ("Decoded", "decode_loop", "decode_step", "prefill"),
     "errors": ("InputError",),
     "families.reading": ("from_hf",),
-    "families.tensors": ("ParamName", "param_names", "params_from_tensors", "params_to_tensors"),
+    "families.conversion": ("ParamName", "param_names", "params_from_tensors", "params_to_tensors"),
     "generation.kernels": ("kernels_used",),
     "generation.state": ("DecodeState",),
     "generation.entrypoints": ("Stream", "generate", "stream"),

@@ -17,13 +17,13 @@ from .engine.engines import Engines as Engines
 from .engine.requests import Answer as Answer, Request as Request
 from .engine.statistics import EngineStats as EngineStats
 from .errors import InputError as InputError
-from .families.reading import from_hf as from_hf
-from .families.tensors import (
+from .families.conversion import (
     ParamName as ParamName,
     param_names as param_names,
     params_from_tensors as params_from_tensors,
     params_to_tensors as params_to_tensors,
 )
+from .families.reading import from_hf as from_hf
 from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
 from .generation.entrypoints import Stream as Stream, generate as generate, stream as stream
 from .generation.functional import (

@@ -36,7 +36,7 @@ PACKAGES = {
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
         "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "reading", "writing",
-        "unread", "tensors",
+        "skipped_tensors", "conversion",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",

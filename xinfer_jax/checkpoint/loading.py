@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
+from ..families.conversion import specs_and_leaves
 from ..families.naming import FileSpec, file_specs
 from ..families.reading import from_hf, text_settings
-from ..families.tensors import specs_and_leaves
-from ..families.unread import unused_names
+from ..families.skipped_tensors import unused_names
 from ..formatting import format_mib
 from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
@@ -57,8 +57,7 @@ class Model:
         load_stats: what loading cost.
         name: the directory or hub name that it was loaded from, "bundled", or "" for none.
 
-    Raises:
-        InputError: leaves that are missing, unknown or misshapen, all in one error.
+    An InputError names all leaves that are missing, unknown or misshapen.
     """
 
     params: Params

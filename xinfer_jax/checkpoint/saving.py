@@ -15,9 +15,9 @@ import numpy as np
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
+from ..families.conversion import plan_tensors, specs_and_leaves
 from ..families.reading import from_hf
-from ..families.tensors import specs_and_leaves, tensors_of
-from ..families.unread import text_name, unused_names
+from ..families.skipped_tensors import text_name, unused_names
 from ..families.writing import to_hf
 from ..weights.params import Params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
@@ -108,7 +108,7 @@ def _settings_like(source: Path, config: ModelConfig) -> dict[str, Any]:
         raise InputError(f"like: {source} is quantized: leave it out, or give the float checkpoint")
     other = from_hf(settings)
     for field in dataclasses.fields(config):
-        ours, theirs = getattr(config, field.name), getattr(other, field.name)
+        (ours, theirs) = (getattr(x, field.name) for x in (config, other))
         if field.compare and field.name != "rotated" and ours != theirs:
             raise InputError(
                 f"like: {field.name} is {format_value(theirs)} in {source}, and {format_value(ours)} here"
@@ -153,7 +153,7 @@ def _tensors(
     original = {text_name(name) or name: name for name in kept}
     specs, leaves = specs_and_leaves(params, config)
     is_float = [not is_quantized(leaf) for leaf in leaves]
-    floats = tensors_of(compress(specs, is_float), compress(leaves, is_float), original if kept else None)
+    floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), original if kept else None)
     tensors = {
         name: tensor_of_leaves(tensor.shape, dtype or tensor.leaves[0].dtype, tensor.make)
         for name, tensor in floats.items()

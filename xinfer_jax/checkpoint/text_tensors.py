@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import format_names
-from ..families.unread import part_of, text_name
+from ..families.skipped_tensors import find_prefix, text_name
 from .tensors import StoredTensor
 
 # How the names of a family's tensors begin.
@@ -20,14 +20,14 @@ def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, S
     not read: images and sound are not served, and the layers for multi-token prediction (`mtp`) do not draft.
     """
     found: dict[str, StoredTensor] = {}
-    unread: Counter[str] = Counter()  # tensors by prefix
+    skipped: Counter[str] = Counter()  # tensors by prefix
     for name, tensor in tensors.items():
         if own := text_name(name):
             found[own] = tensor
         else:
-            unread[part_of(name)] += 1
-    if unread:
-        names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in unread.items()))
+            skipped[find_prefix(name)] += 1
+    if skipped:
+        names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in skipped.items()))
         warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=4)
     return found
 

@@ -14,7 +14,7 @@ from ..weights.layout import partition_specs, shardings
 from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from .naming import FileSpec, file_specs
-from .unread import text_name, unused_names
+from .skipped_tensors import text_name, unused_names
 
 _SHOWN = 8  # names in an error
 
@@ -59,7 +59,7 @@ def params_to_tensors(params: Params, config: ModelConfig) -> dict[str, Any]:
     specs, leaves = specs_and_leaves(params, config)
     if quantized := [spec.name for spec, leaf in zip(specs, leaves, strict=True) if is_quantized(leaf)]:
         raise InputError(f"only float parameters have tensors; quantized: {format_names(quantized, _SHOWN)}")
-    return {name: tensor.make(lambda leaf: leaf) for name, tensor in tensors_of(specs, leaves).items()}
+    return {name: tensor.make(lambda leaf: leaf) for name, tensor in plan_tensors(specs, leaves).items()}
 
 
 class TensorOfLeaves(NamedTuple):
@@ -95,7 +95,7 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
     return [*specs.values()], [leaves[name] for name in specs]
 
 
-def tensors_of(
+def plan_tensors(
     specs: Iterable[FileSpec], leaves: Iterable[Any], like: Collection[str] | None = None
 ) -> dict[str, TensorOfLeaves]:
     """Returns the tensors that hold these leaves, by name.
