@@ -137,8 +137,7 @@ def params_from_tensors(
     Raises:
         InputError: tensors that are missing, unknown or misshapen, all in one error.
     """
-    named = {text_name(name): tensor for name, tensor in tensors.items()}
-    named.pop(None, None)
+    named = {own: tensor for name, tensor in tensors.items() if (own := text_name(name))}
     specs, tree = jax.tree.flatten(file_specs(config))
     expected: dict[str, tuple[int, ...]] = {}
     for spec in specs:

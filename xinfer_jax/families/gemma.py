@@ -42,7 +42,7 @@ def read_gemma3(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    mixer = config.layers[0].mixer
+    mixer: Any = config.layers[0].mixer
     return write_layer_types(config) | dict(
         query_pre_attn_scalar=mixer.query_pre_attn_scalar,
         attn_logit_softcapping=mixer.logit_softcapping,

@@ -159,6 +159,7 @@ def _get_count(hf: Mapping, name: str, most: int) -> int:
 
 def write_gemma4(config: ModelConfig) -> dict[str, Any]:
     full: Any = config.layers[-1].mixer
+    mlp: Any = config.layers[-1].mlp
     sizes = dict(head_dim=full.head_dim, num_key_value_heads=full.num_key_value_heads)
     settings = write_layer_types(config) | write_rope_per_layer_type(config)
     settings |= dict(
@@ -166,7 +167,7 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
         attention_k_eq_v=full.values_are_keys,
         num_global_key_value_heads=full.num_key_value_heads if full.values_are_keys else None,
         num_kv_shared_layers=config.num_hidden_layers - config.num_cached_layers,
-        use_double_wide_mlp=(config.layers[-1].mlp.intermediate_size or 0) > config.intermediate_size,
+        use_double_wide_mlp=mlp.intermediate_size not in (None, config.intermediate_size),
         final_logit_softcapping=config.final_logit_softcapping,
         hidden_size_per_layer_input=config.hidden_size_per_layer_input,
         vocab_size_per_layer_input=config.vocab_size_per_layer_input or config.vocab_size,

@@ -84,7 +84,7 @@ def _is_zero(value: Any) -> bool:
 def write_hybrid(config: ModelConfig) -> dict[str, Any]:
     partial = dict(partial_rotary_factor=config.rope.partial_rotary_factor)
     types = [_LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_hidden_layers)]
-    settings = dict(layer_types=types, rope_parameters=write_rope(config.rope) | partial)
+    settings: dict[str, Any] = dict(layer_types=types, rope_parameters=write_rope(config.rope) | partial)
     if linear := config.linear_attention:
         settings |= {f"linear_{name}": value for name, value in vars(linear).items()}
     if experts := config.experts:

@@ -51,7 +51,7 @@ def read_smollm3(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def write_smollm3(config: ModelConfig) -> dict[str, Any]:
-    uses_rope = [int(layer.mixer.uses_rope) for layer in config.layers]
+    uses_rope = [int(config.layer_rope(layer) is not None) for layer in range(config.num_hidden_layers)]
     return write_layer_types(config) | dict(no_rope_layers=uses_rope)
 
 
