@@ -84,7 +84,7 @@ class PageFiles:
 
         if name in self._sizes or self.num_writing:
             self._forget(name)
-            self._writer.submit(delete)
+            _begin(self._writer, delete)
 
     def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
         """Reads into `pages`, uint8. then: is called with how many of the first ones were read, by
@@ -96,7 +96,7 @@ class PageFiles:
             count = sum(takewhile(bool, map(self._read, names, pages)))
             self.finished.put(lambda: then(count))
 
-        self._reader.submit(read_all)
+        _begin(self._reader, read_all)
 
     @property
     def can_write(self) -> bool:
@@ -116,13 +116,13 @@ class PageFiles:
             then()
 
         self.num_writing += 1
-        self._writer.submit(write)
+        _begin(self._writer, write)
 
     def find_new(self) -> None:
         """Begins to look for files of other runs, once a minute. The engine calls it in each step."""
         if (now := time.monotonic()) > self._next_scan:
             self._next_scan = now + _SCAN_SECONDS
-            self._writer.submit(self._scan)
+            _begin(self._writer, self._scan)
 
     def close(self) -> None:
         """Ends the threads after what they have begun."""
@@ -227,6 +227,11 @@ class PageFiles:
             self._reported.add(kind)
             line = format_message(f"page directory {self._directory}: {about}")
             print(f"{line}; further ones are not reported\n", end="", file=sys.stderr)
+
+
+def _begin(pool: ThreadPoolExecutor, job: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the process ends
+        pool.submit(job)
 
 
 def _read_into(file: Any, page: np.ndarray) -> int:

@@ -13,7 +13,7 @@ import jax
 from .core import EngineCore
 from .device_programs import SampledTokens
 from .endpoint import ELSEWHERE, PREFILLED
-from .pages import PAGE_SIZE, num_pages_for
+from .pages import PAGE_SIZE
 from .requests import Answer
 from .row import Action, PrefillChunk, Row, Swap
 
@@ -49,7 +49,7 @@ class PrefillCore(RoleCore):
             return
         contents = self._prefilled[row]
         if contents is None:
-            pages = self.device.copy_pages(row.pages[: num_pages_for(row.num_computed)])
+            pages = self.device.copy_pages(self.scheduler.swap(row, True).pages)
             contents = self.device.get_row(row.slot), pages
         ((state, recurrent), pages) = contents
         ((of_state, of_recurrent), of_pages) = shardings or self.placement
@@ -100,7 +100,6 @@ class DecodeCore(RoleCore):
         """The state and pages of a row will not come: its request fails."""
         if answer.swapped_pages is ELSEWHERE:
             self._fail(answer.request, error)
-            self._notify([answer.request])
 
     def arrive(self, answer: Answer, contents: Any) -> None:
         """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
@@ -120,8 +119,7 @@ class DecodeCore(RoleCore):
         row = answer.row
         if row.slot is not None:
             row.moving = False
-            pages = row.pages[: num_pages_for(row.num_computed)]
-            self._swap_in(Swap(row, row.slot, pages, False), answer)
+            self._swap_in(self.scheduler.swap(row, False), answer)
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
         if answer.swapped_pages is ELSEWHERE:  # it has not arrived yet
