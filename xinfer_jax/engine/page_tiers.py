@@ -70,9 +70,9 @@ class PageTiers:
 
     def identify(self, settings: dict[str, Any]) -> None:
         """The model has new weights: pages in files have other names."""
+        assert self._files is not None
         self._unwritten.clear()
-        if self._files:
-            self._files.identify(**settings)
+        self._files.identify(**settings)
 
     def salt(self, salt: bytes) -> bytes:
         """The salt of a row's pages for that of its request."""
