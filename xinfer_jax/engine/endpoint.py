@@ -225,9 +225,13 @@ class PrefillCore(RoleCore):
         if contents is None:
             pages = self.device.copy_pages(self.scheduler.swap(row, True).pages)
             contents = self.device.get_row(row.slot), pages
-        slot, pages = contents
-        of_slot, of_pages = shardings or self.placement
-        slot = jax.device_put(slot, of_slot)
+        ((state, recurrent), pages) = contents
+        ((of_state, of_recurrent), of_pages) = shardings or self.placement
+        if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
+            state, of_state = (
+                dataclasses.replace(row, alternatives=None, output_start_B=None) for row in (state, of_state)
+            )
+        slot = jax.device_put((state, recurrent), (of_state, of_recurrent))
         deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
 
     def release(self, row: Row) -> None:
@@ -277,7 +281,14 @@ class DecodeCore(RoleCore):
         """
         if answer.swapped_pages is not ELSEWHERE:  # it arrived before, or has ended
             return
-        answer.swapped_row, answer.swapped_pages = contents
+        ((state, recurrent), answer.swapped_pages) = contents
+        ((of_state, _), _) = self.placement
+        if of_state.alternatives is not None and state.alternatives is None:
+            own = self.device.new_row(answer.request.call, answer.key_1)
+            output = own.alternatives, own.output_start_B
+            output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
+            state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
+        answer.swapped_row = state, recurrent
         answer.emit("arrived")
         row = answer.row
         if row.slot is not None:

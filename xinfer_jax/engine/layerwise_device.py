@@ -17,6 +17,8 @@ import numpy as np
 from ..cache.kv_cache import KVCache, without_layers
 from ..generation.executor import PaddedTokens
 from ..generation.state import DecodeState
+from ..generation.validation import ValidatedCall
+from ..grammar.automaton import Dfa
 from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
 from . import device_programs as programs
 from .device import Device
@@ -89,6 +91,11 @@ class LayerwiseDevice(Device):
     def _no_rows_B(self) -> np.ndarray:
         return np.zeros(self._shape.rows, bool)
 
+    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
+        return dataclasses.replace(
+            super()._new_row(call, key_1, limit, dfa), alternatives=None, output_start_B=None
+        )
+
     def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
         """The cache of all rows, committed as after a step; `running_token` sets their lengths."""
         rows = self._shape.rows
@@ -122,11 +129,7 @@ class LayerwiseDevice(Device):
     def _append_token(
         self, logits_B1V: Any, among_B: np.ndarray, greedy: bool, with_alternatives: bool
     ) -> _Step:
-        rows = self.rows
-        bare = dataclasses.replace(rows, alternatives=None, output_start_B=None)  # the programs need neither
-        bare, sampled = self._executor.append_token(logits_B1V, bare, greedy, among_B)
-        unused = dict(alternatives=rows.alternatives, output_start_B=rows.output_start_B)
-        self.rows = dataclasses.replace(bare, **unused)
+        self.rows, sampled = self._executor.append_token(logits_B1V, self.rows, greedy, among_B)
         alternatives = None
         if with_alternatives:
             alternatives = self._run(programs.ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
