@@ -136,10 +136,9 @@ class PageFiles:
         """Reads a page; a file that is not as it was written is forgotten."""
         path = self._directory / name
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
                 head = file.read(len(_HEAD) + SIGNATURE_SIZE)
-                size = _read_into(file, page)
-                is_whole = size == page.nbytes and not file.read(1)
+                is_whole = file.readinto(page.data) == page.nbytes and not file.read(1)
             with contextlib.suppress(OSError):
                 os.utime(path)  # it was used now
         except FileNotFoundError:  # another run deleted it
@@ -232,12 +231,3 @@ class PageFiles:
 def _begin(pool: ThreadPoolExecutor, job: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the process ends
         pool.submit(job)
-
-
-def _read_into(file: Any, page: np.ndarray) -> int:
-    """Reads into the whole page, or up to the end of the file; returns the bytes read."""
-    view = page.data
-    size = 0
-    while size < len(view) and (count := file.readinto(view[size:])):
-        size += count
-    return size
