@@ -177,11 +177,6 @@ def layer_period(config: ModelConfig) -> int:
     return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
 
-def with_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """The model with its first layers only."""
-    return dataclasses.replace(config, num_hidden_layers=count)
-
-
 # --- compiling for a card -----------------------------------------------------------------------------------
 
 
