@@ -112,12 +112,8 @@ def _magnitude(block_OI: np.ndarray) -> float:
 
 
 def pack_ternary(levels: Any, shape: tuple[int, ...], scale: np.float32) -> TernaryWeight:
-    """Returns the leaf of a matrix [O, I] with NumPy arrays.
-
-    Args:
-        levels: takes a slice of outputs, returns their levels -1, 0 and 1, [outputs, I].
-        shape: [O, I].
-        scale: of all outputs.
+    """Returns the leaf of a matrix [O, I] with NumPy arrays. levels: takes a slice of outputs, returns their
+    levels -1, 0 and 1, [outputs, I].
     """
     weight = jax.tree.map(aligned_empty, ternary_struct(shape))
     (outputs, inputs) = shape
