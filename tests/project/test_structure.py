@@ -51,8 +51,8 @@ PACKAGES = {
     ),
     "ops.mesh": (),
     "tool_calls": (
-        "call_parser", "reasoning", "json_scanner", "json_call", "xml_call", "gemma_call",
-        "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
+        "call_parser", "json_scanner", "json_call", "xml_call", "gemma_call", "tool_call_parser",
+        "reasoning", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
@@ -83,10 +83,10 @@ PACKAGES = {
     "embedding": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "states", "host_pages", "device", "layerwise_device", "warm_up", "messages",
+        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
-        "routing", "endpoint", "role_cores", "dispatcher", "request_queue", "submission", "engine_loop",
-        "role_engines", "engine", "engines",
+        "routing", "endpoint", "role_cores", "dispatcher", "submission", "engine_loop",
+        "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
@@ -95,12 +95,12 @@ PACKAGES = {
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
     "cli": (
         "terminal", "process", "flag_parser", "process_group", "channel", "coordinator", "supervisor",
-        "startup", "answer", "chat", "batch", "answer_flags", "chat_flags", "batch_flags",
+        "startup", "answer", "chat", "answer_flags", "batch", "chat_flags", "batch_flags",
     ),
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "peer_messages", "peer_worker", "peer_front", "embedding_requests", "served_request", "service",
+        "peer_messages", "peer_worker", "peer_front", "served_request", "service",
         "text_endpoints", "app", "command",
     ),
 }  # fmt: skip

@@ -19,89 +19,46 @@ from ..sampling.logprobs import TokenLogprobs
 from .requests import Answer
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
+ELSEWHERE = object()  # in place of a preempted row's pages: those of a row that another engine prefilled
 
 
 class Progress(NamedTuple):
-    """What is new of an answer.
+    """What is new of an answer."""
 
-    Attributes:
-        start: tokens that were reported before.
-        sampled, logprobs, alternatives: of the tokens after these.
-        tokens: number of its tokens, without an EOS or stop id.
-        reason: its finish_reason; None: it goes on.
-        hits, passes, accepted: as in `Row` and `Answer`.
-        prompt_start: log-probabilities of the prompt that were reported before.
-        prompt_logprobs: those after these.
-        prefill_seconds: from the begin of prefill to the first token.
-        error: why its request failed.
-    """
-
-    start: int = 0
+    start: int = 0  # tokens that were reported before; the next three are of those after them
     sampled: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
-    tokens: int = 0
-    reason: str | None = None
+    tokens: int = 0  # number of its tokens, without an EOS or stop id
+    reason: str | None = None  # its finish_reason; None: it goes on
     hits: int = 0
     passes: int = 0
     accepted: int = 0
-    prompt_start: int = 0
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    prefill_seconds: float | None = None
-    error: BaseException | None = None
-
-
-class PrefilledRow:
-    """What an engine that decodes has of a row that another engine prefilled. In an answer it stands where
-    the pages of a preempted row do, until the row has arrived.
-    """
-
-    def __init__(self, ticket: int, emit: Callable[..., None]):
-        """emit: as of `EngineEndpoint`."""
-        self._ticket = ticket
-        self._emit = emit
-
-    def pull(self, shardings: Any) -> None:
-        """Asks for its state and pages. shardings: of the state, and of a group of pages."""
-        self._emit("pull", self._ticket, shardings)
-
-    def release(self) -> None:
-        """It has arrived, or is not wanted any more: its pages are free for others."""
-        self._emit("arrived", self._ticket)
-
-    def forget(self) -> None:
-        """Its numbers were not finite: no other prompt finds its pages."""
-        self._emit("invalid", self._ticket)
-
-    def return_pages(self, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Gives pages that decoding wrote to the prefix cache of the engine that prefilled the row.
-
-        Args:
-            ids: the tokens from the first of the prompt on, in full pages.
-            first: the first page in `contents`.
-            contents: from `Device.copy_pages`.
-        """
-        self._emit("return_pages", self._ticket, ids, first, contents)
+    prompt_start: int = 0  # log-probabilities of the prompt that were reported before
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
+    prefill_seconds: float | None = None  # from the begin of prefill to the first token
+    error: BaseException | None = None  # why its request failed
 
 
 @dataclasses.dataclass
-class _Reported:
-    """What the dispatcher has of an answer: its tokens, log-probabilities of its prompt, and its end."""
+class _Work:
+    """An answer at an endpoint, and what the dispatcher has of it: its tokens, log-probabilities of its
+    prompt, and its end.
+    """
 
+    answer: Answer
     tokens: int
     of_prompt: int = 0
     ended: bool = False
+    resets: int = 0  # of the prefix cache, when the prompt was prefilled
 
 
 class EngineEndpoint:
     """An engine of this process. Its methods return at once.
 
-    Attributes:
-        role, pages: of the engine.
-
     Args:
         engine: an `Engine` with a role.
-        core: its steps.
+        core: its `RoleCore`.
         emit: takes the name of an event (a method of `Dispatcher`), a ticket and more, on any thread.
     """
 
@@ -111,16 +68,14 @@ class EngineEndpoint:
         self._engine = engine
         self._core = core
         self._emit = emit
-        self._answers: dict[int, Answer] = {}
-        self._resets: dict[int, int] = {}  # of the prefix cache, when the prompt was prefilled
+        self._answers: dict[int, _Work] = {}
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine has failed; None if it has not."""
         return self._engine.error
 
     def example_row(self) -> Any:
-        """Arrays as `receive` takes them, before the engine has rows."""
+        """Arrays as `receive` takes them, of a row with one group of pages, before the engine has rows."""
         return self._core.example_row()
 
     def submit(self, ticket: int, answer: Answer) -> None:
@@ -129,10 +84,10 @@ class EngineEndpoint:
             self._engine.__enter__()
         own = _copy(answer, self._engine, self.role == "decode")
         if self.role == "decode":
-            own.prefilled = PrefilledRow(ticket, self._emit)
-            own.swapped_pages = own.prefilled
-        self._answers[ticket] = own
-        own.request.listeners.append(partial(self._report, ticket, _Reported(len(own.logprobs))))
+            own.emit = lambda name, *args: self._emit(name, ticket, *args)
+            own.swapped_pages = ELSEWHERE
+        self._answers[ticket] = _Work(own, len(own.logprobs))
+        own.request.listeners.append(partial(self._report, ticket))
         with suppress(InputError):  # it has failed: the dispatcher sees its error
             self._engine.enqueue([own.request])
 
@@ -157,11 +112,13 @@ class EngineEndpoint:
 
     def forget(self, ticket: int) -> None:
         """The numbers of a row were not finite: no other prompt finds its pages."""
-        self._call_soon(ticket, lambda answer: self._core.scheduler.forget_pages(answer.row))
+        self._call_soon(ticket, lambda answer: self._core.scheduler.prefixes.uncache(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
-        resets = self._resets.get(ticket)
+        """Keeps pages that another engine decoded in the prefix cache: of `ids`, the prompt and more in full
+        pages, those from `first` on, as `Device.copy_pages` gives them.
+        """
+        resets = self._answers[ticket].resets if ticket in self._answers else 0
 
         def cache(answer: Answer) -> None:
             row = answer.row
@@ -172,33 +129,33 @@ class EngineEndpoint:
 
     def drop(self, ticket: int) -> None:
         """Ends the work for a ticket, and frees what it has here."""
-        if answer := self._answers.get(ticket):
-            self._engine.cancel(answer.request)  # first: the row may be prefilled meanwhile
+        if work := self._answers.get(ticket):
+            self._engine.cancel(work.answer.request)  # first: the row may be prefilled meanwhile
             if self.role == "prefill":
                 self.release(ticket)
             del self._answers[ticket]
-        self._resets.pop(ticket, None)
 
     def _call_soon(self, ticket: int, call: Callable[[Answer], None]) -> None:
         """Calls a function with an answer that is here, on the engine's thread."""
-        if answer := self._answers.get(ticket):
-            self._engine.call_soon(lambda: call(answer))
+        if work := self._answers.get(ticket):
+            self._engine.call_soon(lambda: call(work.answer))
 
-    def _report(self, ticket: int, reported: _Reported) -> None:
+    def _report(self, ticket: int) -> None:
         """On the engine's thread: sends what is new of an answer."""
-        answer = self._answers.get(ticket)
-        if answer is None or reported.ended or self.error is not None:
+        work = self._answers.get(ticket)
+        if work is None or work.ended or self.error is not None:
             return
+        answer = work.answer
         request = answer.request
-        start = reported.tokens
-        prompt_start = reported.of_prompt
-        reported.tokens = len(answer.logprobs)
-        reported.of_prompt = len(request.prompt_logprobs)
-        reported.ended = answer.finish_reason is not None
-        if reported == _Reported(start, prompt_start):
+        start = work.tokens
+        prompt_start = work.of_prompt
+        work.tokens = len(answer.logprobs)
+        work.of_prompt = len(request.prompt_logprobs)
+        work.ended = answer.finish_reason is not None
+        if (start, prompt_start) == (work.tokens, work.of_prompt) and not work.ended:
             return
         if answer.finish_reason == PREFILLED:
-            self._resets[ticket] = self._core.scheduler.resets
+            work.resets = self._core.scheduler.resets
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         new = Progress(

@@ -19,13 +19,7 @@ _FIRST_WAIT_SECONDS = 1.0  # for files, before it is known how long prefilling t
 
 
 class PageTiers:
-    """The prefix cache beyond the device. The engine's thread calls it.
-
-    Args:
-        device: as of `EngineCore`.
-        scheduler: decides.
-        files: None: no page goes to files.
-    """
+    """The prefix cache beyond the device. The engine's thread calls it."""
 
     def __init__(self, device: Any, scheduler: Scheduler, files: PageFiles | None):
         self._device = device
@@ -44,7 +38,6 @@ class PageTiers:
         return bool(self._scheduler.waiting_for_files or is_writing)
 
     def execute(self, action: Transfer) -> None:
-        """Executes an action of the scheduler."""
         if isinstance(action, SavePages):
             self._device.save_pages(action.pages, action.host_pages)
             if self._files:
@@ -58,6 +51,7 @@ class PageTiers:
         """Handles reads and writes that ended, and begins to write saved pages."""
         if not self._files:
             return
+        self._files.find_new()
         while not self._files.finished.empty():
             self._files.finished.get()()
         now = time.monotonic()

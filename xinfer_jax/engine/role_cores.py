@@ -12,7 +12,7 @@ import jax
 
 from .core import EngineCore
 from .device_programs import SampledTokens
-from .endpoint import PREFILLED, PrefilledRow
+from .endpoint import ELSEWHERE, PREFILLED
 from .pages import PAGE_SIZE, num_pages_for
 from .requests import Answer
 from .row import Action, PrefillChunk, Row, Swap
@@ -22,9 +22,7 @@ class RoleCore(EngineCore):
     """What both roles need to move rows."""
 
     def example_row(self) -> Any:
-        """What `PrefillCore.send` delivers of a row with one group of pages: its state with recurrent states,
-        and the pages.
-        """
+        """What `PrefillCore.send` delivers: the state with recurrent states, and here one group of pages."""
         return self.device.get_row(0), self.device.copy_pages([0])[0]
 
     @cached_property
@@ -44,13 +42,8 @@ class PrefillCore(RoleCore):
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
-        """Copies the state, recurrent states and pages of a prefilled row to other devices, while the host
-        goes on.
-
-        Args:
-            row: if it was released, nothing is sent.
-            shardings: `placement` of the engine that decodes; None: of this one.
-            deliver: is called with both.
+        """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
+        `placement` of the engine that decodes; None: of this one; deliver: is called with the copies.
         """
         if row not in self._prefilled:
             return
@@ -68,12 +61,11 @@ class PrefillCore(RoleCore):
         deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
 
     def release(self, row: Row) -> None:
-        """Frees the slot and pages of a prefilled row."""
         if self._prefilled.pop(row, self) is not self:
             self.scheduler.end(row)
 
     def cache_pages(self, salt: bytes, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
+        """Keeps pages that another engine decoded, as `EngineEndpoint.cache_pages` says."""
         actions, pages = self.scheduler.cache_pages_of_answer(salt, ids, first)
         self._execute(actions)
         if pages:
@@ -106,7 +98,7 @@ class DecodeCore(RoleCore):
 
     def lose(self, answer: Answer, error: BaseException) -> None:
         """The state and pages of a row will not come: its request fails."""
-        if isinstance(answer.swapped_pages, PrefilledRow):
+        if answer.swapped_pages is ELSEWHERE:
             self._fail(answer.request, error)
             self._notify([answer.request])
 
@@ -114,7 +106,7 @@ class DecodeCore(RoleCore):
         """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
         it is an ordinary preempted row from now on.
         """
-        if not isinstance(answer.swapped_pages, PrefilledRow):  # it arrived before, or has ended
+        if answer.swapped_pages is not ELSEWHERE:  # it arrived before, or has ended
             return
         ((state, recurrent), answer.swapped_pages) = contents
         ((of_state, _), _) = self.placement
@@ -124,7 +116,7 @@ class DecodeCore(RoleCore):
             output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
             state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
         answer.swapped_row = state, recurrent
-        answer.prefilled.release()
+        answer.emit("arrived")
         row = answer.row
         if row.slot is not None:
             row.moving = False
@@ -132,26 +124,25 @@ class DecodeCore(RoleCore):
             self._swap_in(Swap(row, row.slot, pages, False), answer)
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
-        if isinstance(answer.swapped_pages, PrefilledRow):  # it has not arrived yet
+        if answer.swapped_pages is ELSEWHERE:  # it has not arrived yet
             answer.row.moving = False
         else:
             super()._swap_out(swap, answer)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
-        if isinstance(answer.swapped_pages, PrefilledRow):
+        if answer.swapped_pages is ELSEWHERE:
             answer.row.moving = True
-            answer.swapped_pages.pull(self.placement)
+            answer.emit("pull", self.placement)
         else:
             super()._swap_in(swap, answer)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
-        source = answer.prefilled
         row = answer.row
         if not valid:
-            source.forget()
+            answer.emit("invalid")
         elif row.share_answers and row.state == "running":
             ids = [*row.ids, *answer.sampled][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
             first = len(row.ids) // PAGE_SIZE
             if pages := row.pages[first : len(ids) // PAGE_SIZE]:
-                source.return_pages(ids, first, self.device.copy_pages(pages))
+                answer.emit("return_pages", ids, first, self.device.copy_pages(pages))
         super()._end(answer, reason, valid)

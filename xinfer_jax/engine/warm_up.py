@@ -29,17 +29,12 @@ _POLL_SECONDS = 0.05
 class WarmUp:
     """Runs jitted functions. Their programs are compiled in stages, most of them in the background. A call
     whose program is not compiled yet waits for it.
-
-    Attributes:
-        compiler: of the programs.
-        complete: all programs are compiled.
-        is_waiting: a call waits for its program now.
     """
 
     def __init__(self) -> None:
         self.compiler = Precompiler()
-        self.complete = False
-        self.is_waiting = False
+        self.complete = False  # all programs are compiled
+        self.is_waiting = False  # a call waits for its program now
         self._left: dict[str, Stage] = {}  # the stages that are not compiled, the most likely first
         self._wanted: set[str] = set()  # requests wait for these
         self._condition = threading.Condition()
@@ -68,10 +63,7 @@ class WarmUp:
         """Begins to compile these stages, one after another, and returns. A stage that no request waits for
         begins once the engine has been idle, or after some seconds: compiling takes the processors from
         requests. The end of the process waits for the programs that have begun: XLA cannot be interrupted.
-
-        Args:
-            stages: by name, in order of likelihood.
-            is_busy: whether the engine has requests.
+        is_busy: whether the engine has requests.
         """
         self._left = dict(stages)
 
@@ -126,10 +118,7 @@ def create_device(
     """A device that can answer a short greedy request, and what compiles its other programs.
 
     Over a mesh all programs compile when they run, here: only running them shows their output shardings.
-
-    Args:
-        warm_up: wait for all programs.
-        is_busy: whether the engine has requests.
+    warm_up: wait for all programs; is_busy: whether the engine has requests.
     """
     layerwise = executor_class(params) is LayerwiseExecutor and not shape.num_draft_tokens
     device_class = LayerwiseDevice if layerwise else Device
