@@ -282,3 +282,21 @@ def _fold_scales(layer: Params, config: ModelConfig, scales: dict[str, jax.Array
     for part, names in _SHARED_INPUTS.items():
         layer |= {name: layer[name] | {"weight": layer[name]["weight"] * scales[part]} for name in names}
     return layer
+
+
+def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
+    """Returns float parameters of the same function, in which one in 64 input channels of every matrix has
+    activations larger by a factor, to measure what quantization loses to them. Raises InputError where the
+    model has a part with which that is not supported.
+    """
+    check_supported(config, "rotations", "artificial outliers are", "leave them out")
+
+    def scales_of(size: int) -> jax.Array:
+        return 1 / jnp.where(jnp.arange(size) % 64 == 5, factor, 1.0)
+
+    by_key_head = scales_of(config.num_key_value_heads * config.head_dim).reshape(-1, config.head_dim)
+    by_head = jnp.repeat(by_key_head, config.num_attention_heads // config.num_key_value_heads, 0).reshape(-1)
+    by_D = scales_of(config.hidden_size)
+    scales = dict(attn=by_D, o=by_head, mlp=by_D, down=scales_of(config.intermediate_size))
+    layers = tuple(_fold_scales(layer, config, dict(scales)) for layer in params["layers"])
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), params | {"layers": layers}, params)
