@@ -51,7 +51,7 @@ class ControlChannel:
 
     def send(self, value: Any) -> None:
         """Sends a value that `encode_message` takes from process 0 to the others."""
-        self._set(self._key, self._signer.sign(self._key, encode_message(value)))
+        self._client.key_value_set_bytes(self._key, self._signer.sign(self._key, encode_message(value)))
         self._next()
 
     def receive(self, config: Any = None) -> Any:
@@ -74,7 +74,7 @@ class ControlChannel:
         if self._process:
             own = secrets.token_hex()
             key = f"{run_key}/{self._process}"
-            self._set(key, self._signer_of(self._process).sign(key, own.encode()))
+            self._client.key_value_set_bytes(key, self._signer_of(self._process).sign(key, own.encode()))
             run = self._signer_of(0).verify(run_key, self._get(run_key)).decode()
             if run.split()[self._process - 1 : self._process] != [own]:
                 raise InputError("process 0 began another run than this process: start all of them again")
@@ -83,15 +83,12 @@ class ControlChannel:
             key = f"{run_key}/{i}"
             numbers.append(self._signer_of(i).verify(key, self._get(key)).decode())
         run = " ".join(numbers)
-        self._set(run_key, self._signer_of(0).sign(run_key, run.encode()))
+        self._client.key_value_set_bytes(run_key, self._signer_of(0).sign(run_key, run.encode()))
         return run
 
     def _signer_of(self, process: int) -> Signer:
         """The signer of a process's messages before the run has a name."""
         return Signer(self._secret, "", f"process {process}")
-
-    def _set(self, key: str, message: bytes) -> None:
-        self._client.key_value_set_bytes(key, message)
 
     def _get(self, key: str) -> bytes:
         while True:

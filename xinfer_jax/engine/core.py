@@ -270,7 +270,6 @@ class EngineCore:
                 answer.matcher.fill(masks_BQW[answer.row.slot])
             except InputError as error:
                 self._fail(answer.request, error)
-                self._notify([answer.request])
         return masks_BQW
 
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
@@ -301,6 +300,7 @@ class EngineCore:
         """Ends a request; other requests continue."""
         request.error = error
         self._end_all(request, "error", valid=False)
+        self._notify([request])
 
     def _end_all(self, request: Request, reason: str, valid: bool = True) -> None:
         for answer in request.answers:

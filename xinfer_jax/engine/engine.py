@@ -25,12 +25,11 @@ from ..weights.params import Params, tree_bytes
 from .controller import Leader, control_channel_for, follow
 from .core import EngineCore
 from .dispatcher import Dispatcher
-from .endpoint import EngineEndpoint
+from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
 from .engine_loop import EngineLoop
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
-from .role_cores import DecodeCore, PrefillCore
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_host_pages, engine_shape, page_settings

@@ -17,13 +17,12 @@ class HostPages:
     """
 
     def __init__(self, pages: int, pools: Any):
-        shapes = [shape[1:] for x in jax.tree.leaves(pools) for shape in _local_shapes(x)]
-        dtypes = [np.dtype(x.dtype) for x in jax.tree.leaves(pools) for _ in _local_shapes(x)]
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        parts = [(shape[1:], x.dtype) for x in jax.tree.leaves(pools) for shape in _local_shapes(x)]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
         self._block_PY = np.empty((pages + 1, sum(sizes)), np.uint8)  # Y: bytes
         self._arrays = []
         end = 0
-        for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
+        for (shape, dtype), size in zip(parts, sizes, strict=True):
             flat = self._block_PY[:, end : end + size].view(dtype)
             self._arrays.append(flat.reshape(pages + 1, *shape))  # a view
             end += size

@@ -84,7 +84,7 @@ class PageFiles:
 
         if name in self._sizes or self.num_writing:
             self._forget(name)
-            self._writer.submit(delete)
+            _begin(self._writer, delete)
 
     def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
         """Reads into `pages`, uint8. then: is called with how many of the first ones were read, by
@@ -96,7 +96,7 @@ class PageFiles:
             count = sum(takewhile(bool, map(self._read, names, pages)))
             self.finished.put(lambda: then(count))
 
-        self._reader.submit(read_all)
+        _begin(self._reader, read_all)
 
     @property
     def can_write(self) -> bool:
@@ -116,13 +116,13 @@ class PageFiles:
             then()
 
         self.num_writing += 1
-        self._writer.submit(write)
+        _begin(self._writer, write)
 
     def find_new(self) -> None:
         """Begins to look for files of other runs, once a minute. The engine calls it in each step."""
         if (now := time.monotonic()) > self._next_scan:
             self._next_scan = now + _SCAN_SECONDS
-            self._writer.submit(self._scan)
+            _begin(self._writer, self._scan)
 
     def close(self) -> None:
         """Ends the threads after what they have begun."""
@@ -136,10 +136,9 @@ class PageFiles:
         """Reads a page; a file that is not as it was written is forgotten."""
         path = self._directory / name
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
                 head = file.read(len(_HEAD) + SIGNATURE_SIZE)
-                size = _read_into(file, page)
-                is_whole = size == page.nbytes and not file.read(1)
+                is_whole = file.readinto(page.data) == page.nbytes and not file.read(1)
             with contextlib.suppress(OSError):
                 os.utime(path)  # it was used now
         except FileNotFoundError:  # another run deleted it
@@ -229,10 +228,6 @@ class PageFiles:
             print(f"{line}; further ones are not reported\n", end="", file=sys.stderr)
 
 
-def _read_into(file: Any, page: np.ndarray) -> int:
-    """Reads into the whole page, or up to the end of the file; returns the bytes read."""
-    view = page.data
-    size = 0
-    while size < len(view) and (count := file.readinto(view[size:])):
-        size += count
-    return size
+def _begin(pool: ThreadPoolExecutor, job: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the process ends
+        pool.submit(job)

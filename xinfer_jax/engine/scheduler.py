@@ -117,7 +117,7 @@ class Scheduler:
         self._preempt_for_share(actions)
         while (row := self.clients.next_row()) and row.is_swapped_out and self._admit(row, actions):
             self._allocate(row, row.num_computed, actions)
-            actions.append(self._swap(row, False))
+            actions.append(self.swap(row, False))
         prefilling = [row for row in self.rows_with_slots if not row.is_prefilled]
         ordered = self.clients.by_urgency(prefilling + self.clients.first_rows())
         if ordered and ordered[0].slot is None and not ordered[0].is_swapped_out:
@@ -356,13 +356,14 @@ class Scheduler:
 
     def _preempt(self, row: Row) -> Swap:
         """Frees a row's slot and pages, and queues it; the swap saves them first."""
-        swap = self._swap(row, True)
+        swap = self.swap(row, True)
         self._free(row)
         self.clients.add(row, preempted=True)
         self.preemptions += 1
         return swap
 
-    def _swap(self, row: Row, out: bool) -> Swap:
+    def swap(self, row: Row, out: bool) -> Swap:
+        """The action that moves the computed pages of a row with a slot."""
         assert row.slot is not None
         return Swap(row, row.slot, row.pages[: num_pages_for(row.num_computed)], out)
 
