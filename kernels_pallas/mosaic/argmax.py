@@ -42,11 +42,8 @@ def key_to_float(key: jax.Array) -> jax.Array:
 
 
 def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """The argmax of each row, int32 [B]: the lowest index of equal numbers, the first NaN where there is one.
-
-    Args:
-        x_BV: float32, bfloat16 or float16. V that is not a multiple of 8 costs a copy.
-        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
+    """The index of each row's largest number, int32 [B], as in the reference. V that is not a multiple of 8
+    costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BV.shape[0]
     missing = max(_BLOCK - x_BV.shape[1], -x_BV.shape[1] % 8)
@@ -80,19 +77,11 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 def lm_head_argmax(
     x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The greedy token of each row (`reference.lm_head_argmax`), without writing a logit. Reads the
-    vocabulary matrix once.
+    """The greedy token and its log-probability, as in the reference; logits are never written. Programs are
+    persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
 
-    Programs are persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
-
-    Args:
-        x_BD: bfloat16 or float16 hidden states; every 64 rows read the matrix once.
-        weight_VD: in the same dtype. V that is not a multiple of 8, or D not a multiple of 64, costs a copy.
-        soft_cap: as in `reference.lm_head_argmax`.
-        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
-
-    Returns:
-        ids int32 [B] and their log-probabilities float32 [B].
+    x and weight are bfloat16 or float16; every 64 rows read the matrix once. V that is not a multiple of 8,
+    or D not a multiple of 64, costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BD.shape[0]
     V = weight_VD.shape[0]
@@ -106,9 +95,8 @@ def lm_head_argmax(
     steps = pl.cdiv(D, _WIDE)
     tiles = pl.cdiv(V, ROWS)
     programs = min(PROGRAMS, tiles)
-    stages = min(
-        6, 104 * 1024 // (2 * _WIDE * (ROWS + N))
-    )  # of 113 KiB, half of a multiprocessor's shared memory
+    # Of 113 KiB, half of a multiprocessor's shared memory.
+    stages = min(6, 104 * 1024 // (2 * _WIDE * (ROWS + N)))
 
     def kernel(x_ref, w_ref, *refs):
         best_refs = refs[:3]

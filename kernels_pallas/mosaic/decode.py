@@ -3,7 +3,6 @@ of the tensor cores.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,44 +35,23 @@ from .parts import (
 
 
 def decode_attention(  # noqa: PLR0913
-    q_BTNH: jax.Array,
-    k_PKSH: jax.Array,
-    v_PKSH: jax.Array,
-    start_B: jax.Array,
-    length_B: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    table_BP: jax.Array | None = None,
-    ring: bool = False,
-    sink_N: jax.Array | None = None,
-    splits: int | None = None,
-    block: int = 64,
-    stages: int | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """Attention of a few queries per row, as in Flash-Decoding (Dao et al. 2023).
+    q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
+    ring=False, sink_N=None, splits=None, block=64, stages=None, interpret=None,
+) -> jax.Array:  # fmt: skip
+    """Attention of a few queries per row, as in Flash-Decoding (Dao et al. 2023), in the dtype of q.
 
     The T · G queries that share a key head (G = N/K) are the rows of a tile, or of several tiles of 64. Each
     program takes an equal share of the key blocks that a query of its row sees. The partial results are
     merged by their log-sum-exp.
 
     Args:
-        q_BTNH: bfloat16 or float16; every 64 of the T · G queries read the keys once; H at most 256.
-        k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
-        start_B: int32, position of each row's first query.
-        length_B: int32, valid keys per row; 0 gives zeros.
-        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.decode_attention`. A page has 64
-            slots, a ring a multiple of 64.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the others as in the reference.
+            A page has 64 slots, a ring a multiple of 64.
         splits: programs per row, key head and tile; None: enough to fill the GPU.
         block: keys per step, a multiple of 64.
         stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to
             width 128.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
-
-    Returns:
-        [B, T, N, H] in the dtype of q; zeros where a query sees no key.
     """
     B, T, N, width = q_BTNH.shape
     K = k_PKSH.shape[1]

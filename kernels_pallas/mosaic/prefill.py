@@ -35,39 +35,18 @@ _QUERIES = _COMPUTE * ROWS  # per program
 
 
 def prefill_attention(  # noqa: PLR0913
-    q_BTNH: jax.Array,
-    k_PKSH: jax.Array,
-    v_PKSH: jax.Array,
-    start_B: jax.Array,
-    length_B: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    table_BP: jax.Array | None = None,
-    ring: bool = False,
-    sink_N: jax.Array | None = None,
-    block: int | None = None,
-    stages: int | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """Causal attention with the schedule of FlashAttention-3 (Shah et al. 2024).
-
-    While one warpgroup computes the softmax of its block, the other uses the tensor cores.
+    q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
+    ring=False, sink_N=None, block=None, stages=None, interpret=None,
+) -> jax.Array:  # fmt: skip
+    """Causal attention with the schedule of FlashAttention-3 (Shah et al. 2024), in the dtype of q. While one
+    warpgroup computes the softmax of its block, the other uses the tensor cores.
 
     Args:
-        q_BTNH: bfloat16 or float16; N a multiple of K, H at most 256.
-        k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
-        start_B: int32, position of each row's first query.
-        length_B: int32, valid keys per row.
-        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.prefill_attention`. A page has 64
-            slots, a ring a multiple of 64.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the others as in the reference.
+            A page has 64 slots, a ring a multiple of 64.
         block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
-
-    Returns:
-        [B, T, N, H] in the dtype of q; zeros where a query sees no key.
     """
     B, T, N, width = q_BTNH.shape
     group = N // k_PKSH.shape[1]

@@ -25,17 +25,9 @@ _NONE = 2**30  # no token
 
 
 def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, without logits in memory.
-
-    Args:
-        x_BD: hidden states, bfloat16 or float32. 64 rows read the matrix once.
-        weight_VD: of the same dtype.
-        soft_cap: None, or c of c · tanh(logit / c).
-        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
-
-    Returns:
-        The id of the largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any. And its
-        log-probability, float32 [B].
+    """The greedy token and its log-probability, as in the reference, without logits in memory. x and weight
+    are of one dtype, bfloat16 or float32; 64 rows read the matrix once. interpret: emulate a TPU on a CPU,
+    slowly, and raise where accesses to memory race.
     """
     return _head_argmax(x_BD, Matrix(weight_VD), soft_cap, interpret)
 

@@ -39,23 +39,11 @@ def product(  # noqa: PLR0913
     x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
     dtype=None, interpret=False,
 ) -> list[jax.Array]:  # fmt: skip
-    """x · matrixᵀ + bias for each matrix, in one launch.
+    """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
-    Args:
-        x_MI: activations, bfloat16, or float32 with matrices of float32. M is at most 64.
-        matrices: `Matrix`, all floats of x's dtype, all int8 with a scale per output, or all int4 in groups
-            of a multiple of 64 inputs.
-        norm_I: None, or the weight of an RMS norm of x.
-        residual_MO: None, or what is added to the only result.
-        step_M: None: TPU kernels have no int8 activations.
-        eps: of the norm.
-        offset: what is added to the norm's weight.
-        activation: None; or of two matrices of one shape the result is activation(first) * second.
-        dtype: of the results; None: that of x.
-        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
-
-    Returns:
-        [M, O] for each matrix; one with an activation.
+    x is bfloat16, or float32 with matrices of float32, of at most 64 rows; step_M is None. Matrices are all
+    floats of x's dtype, all int8 with a scale per output, or all int4 in groups of a multiple of 64 inputs.
+    interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
     """
     assert step_M is None
     M = len(x_MI)
