@@ -52,17 +52,9 @@ def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.A
     dtypes = (jnp.int32, jnp.float32)
     out_blocks = [pl.BlockSpec((B, 1), lambda i: (0, 0))] * 2
     kernel = partial(_kernel, outputs=matrix.outputs)
+    of_results = [(B, 1)] * 2, dtypes, out_blocks
     id_B1, logprob_B1 = call(
-        kernel,
-        settings,
-        operands,
-        blocks,
-        [(B, 1)] * 2,
-        dtypes,
-        out_blocks,
-        scratch,
-        interpret,
-        "head_argmax",
+        kernel, settings, operands, blocks, *of_results, scratch, interpret, "head_argmax"
     )
     return id_B1[:, 0], logprob_B1[:, 0]
 

@@ -30,7 +30,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
 from ..reference_products import ACTIVATIONS, FEW_ROWS
-from .parts import dot, tile_size
+from .parts import convert_halves, dot, tile_size
 
 PROGRAMS = 132  # multiprocessors of an H200
 _STAGE_BYTES = 8192  # of a matrix that one step of the loop reads
@@ -266,15 +266,7 @@ def _levels(values_YO, dtype, interpret: bool) -> list[jax.Array]:
         prmt.b32 $0, level, {high}, 0x4140;
         prmt.b32 $1, level, {high}, 0x4342;
     }}}}"""
-    kind = jax.ShapeDtypeStruct(values_YO.shape, dtype)
-    convert = partial(
-        pltriton.elementwise_inline_asm,
-        args=[values_YO],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[kind],
-    )
-    return [convert(asm.format(shift=shift))[0] for shift in (0, 4)]
+    return convert_halves(asm, values_YO, dtype)
 
 
 def _magic(dtype) -> float:
