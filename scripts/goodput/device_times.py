@@ -13,7 +13,7 @@ from gpu.gpu_specs import CARDS, Card
 from gpu.plan_estimates import Job, Limits
 from tpu.tpu_specs import TPUS, Tpu
 
-from goodput.simulated_engine import EngineSizes
+from goodput.simulator import EngineSizes
 from goodput.step_times import StepTimes
 from xinfer_jax.cache.page_size import PAGE_SIZE
 from xinfer_jax.errors import InputError

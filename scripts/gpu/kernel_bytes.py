@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gpu.kernel_refs import Ref, UncountableError, known_or_none, with_unknown
+from gpu.kernel_refs import Ref, Touched, UncountableError, known_or_none, with_unknown
 from gpu.known_values import Evaluator, Observer
-from gpu.memory_accesses import Touched
 
 _MOST_PROGRAMS = 64  # of a grid that is evaluated whole
 _MOST_STEPS = 20_000_000  # equations
