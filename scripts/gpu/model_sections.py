@@ -1,8 +1,7 @@
 """Sections of check_gpu.py for whole models: logits of kernels and XLA along forced tokens, generation end to
-end, windows, and the bundled checkpoint.
+end, windows, the bundled checkpoint, and what a decode step launches.
 """
 
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +16,9 @@ import numpy as np
 
 import xinfer_jax as xj
 from gpu.agreement import forced, greedy_agreement
+from gpu.hlo_text import parse_module
 from gpu.model_run import SMALL, ModelRun, settings
+from gpu.program_counts import ProgramCounter
 from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention
@@ -51,16 +52,8 @@ def _operations(run: ModelRun, impl: str | None) -> Counter:
 
     token_B = jax.ShapeDtypeStruct((1,), jnp.int32)
     text = jax.jit(step, donate_argnums=2).lower(params, token_B, kv_cache).compile().as_text()
-    operation = re.compile(r"  (?:ROOT )?%?[\w.-]+ = .*? ([a-z][\w-]*)\(")
-    kinds = Counter()
-    launched = False
-    for line in text.splitlines():
-        if line and not line[0].isspace():  # start of a computation; those of fusions launch nothing
-            launched = line.startswith("ENTRY ") or "command_buffer" in line
-        elif launched and (match := operation.match(line)):
-            kinds[match[1]] += 1
-    free = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "call")
-    return Counter({kind: n for kind, n in kinds.items() if kind not in free})
+    by_kind = ProgramCounter(parse_module(text)).of_call().by_kind
+    return Counter({kind: times for kind, (times, _, _) in by_kind.items()})
 
 
 def profile(plan: SimpleNamespace, name: str) -> dict[str, Any]:
