@@ -50,17 +50,7 @@ class Clock:
 
 
 class SimulatedEngine:
-    """An engine, whose steps are those of `EngineCore`.
-
-    Attributes:
-        scheduler: of the library.
-        requests: of the rows that it has.
-
-    Args:
-        clock: of all engines.
-        sizes: of the scheduler.
-        times: of its device calls.
-    """
+    """An engine, whose steps are those of `EngineCore`, with the library's scheduler."""
 
     def __init__(self, clock: Clock, sizes: EngineSizes, times: StepTimes):
         self.scheduler = Scheduler(*sizes, prefix_cache=False)
@@ -191,11 +181,7 @@ class SimulatedEngine:
 
 
 class SimulatedPrefill(SimulatedEngine):
-    """`PrefillCore`, simulated: a row keeps slot and pages until it has arrived at an engine that decodes it.
-
-    Attributes:
-        on_prefilled: is called with each row after its first token, unless that was the last one.
-    """
+    """`PrefillCore`, simulated: a row keeps slot and pages until it has arrived at an engine that decodes it."""
 
     on_prefilled: Callable[["SimulatedPrefill", Row, SimulatedRequest], None]
     _link_free = 0.0  # when the last row will have left
@@ -228,11 +214,7 @@ class SimulatedPrefill(SimulatedEngine):
 
 
 class SimulatedDecode(SimulatedEngine):
-    """A simulated `DecodeCore`: rows come prefilled, and are pulled once they have a slot and pages here.
-
-    Attributes:
-        link_free: when the last row that was pulled will have arrived: a link moves one row at a time.
-    """
+    """A simulated `DecodeCore`: rows come prefilled, and are pulled once they have a slot and pages here."""
 
     link_free = 0.0
 
@@ -273,12 +255,7 @@ class SimulatedDecode(SimulatedEngine):
 
 
 class Deployment(NamedTuple):
-    """Engines: of one kind, which prefill and decode, or of two sides. Sizes and times are those of each.
-
-    Attributes:
-        engines: that do both; 0: there are two sides.
-        prefill, decode: engines of each side.
-    """
+    """Engines that do both, or of two sides where there are none. Sizes and times are those of each."""
 
     sizes: EngineSizes
     times: StepTimes
@@ -291,12 +268,7 @@ class Deployment(NamedTuple):
 def simulate(
     deployment: Deployment, arrivals: Sequence[float], lengths: Sequence[Lengths]
 ) -> list[SimulatedRequest]:
-    """Requests with their times.
-
-    Args:
-        arrivals: seconds.
-        lengths: of each request.
-    """
+    """Requests with their times. arrivals: in seconds; lengths: of each request."""
     clock = Clock()
     requests = [
         SimulatedRequest(float(time), prompt, answer)

@@ -18,14 +18,9 @@ _MOST_STEPS = 20_000_000  # equations
 
 
 def kernel_bytes(equation: Any, values: list[Any]) -> tuple[float]:
-    """Bytes that a kernel's call moves, each element once: what memory has to deliver or take.
-
-    Args:
-        equation: a `pallas_call` of Triton's, or the call of a Mosaic kernel.
-        values: its operands; None: unknown.
-
-    Raises:
-        UncountableError: it reaches memory in a way that is not known here.
+    """Bytes that a kernel's call, a `pallas_call` of Triton's or the call of a Mosaic kernel, moves, each
+    element once: what memory has to deliver or take. values: its operands; None: unknown. Raises
+    UncountableError where it reaches memory in a way that is not known here.
     """
     kernel = _Kernel(equation, values)
     sizes = [range(size) for size in kernel.grid]

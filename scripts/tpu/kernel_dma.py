@@ -60,14 +60,9 @@ class KernelWork(NamedTuple):
 
 
 def kernel_work(equation: Any, values: list[Any]) -> tuple[float, ...]:
-    """The fields of a `KernelWork`, then bytes of each operand and result, of one call.
-
-    Args:
-        equation: a `pallas_call` for TPUs.
-        values: its operands; None: unknown.
-
-    Raises:
-        UncountableError: a loop's end, or the size of a copy, depends on what is unknown.
+    """The fields of a `KernelWork`, then bytes of each operand and result, of one call of a `pallas_call`.
+    values: its operands; None: unknown. Raises UncountableError where a loop's end, or the size of a copy,
+    depends on what is unknown.
     """
     if equation.primitive.name != "pallas_call":
         raise UncountableError(f"the primitive {equation.primitive.name}")
