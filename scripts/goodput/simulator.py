@@ -181,7 +181,7 @@ class SimulatedEngine:
 
 
 class SimulatedPrefill(SimulatedEngine):
-    """`PrefillCore`, simulated: a row keeps slot and pages until it has arrived at an engine that decodes it."""
+    """`PrefillCore`, simulated: a row keeps its slot and pages until it has arrived at another engine."""
 
     on_prefilled: Callable[["SimulatedPrefill", Row, SimulatedRequest], None]
     _link_free = 0.0  # when the last row will have left
