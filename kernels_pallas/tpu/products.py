@@ -22,17 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..reference_products import ACTIVATIONS
-from .streaming import (
-    Memory,
-    Operands,
-    Settings,
-    call,
-    multiply_tile,
-    operands_and_blocks,
-    prepare,
-    rows_of_tile,
-    settings_of,
-)
+from . import streaming
 
 
 def product(  # noqa: PLR0913
@@ -47,20 +37,29 @@ def product(  # noqa: PLR0913
     """
     assert step_M is None
     M = len(x_MI)
-    settings = settings_of(x_MI, matrices, eps, offset, activation)
-    operands, blocks = operands_and_blocks(settings, x_MI, matrices, interpret, norm_I, residual_MO)
+    settings = streaming.settings_of(x_MI, matrices, eps, offset, activation)
+    operands, blocks = streaming.operands_and_blocks(settings, x_MI, matrices, interpret, norm_I, residual_MO)
     results = range(1 if activation else len(matrices))
     shapes = [(M, matrices[n].outputs) for n in results]
-    out_blocks = [rows_of_tile(M, settings, n) for n in results]
+    out_blocks = [streaming.rows_of_tile(M, settings, n) for n in results]
     dtypes = [dtype or x_MI.dtype] * len(shapes)
-    return call(_kernel, settings, operands, blocks, shapes, dtypes, out_blocks, [], interpret, "product")
+    return streaming.call(
+        _kernel, settings, operands, blocks, shapes, dtypes, out_blocks, [], interpret, "product"
+    )
 
 
-def _kernel(step, settings: Settings, operands: Operands, results, memory: Memory, _scratch) -> None:
-    pl.when(step == 0)(partial(prepare, settings, operands, memory))
+def _kernel(
+    step,
+    settings: streaming.Settings,
+    operands: streaming.Operands,
+    results,
+    memory: streaming.Memory,
+    _scratch,
+) -> None:
+    pl.when(step == 0)(partial(streaming.prepare, settings, operands, memory))
 
     def tile(n: int) -> jax.Array:
-        return multiply_tile(step, n, settings, operands, memory)
+        return streaming.multiply_tile(step, n, settings, operands, memory)
 
     def store(n: int) -> None:
         y_RO = tile(n)
