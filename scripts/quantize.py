@@ -38,7 +38,7 @@ from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
 from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantize_methods import check_activations
+from xinfer_jax.weights.quantization import check_activations
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 MODEL = flags.DEFINE_string(

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from importlib import import_module
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `run_interruptible` replaces it
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -11,43 +12,24 @@ from .cli.process import run_interruptible  # noqa: E402
 
 
 def main() -> None:
-    run_interruptible(_main)
+    _run("cli.answer_flags")
 
 
 def chat() -> None:
-    run_interruptible(_chat)
+    _run("cli.chat_flags")
 
 
 def batch() -> None:
-    run_interruptible(_batch, signal.SIGTERM)
+    _run("cli.batch_flags", signal.SIGTERM)
 
 
 def serve() -> None:
-    run_interruptible(_serve, signal.SIGTERM)
+    _run("serve.command", signal.SIGTERM)
 
 
-def _main() -> None:
-    from .cli import answer_flags  # imported here, after the signal handler is installed
-
-    answer_flags.main(sys.argv)
-
-
-def _chat() -> None:
-    from .cli import chat_flags
-
-    chat_flags.main(sys.argv)
-
-
-def _batch() -> None:
-    from .cli import batch_flags
-
-    batch_flags.main(sys.argv)
-
-
-def _serve() -> None:
-    from .serve import command
-
-    command.main(sys.argv)
+def _run(module: str, *signals: signal.Signals) -> None:
+    """Runs a command, whose module is imported after the signal handlers are installed."""
+    run_interruptible(lambda: import_module(f".{module}", __package__).main(sys.argv), *signals)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,8 @@ def number_array(value: Any) -> Any:
 
 
 def check_token_ids(name: str, ids: Any, vocab_size: int | None = None) -> list[int]:
-    """Returns any collection of ids as a list of ints.
-
-    Raises:
-        InputError: it is not a collection of integers, or an id is outside the vocabulary.
+    """Returns any collection of ids as a list of ints. Raises InputError where it is not a collection of
+    integers, or an id is outside the vocabulary.
     """
     if isinstance(ids, np.ndarray | jax.Array):
         array = np.asarray(ids)
@@ -79,13 +77,8 @@ def is_sequence(value: Any) -> bool:
 
 
 def check_array(name: str, value: Any, kind: Any, *shape: int | str) -> None:
-    """Raises InputError unless it is an array of this kind and shape.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        kind: `np.integer`, `np.floating` or `np.bool_`.
-        shape: sizes; a name stands for any size.
+    """Raises InputError unless it is an array of this kind (`np.integer`, `np.floating` or `np.bool_`) and
+    shape, in which a name stands for any size.
     """
     nouns = {np.integer: "integers", np.floating: "floats", np.bool_: "bools"}
     wanted = f"{name} must be an array of {nouns[kind]} of the shape [{', '.join(map(str, shape))}]"

@@ -81,16 +81,8 @@ def _check_texts(texts: Any) -> Any:
 
 
 def text_token_ids(name: str, text: Any, model: Model, limit: int) -> list[int]:
-    """The token ids of a text, at least one and at most `limit`.
-
-    Args:
-        name: of the text, for errors.
-        text: a text, or its token ids.
-        model: with the tokenizer.
-        limit: tokens.
-
-    Raises:
-        InputError: neither a text nor token ids, no tokens, or too many of them.
+    """The token ids of a text, or of its ids: at least one and at most `limit`. Raises InputError with the
+    text's name.
     """
     if isinstance(text, str):
         if model.tokenizer is None:

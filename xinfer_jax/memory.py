@@ -11,10 +11,8 @@ import jax
 
 from .errors import InputError
 
-_GROUPS = {
-    "": ("", "memory.max"),
-    "memory": ("memory", "memory.limit_in_bytes"),
-}  # cgroups 2 and 1: by controller, the folder and the file
+# cgroups 2 and 1: by controller, the folder and the file.
+_GROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}
 
 
 def check_memory(need: int, what: str, remedy: str, have: int | None = None) -> None:

@@ -52,16 +52,8 @@ def mesh_of_params(params: Any) -> tuple[Mesh | None, float]:
 def partition_spec(
     axes: Sequence[str | None], shape: Sequence[int], mesh: Any, rules: Mapping[str, str | None] = RULES
 ) -> PartitionSpec:
-    """Returns the `PartitionSpec` of an array with these logical axes.
-
-    Args:
-        axes: logical axes; None: not divided.
-        shape: of the array.
-        mesh: to check axes and sizes with; None: no check.
-        rules: the mesh axis of each logical axis.
-
-    Raises:
-        InputError: a size that the devices do not divide, a mesh axis that is used twice or does not exist.
+    """Returns the `PartitionSpec` of an array with these logical axes, each divided by its mesh axis in
+    `rules`. Raises InputError where the mesh does not fit the axes or sizes; mesh None: there is no check.
     """
     mesh_axes = [rules[axis] if axis else None for axis in axes]
     for axis, mesh_axis, size in zip(axes, mesh_axes, shape, strict=True):
@@ -136,14 +128,8 @@ def memory_fraction(mesh: Mesh | None) -> float:
 
 
 def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
-    """Returns the devices of each engine.
-
-    Args:
-        number: of engines.
-        own: devices of the first engine; the others get as many.
-
-    Raises:
-        InputError: there are too few devices.
+    """Returns the devices of each of `number` engines. own: those of the first; the others get as many.
+    Raises InputError where there are too few.
     """
     own = own or jax.local_devices()[:1]
     candidates = jax.local_devices(backend=own[0].platform)

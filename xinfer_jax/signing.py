@@ -40,11 +40,7 @@ class Signer:
         return self._signature(key, content) + content
 
     def verify(self, key: str, message: bytes) -> bytes:
-        """Returns the content of the next message.
-
-        Raises:
-            InputError: its signature is wrong.
-        """
+        """Returns the content of the next message; InputError: its signature is wrong."""
         content = message[SIGNATURE_SIZE:]
         if not hmac.compare_digest(message[:SIGNATURE_SIZE], self._signature(key, content)):
             raise InputError(
@@ -72,12 +68,8 @@ def set_secret(secret: bytes) -> None:
 
 
 def load_secret(path: str | None, host: str) -> bytes:
-    """Returns the secret of a run: from a file, from the file of the environment variable, or, where all
-    processes are on this machine, from the user's own file, which is created if it is missing.
-
-    Args:
-        path: value of --secret_file.
-        host: address of process 0.
+    """Returns the secret of a run: from a file (--secret_file), from that of the environment variable, or,
+    where the host of process 0 is this machine, from the user's own, which is created if it is missing.
 
     Raises:
         InputError: the file cannot be read, it belongs to another user, others may read it, or its size is
@@ -128,15 +120,8 @@ def _default_file() -> Path:
 
 
 def folder_secret(folder: Path, remedy: str) -> bytes:
-    """Returns the secret of a folder of the user's own, with mode 0700. Folder and secret are created if they
-    are missing.
-
-    Args:
-        folder: path.
-        remedy: the end of an error.
-
-    Raises:
-        InputError: the folder belongs to another user, others may read it, or it cannot be used.
+    """Returns the secret of a folder of the user's own, with mode 0700; both are created if they are missing.
+    Raises InputError, whose end is the remedy.
     """
     return _read_secret(_secret_file(folder, remedy))
 

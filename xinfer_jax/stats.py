@@ -92,10 +92,8 @@ class GenerateStats:
 
 
 class Stopwatch:
-    """Measures wall time, and separately the seconds that this thread compiled.
-
-    `with Stopwatch() as w: ...` sets `w.seconds` and `w.compile_seconds`, and releases the memory that
-    compiling freed.
+    """Measures wall time, and separately the seconds that this thread compiled: `with Stopwatch() as w: ...`
+    sets `w.seconds` and `w.compile_seconds`, and releases the memory that compiling freed.
     """
 
     def __enter__(self) -> "Stopwatch":

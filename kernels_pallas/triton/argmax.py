@@ -63,8 +63,8 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
 def int8_head_argmax(
     x_BD, weight_VD, scale_V, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of an int8 matrix. x is bfloat16 or float16, in which 8-bit numbers are exact; the scale is
-    float32.
+    """`lm_head_argmax` of an int8 matrix. x is bfloat16 or float16, in which 8-bit numbers are exact; the
+    scale is float32.
     """
     return _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret)
 

@@ -28,7 +28,7 @@ from xinfer_jax.ops.largest import argmax
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.random_keys import draw_key, gumbel_noise, row_keys
 from xinfer_jax.sampling.sampler import warp_logits
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 SPREAD = 1.5
 LARGEST = 0.1  # largest difference of a logit
@@ -73,7 +73,7 @@ def float32_params(params: Any) -> Any:
     """The parameters in float32; quantized matrices are dequantized."""
 
     def leaf(x: Any) -> jax.Array:
-        return dequantize(x) if is_quantized(x) else jnp.asarray(x, jnp.float32)
+        return x.dequantize() if is_quantized(x) else jnp.asarray(x, jnp.float32)
 
     return jax.tree.map(leaf, params, is_leaf=is_quantized)
 

@@ -24,8 +24,13 @@ from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.sharding import MODEL, check_mesh
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.params import Params, ParamSpec, param_specs, tree_bytes
-from xinfer_jax.weights.quantization import group_size_for_shards, quantized_struct
-from xinfer_jax.weights.quantize_methods import METHODS, check_quantize, device_form
+from xinfer_jax.weights.quantization import (
+    METHODS,
+    check_quantize,
+    device_form,
+    group_size_for_shards,
+    quantized_struct,
+)
 
 WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4")  # mxfp4: experts; the rest is bfloat16
 MOST_DEVICES = 128

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.cache.stored_kv import dequantize_kv, empty_kv
+from xinfer_jax.cache.stored_kv import cache_dtype_of, dequantize_kv
 from xinfer_jax.generation.batch_arrays import pad_prompts
 from xinfer_jax.generation.loop import PREFILL
 from xinfer_jax.model.key_bias import rope_bias_fn
@@ -36,7 +36,7 @@ def shallow():
 def test_the_quantization_error_is_at_most_half_a_step(name):
     x = np.random.RandomState(0).standard_normal((2, 3, 5, 16)).astype(np.float32) + 3
     bits = BITS[name]
-    quantized = empty_kv(x.shape, name).encode(jnp.array(x), first_B=jnp.array([5, 3]))
+    quantized = cache_dtype_of(name).empty(x.shape).encode(jnp.array(x), first_B=jnp.array([5, 3]))
     assert quantized.shape == x.shape and quantized.name == name
     # Bytes.
     assert (
@@ -48,7 +48,7 @@ def test_the_quantization_error_is_at_most_half_a_step(name):
         # The offset near 3 has 11 bits.
         assert np.all(np.abs(dequantize_kv(quantized) - x) <= 0.51 * step[..., None] + 2e-3)
     np.testing.assert_allclose(
-        dequantize_kv(empty_kv((1, 1, 1, 4), name).encode(jnp.zeros((1, 1, 1, 4)))), 0, atol=1e-3
+        dequantize_kv(cache_dtype_of(name).empty((1, 1, 1, 4)).encode(jnp.zeros((1, 1, 1, 4)))), 0, atol=1e-3
     )
 
 
@@ -57,7 +57,7 @@ def test_gear_equals_a_calculation_by_hand():
     """Outliers are exact; the rest loses what four directions of the first tokens cannot represent."""
     x = np.random.RandomState(1).standard_normal((1, 2, 40, 16)).astype(np.float32)
     x[..., 3] *= 8
-    quantized = empty_kv(x.shape, "gear").encode(jnp.array(x), first_B=jnp.array([30]))
+    quantized = cache_dtype_of("gear").empty(x.shape).encode(jnp.array(x), first_B=jnp.array([30]))
     error = np.asarray(dequantize_kv(quantized)) - x
     for at in (x.argmin(-1), x.argmax(-1)):
         np.testing.assert_allclose(np.take_along_axis(error, at[..., None], -1), 0, atol=8e-3)  # 11 bits
@@ -150,7 +150,7 @@ def test_few_tokens_span_few_directions():
     """The other directions are zeros: rounding noise would choose them differently in each batch."""
     x = np.random.RandomState(0).standard_normal((1, 1, 8, 16)).astype(np.float32)
     for tokens in (2, 8):
-        quantized = empty_kv(x.shape, "gear").encode(jnp.array(x), first_B=jnp.array([tokens]))
+        quantized = cache_dtype_of("gear").empty(x.shape).encode(jnp.array(x), first_B=jnp.array([tokens]))
         lengths = np.linalg.norm(quantized.basis[0, 0], axis=-1)
         np.testing.assert_allclose(np.sort(lengths), ([0] * 4 + [1] * min(tokens, 4))[-4:], atol=1e-5)
 
@@ -312,6 +312,9 @@ def test_gear_rejects_heads_whose_outlier_index_does_not_fit_a_byte(model):
     x = np.random.RandomState(0).standard_normal((1, 2, 8, 256)).astype(np.float32)
     x[..., 255] = 9
     error = (
-        np.asarray(dequantize_kv(empty_kv(x.shape, "gear").encode(jnp.array(x), first_B=jnp.array([8])))) - x
+        np.asarray(
+            dequantize_kv(cache_dtype_of("gear").empty(x.shape).encode(jnp.array(x), first_B=jnp.array([8])))
+        )
+        - x
     )
     assert np.linalg.norm(error) < 0.2 * np.linalg.norm(x) and np.abs(error[..., 255]).max() < 1e-2

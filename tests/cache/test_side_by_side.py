@@ -22,7 +22,7 @@ from xinfer_jax.cache.kv_cache import cache_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.side_by_side import SideBySideKV
-from xinfer_jax.cache.stored_kv import empty_pair, separate_pair
+from xinfer_jax.cache.stored_kv import empty_pair
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.sharding import cache_specs
 from xinfer_jax.weights.params import tree_bytes
@@ -64,7 +64,7 @@ def assert_equal_layers(layer, plain, length_B):
     """Side by side, and in two arrays: what is stored, and the blocks of all rows and of one."""
     assert isinstance(layer.k, SideBySideKV) and layer.v is None
     assert layer.k.shape == plain.k.shape and layer.slots == plain.slots
-    assert_same(separate_pair(layer.k, layer.v), (plain.k, plain.v))
+    assert_same(layer.used_arrays(layer.slots), (plain.k, plain.v))
     for row in (None, 1):
         width = PAGE_SIZE if isinstance(layer, Paged) else 16
         assert_same(*(get_blocks(x, width, row, length_B) for x in (layer, plain)))
@@ -109,7 +109,7 @@ def test_pages_of_a_prefill_chunk(dtype):
     for layer in layers:
         block = layer.get_block(1, PAGE_SIZE, jnp.array([PAGE_SIZE + 100]))
         np.testing.assert_allclose(block.k_BKSH[0], new[0, 0, :PAGE_SIZE].swapaxes(0, 1), atol=0.02)
-    assert_same(separate_pair(layers[0].k, None), (layers[1].k, layers[1].v))
+    assert_same(layers[0].k.separate(), (layers[1].k, layers[1].v))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear", "float8_e4m3fn"])

@@ -14,7 +14,6 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
-from xinfer_jax.weights.quantized_weight import dequantize
 
 pytestmark = pytest.mark.oldest
 
@@ -53,7 +52,7 @@ def test_kept_and_dequantized(path, kept, exact):
             np.testing.assert_array_equal(np.moveaxis(leaf.values, -1, 1), stored[f"{stem}_blocks"][rows])
             np.testing.assert_array_equal(np.moveaxis(leaf.scale, -1, 1), stored[f"{stem}_scales"][rows])
             wanted = exact.params["layers"][i]["experts"][name]["weight"]
-            np.testing.assert_array_equal(jax.vmap(dequantize)(leaf), wanted)
+            np.testing.assert_array_equal(jax.vmap(type(leaf).dequantize)(leaf), wanted)
     prompts = cases.prompts(cases.CASES["gpt-oss-published"])
     tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
     forward = jax.jit(xj.forward, static_argnames="config")
@@ -82,12 +81,12 @@ def test_dequantized_in_other_dtypes(path, kept, quantize, kind):
     model = xj.load_model(path, "bfloat16", quantize, dequantize=True)
     tiny.assert_same_shapes(open_checkpoint(path, "bfloat16", quantize, dequantize=True))
     leaf = model.params["layers"][0]["experts"]["down"]["weight"]
-    exact_XOI = jax.vmap(dequantize)(kept.params["layers"][0]["experts"]["down"]["weight"])
+    exact_XOI = jax.vmap(Mxfp4Weight.dequantize)(kept.params["layers"][0]["experts"]["down"]["weight"])
     assert isinstance(leaf, kind)
     if quantize is None:
         np.testing.assert_array_equal(leaf, exact_XOI.astype(jnp.bfloat16))
         return
-    assert jnp.abs(jax.vmap(dequantize)(leaf) - exact_XOI).max() < jnp.abs(exact_XOI).max() / 6
+    assert jnp.abs(jax.vmap(type(leaf).dequantize)(leaf) - exact_XOI).max() < jnp.abs(exact_XOI).max() / 6
 
 
 STEM = "model.layers.1.mlp.experts.gate_up_proj"

@@ -20,7 +20,7 @@ from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -61,7 +61,7 @@ def test_every_layout_of_awq_and_gptq_loads(tmp_path, name):
                 not how.get("act_order")
             )
             assert leaf.scale.dtype == (np.float16 if "scale_type" not in how else np.float32)
-            leaf = dequantize(leaf)
+            leaf = leaf.dequantize()
         np.testing.assert_array_equal(np.asarray(leaf), equal[name], err_msg=name)
     float_params = jax.tree.unflatten(
         jax.tree.structure(file_specs(model.config)), map(jnp.asarray, equal.values())
@@ -116,7 +116,7 @@ def test_quantization_settings_in_a_separate_file(tmp_path, file, settings, writ
     path = tiny.write(tmp_path / "old", tiny.UNTIED, weights=stored)
     tiny.write_json(path / file, written)
     model = xj.load_model(path, dtype="float32")
-    np.testing.assert_array_equal(dequantize(leaves(model)[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    np.testing.assert_array_equal(leaves(model)[f"{Q1}.weight"].dequantize(), equal[f"{Q1}.weight"])
     assert model.load_stats.dtype == settings["quant_method"]
     path = tiny.write(tmp_path / "float", tiny.UNTIED)
     tiny.write_json(path / file, dict(per_channel=True))
@@ -133,7 +133,7 @@ def test_gptq_zeros_subtracted_from_whole_words(tmp_path):
     path, _ = write(tmp_path, settings, weights=stored)
     loaded = leaves(xj.load_model(path))
     assert (np.asarray(loaded[f"{Q1}.weight"].zero) == 0).any()
-    np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    np.testing.assert_array_equal(loaded[f"{Q1}.weight"].dequantize(), equal[f"{Q1}.weight"])
 
 
 @pytest.mark.parametrize("bits", full_except([4], [4, 8]))
@@ -147,7 +147,7 @@ def test_the_zero_of_symmetric_gptq_is_known(tmp_path, bits, layout, stored_zero
     _, equal = convert(settings, zeros=middle)
     path, _ = write(tmp_path, settings | dict(checkpoint_format=layout), weights=stored)
     loaded = leaves(xj.load_model(path))
-    np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    np.testing.assert_array_equal(loaded[f"{Q1}.weight"].dequantize(), equal[f"{Q1}.weight"])
 
 
 @pytest.mark.parametrize("zeros, shown", [(None, "0, 1, 2 and 13 more"), (9, "9")])

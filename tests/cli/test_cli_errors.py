@@ -18,7 +18,7 @@ import xinfer_jax as xj
 from xinfer_jax.cli import answer, answer_flags as cli, startup
 from xinfer_jax.ops.operation import check_impl
 from xinfer_jax.weights.params import resolve_dtype
-from xinfer_jax.weights.quantize_methods import check_quantize_method
+from xinfer_jax.weights.quantization import check_quantize_method
 
 pytestmark = pytest.mark.oldest
 

@@ -22,7 +22,7 @@ from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.gptq import fake_quantize, gptq_matrix
 from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -36,7 +36,7 @@ def rows_for(config: xj.ModelConfig, lengths=(40, 7, 23), seed: int = 0) -> list
 def dequantized(params):
     """Returns the parameters with dequantized matrices."""
     return jax.tree.map(
-        lambda leaf: dequantize(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
+        lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
     )
 
 
@@ -65,7 +65,7 @@ def test_scales_do_not_change_the_function(name):
 )
 def test_fake_quantize_equals_quantize_matrix(bits, group, inputs):
     matrix_NK = np.random.RandomState(0).standard_normal((24, inputs)).astype(np.float32)
-    stored = dequantize(jax.tree.map(jnp.asarray, quantize_matrix(matrix_NK, bits, group)))
+    stored = jax.tree.map(jnp.asarray, quantize_matrix(matrix_NK, bits, group)).dequantize()
     searched = np.asarray(fake_quantize(jnp.array(matrix_NK), bits, group))
     np.testing.assert_allclose(searched, stored, rtol=0, atol=1e-6)
 
@@ -88,7 +88,7 @@ def test_gptq_has_smaller_errors_than_rounding_to_nearest(bits, group):
     ]
     assert described[0] == described[1]
     off = [
-        np.square(x_MK @ np.asarray(dequantize(jax.tree.map(jnp.asarray, weight))).T - wanted_MN).sum()
+        np.square(x_MK @ np.asarray(jax.tree.map(jnp.asarray, weight).dequantize()).T - wanted_MN).sum()
         for weight in (compensated, nearest)
     ]
     assert off[0] < 0.5 * off[1], off

@@ -35,10 +35,13 @@ def test_flags_of_devices_and_roles():
     assert parse_devices("prefill_devices", "0,1+2") == [0, [1, 2]]
     with pytest.raises(xj.InputError, match="--decode_devices='1,,2' is not like 0,1"):
         parse_devices("decode_devices", "1,,2")
-    for given in (["--role=prefill"], ["--peer=127.0.0.1:1"]):
-        with pytest.raises(xj.InputError, match="--role and --peer belong together"):
-            command._run(["xinfer-jax-serve", *given])
-    with pytest.raises(xj.InputError, match="--peers=nowhere must be HOST:PORT"):
-        command._run(["xinfer-jax-serve", "--peers=nowhere"])
+    for given, why in (
+        ("--role=prefill", "--role and --peer belong together"),
+        ("--peer=127.0.0.1:1", "--role and --peer belong together"),
+        ("--peers=nowhere", "--peers=nowhere must be HOST:PORT"),
+    ):
+        command.PARSER.parse(["xinfer-jax-serve", given])
+        with pytest.raises(xj.InputError, match=why):
+            command._run()
     with pytest.raises(xj.InputError, match="data_parallel=2 does not go with prefill_devices"):
         make_engine(xj.load_model(), 2, prefill_devices=[0], decode_devices=[0])

@@ -10,9 +10,8 @@ from hypothesis import given, strategies as st
 from tiny import ANSWER, ANSWER_IDS, QUESTION
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
+from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer, find_stop, stop_prefix_start
 from xinfer_jax.checkpoint.detokenizer import IncrementalDetokenizer
-from xinfer_jax.checkpoint.stop_strings import StopStringMatcher
 
 pytestmark = pytest.mark.oldest
 
@@ -230,11 +229,14 @@ def test_text_functions_reject_what_is_not_a_model():
 
 def test_matching_stop_strings_takes_linear_time(model):
     """64 strings whose prefix is the whole text. More strings, and longer ones, are rejected."""
-    stops = ["a" * 255 + chr(98 + at) for at in range(64)]
-    matcher = StopStringMatcher.cached(tuple(stops))
-    state, match = matcher.find(0, "a" * 100_000, 0)
-    assert match is None and matcher.depth[state] == 255
-    assert matcher.find(state, "b", 0)[1] == (-255, 1) and matcher.find(state, "ab", 0)[1] == (-254, 2)
+    stops = tuple("a" * 255 + chr(98 + at) for at in range(64))
+    text = "a" * 100_000
+    assert find_stop(stops, text, 0) is None and stop_prefix_start(stops, text) == len(text) - 255
+    pending = text[-255:]
+    assert find_stop(stops, f"{pending}b", 255) == (0, 256) and find_stop(stops, f"{pending}ab", 255) == (
+        1,
+        257,
+    )
     for wrong in (["a"] * 65, ["a" * 257]):
         with pytest.raises(xj.InputError, match="64 of at most 256"):
             xj.generate_text(model, "Hello", xj.GenerateOptions(1, stop_strings=wrong))
@@ -245,19 +247,22 @@ def test_matching_stop_strings_takes_linear_time(model):
     st.lists(st.text("abc", max_size=4), max_size=8),
 )
 def test_the_first_stop_string_is_found_across_chunks(stops, chunks):
-    matcher = StopStringMatcher.cached(tuple(stops))
-    state = 0
     text = ""
+    pending = ""
     for chunk in chunks:
-        state, match = matcher.find(state, chunk, len(text))
+        match = find_stop(stops, pending + chunk, len(pending))
         text += chunk
+        pending += chunk
         places = [(text.find(stop), text.find(stop) + len(stop)) for stop in stops if stop in text]
         assert (match is None) == (not places)
         if match:
-            assert match == min(places)
+            before = len(text) - len(pending)
+            assert (match[0] + before, match[1] + before) == min(places)
             return
-        prefixes = [n for stop in stops for n in range(len(stop) + 1) if text.endswith(stop[:n])]
-        assert matcher.depth[state] == max(prefixes)
+        pending = pending[stop_prefix_start(tuple(stops), pending) :]
+        assert len(pending) == max(
+            n for stop in stops for n in range(len(stop) + 1) if text.endswith(stop[:n])
+        )
 
 
 def test_the_text_may_include_the_stop_string(model):

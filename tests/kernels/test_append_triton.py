@@ -13,7 +13,7 @@ from quick import full_except
 from kernels_pallas import Levels, reference_append, triton
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.ring import Ring
-from xinfer_jax.cache.stored_kv import empty_kv
+from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.model.rope_append import rotate_and_append
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_of_a_layer_it_equals_xla_under_vmap(kind):
     angles = (normal(3, 2, 2, 3), normal(3, 2, 2, 3))
     start_3B = jnp.array([[0, 2], [3, 6], [7, 1]])
     count_B = jnp.array([2, 1])
-    empty = empty_kv((2, 2, 8, 8), kind)
+    empty = cache_dtype_of(kind).empty((2, 2, 8, 8))
     for kv in (Contiguous(empty, empty, None, 8), Ring(empty, empty, 4, 100)):
 
         def run(qkv, angles, start_B, impl, kv=kv):

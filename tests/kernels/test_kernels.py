@@ -25,7 +25,7 @@ from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.weights.int8_weight import Int8Weight
-from xinfer_jax.weights.quantize_methods import with_int8_activations
+from xinfer_jax.weights.quantization import with_int8_activations
 
 pytestmark = pytest.mark.newest
 

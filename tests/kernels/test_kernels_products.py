@@ -21,8 +21,7 @@ from xinfer_jax.model.decoder import forward
 from xinfer_jax.model.layers import Norm, linear, products, rms_norm
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.grouped_weight import GroupedWeight
-from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantize_methods import with_int8_activations
+from xinfer_jax.weights.quantization import quantize_matrix, with_int8_activations
 
 pytestmark = [
     pytest.mark.newest,

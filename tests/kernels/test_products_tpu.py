@@ -20,8 +20,7 @@ from kernels_pallas.tpu import streaming
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.layers import Norm, products
 from xinfer_jax.ops.kernels.product_kernels import Operands, select_product
-from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantize_methods import device_form
+from xinfer_jax.weights.quantization import device_form, quantize_matrix
 
 pytestmark = pytest.mark.newest
 F32 = jnp.float32

@@ -20,7 +20,7 @@ from xinfer_jax.compress import awq
 from xinfer_jax.config.model_config import with_fixed_rope
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.model import experts
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -125,7 +125,7 @@ def test_quantized_experts(tmp_path, name, quantize):
     def in_float(leaf):
         if not is_quantized(leaf):
             return leaf
-        return jax.vmap(dequantize)(leaf) if len(leaf.shape) > 2 else dequantize(leaf)
+        return jax.vmap(type(leaf).dequantize)(leaf) if len(leaf.shape) > 2 else leaf.dequantize()
 
     layer = next(layer for layer in params["layers"] if "experts" in layer)
     exact = jax.tree.map(in_float, layer, is_leaf=is_quantized)

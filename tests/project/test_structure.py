@@ -31,12 +31,11 @@ PACKAGES = {
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "quantized_weight",
-        "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantize_methods", "quantization", "hadamard",
+        "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantization", "hadamard",
     ),
     "families": (
-        "family", "values", "rope_settings", "layer_fields", "sparse_layers", "llama", "mistral", "qwen2",
-        "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "phi3", "bitnet",
-        "gpt_oss", "hybrids", "qwen3_next", "qwen3_5", "naming", "reading",
+        "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
+        "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "reading",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",
@@ -52,8 +51,8 @@ PACKAGES = {
     ),
     "ops.mesh": (),
     "tool_calls": (
-        "call_parser", "reasoning", "json_scanner", "json_call", "xml_call", "gemma_call",
-        "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
+        "call_parser", "json_scanner", "json_call", "xml_call", "gemma_call", "tool_call_parser",
+        "reasoning", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
@@ -76,7 +75,7 @@ PACKAGES = {
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
-        "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
+        "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
         "quantized_formats", "sharded_leaves", "leaf_loader", "loading",
     ),
@@ -84,10 +83,10 @@ PACKAGES = {
     "embedding": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "states", "host_pages", "device", "layerwise_device", "warm_up", "messages",
+        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
-        "routing", "endpoint", "role_cores", "dispatcher", "request_queue", "submission", "engine_loop",
-        "role_engines", "engine", "engines",
+        "routing", "endpoint", "dispatcher", "submission", "engine_loop",
+        "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
@@ -96,12 +95,12 @@ PACKAGES = {
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
     "cli": (
         "terminal", "process", "flag_parser", "process_group", "channel", "coordinator", "supervisor",
-        "startup", "answer", "chat", "batch", "answer_flags", "chat_flags", "batch_flags",
+        "startup", "answer", "chat", "answer_flags", "batch", "chat_flags", "batch_flags",
     ),
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "peer_messages", "peer_worker", "peer_front", "embedding_requests", "served_request", "service",
+        "peer_messages", "peer_worker", "peer_front", "served_request", "service",
         "text_endpoints", "app", "command",
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from xinfer_jax.engine.device_programs import MAX_LOGPROBS
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.sharding import check_mesh
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantize_methods import METHODS
+from xinfer_jax.weights.quantization import METHODS
 
 pytestmark = pytest.mark.oldest
 

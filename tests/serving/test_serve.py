@@ -323,7 +323,7 @@ def test_event_stream_ends_at_the_disconnect(delay):
             await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
-    asyncio.run(http_responses.EventStream(events(), lambda: None, 60)({}, receive, send))
+    asyncio.run(http_responses.event_stream(events(), lambda: None, 60)({}, receive, send))
     assert len(sent) < 100
 
 
@@ -344,7 +344,7 @@ def test_client_that_reads_nothing_is_disconnected():
         await asyncio.sleep(60)
 
     began = time.monotonic()
-    asyncio.run(http_responses.EventStream(events(), lambda: closed.append(1), 0.2)({}, receive, send))
+    asyncio.run(http_responses.event_stream(events(), lambda: closed.append(1), 0.2)({}, receive, send))
     assert closed == [1] and len(sent) == 4 and time.monotonic() - began < 50
 
 

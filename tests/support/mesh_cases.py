@@ -39,7 +39,7 @@ from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized
+from xinfer_jax.weights.quantized_weight import is_quantized
 
 # One checkpoint of each family. 8 heads, 4 key heads: on 8 devices these are repeated.
 FAMILIES = {
@@ -267,7 +267,7 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logi
         return
 
     def matrix(leaf: Any) -> np.ndarray:
-        return np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf)
+        return np.asarray(leaf.dequantize() if is_quantized(leaf) else leaf)
 
     known = jax.tree_util.tree_leaves_with_path(one.params, is_leaf=is_quantized)
     for (place, leaf), new in zip(known, jax.tree.leaves(over.params, is_leaf=is_quantized), strict=True):

@@ -9,7 +9,7 @@ from mxfp4_checkpoints import CONFIG
 
 from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.weights.mxfp4 import NUMBERS, Mxfp4Weight, mxfp4_struct
-from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
+from xinfer_jax.weights.quantized_weight import quantized_product
 
 pytestmark = pytest.mark.oldest
 
@@ -28,15 +28,15 @@ def test_numbers_of_every_byte():
     for exponent in (-125, -1, 0, 1, 125):
         leaf = Mxfp4Weight(values, jnp.full((1, 16), exponent + 127, jnp.uint8))
         assert leaf.shape == (16, 32) and leaf.group == leaf.inputs == 32
-        matrix_OI = np.asarray(dequantize(leaf)).reshape(16, 16, 2)
+        matrix_OI = np.asarray(leaf.dequantize()).reshape(16, 16, 2)
         for half in (0, 1):
             wanted = np.ldexp(NUMBERS[halves[half]], exponent).reshape(16, 16).T
             np.testing.assert_array_equal(matrix_OI[..., half], wanted)
             np.testing.assert_array_equal(np.signbit(matrix_OI[..., half]), np.signbit(wanted))
     index = jnp.array([[3, 0]])
-    np.testing.assert_array_equal(leaf.rows(index), np.asarray(dequantize(leaf))[index])
+    np.testing.assert_array_equal(leaf.rows(index), np.asarray(leaf.dequantize())[index])
     few = Mxfp4Weight(jnp.full((1, 16, 1), 0xE3, jnp.uint8), jnp.full((1, 1), 128, jnp.uint8))
-    assert np.asarray(dequantize(few))[0, :4].tolist() == [3, -8, 3, -8]
+    assert np.asarray(few.dequantize())[0, :4].tolist() == [3, -8, 3, -8]
 
 
 @pytest.mark.full
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_transformers():
     blocks, scales = (torch.tensor(np.ascontiguousarray(x)) for x in files)
     for dtype in (torch.float32, torch.bfloat16):
         wanted_XIO = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype).float().numpy()
-        got_XOI = np.asarray(jax.vmap(dequantize)(leaf))
+        got_XOI = np.asarray(jax.vmap(type(leaf).dequantize)(leaf))
         np.testing.assert_array_equal(got_XOI.view(np.int32), wanted_XIO.swapaxes(1, 2).view(np.int32))
 
 
@@ -57,7 +57,7 @@ def test_numbers_are_those_of_transformers():
 @pytest.mark.parametrize("outputs, inputs", [(5, 32), (130, 320)])
 def test_product_and_its_gradient(outputs, inputs, rows):
     leaf = random_leaf((outputs, inputs))
-    matrix_OI = np.asarray(dequantize(leaf))
+    matrix_OI = np.asarray(leaf.dequantize())
     x_MI = np.random.default_rng(rows).standard_normal((rows, inputs)).astype(np.float32)
     bound = 1e-6 * (np.abs(x_MI) @ np.abs(matrix_OI).T).max()
     product = jax.vmap(quantized_product, (0, None)) if rows == 2 else quantized_product
@@ -84,7 +84,7 @@ def test_experts_equal_those_of_dequantized_matrices():
     packed = {**layer, "experts": {}}
     for seed, (name, leaf) in enumerate(layer["experts"].items()):
         packed["experts"][name] = {**leaf, "weight": random_leaf(leaf["weight"].shape, seed)}
-        layer["experts"][name]["weight"] = jax.vmap(dequantize)(packed["experts"][name]["weight"])
+        layer["experts"][name]["weight"] = jax.vmap(Mxfp4Weight.dequantize)(packed["experts"][name]["weight"])
     x_BTD = jax.random.normal(jax.random.key(1), (1, 9, CONFIG.hidden_size))
 
     def total(x_BTD, layer):

@@ -21,7 +21,7 @@ from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf
-from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
+from xinfer_jax.weights.quantized_weight import quantized_product
 
 pytestmark = pytest.mark.oldest
 
@@ -47,7 +47,7 @@ def test_rounding_errors_are_at_most_half_a_step(outputs, inputs, bits, group):
     wanted = matrix(outputs, inputs)
     weight = quantize_matrix(wanted, bits, group)
     assert weight.shape == wanted.shape
-    error = np.abs(np.asarray(dequantize(weight)) - wanted)
+    error = np.abs(np.asarray(weight.dequantize()) - wanted)
     if isinstance(weight, Int8Weight):
         assert np.all(error <= 0.5001 * np.abs(wanted).max(1, keepdims=True) / 127)
     else:
@@ -74,7 +74,7 @@ def test_int8_in_groups_has_the_step_of_least_error():
         tried.append(
             np.square(np.rint(wanted.reshape(40, 8, 8) / step) * step - wanted.reshape(40, 8, 8)).sum()
         )
-    error = np.square(np.asarray(dequantize(jax.device_put(quantize_matrix(wanted, 8, 8)))) - wanted).sum()
+    error = np.square(np.asarray(jax.device_put(quantize_matrix(wanted, 8, 8)).dequantize()) - wanted).sum()
     assert error < 0.75 * min(tried), (error, tried)
 
 
@@ -109,7 +109,7 @@ def test_nan_inf_and_too_large_numbers_raise(quantize):
 
 def test_a_matrix_of_zeros_stays_zero():
     for bits in (8, 4):
-        assert not np.any(dequantize(quantize_matrix(np.zeros((80, 72), np.float32), bits)))
+        assert not np.any(quantize_matrix(np.zeros((80, 72), np.float32), bits).dequantize())
 
 
 @pytest.mark.full
@@ -118,7 +118,7 @@ def test_a_matrix_of_zeros_stays_zero():
 def test_product_equals_the_product_of_the_dequantized_matrix(outputs, inputs, bits, group, rows):
     weight = jax.device_put(quantize_matrix(matrix(outputs, inputs), bits, group))
     x = np.random.default_rng(1).standard_normal((rows, inputs)).astype(np.float32)
-    wanted = x @ np.asarray(dequantize(weight)).T
+    wanted = x @ np.asarray(weight.dequantize()).T
     for product in (quantized_product, jax.jit(quantized_product), jax.vmap(quantized_product, (0, None))):
         got = product(x, weight)
         assert got.dtype == jnp.float32
@@ -151,7 +151,7 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
     for rows in (1, 2, 20, 80):
         x = np.random.default_rng(rows).standard_normal((rows, 128)).astype(jnp.bfloat16).astype(np.float32)
         for got, matrix_float32 in (
-            (quantized_product(x, weight), dequantize(weight)),
+            (quantized_product(x, weight), weight.dequantize()),
             (float_product(jnp.asarray(x, jnp.bfloat16), half), half.astype(jnp.float32)),
         ):
             wanted = x @ np.asarray(matrix_float32).T
@@ -207,10 +207,10 @@ def test_quantized_product_with_reordered_inputs():
     order = np.random.default_rng(2).permutation(128).astype(np.int32)
     weight = dataclasses.replace(plain, order=jnp.asarray(order))
     x = np.random.default_rng(3).standard_normal((2, 128)).astype(np.float32)
-    np.testing.assert_array_equal(np.asarray(dequantize(weight))[:, order], dequantize(plain))
+    np.testing.assert_array_equal(np.asarray(weight.dequantize())[:, order], plain.dequantize())
     for rows in (x, x[:1]):
         np.testing.assert_allclose(
-            quantized_product(rows, weight), rows @ np.asarray(dequantize(weight)).T, atol=1e-3
+            quantized_product(rows, weight), rows @ np.asarray(weight.dequantize()).T, atol=1e-3
         )
 
 
@@ -220,7 +220,7 @@ def test_quantized_product_with_reordered_inputs():
 def test_rows_of_a_quantized_matrix(bits, inputs):
     weight = jax.device_put(quantize_matrix(matrix(80, inputs), bits))
     index = jnp.array([[3, 39], [0, 3]])
-    np.testing.assert_array_equal(weight.rows(index), np.asarray(dequantize(weight))[np.asarray(index)])
+    np.testing.assert_array_equal(weight.rows(index), np.asarray(weight.dequantize())[np.asarray(index)])
 
 
 @pytest.mark.full
@@ -233,7 +233,7 @@ def test_gradients_equal_those_of_the_dequantized_product(bits):
         return jnp.sum(jnp.sin(product(x, dataclasses.replace(weight, scale=scale))))
 
     got = jax.grad(loss, (1, 2))(quantized_product, x, weight.scale)
-    wanted = jax.grad(loss, (1, 2))(lambda x, w: x @ dequantize(w).T, x, weight.scale)
+    wanted = jax.grad(loss, (1, 2))(lambda x, w: x @ w.dequantize().T, x, weight.scale)
     chex.assert_trees_all_close(got, wanted, rtol=2e-2 if bits == 4 else 1e-2, atol=2e-3)
 
 
@@ -361,7 +361,7 @@ def test_init_params_quantizes(wanted):
     plain = xj.init_params(wanted.config, jax.random.key(0), "float32")
     leaf = params["layers"][0]["q"]["weight"]
     matrix = plain["layers"][0]["q"]["weight"]
-    np.testing.assert_allclose(dequantize(leaf), matrix, atol=0.5001 * float(jnp.abs(matrix).max()) / 127)
+    np.testing.assert_allclose(leaf.dequantize(), matrix, atol=0.5001 * float(jnp.abs(matrix).max()) / 127)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rotated_params
 from xinfer_jax.weights.int8_weight import Int8Weight
-from xinfer_jax.weights.quantized_weight import dequantize, quantized_product
+from xinfer_jax.weights.quantized_weight import quantized_product
 
 pytestmark = pytest.mark.oldest
 
@@ -92,7 +92,7 @@ def test_gradients_equal_those_of_the_dequantized_matrix():
     weight = Int8Weight(jnp.asarray(values), jnp.ones(70) / 127, int8_activations=True)
     x = random.standard_normal((3, 80)).astype(np.float32)
     gradient = jax.grad(lambda x: quantized_product(x, weight).sum())(x)
-    np.testing.assert_allclose(gradient, np.ones((3, 70)) @ np.asarray(dequantize(weight)), atol=1e-4)
+    np.testing.assert_allclose(gradient, np.ones((3, 70)) @ np.asarray(weight.dequantize()), atol=1e-4)
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights import ternary
-from xinfer_jax.weights.quantized_weight import dequantize, is_quantized, quantized_product
+from xinfer_jax.weights.quantized_weight import is_quantized, quantized_product
 from xinfer_jax.weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_struct
 
 pytestmark = pytest.mark.oldest
@@ -64,7 +64,7 @@ def test_product_quantizes_each_token_and_has_gradients_of_the_dequantized_matri
     wanted = (np.rint(x_MI * factor_M1) @ levels_OI.T.astype(np.float32)) / factor_M1 * np.float32(0.7)
     for product in (quantized_product, jax.jit(quantized_product), jax.vmap(quantized_product, (0, None))):
         np.testing.assert_allclose(product(x_MI, weight), wanted, rtol=1e-6)
-    matrix_OI = np.asarray(dequantize(weight))
+    matrix_OI = np.asarray(weight.dequantize())
     np.testing.assert_array_equal(matrix_OI, levels_OI * np.float32(0.7))
     np.testing.assert_array_equal(weight.rows(jnp.array([[3, 0]])), matrix_OI[[[3, 0]]])
     x_bar = jax.grad(lambda x: quantized_product(x, weight).sum())(jnp.asarray(x_MI))
@@ -93,8 +93,8 @@ def test_float_weights_are_quantized_by_their_mean_magnitude():
     weight = ternary_leaf(matrix_OI, "x")
     factor = np.float32(1) / np.abs(matrix_OI).mean()
     wanted = np.clip(np.rint(matrix_OI * factor), -1, 1) / factor
-    np.testing.assert_allclose(dequantize(jax.device_put(weight)), wanted, rtol=1e-6)
-    assert not np.any(dequantize(jax.device_put(ternary_leaf(np.zeros((8, 8), np.float32), "x"))))
+    np.testing.assert_allclose(jax.device_put(weight).dequantize(), wanted, rtol=1e-6)
+    assert not np.any(jax.device_put(ternary_leaf(np.zeros((8, 8), np.float32), "x")).dequantize())
     matrix_OI[-1, -1] = np.nan
     with pytest.raises(xj.InputError, match="x holds NaN or inf"):
         ternary_leaf(matrix_OI, "x")
@@ -116,7 +116,7 @@ def test_every_file_layout_of_ternary_matrices_is_loaded(tmp_path, way, dtype):
         assert isinstance(got, TernaryWeight)
         spec = next(n for n in wide if f"layers.1.{'mlp' if name in ('gate', 'up', 'down') else 'self_attn'}."
                     f"{name}_proj.weight" in n)  # fmt: skip
-        np.testing.assert_allclose(dequantize(got), wide[spec], rtol=1e-6)
+        np.testing.assert_allclose(got.dequantize(), wide[spec], rtol=1e-6)
     assert not is_quantized(model.params["embed"]["weight"])
 
 

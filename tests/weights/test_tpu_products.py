@@ -10,7 +10,6 @@ from xinfer_jax.ops.product import dot
 from xinfer_jax.ops.tpu.tpu_products import tpu_forms
 from xinfer_jax.weights.grouped_weight import GroupedWeight, tpu_grouped_product
 from xinfer_jax.weights.int8_weight import Int8Weight
-from xinfer_jax.weights.quantized_weight import dequantize
 
 pytestmark = pytest.mark.newest
 
@@ -37,7 +36,7 @@ def test_grouped_products_of_tpus(kind, rows):
         inputs,
     )
     x_MI = rng.randn(rows, inputs).astype(np.float32)
-    wanted = x_MI @ np.asarray(dequantize(weight)).T
+    wanted = x_MI @ np.asarray(weight.dequantize()).T
     form = tpu_form(tpu_grouped_product, x_MI)
     np.testing.assert_allclose(form(jnp.asarray(x_MI), weight), wanted, atol=2e-5 * np.abs(wanted).max())
 

@@ -27,73 +27,42 @@ COMPLETION_TOKENS = 16  # the API's default max_tokens of a completion
 
 @dataclasses.dataclass
 class ParsedBody:
-    """A request body after its checks.
+    """A request body after its checks."""
 
-    Attributes:
-        kind: "completion", "chat", or "plain": a line of a prompt file in our own form.
-        prompts: token ids of each prompt; only completions have several.
-        options: for each prompt.
-        seed: of the random draws; None: the body has none.
-        max_tokens: may be 0, where the client wants only the echoed prompt.
-        logprobs: how many alternatives to return; None: no log-probabilities.
-        echo: the response repeats the prompt before the answer.
-        return_token_ids: the response has token ids too.
-        submit_args: additional arguments of `Engine.submit`.
-        unknown_fields: names of fields that are not known.
-        include_stop: the text includes the stop string that ended it.
-        skip_special_tokens: the text leaves out special tokens.
-        in_reasoning: the prompt of a chat ends within the reasoning: the template has opened <think>.
-        harmony_header: that the prompt of a chat ends with; None: the model does not write Harmony.
-        tools: that the answer may call; None: none.
-        include_reasoning: the response has the reasoning of a chat.
-        template: how the answer of a chat is taken apart, and what the prompt has of it already; None: as
-            reasoning and calls are marked in forms that are known.
-        call_prefix: ids of calls begin with it; no other request has the same.
-    """
-
-    kind: str
-    prompts: list[list[int]]
-    options: GenerateOptions
-    seed: int | None
-    max_tokens: int
-    logprobs: int | None
-    echo: bool
-    return_token_ids: bool
-    submit_args: dict[str, Any]
+    kind: str  # "completion", "chat", or "plain": a line of a prompt file in our own form
+    prompts: list[list[int]]  # token ids of each; only completions have several
+    options: GenerateOptions  # for each prompt
+    seed: int | None  # of the random draws; None: the body has none
+    max_tokens: int  # may be 0, where the client wants only the echoed prompt
+    logprobs: int | None  # how many alternatives to return; None: no log-probabilities
+    echo: bool  # the response repeats the prompt before the answer
+    return_token_ids: bool  # the response has token ids too
+    submit_args: dict[str, Any]  # additional arguments of `Engine.submit`
     unknown_fields: list[str]
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    in_reasoning: bool = False
-    harmony_header: str | None = None
-    tools: ToolSettings | None = None
-    include_reasoning: bool = True
-    call_prefix: str = "call"
+    include_stop: bool = False  # the text includes the stop string that ended it
+    skip_special_tokens: bool = True  # the text leaves out special tokens
+    in_reasoning: bool = False  # the prompt of a chat ends within the reasoning: the template opened <think>
+    harmony_header: str | None = None  # that the prompt of a chat ends with; None: no Harmony is written
+    tools: ToolSettings | None = None  # that the answer may call
+    include_reasoning: bool = True  # the response has the reasoning of a chat
+    # How the answer of a chat is taken apart, and what the prompt has of it already; None: as reasoning and
+    # calls are marked in forms that are known.
     template: tuple[ResponseTemplate, str] | None = None
+    call_prefix: str = "call"  # ids of calls begin with it; no other request has the same
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
-    """How a response is sent.
-
-    Attributes:
-        streamed: in chunks.
-        usage: a last chunk has the usage.
-        continuous_usage: each chunk has the usage so far, too.
-        unknown_fields: names of fields that are not known.
-    """
+    """How a response is sent."""
 
     streamed: bool
-    usage: bool
-    continuous_usage: bool
+    usage: bool  # a last chunk has the usage
+    continuous_usage: bool  # each chunk has the usage so far, too
     unknown_fields: tuple[str, ...]
 
 
 def pop_stream_options(body: dict[str, Any]) -> StreamOptions:
-    """Removes `stream` and `stream_options` from a body, and returns what they ask for (vLLM's meanings).
-
-    Raises:
-        BodyError: with the name of the field at fault.
-    """
+    """Removes `stream` and `stream_options` from a body, and returns what they ask for (vLLM's meanings)."""
     given = Fields({name: body.pop(name, None) for name in ("stream", "stream_options")})
     streamed = given.boolean("stream")
     fields = given.mapping("stream_options")
@@ -144,10 +113,9 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     config = model.config
     fields.string("model")  # the response repeats it
     echo = fields.boolean("echo")
-    requested = _requested_max_tokens(fields)
+    max_tokens = _requested_max_tokens(fields)
     tools = parse_tools(fields, model.tokenizer)
     default = {"chat": 1, "completion": COMPLETION_TOKENS}.get(kind, defaults.max_new_tokens)
-    max_prompt = max_length - (default if requested is None else requested)
     prompts = PromptEncoder(
         fields,
         kind,
@@ -156,10 +124,8 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         config.vocab_size,
         config.context_length,
         escape,
-    ).encode(max_prompt)
-    lengths = [*map(len, prompts)]
-    left, length = min((min(max_length, config.longest_with(n)) - n, n) for n in lengths)
-    max_tokens = requested
+    ).encode(max_length - (default if max_tokens is None else max_tokens))
+    left, length = min((min(max_length, config.longest_with(n)) - n, n) for n in map(len, prompts))
     if max_tokens is None:
         max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, left)
     if max_tokens > left:
@@ -200,15 +166,15 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     _check_min_tokens_field(model, options, "min_tokens" in given)
     include_stop = fields.boolean("include_stop_str_in_output")
     if include_stop and given.get("stop_token_ids"):
-        raise BodyError(
-            "include_stop_str_in_output",
-            "include_stop_str_in_output applies to stop, not to stop_token_ids: leave one out",
-        )
+        said = "include_stop_str_in_output applies to stop, not to stop_token_ids: leave one out"
+        raise BodyError("include_stop_str_in_output", said)
+    seed = None if seed == -1 else seed  # -1 means none to llama.cpp's and other clients
+    template = _begun_template(model.tokenizer, prompts[0]) if kind == "chat" else None
     return ParsedBody(
         kind,
         prompts,
         options,
-        None if seed == -1 else seed,  # -1 means none to llama.cpp's and other clients
+        seed,
         max_tokens,
         logprobs,
         echo,
@@ -221,7 +187,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         header,
         tools,
         fields.boolean("include_reasoning", True),
-        template=_begun_template(model.tokenizer, prompts[0]) if kind == "chat" else None,
+        template,
     )
 
 

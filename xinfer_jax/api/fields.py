@@ -53,12 +53,7 @@ _NO_VARIABLES = {"conversation", "tokenize"}  # arguments of transformers' apply
 
 
 class BodyError(InputError):
-    """A body that cannot be served.
-
-    Attributes:
-        param: the field at fault.
-        code: the API's error code; None: it has none.
-    """
+    """A body that cannot be served. param: the field at fault; code: the API's error code, if it has one."""
 
     def __init__(self, param: str, message: object, code: str | None = None):
         super().__init__(with_field_names(message))
@@ -76,10 +71,8 @@ def with_field_names(message: object) -> str:
 
 
 def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields that ask for something, and the names of unknown ones.
-
-    Raises:
-        BodyError: a field that is known but not served, or that belongs to another kind of body.
+    """Returns the fields that ask for something, and the names of unknown ones. BodyError: a field that is
+    known but not served, or that belongs to another kind of body.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name in [name for name in given if name in _NOT_SERVED]:
@@ -96,10 +89,8 @@ def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], li
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks `chat_template_kwargs` and returns the variables for the template.
-
-    Raises:
-        BodyError: a name that is a field of its own, or is not served.
+    """The variables for the template in `chat_template_kwargs`. BodyError: a name that is a field of its own,
+    or is not served.
     """
     variables = {name: value for name, value in given.items() if value is not None}
     fields = set.union(_SERVED, _NO_VARIABLES, *_OF_KIND.values())
@@ -115,9 +106,6 @@ def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
 def effort_variables(effort: str | None) -> dict[str, Any]:
     """The variables for the template of `reasoning_effort`: one of that name. "none" also turns thinking off
     where a template has a switch.
-
-    Raises:
-        BodyError: an unknown effort.
     """
     if effort is None:
         return {}

@@ -9,8 +9,8 @@ from ..errors import InputError, format_value
 from ..grammar.grammars import Grammar, choice, json_object, json_schema, lark, regex
 from .fields import BodyError, Fields
 
-_MAKERS: dict[str, Callable[[Any], Grammar]] = dict(
-    json=lambda schema: json_schema(schema, strict=False),
+_MAKERS: dict[str, Callable[..., Grammar]] = dict(
+    json=lambda schema, strict=False: json_schema(schema, strict=strict),
     regex=regex,
     choice=choice,
     grammar=lark,
@@ -20,11 +20,7 @@ _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramm
 
 
 def parse_grammar(fields: Fields, default: Any) -> Any:
-    """The grammar that a body asks for; the default where it asks for none.
-
-    Raises:
-        BodyError: with the name of the field at fault; more than one field asks for a grammar.
-    """
+    """The grammar that a body asks for; the default where it asks for none."""
     found: dict[str, Grammar | None] = {}
     for field, name in _GUIDED.items():
         if field in fields.values:
@@ -47,9 +43,9 @@ def grammar_field(body: Mapping[str, Any]) -> str:
     return next((name for name in names if body.get(name) is not None), "grammar")
 
 
-def _make(field: str, name: str, value: Any) -> Grammar:
+def _make(field: str, name: str, value: Any, **how: Any) -> Grammar:
     try:
-        return _MAKERS[name](value)
+        return _MAKERS[name](value, **how)
     except InputError as error:
         raise BodyError(field, f"{field}: {error}") from error
 
@@ -73,13 +69,9 @@ def _response_format(value: Mapping[str, Any]) -> Grammar | None:
     if kind == "json_object":
         return json_object()
     if kind != "json_schema":
-        raise BodyError(
-            field, f"{field}: type must be text, json_object or json_schema, got {format_value(kind)}"
-        )
+        said = f"type must be text, json_object or json_schema, got {format_value(kind)}"
+        raise BodyError(field, f"{field}: {said}")
     spec = value.get("json_schema")
     if not isinstance(spec, Mapping) or "schema" not in spec:
         raise BodyError(field, f"{field}: json_schema must be an object with name and schema")
-    try:
-        return json_schema(spec["schema"], strict=spec.get("strict") is True)
-    except InputError as error:
-        raise BodyError(field, f"{field}: {error}") from error
+    return _make(field, "json", spec["schema"], strict=spec.get("strict") is True)

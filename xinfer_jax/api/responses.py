@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..checkpoint.answer_detokenizer import AnswerDetokenizer
@@ -25,21 +25,41 @@ def response_body(
     outs: Sequence[GenerateOutput],
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]],
     tokenizer: Tokenizer | None,
-    first_index: int = 0,
     **head: Any,
 ) -> dict[str, Any]:
-    """Returns the body of a whole response.
+    """Returns the body of a whole response. The arguments are those of `response_choices`; head: id, created,
+    model.
+    """
+    choices = []
+    for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
+        if parsed.logprobs is not None and tokenizer:
+            texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
+            choice["logprobs"] = format_logprobs(texts, parsed, entries)
+        choices.append(choice)
+    rows = (row for out in outs for row in out.logprobs)
+    return dict(head, object=response_object(parsed), choices=choices, usage=usage(parsed, rows))
+
+
+def response_object(parsed: ParsedBody) -> str:
+    """The value of `object` in a whole response."""
+    return "chat.completion" if parsed.kind == "chat" else "text_completion"
+
+
+def response_choices(
+    parsed: ParsedBody,
+    outs: Sequence[GenerateOutput],
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]],
+    tokenizer: Tokenizer | None,
+) -> Iterator[tuple[dict[str, Any], Sequence[Any]]]:
+    """Yields each choice without its log-probabilities, and the entries of `format_logprobs` for these.
 
     Args:
         parsed: the request's body.
         outs: the output of each prompt.
         prompt_logprobs: of each prompt's tokens except the first, where the prompt is echoed.
         tokenizer: None: the checkpoint has none, and answers are token ids.
-        first_index: of the first choice.
-        head: id, created, model.
     """
-    chat = parsed.kind == "chat"
-    choices = list[dict[str, Any]]()
+    index = 0
     for prompt, out, of_prompt in zip(parsed.prompts, outs, prompt_logprobs, strict=True):
         for j, (tokens, reason) in enumerate(zip(out.tokens, out.finish_reason, strict=True)):
             of_answer = out.alternatives[j] if out.alternatives is not None else []
@@ -49,9 +69,9 @@ def response_body(
                 reason = "length"
             text = answer_text(tokenizer, tokens, parsed) if tokenizer else None
             reason = FINISH_REASONS.get(reason, reason)
-            choice: dict[str, Any] = dict(index=first_index + len(choices), finish_reason=reason)
-            if chat:
-                parser = answer_parser(parsed, choice["index"])
+            choice: dict[str, Any] = dict(index=index, finish_reason=reason)
+            if parsed.kind == "chat":
+                parser = answer_parser(parsed, index)
                 answer = parser.parse(text or "")
                 reasoning = answer.reasoning if parsed.include_reasoning else None
                 choice["message"] = dataclasses.replace(answer, reasoning=reasoning).to_message()
@@ -60,16 +80,10 @@ def response_body(
                 special = parsed.skip_special_tokens
                 before = prompt_text(tokenizer, prompt, tokens, special) if parsed.echo else ""
                 choice["text"] = text if text is None and not before else before + (text or "")
-            if parsed.logprobs is not None and tokenizer:
-                entries = [*echo_entries(prompt, of_prompt), *of_answer] if parsed.echo else of_answer
-                texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
-                choice["logprobs"] = format_logprobs(texts, parsed, entries)
             if parsed.return_token_ids or not tokenizer:
                 choice["token_ids"] = tokens
-            choices.append(choice)
-    kind = "chat.completion" if chat else "text_completion"
-    rows = (row for out in outs for row in out.logprobs)
-    return dict(head, object=kind, choices=choices, usage=usage(parsed, rows))
+            yield choice, [*echo_entries(prompt, of_prompt), *of_answer] if parsed.echo else of_answer
+            index += 1
 
 
 def usage(parsed: ParsedBody, rows: Iterable[Sequence[float]]) -> dict[str, Any]:
@@ -140,9 +154,8 @@ def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequen
         parsed: the request's body.
         entries: of the next tokens: `TokenLogprobs`, or an id without log-probabilities.
     """
-    if parsed.kind == "chat":
-        return _chat_logprobs(texts, entries, parsed.logprobs or 0)
-    return _completion_logprobs(texts, entries, parsed.logprobs or 0)
+    form = _chat_logprobs if parsed.kind == "chat" else _completion_logprobs
+    return form(texts, entries, parsed.logprobs or 0)
 
 
 def json_logprob(logprob: float) -> float:

@@ -17,11 +17,7 @@ _MOST_NGRAM = 256  # bounds a decode step's work: it compares this many tokens a
 def parse_sampling(
     tokenizer: Tokenizer | None, vocab_size: int, fields: Fields, defaults: Any
 ) -> SamplingConfig:
-    """Returns the defaults with the settings of the body.
-
-    Raises:
-        BodyError: with the name of the field at fault.
-    """
+    """Returns the defaults with the settings of the body."""
     values: dict[str, Any] = {}
     fields.integer("no_repeat_ngram_size", 0, _MOST_NGRAM)
     for name, setting in SAMPLING.items():
@@ -66,16 +62,12 @@ def _bad_words_ids(tokenizer: Tokenizer | None, words: Sequence[str], vocab_size
             tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
         )
         if not at_start or len(at_start) > LONGEST_BAD_WORD or max(at_start) >= vocab_size:
-            raise BodyError(
-                name,
-                f"each of bad_words must have 1 to {LONGEST_BAD_WORD} tokens, got {len(at_start)}:"
-                f" {format_value(word)}",
-            )
+            said = f"each of bad_words must have 1 to {LONGEST_BAD_WORD} tokens, got {len(at_start)}"
+            raise BodyError(name, f"{said}: {format_value(word)}")
         found.append(at_start)
         if after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
             found.append(after_space)
     if len(found) > MOST_BAD_WORDS:
-        raise BodyError(
-            name, f"bad_words are {len(found)} sequences of tokens, more than {MOST_BAD_WORDS}: give fewer"
-        )
+        said = f"bad_words are {len(found)} sequences of tokens, more than {MOST_BAD_WORDS}"
+        raise BodyError(name, f"{said}: give fewer")
     return found

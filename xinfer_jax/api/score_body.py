@@ -20,9 +20,6 @@ def parse_score_body(model: Model, body: Mapping[str, Any]) -> list[tuple[list[i
     {"prompt", "completions"} has a text for each completion. It is encoded together with the prompt and split
     where the prompt alone ends; spaces at the prompt's end belong to the completion, as in lm-eval, and a
     completion may be empty. {"text"} is one text without context.
-
-    Raises:
-        InputError: a body of another form, or with nothing to score.
     """
     body = {name: value for name, value in body.items() if value is not None}
     if {*body} - _FIELDS or ("text" in body) == ("prompt" in body or "completions" in body):

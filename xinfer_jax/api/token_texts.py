@@ -32,18 +32,10 @@ class TokenTextDecoder:
 
 
 def prompt_text(
-    tokenizer: Tokenizer | None,
-    prompt: Sequence[int],
-    tokens: Sequence[int] = (),
-    skip_special_tokens: bool = True,
+    tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool
 ) -> str:
-    """The text of an echoed prompt, with the space between it and the answer, whose own text lacks it.
-
-    Args:
-        tokenizer: None: the text is empty.
-        prompt: token ids.
-        tokens: of the answer.
-        skip_special_tokens: leave out special tokens.
+    """The text of an echoed prompt, with the space between it and the answer's tokens, whose own text lacks
+    it; "" without a tokenizer.
     """
     if tokenizer is None:
         return ""

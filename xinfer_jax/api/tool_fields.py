@@ -16,28 +16,16 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclasses.dataclass(frozen=True)
 class ToolSettings:
-    """The tools of a request.
+    """The tools of a request."""
 
-    Attributes:
-        tools: that the prompt describes.
-        format: how the model writes calls, one of `TOOL_FORMATS`; None: as its response template says.
-        grammar: of answers that are calls; None: the answer need not have any.
-        most_calls: calls after this many are dropped; None: no limit.
-        tokenizer: of the model.
-    """
-
-    tools: list[dict[str, Any]]
-    format: str | None
-    grammar: Grammar | None
-    most_calls: int | None
+    tools: list[dict[str, Any]]  # that the prompt describes
+    format: str | None  # how the model writes calls: of `TOOL_FORMATS`; None: as its response template says
+    grammar: Grammar | None  # of answers that are calls; None: the answer need not have any
+    most_calls: int | None  # calls after this many are dropped; None: no limit
     tokenizer: Tokenizer
 
     def calls_or(self, answer: Grammar) -> Grammar:
-        """A grammar of answers that are calls, or what another grammar says.
-
-        Raises:
-            BodyError: the form of calls cannot express a tool's schema.
-        """
+        """A grammar of answers that are calls, or what another grammar says."""
         try:
             return tool_grammar(self.tools, self.tokenizer, several=self.most_calls is None, answer=answer)
         except InputError as error:
@@ -45,22 +33,16 @@ class ToolSettings:
 
 
 def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | None:
-    """The tools of a body; None: it has none, or tool_choice "none", with which the prompt leaves them out.
-
-    Raises:
-        BodyError: with the name of the field at fault.
-    """
+    """The tools of a body; None: it has none, or tool_choice "none": the prompt leaves them out."""
     given = fields.values.get("tools")
     choice = fields.values.get("tool_choice", "auto")
     parallel = fields.boolean("parallel_tool_calls", True)
     if not isinstance(choice, Mapping) and choice not in _CHOICES:
         said = format_value(choice)
         raise BodyError("tool_choice", f"tool_choice must be none, auto, required or a function, got {said}")
-    if given in (None, []):
-        if choice not in ("none", "auto"):
-            raise BodyError("tool_choice", "tool_choice needs tools beside it: give tools, or leave it out")
-        return None
-    if choice == "none":
+    if given in (None, []) and choice not in ("none", "auto"):
+        raise BodyError("tool_choice", "tool_choice needs tools beside it: give tools, or leave it out")
+    if given in (None, []) or choice == "none":
         return None
     name = _chosen_name(choice) if isinstance(choice, Mapping) else None
     if tokenizer is None:
@@ -71,14 +53,13 @@ def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | N
         call_format = None if template and template.has_calls else known_format(tokenizer)
     except InputError as error:
         raise BodyError("tools", error) from error
-    most_calls = 1 if name or not parallel else None
-    if choice == "auto":
-        return ToolSettings(tools, call_format, None, most_calls, tokenizer)
-    try:
-        grammar = tool_grammar(tools, tokenizer, name=name, several=parallel)
-    except InputError as error:
-        raise BodyError("tool_choice", f"tool_choice: {error}") from error
-    return ToolSettings(tools, call_format, grammar, most_calls, tokenizer)
+    grammar = None
+    if choice != "auto":
+        try:
+            grammar = tool_grammar(tools, tokenizer, name=name, several=parallel)
+        except InputError as error:
+            raise BodyError("tool_choice", f"tool_choice: {error}") from error
+    return ToolSettings(tools, call_format, grammar, 1 if name or not parallel else None, tokenizer)
 
 
 def _chosen_name(choice: Mapping[str, Any]) -> str:

@@ -9,16 +9,7 @@ import numpy as np
 from jax import lax
 
 from .layer_cache import LayerCache
-from .stored_kv import (
-    Stored,
-    append_pair,
-    dtype_name,
-    join_pair,
-    map_slots,
-    read_pair,
-    separate_pair,
-    slice_slots,
-)
+from .stored_kv import Stored, dequantize_kv, dtype_name, encode_new, map_slots, slice_slots
 
 
 class Block(NamedTuple):
@@ -73,9 +64,14 @@ class Contiguous(LayerCache):
         """
         if self.slots > self.capacity:
             num_tokens_B = jnp.minimum(num_tokens_B, self.capacity - start_B)
-        new = k_BTKH, v_BTKH
-        k, v = append_pair(self.k, self.v, new, start_B, num_tokens_B, self._write)
-        return dataclasses.replace(self, k=k, v=v)
+
+        def append(old: Any, *x_BTKH: jax.Array) -> Any:
+            new = encode_new(old, *x_BTKH, start_B=start_B, num_tokens_B=num_tokens_B)
+            return map_slots(lambda x, y: self._write(y, x.astype(y.dtype), start_B, num_tokens_B), new, old)
+
+        if self.v is None:
+            return dataclasses.replace(self, k=append(self.k, k_BTKH, v_BTKH))
+        return dataclasses.replace(self, k=append(self.k, k_BTKH), v=append(self.v, v_BTKH))
 
     def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
         if len(start_B) == 1:  # one row needs no scatter
@@ -112,7 +108,11 @@ class Contiguous(LayerCache):
         slot_S = at + jnp.arange(width)
         position_BS = self._positions(slot_S, last_B1)
         valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
-        k, v = read_pair(self.k, self.v, lambda x: self._cut(x, at, width, row))
+        stored: Any = self._cut(self.k, at, width, row)
+        if self.v is None:
+            k, v = stored.decode()
+        else:
+            k, v = map(dequantize_kv, (stored, self._cut(self.v, at, width, row)))
         if self.key_bias_fn is not None:
             k = k + self.key_bias_fn(position_BS)
         return Block(k, v, position_BS, valid_BS)
@@ -151,8 +151,8 @@ class Contiguous(LayerCache):
         """Keys and values of the slots that rows of at most `tokens` tokens have used, for a file: on every
         device in two arrays.
         """
-        used = self._map(lambda x: x[:, :, :tokens])
-        return separate_pair(used.k, used.v)
+        used: Any = self._map(lambda x: x[:, :, :tokens])
+        return used.k.separate() if self.v is None else (used.k, used.v)
 
     def fill(self, k: Any, v: Any) -> Self:
         """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
@@ -160,7 +160,9 @@ class Contiguous(LayerCache):
         def pad(x: Any) -> Any:
             return np.pad(x, [(0, 0), (0, 0), (0, self.slots - x.shape[2]), (0, 0)])
 
-        k, v = jax.tree.map(jnp.asarray, [map_slots(pad, x) for x in join_pair(k, v, (self.k, self.v))])
+        stored: Any = self.k
+        k, v = (stored.join(k, v), None) if self.v is None else (k, v)
+        k, v = jax.tree.map(jnp.asarray, [map_slots(pad, x) for x in (k, v)])
         return dataclasses.replace(self, k=k, v=v)
 
     def _map(self, function: Any) -> Self:

@@ -42,14 +42,8 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
         np.ascontiguousarray(leaf)[:rows] for leaf in jax.tree.leaves(_used_arrays(cache, tokens, reached))
     )
     tensors = {f"{i}": x.view(_file_dtype(x.dtype)) for i, x in enumerate(leaves)}
-    saved = dict(
-        format=_FORMAT,
-        tokens=tokens,
-        dtype=cache.dtype,
-        capacity=cache.capacity,
-        reached=reached,
-    )
-    about = json.dumps(saved | dict(factors=prefix.factors))
+    shape = dict(dtype=cache.dtype, capacity=cache.capacity, reached=reached, factors=prefix.factors)
+    about = json.dumps(dict(format=_FORMAT, tokens=tokens) | shape)
     try:
         save_file(tensors, path, metadata={"xinfer_jax": about, "model": fingerprint(params, config)})
     except (OSError, safetensors.SafetensorError) as error:
@@ -119,28 +113,25 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
     tokens: Any = saved.get("tokens")
     capacity: Any = saved.get("capacity")
     reached: Any = saved.get("reached")
-    valid_tokens = isinstance(tokens, list) and all(
+    dtype: Any = saved.get("dtype")
+    is_tokens = isinstance(tokens, list) and all(
         _are_integers(row, 0, config.vocab_size - 1) for row in tokens
     )
-    lengths = list(map(len, tokens)) if valid_tokens else []
+    lengths = list(map(len, tokens)) if is_tokens else []
+    is_capacity = _are_integers([capacity], max(lengths, default=1), None)
+    is_reached = _are_integers(reached, 0, capacity if is_capacity else None)
+    is_reached = is_reached and len(reached) == len(lengths)
+    is_reached = is_reached and all(n <= most for n, most in zip(lengths, reached, strict=True))
     valid = {
         "tokens": max(lengths, default=0) > 0,
-        "capacity": _are_integers([capacity], max(lengths, default=1), None),
-        "dtype": saved.get("dtype") in ("float32", "bfloat16", "float16")
-        or quantized_dtype(saved.get("dtype")) is not None,
-        "reached": (reached is None and "reached" in saved)
-        or (
-            _are_integers(reached, 0, capacity)
-            and len(reached) == len(lengths)
-            and all(n <= most for n, most in zip(lengths, reached, strict=True))
-        ),
+        "capacity": is_capacity,
+        "dtype": dtype in ("float32", "bfloat16", "float16") or quantized_dtype(dtype) is not None,
+        "reached": "reached" in saved and reached is None or is_reached,
         "factors": isinstance(saved.get("factors"), list),
     }
-    for name, is_valid in valid.items():
-        if not is_valid:
-            raise InputError(
-                f"{path} is damaged, its {name} cannot be {saved.get(name)!r:.60}: save it again"
-            )
+    if damaged := [name for name, is_valid in valid.items() if not is_valid]:
+        name = damaged[0]
+        raise InputError(f"{path} is damaged, its {name} cannot be {saved.get(name)!r:.60}: save it again")
     same_model = metadata.get("model") == fingerprint(params, config)
     if not same_model or tuple(saved["factors"]) not in _factors(config):
         raise InputError(f"{path} was saved with another model: load that one, or prefill again")
@@ -151,15 +142,15 @@ def _tensors(path: str | Path, file: Any, like: KVCache, saved: dict[str, Any]) 
     """The saved arrays of a cache like this one: what `_used_arrays` returned of it."""
     used_arrays = partial(_used_arrays, tokens=saved["tokens"], reached=saved["reached"])
     wanted, tree = jax.tree.flatten(jax.eval_shape(used_arrays, like))
-    dtypes = [_file_dtype(x.dtype) for x in wanted]
     names = [f"{i}" for i in range(len(wanted))]
     if set(file.keys()) != set(names):
         raise InputError(
             f"{path} is damaged, it has other tensors than the {len(names)} of its cache: save it again"
         )
     arrays = []
-    for name, x, dtype in zip(names, wanted, dtypes, strict=True):
+    for name, x in zip(names, wanted, strict=True):
         stored = file.get_slice(name)
+        dtype = _file_dtype(x.dtype)
         got = stored.get_dtype(), stored.get_shape()
         if got != (want := (f"{dtype.kind.upper()}{8 * dtype.itemsize}", list(x.shape))):
             raise InputError(f"{path} is damaged, its tensor {name} is {got}, expected {want}: save it again")

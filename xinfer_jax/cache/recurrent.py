@@ -34,9 +34,8 @@ class Recurrent(LayerCache):
 
     has_keys = False
 
-    inputs: (
-        Inputs  # the last W inputs of the convolution, then the P of draft slots: [B, K or N, W + P, H or Y]
-    )
+    # The last W inputs of the convolution, then the P of draft slots: [B, K or N, W + P, H or Y].
+    inputs: Inputs
     state: jax.Array  # [B, N, H, Y]
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens of a row in the other layers
     # Of the tokens in draft slots: the logarithm of the decay, and beta, [B, N, P, 2]; None: no draft slots.
@@ -44,9 +43,12 @@ class Recurrent(LayerCache):
     base_B: jax.Array | None = dataclasses.field(default=None, kw_only=True)  # int32: tokens in `state`
 
     @staticmethod
+    @partial(jax.jit, static_argnums=(0, 1, 2, 3))
     def empty(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> "Recurrent":
         """The state of rows without tokens: zeros."""
-        return _empty(config, batch, capacity, mesh)
+        arrays = [jnp.zeros((batch, *shape), np.float32) for shape in state_shapes(config)]
+        *inputs, state = shard_heads(arrays, mesh)
+        return Recurrent(tuple(inputs), state, capacity)
 
     @staticmethod
     def row_bytes(config: ModelConfig) -> int:
@@ -78,7 +80,6 @@ class Recurrent(LayerCache):
         return q, k, v, self.state.shape[1:]
 
     def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """bool [B]: whether there is a state after length_B tokens; reached_B: tokens of each row."""
         return length_B >= (reached_B if self.base_B is None else jnp.minimum(self.base_B, reached_B))
 
     def before(self, start_B: jax.Array) -> tuple[Inputs, jax.Array]:
@@ -120,7 +121,6 @@ class Recurrent(LayerCache):
         return 1 < tokens <= self.draft_slots
 
     def with_draft_slots(self, count: int, length_B: jax.Array) -> Self:
-        """A layer with at least so many draft slots, for rows of these lengths."""
         if self.draft_slots >= count:
             return self
         if self.steps is not None:
@@ -132,19 +132,13 @@ class Recurrent(LayerCache):
         return dataclasses.replace(self, inputs=inputs, steps=steps, base_B=length_B)
 
     def used_arrays(self, tokens: int) -> tuple[Inputs, jax.Array]:
-        """Inputs and state, for a file.
-
-        Raises:
-            InputError: there are draft slots, whose accepted tokens are not in the state yet.
-        """
-        if self.steps is not None:
+        if self.steps is not None:  # accepted tokens are not in the state yet
             raise InputError(
                 "the state of a call with draft tokens cannot be saved: make the prefix without them"
             )
         return self.inputs, self.state
 
     def fill(self, inputs: Any, state: Any) -> Self:
-        """A layer with these NumPy arrays of `used_arrays`."""
         inputs, state = jax.tree.map(jnp.asarray, (inputs, state))
         return dataclasses.replace(self, inputs=inputs, state=state)
 
@@ -167,10 +161,3 @@ def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     N = spec.num_value_heads
     Y = spec.value_head_dim
     return key, key, (N, W, Y), (N, spec.key_head_dim, Y)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None) -> Recurrent:
-    arrays = [jnp.zeros((batch, *shape), np.float32) for shape in state_shapes(config)]
-    *inputs, state = shard_heads(arrays, mesh)
-    return Recurrent(tuple(inputs), state, capacity)

@@ -123,19 +123,14 @@ def stores_side_by_side(dtype: Any) -> bool:
     return kind is not None and kind.serves(dtype)
 
 
-def empty_kv(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Zeros [B, K, S, H]. dtype: as in `cache_dtype_of`."""
-    return cache_dtype_of(dtype).empty(shape)
-
-
 def empty_pair(
     shape: tuple[int, ...], dtype: Any, side_by_side: bool, value_width: Any = None
 ) -> tuple[Any, Any]:
     """Keys and values that are zeros. shape: [B, K, S, H] of keys; value_width: None: H."""
     if side_by_side:
         return plugin("cache form", "side by side").empty(shape, dtype), None
-    *others, width = shape
-    return empty_kv(shape, dtype), empty_kv((*others, value_width or width), dtype)
+    empty = cache_dtype_of(dtype).empty
+    return empty(shape), empty((*shape[:-1], value_width or shape[-1]))
 
 
 def pair_bytes(width: int, dtype: Any) -> int:
@@ -180,39 +175,9 @@ def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
     return y.of_rows(lambda z: cut(z, 0, z.shape[2])) if isinstance(y, StoredKV) else y
 
 
-def append_pair(  # noqa: PLR0913
-    k: Stored, v: Any, new: tuple[Any, Any], start_B: jax.Array, num_tokens_B: jax.Array, write: Callable
-) -> tuple[Any, Any]:
-    """The pair with new keys and values.
-
-    Args:
-        k, v: the stored pair.
-        new: keys and values [B, T, K, H].
-        start_B, num_tokens_B: the position of the first of T tokens, and how many are real.
-        write: writes [B, K, T, X] into an array of slots; called with both and the two above.
-    """
-
-    def append(old: Stored, *new_BTKH: jax.Array) -> Any:
-        parts = [jnp.swapaxes(x, 1, 2) for x in new_BTKH]
-        if isinstance(old, StoredKV):
-            encoded: Any = old.encode(*parts, first_B=jnp.where(start_B == 0, num_tokens_B, 0))
-        else:
-            (encoded,) = parts
-        return map_slots(lambda x, y: write(y, x.astype(y.dtype), start_B, num_tokens_B), encoded, old)
-
-    return (append(k, *new), None) if v is None else (append(k, new[0]), append(v, new[1]))
-
-
-def read_pair(k: Any, v: Any, cut: Callable) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [B, K, S, H] of what `cut` takes of a stored array, dequantized."""
-    return cut(k).decode() if v is None else (dequantize_kv(cut(k)), dequantize_kv(cut(v)))
-
-
-def separate_pair(k: Any, v: Any) -> tuple[Any, Any]:
-    """The pair in two parts, as in files."""
-    return k.separate() if v is None else (k, v)
-
-
-def join_pair(k: Any, v: Any, like: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The pair of what `separate_pair` returned, as the pair `like` is stored."""
-    return (like[0].join(k, v), None) if like[1] is None else (k, v)
+def encode_new(old: Stored, *x_BTKH: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Any:
+    """New keys or values, or both, as `old` is stored: num_tokens_B real ones from position start_B on."""
+    parts = [jnp.swapaxes(x, 1, 2) for x in x_BTKH]
+    if not isinstance(old, StoredKV):
+        return parts[0]
+    return old.encode(*parts, first_B=jnp.where(start_B == 0, num_tokens_B, 0))

@@ -6,7 +6,7 @@ are; `template_files`, `template_budget` and `chat_template` find, limit and ren
 `template_splitter` read how answers are written; `token_coverage` bounds the number of ids of a text;
 `tokenizer` converts text to ids and back, `escaping` keeps control tokens out of what users write,
 `conversation` returns the ids of a prompt, `tool_choice` has the grammar of answers that call a tool;
-`detokenizer`, `stop_strings` and `answer_detokenizer` decode ids as they arrive; `tensors` opens safetensors
+`detokenizer` and `answer_detokenizer` decode ids as they arrive; `tensors` opens safetensors
 files, `text_tensors` leaves out those of other models; `own_format`, `awq_gptq_format`, `bitnet_format` and
 `mxfp4_format` are formats of quantized checkpoints, `quantized_formats` finds the right one; `sharded_leaves`
 splits a leaf over the devices of a mesh and `leaf_loader` reads it; `loading` has `load_model`.

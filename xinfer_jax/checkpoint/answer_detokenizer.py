@@ -1,11 +1,11 @@
 """Decodes the token ids of one answer up to its first stop string."""
 
+import functools
 from collections.abc import Sequence
 
 from ..tool_calls.harmony import SPELLINGS, HarmonySplitter, with_marks
 from ..tool_calls.reasoning import ReasoningSplitter
 from .detokenizer import IncrementalDetokenizer
-from .stop_strings import StopStringMatcher
 from .tokenizer import Tokenizer
 
 
@@ -18,8 +18,7 @@ class AnswerDetokenizer:
         tokenizer: of the model.
         stops: the stop strings.
         include_stop: the text includes the stop string.
-        skip_special_tokens: the text leaves out special tokens, as `Tokenizer.decode`.
-        marked: the text is that of `Tokenizer.decode_marked`.
+        skip_special_tokens, marked: as of `IncrementalDetokenizer`.
         min_tokens: a stop string that ends within so many first tokens does not count.
         content_after: stop strings count in the content only, not in the reasoning or, in Harmony, in calls;
             this is what the prompt has of the answer already: <think>, a header of Harmony, or "". None: they
@@ -41,10 +40,8 @@ class AnswerDetokenizer:
     ):
         in_harmony = bool(tokenizer.harmony_marks)
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, in_harmony)
-        stops = with_marks(stops) if in_harmony else tuple(stops)
-        self._stops = StopStringMatcher.cached(stops) if stops else None
+        self._stops = with_marks(stops) if in_harmony else tuple(stops)
         self._spellings = SPELLINGS if in_harmony and not marked else {}
-        self._state = 0
         self._pending = ""  # text that may be the start of a stop string
         self._include_stop = include_stop
         self._tokens_left = min_tokens  # whose text ends no answer
@@ -84,19 +81,37 @@ class AnswerDetokenizer:
             elif part:
                 text += self._pending + part
                 self._pending = ""
-                self._state = 0
         return text
 
     def _until_stop_in_content(self, chunk: str) -> str:
-        if self._stops is None:
-            return chunk
-        start = len(self._pending)
         text = self._pending + chunk
-        self._state, found = self._stops.find(self._state, chunk, start)
+        found = find_stop(self._stops, text, len(self._pending))
         if found is not None and self._tokens_left <= 0:
             self.ended = True
             stop_start, stop_end = found
             return text[: stop_end if self._include_stop else stop_start]
-        ready = len(text) - self._stops.depth[self._state]
+        ready = stop_prefix_start(self._stops, text)
         self._pending = text[ready:]
         return text[:ready]
+
+
+def find_stop(stops: Sequence[str], text: str, least_end: int) -> tuple[int, int] | None:
+    """Start and end of the first stop string, then the shortest, that ends after `least_end`."""
+    starts = ((text.find(stop, max(0, least_end + 1 - len(stop))), stop) for stop in stops)
+    return min(((start, start + len(stop)) for start, stop in starts if start >= 0), default=None)
+
+
+def stop_prefix_start(stops: tuple[str, ...], text: str) -> int:
+    """Where the longest end of the text begins that is the start of a stop string."""
+    prefixes, longest = _prefixes(stops)
+    ends = range(max(0, len(text) - longest), len(text))
+    return next((start for start in ends if text[start:] in prefixes), len(text))
+
+
+@functools.lru_cache(8)
+def _prefixes(stops: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """The starts of the stop strings, without the strings, and the most characters of one; cached, since all
+    answers of a request share them. The most take 4 MiB.
+    """
+    prefixes = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
+    return prefixes, max(map(len, prefixes), default=0)

@@ -5,7 +5,6 @@ packed in 32-bit words. GPTQ may add X.g_idx, the group of each input.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,14 @@ import numpy as np
 from ..errors import InputError, format_names
 from ..host import aligned_empty, run_in_blocks
 from ..weights.grouped_weight import GroupedWeight, grouped_struct, pack_int4
-from .own_format import TensorSpec
-from .tensors import DTYPES, StoredTensor
+from .tensors import DTYPES, QuantizedFormat, Shape, Tensors, TensorSpec
 
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of a word's 8 outputs, which 4 bits it has, from the lowest
 _SCALE_TYPES = {"F16", "BF16", "F32"}
 
 
 @dataclasses.dataclass(frozen=True)
-class AwqGptqFormat:
-    """How an AWQ or GPTQ checkpoint stores its quantized matrices."""
-
+class AwqGptqFormat(QuantizedFormat):
     method: str  # awq or gptq
     bits: int
     group: int  # inputs that share a scale; -1: all of them
@@ -32,16 +28,7 @@ class AwqGptqFormat:
     zeros_borrow: bool = False  # gptq: the one was subtracted from whole words, with borrows between numbers
     symmetric: bool = False  # gptq: every zero is the middle number
 
-    def tensor_specs(
-        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
-    ) -> dict[str, TensorSpec]:
-        """The stored tensors of a quantized matrix, by name; empty if the matrix is not quantized.
-
-        Args:
-            name: of the matrix, X.weight.
-            shape: of the matrix, [O, I].
-            tensors: all tensors of the checkpoint.
-        """
+    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         if len(shape) == 1 or name in tensors:
             return {}
         module = name.removesuffix(".weight")
@@ -51,12 +38,9 @@ class AwqGptqFormat:
         per_word = 32 // self.bits
         Q = -(-inputs // self._group_size(inputs))
         packed_outputs = -(-outputs // per_word)
-        packed_inputs = -(-inputs // per_word)
+        words = (inputs, packed_outputs) if self.method == "awq" else (-(-inputs // per_word), outputs)
         specs: dict[str, TensorSpec] = {
-            "qweight": (
-                (inputs, packed_outputs) if self.method == "awq" else (packed_inputs, outputs),
-                {"I32"},
-            ),
+            "qweight": (words, {"I32"}),
             "qzeros": ((Q, packed_outputs), {"I32"}),
             "scales": ((Q, outputs), _SCALE_TYPES),
         }
@@ -64,20 +48,13 @@ class AwqGptqFormat:
             specs["g_idx"] = ((inputs,), {"I32", "I64"})
         return {f"{module}.{field}": spec for field, spec in specs.items()}
 
-    def struct(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> GroupedWeight:
-        """The shapes and types of what `load` returns. Reads only X.g_idx, which may be the natural order."""
+    def struct(self, name: str, shape: Shape, tensors: Tensors) -> GroupedWeight:
         J = self._group_size(shape[1])
         module = name.removesuffix(".weight")
         scale = np.float16 if tensors[f"{module}.scales"].type == "F16" else np.float32
         return grouped_struct(shape, self.bits, J, scale, self._order(name, shape[1], tensors) is not None)
 
-    def load(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> GroupedWeight:
-        """Reads a matrix whose `tensor_specs` have been checked, as a leaf of NumPy arrays.
-
-        Raises:
-            InputError: invalid values.
-        """
-
+    def load(self, name: str, shape: Shape, tensors: Tensors) -> GroupedWeight:
         def get(field: str) -> Any:
             return tensors[f"{name.removesuffix('.weight')}.{field}"].array()
 
@@ -109,8 +86,8 @@ class AwqGptqFormat:
         zero = np.ascontiguousarray(zero_QO) if self.bits == 4 else None
         return GroupedWeight(values_QYO, scale_QO, zero, order, inputs)
 
-    def is_unused(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Whether a tensor can be ignored: some programs write a bias of zeros for every quantized matrix."""
+    def is_unused(self, name: str, tensors: Tensors) -> bool:
+        """Some programs write a bias of zeros for every quantized matrix."""
         module = name.removesuffix(".bias")
         if module == name or f"{module}.qweight" not in tensors or tensors[name].type not in DTYPES:
             return False
@@ -121,7 +98,7 @@ class AwqGptqFormat:
         even = inputs + inputs % 2
         return min(self.group, even) if self.group > 0 else even
 
-    def _order(self, name: str, inputs: int, tensors: Mapping[str, StoredTensor]) -> np.ndarray | None:
+    def _order(self, name: str, inputs: int, tensors: Tensors) -> np.ndarray | None:
         """The inputs sorted by their group in X.g_idx; None if that is the natural order."""
         J = self._group_size(inputs)
         module = name.removesuffix(".weight")
@@ -150,9 +127,6 @@ class AwqGptqFormat:
     def _unpack_zeros(self, name: str, words: np.ndarray, outputs: int) -> np.ndarray:
         """X.qzeros as uint8 [Q, O], with the subtracted one added again: a stored 15 means 0. Symmetric ones
         are known: programs have written 8 under format gptq, which has 7 there, and 7 under gptq_v2.
-
-        Raises:
-            InputError: zeros that no symmetric matrix has.
         """
         if self.symmetric:
             middle = 2 ** (self.bits - 1)

@@ -4,34 +4,28 @@ X.weight is float numbers, or four outputs packed in a byte; X.weight_scale is t
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 
 from ..errors import InputError
 from ..host import run_in_blocks
 from ..weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_struct
-from .own_format import TensorSpec
-from .tensors import StoredTensor
+from .tensors import QuantizedFormat, Shape, Tensors, TensorSpec
 
 _PER_BYTE = 4  # outputs in a byte: o, o + O/4, ... from the lowest bits on
 _FLOAT_TYPES = {"F16", "BF16", "F32"}
 
 
 @dataclasses.dataclass(frozen=True)
-class BitNetFormat:
-    """How a BitNet checkpoint stores ternary matrices, by linear_class and quantization_mode; methods as in
-    `AwqGptqFormat`.
-    """
+class BitNetFormat(QuantizedFormat):
+    """By linear_class and quantization_mode."""
 
+    method = "bitnet"
     divides: bool  # bitlinear divides by X.weight_scale; autobitlinear multiplies by it
     online: bool  # X.weight is float numbers, quantized here by their mean magnitude; there is no scale
     not_converted: tuple[str, ...]  # modules_to_not_convert
-    method = "bitnet"
 
-    def tensor_specs(
-        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
-    ) -> dict[str, TensorSpec]:
+    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         module, _, field = name.rpartition(".")
         if not module.endswith("_proj") and module != "lm_head" or self._is_not_converted(module):
             return {}
@@ -57,10 +51,10 @@ class BitNetFormat:
             f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in self.not_converted
         )
 
-    def struct(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
+    def struct(self, name: str, shape: Shape, tensors: Tensors) -> TernaryWeight:
         return ternary_struct(shape)
 
-    def load(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
+    def load(self, name: str, shape: Shape, tensors: Tensors) -> TernaryWeight:
         stored = tensors[name]
         (outputs, inputs) = shape
         if self.online:
@@ -70,7 +64,8 @@ class BitNetFormat:
             raise InputError(f"{name}_scale is {scale}, not a valid scale: fetch the checkpoint again")
         scale = 1 / scale if self.divides else scale
         if stored.type == "U8":
-            return pack_ternary(lambda at: _unpack_bytes(stored, at, name), (outputs, stored.shape[1]), scale)
+            packed = stored.array()
+            return pack_ternary(lambda at: _unpack_bytes(packed, at, name), shape, scale)
         maxima: list[np.floating] = []
 
         def find_largest(at: slice) -> None:
@@ -80,21 +75,11 @@ class BitNetFormat:
         largest = np.float32(max(maxima))
         return pack_ternary(lambda at: _ternary_levels(stored[at], largest, name), shape, scale * largest)
 
-    def is_unused(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-        return False
 
-
-def _unpack_bytes(stored: StoredTensor, outputs: slice, name: str) -> np.ndarray:
-    """Some outputs of a packed BitNet matrix: int8 [outputs, I], with values -1, 0 and 1."""
-    rows = stored.shape[0]
-    blocks = []
-    first = outputs.start
-    while first < outputs.stop:  # outputs that have the same bits of their bytes
-        position, row = divmod(first, rows)
-        end = min(outputs.stop, (position + 1) * rows)
-        blocks.append(stored[row : row + end - first] >> 2 * position & 3)
-        first = end
-    values = np.concatenate(blocks)
+def _unpack_bytes(packed: np.ndarray, at: slice, name: str) -> np.ndarray:
+    """Some outputs of a packed matrix: int8 [outputs, I], with values -1, 0 and 1."""
+    position, row = np.divmod(np.arange(at.start, at.stop), len(packed))
+    values = packed[row] >> (2 * position[:, None]).astype(np.uint8) & 3
     if (values == 3).any():
         raise InputError(f"{name} holds a number that is not -1, 0 or 1: fetch the checkpoint again")
     return values.astype(np.int8) - 1

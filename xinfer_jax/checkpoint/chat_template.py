@@ -31,14 +31,11 @@ _COMPARING_TESTS = (
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """Renders a template with its variables (messages, tools, bos_token, …).
-
-    Raises:
-        InputError: the template is broken, exceeds its budget, or raises an error for this conversation.
+    """Renders a template with its variables (messages, tools, bos_token, …). Raises InputError where it is
+    broken, exceeds its budget, or raises an error for this conversation.
     """
     try:
-        environment = _Environment(variables)
-        return environment.template(source).render(variables)
+        return _Environment(variables).template(source).render(variables)
     except Exception as error:  # a template is code: any exception can occur
         raise InputError(
             f"the chat template rejects this conversation: {str(error) or type(error).__name__}"
@@ -127,7 +124,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.tests[name] = self._counting_test(self.tests[name])
         counting = {
             "spend_nodes!": self._spend_nodes,
-            "output!": self._output,
+            "output!": self._concat,
             "concat!": self._concat,
             "compare!": self._compare,
             "slice!": self.budget.spend_result,
@@ -143,10 +140,6 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _spend_nodes(self, count: int) -> bool:
         self.budget.spend(NODE * count)
         return True
-
-    def _output(self, value: Any) -> str:
-        self.budget.spend_read(value)
-        return str(value)
 
     def _concat(self, *values: Any) -> str:
         self.budget.spend_read(*values)

@@ -35,27 +35,16 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     truncate: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """The token ids of a prompt.
+    """The token ids of a prompt: at least one; there may be more than the limit. Other arguments and errors
+    are as of `xinfer_jax.encode_prompt`.
 
     Args:
-        tokenizer: with the chat template.
-        prompt: the user's text, or messages.
-        limit: tokens of the model's context.
-        system: a system message to put before the prompt.
-        raw: encode the text without the chat template.
-        add_special_tokens: for raw texts, the checkpoint's special tokens around a text (such as BOS).
-        variables: additional variables of the chat template; `add_generation_prompt` defaults to True.
+        limit: tokens of the model's context. A text whose length alone shows that it has more raises
+            ContextLengthError.
+        variables: of the chat template; `add_generation_prompt` defaults to True.
         escape: control tokens that the conversation spells are encoded as ordinary text.
         continue_final_message: the ids end within the last message, so that the answer continues it.
         truncate: the caller truncates the ids, so a text longer than the context is accepted.
-        tools: that the answer may call, as the OpenAI API describes them.
-
-    Returns:
-        At least one id; there may be more than the limit.
-
-    Raises:
-        ContextLengthError: the text is certainly too long for the context, as its length alone shows.
-        InputError: as `xinfer_jax.encode_prompt`.
     """
     if system is not None and not isinstance(system, str):
         raise InputError(f"system must be a text, got {format_value(system)}")
@@ -93,11 +82,7 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
 
 
 def check_template_tools(tokenizer: Tokenizer, tools: Any) -> list[dict[str, Any]]:
-    """The tools, copied.
-
-    Raises:
-        InputError: they have another form, or the chat template ignores them.
-    """
+    """The tools, copied; InputError: they have another form, or the chat template ignores them."""
     checked = check_tools(tools)
     if not tokenizer.template_tools.used:
         raise InputError("the chat template of this model ignores tools: leave them out")
@@ -138,14 +123,10 @@ def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | Non
 
 
 def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) -> None:
-    """Raises ContextLengthError where the text's length alone shows that it has more than `limit` tokens.
-
-    Tokenizing such a text could take long. name: of the text, for the error.
+    """Raises ContextLengthError where the text's length alone shows that it has more than `limit` tokens:
+    tokenizing such a text could take long. name: of the text.
     """
-    if len(text) <= _CHARS_PER_TOKEN * limit:
-        return
-    fewest = tokenizer.fewest_ids(text)
-    if fewest > limit:
+    if len(text) > _CHARS_PER_TOKEN * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
         raise ContextLengthError(
             f"{name} has at least {fewest} tokens ({len(text)} characters), which exceeds the context limit"
             f" {limit}: shorten it"

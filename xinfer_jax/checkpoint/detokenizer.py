@@ -8,13 +8,11 @@ _MAX_PENDING = 16  # ids without a complete text; a character has at most four
 
 
 class IncrementalDetokenizer:
-    """Returns the text of each id once its characters are complete; the joined text is `decode` of all ids.
-
-    A push decodes few ids again: the pending ones, and those before them as context.
+    """Returns the text of each id once its characters are complete; the joined text is `decode` of all ids,
+    or `decode_marked`. A push decodes few ids again: the pending ones, and those before them as context.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, marked: bool = False):
-        """marked: the text is that of `Tokenizer.decode_marked`."""
         decode = tokenizer.decode_marked if marked else tokenizer.decode
         self._decode = partial(decode, skip_special_tokens=skip_special_tokens)
         self._context: list[int] = []  # the last ids whose text has been returned
@@ -25,7 +23,7 @@ class IncrementalDetokenizer:
         self._pending.append(token)
         text = self.finish()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return self._split_pending() if len(self._pending) >= _MAX_PENDING else ""
+            return self._split_pending(text) if len(self._pending) >= _MAX_PENDING else ""
         self._context = self._pending
         self._pending = []
         return text
@@ -38,11 +36,10 @@ class IncrementalDetokenizer:
         # Decoded with their context: tokenizers treat the start of a text differently (a leading space, say).
         return self._decode(context + ids)[len(self._decode(context)) :]
 
-    def _split_pending(self) -> str:
+    def _split_pending(self, text: str) -> str:
         """The text of the first pending ids, split where no character spans the split. So a long run of ids
         without a complete text is not decoded again and again.
         """
-        text = self.finish()
         for at in range(len(self._pending) - 4, 0, -1):
             first = self._pending[:at]
             rest = self._pending[at:]

@@ -15,17 +15,12 @@ _MAX_DEPTH = 100
 
 
 class _ControlTokens:
-    """Some of the tokenizer's added tokens.
-
-    Attributes:
-        ids: their ids.
-        pattern: matches their texts, the longest first.
-        normalized: the tokenizer's normalizer can turn another text into one of them.
-    """
+    """Some of the tokenizer's added tokens."""
 
     def __init__(self, tokenizer: Tokenizer, added: dict[int, Any]):
         self.ids = frozenset(added)
         self.pattern = re.compile(_any_of(token.content for token in added.values()) or "(?!)")
+        # Whether the tokenizer's normalizer can turn another text into one of them.
         has_normalizer = tokenizer.backend.normalizer is not None
         self.normalized = has_normalizer and any(token.normalized for token in added.values())
 
@@ -55,10 +50,8 @@ class ControlTokenEscaper:
         return masked
 
     def mask(self, value: Any, control: _ControlTokens | None = None, depth: int = _MAX_DEPTH) -> Any:
-        """Returns a value with a numbered marker in place of each control token that its texts spell.
-
-        Raises:
-            InputError: a text that only normalization turns into a control token, or too many parts.
+        """Returns a value with a numbered marker in place of each control token that its texts spell. Raises
+        InputError for a text that only normalization turns into a control token, or too many parts.
         """
         control = control or self._control
         self._parts = self._parts + 1
@@ -80,10 +73,8 @@ class ControlTokenEscaper:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that was rendered from masked values: markers become ordinary text again.
-
-        Raises:
-            InputError: a spelling that the tokenizer cannot encode without its control token.
+        """The ids of a text that was rendered from masked values: markers become ordinary text again. Raises
+        InputError for a spelling that the tokenizer cannot encode without its control token.
         """
         first, *rest = re.split(f"{self._marker}([0-9]{{6}})", text)
         # A spelling is split in two, and each part is encoded on its own: neither contains a control token.

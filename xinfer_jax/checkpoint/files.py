@@ -27,11 +27,7 @@ _MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much
 
 
 def file_exists(file: Path) -> bool:
-    """Whether the file exists.
-
-    Raises:
-        InputError: the path is something else: a directory, or a link to nothing or to itself.
-    """
+    """Whether the file exists; InputError: the path is a directory, or a link to nothing or to itself."""
     try:
         if file.is_file():
             return True
@@ -43,11 +39,7 @@ def file_exists(file: Path) -> bool:
 
 
 def read_text(file: Path) -> str | None:
-    """The text of a small file; None where the file does not exist.
-
-    Raises:
-        InputError: not a file, not UTF-8, or larger than 32 MiB.
-    """
+    """The text of a small file; None where it does not exist. Raises InputError."""
     if not file_exists(file):
         return None
     try:
@@ -59,11 +51,7 @@ def read_text(file: Path) -> str | None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where the file does not exist.
-
-    Raises:
-        InputError: not JSON, or not an object.
-    """
+    """The object in a JSON file; None where the file does not exist. Raises InputError."""
     text = read_text(file)
     if text is None:
         return None
@@ -77,10 +65,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """The file of each tensor, from the index of a checkpoint in shards; None: there is no index.
-
-    Raises:
-        InputError: no map of tensor names to file names, or files outside the directory.
+    """The file of each tensor, from the index of a checkpoint in shards; None: there is no index. Raises
+    InputError.
     """
     index = read_json(path / _INDEX)
     if index is None:
@@ -100,10 +86,8 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
-    """The directory of a checkpoint; a name owner/name is downloaded from the Hugging Face hub.
-
-    Raises:
-        InputError: neither a directory nor a hub repository that can be downloaded.
+    """The directory of a checkpoint; a name owner/name is downloaded from the Hugging Face hub. Raises
+    InputError.
     """
     name = str(path_or_repo_id)
     path = Path(os.path.expanduser(path_or_repo_id))

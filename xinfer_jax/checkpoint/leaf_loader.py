@@ -1,7 +1,7 @@
 """Reads one leaf of the parameter tree: from float or quantized tensors, for one device or a mesh."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,17 @@ from ..families.naming import FileSpec
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
 from ..weights.hadamard import TensorRotation, rotate_tensor
-from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_stack, quantized_struct
-from ..weights.quantize_methods import device_form, with_int8_activations
-from .bitnet_format import BitNetFormat
-from .own_format import TensorSpec
-from .quantized_formats import QuantizedFormat
-from .sharded_leaves import (
-    LeafPartition,
-    check_partition,
-    device_part,
-    leaf_partition,
-    shard_leaf,
-    sharded_shapes,
+from ..weights.quantization import (
+    device_form,
+    group_size_for_shards,
+    quantized_leaf,
+    quantized_stack,
+    quantized_struct,
+    with_int8_activations,
 )
-from .tensors import JoinedRows, StoredTensor
+from .bitnet_format import BitNetFormat
+from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
+from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,60 +35,48 @@ class LeafLoader:
     it is empty.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Tensors
     dtype: Any
     quantize: str | None
     quant_format: QuantizedFormat | None
     mesh: Mesh | None
     rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
 
-    def struct(self, spec: FileSpec, quantized: Mapping[str, TensorSpec]) -> Any:
+    def struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
         """The shapes of a leaf, over all devices."""
-        partition = self._partition(spec, quantized)
-        group = self._group(spec)
-        whole = self._host_struct(spec, quantized, self.tensors, group)
+        whole = self._host_struct(spec, quantized)
         if self.mesh is None:
             return whole
-        check_partition(spec, whole, partition, self._numbers_per_word(quantized))
-        is_bitnet = isinstance(self.quant_format, BitNetFormat)
-        if self._reads_whole(spec, quantized) and not is_bitnet:
-            return sharded_shapes(spec, whole, self.mesh, 1)
-        tensors = self.tensors if is_bitnet else partition.slice_quantized(quantized, self.tensors, 0)
-        part = self._host_struct(partition.part_spec(spec), quantized, tensors, group)
-        return sharded_shapes(spec, part, self.mesh, self._num_devices)
+        partition = leaf_partition(spec, self._num_devices)
+        packed = 1 if self._reads_whole(spec, quantized) else self._numbers_per_word(quantized)
+        check_partition(spec, whole, partition, packed)
+        return sharded_shapes(spec, whole, self.mesh, self._num_devices, partition.num_parts)
 
-    def load(self, spec: FileSpec, quantized: Mapping[str, TensorSpec], struct: Any) -> Any:
+    def load(self, spec: FileSpec, quantized: Collection[str], struct: Any) -> Any:
         """Reads a leaf and puts it on the devices. struct: its shapes."""
         stored = [] if quantized else spec.tensor_parts(self.tensors)
         group = self._group(spec)
         if self.mesh is None:
             return jax.device_put(self._load_host(spec, quantized, self.tensors, stored, group))
-        partition = self._partition(spec, quantized)
+        partition = leaf_partition(spec, self._num_devices)
         if self._reads_whole(spec, quantized):
             leaf = self._load_host(spec, quantized, self.tensors, stored, group)
 
-            def split(device: int) -> Any:
-                return device_part(spec, leaf, device // partition.devices_per_part, partition.num_parts)
-
-            return shard_leaf(spec, split, struct, self.mesh)
-
-        def read_part(device: int) -> Any:
+        def get_part(device: int) -> Any:
             i = device // partition.devices_per_part
+            if self._reads_whole(spec, quantized):
+                return device_part(spec, leaf, i, partition.num_parts)
             tensors = partition.slice_quantized(quantized, self.tensors, i)
             own = partition.slice_parts(stored, i)
-            part = self._load_host(partition.stored_spec(spec, i), quantized, tensors, own, group)
-            return partition.pad(spec, part, i)
+            return self._load_host(partition.part_spec(spec), quantized, tensors, own, group)
 
-        return shard_leaf(spec, read_part, struct, self.mesh)
+        return shard_leaf(spec, get_part, struct, self.mesh)
 
     @property
     def _num_devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
-    def _partition(self, spec: FileSpec, quantized: Mapping[str, TensorSpec] | tuple = ()) -> LeafPartition:
-        return leaf_partition(spec, self._num_devices, self._numbers_per_word(quantized))
-
-    def _numbers_per_word(self, quantized: Any) -> int:
+    def _numbers_per_word(self, quantized: Collection[str]) -> int:
         """How many numbers of a quantized matrix the files pack in one word."""
         return 32 // getattr(self.quant_format, "bits", 32) if quantized else 1
 
@@ -103,23 +88,29 @@ class LeafLoader:
             return spec.shape[1]
         if self.quantize is None or self.mesh is None or len(spec.shape) != 2:
             return None
-        parts = self._num_devices if self._partition(spec).axis == 1 else 1
+        parts = self._num_devices if leaf_partition(spec, self._num_devices).axis == 1 else 1
         return group_size_for_shards(spec.shape, spec.hf_name, self.quantize, parts)
 
-    def _reads_whole(self, spec: FileSpec, quantized: Mapping[str, TensorSpec]) -> bool:
-        """Whether a leaf is read whole and split in memory: its parts share scales, or an order of inputs."""
+    def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
+        """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
+        they share scales or an order (g_idx); a byte of BitNet holds outputs of several parts; the devices do
+        not divide a vocabulary.
+        """
         if quantized and isinstance(self.quant_format, BitNetFormat):
             return True
+        if spec.axes[0] == "vocab":
+            return spec.shape[0] % (self._num_devices * self._numbers_per_word(quantized)) > 0
         has_order = any(name.endswith((".order", ".g_idx")) for name in quantized)
         shares_scales = (self._group(spec) or 0) >= spec.shape[-1]
-        return self._partition(spec).axis == 1 and (has_order or shares_scales)
+        return leaf_partition(spec, self._num_devices).axis == 1 and (has_order or shares_scales)
 
-    def _host_struct(self, spec: FileSpec, quantized: Any, tensors: Any, group: int | None) -> Any:
+    def _host_struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
         if self.quant_format and quantized:
-            return device_form(self.quant_format.struct(spec.hf_name, spec.shape, tensors))
+            return device_form(self.quant_format.struct(spec.hf_name, spec.shape, self.tensors))
         if self.quantize is None or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(spec.shape, self.dtype)
-        return device_form(self._mark_int8(quantized_struct(spec.shape, spec.hf_name, self.quantize, group)))
+        struct = quantized_struct(spec.shape, spec.hf_name, self.quantize, self._group(spec))
+        return device_form(self._mark_int8(struct))
 
     def _load_host(
         self, spec: FileSpec, quantized: Any, tensors: Any, stored: list[Any], group: int | None

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,19 @@ from ..plugins import load
 from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
-from ..weights.hadamard import TensorRotation, tensor_rotations
+from ..weights.hadamard import tensor_rotations
 from ..weights.layout import shardings
 from ..weights.params import Params, check_weights, resolve_dtype, tree_bytes
-from ..weights.quantize_methods import check_activations, check_quantize, check_quantize_method
+from ..weights.quantization import check_activations, check_quantize, check_quantize_method
 from ..weights.quantized_weight import is_quantized
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
 from .mxfp4_format import dequantized
 from .other_formats import describe_files
-from .own_format import OwnFormat, TensorSpec
-from .quantized_formats import QuantizedFormat, kept_format
+from .own_format import OwnFormat
+from .quantized_formats import kept_format
 from .sharded_leaves import with_repeated_kv_heads
-from .tensors import StoredTensor, open_tensors
+from .tensors import Tensors, TensorSpec, open_tensors
 from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
 from .tokenizer import Tokenizer, eos_ids
 
@@ -50,8 +50,7 @@ class Model:
     """A loaded model, as `load_model` returns it.
 
     Attributes:
-        params: the parameter tree: nested dicts and tuples of arrays or quantized leaves; in a `Checkpoint`,
-            of their shapes.
+        params: the parameter tree: nested dicts and tuples of arrays or quantized leaves.
         config: the model's shape and settings, with the checkpoint's EOS ids; static under `jit`.
         tokenizer: converts text to ids and back; None where the checkpoint has no tokenizer.json.
         generation_config: generation_config.json, empty if there is none; for `SamplingConfig.from_hf`.
@@ -74,33 +73,23 @@ class Model:
     def about(self) -> str:
         """Its type, parameters, bytes, vocabulary and context, in a line."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
-        count = sum(math.prod(leaf.shape) for leaf in leaves)
+        millions = sum(math.prod(leaf.shape) for leaf in leaves) / 1e6
         stats = self.load_stats
         config = self.config
-        return (
-            f"{config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
-            f" {format_mib(stats.weight_bytes)}, vocabulary {config.vocab_size},"
-            f" context {config.context_length}"
-        )
+        parameters = f"{millions:.4g} M parameters in {stats.dtype}, {format_mib(stats.weight_bytes)}"
+        sizes = f"vocabulary {config.vocab_size}, context {config.context_length}"
+        return f"{config.model_type}, {parameters}, {sizes}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """What `open_checkpoint` returns: every shape is known, the weights are not read yet.
+    """What `open_checkpoint` returns: every shape is known, the weights are not read yet."""
 
-    Attributes:
-        model: as `read` returns it, but the leaves of `params` are `jax.ShapeDtypeStruct`.
-    """
-
-    model: Model
+    model: Model  # as `read` returns it, but the leaves of `params` are `jax.ShapeDtypeStruct`
     _read: Callable[[], Params]
 
     def read(self) -> Model:
-        """Reads the weights.
-
-        Raises:
-            InputError: invalid values, or a file that can no longer be read.
-        """
+        """Reads the weights. Raises InputError: invalid values, or a file that can no longer be read."""
         start = time.perf_counter()
         params = self._read()
         stats = self.model.load_stats
@@ -180,28 +169,19 @@ def open_checkpoint(
         config = with_repeated_kv_heads(config, mesh.shape[MODEL])
         shardings(config, mesh)  # raises where the devices do not divide a size
     tensors = open_tensors(path)
-    tensors = dequantized(tensors) if dequantize else tensors
-    structs, read = _open_params(
-        path, tensors, config_of_files, dtype, quantize, quant_format, mesh, rotations
-    )
+    tensors = text_tensors(path, dequantized(tensors) if dequantize else tensors)
+    loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
+    structs, read = _open_params(path, config_of_files, loader)
     dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
     return Checkpoint(Model(structs, config, tokenizer, generation, stats, name), read)
 
 
-def _open_params(  # noqa: PLR0913  what a leaf depends on
-    path: Path,
-    tensors: Mapping[str, StoredTensor],
-    config: ModelConfig,
-    dtype: Any,
-    quantize: str | None,
-    quant_format: QuantizedFormat | None,
-    mesh: Mesh | None,
-    rotations: Mapping[str, TensorRotation],
-) -> tuple[Params, Callable[[], Params]]:
+def _open_params(path: Path, config: ModelConfig, loader: LeafLoader) -> tuple[Params, Callable[[], Params]]:
     """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
-    tensors = text_tensors(path, tensors)
+    tensors = loader.tensors
+    quant_format = loader.quant_format
     specs, tree = _named_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
     expected: dict[str, TensorSpec] = {}
@@ -218,10 +198,11 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     others = other_tensors(tensors.keys() - expected.keys() - unused)
     _check_tensors(path, tensors, expected, unused | others)
     warn_of_other_tensors(path, others)
-    check_weights(specs, dtype, quant_format.method if quant_format else quantize, memory_fraction(mesh))
+    method = quant_format.method if quant_format else loader.quantize
+    check_weights(specs, loader.dtype, method, memory_fraction(loader.mesh))
     file_names = {spec.name: spec.hf_name for spec in specs}
-    rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in rotations.items()}
-    loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
+    rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in loader.rotations.items()}
+    loader = dataclasses.replace(loader, rotations=rotations)
     structs = list(map(loader.struct, specs, quantized))
 
     def read() -> Params:
@@ -231,13 +212,9 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     return jax.tree.unflatten(tree, structs), read
 
 
-def _named_specs(
-    path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]
-) -> tuple[list[FileSpec], Any]:
-    """All specs with their names in these files, and their tree.
-
-    Raises:
-        InputError: the config has far more tensors than the files.
+def _named_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:
+    """All specs with their names in these files, and their tree. Raises InputError where the config has far
+    more tensors than the files.
     """
     if config.num_hidden_layers > len(tensors):
         raise InputError(
@@ -255,7 +232,7 @@ def _named_specs(
     return specs, tree
 
 
-def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
+def _empty_experts(config: ModelConfig, tensors: Tensors) -> set[str]:
     """The tensors of shared experts of width 0, which a checkpoint has all the same."""
     has_shared = "shared_gate" in load("family", config.model_type).names.leaves
     if not has_shared or config.experts and config.experts.shared_intermediate_size:
@@ -270,19 +247,15 @@ def _unused_kv(config: ModelConfig) -> set[str]:
     return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
 
 
-def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
+def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Tensors) -> str:
     """The name in the files: a tied matrix may be stored under either of its names."""
     embedding, head = _TIED
     is_tied = config.tie_word_embeddings and spec.hf_name == embedding
     return head if is_tied and embedding not in tensors and head in tensors else spec.hf_name
 
 
-def _check_tensors(
-    path: Path, tensors: Mapping[str, StoredTensor], expected: dict[str, TensorSpec], unused: set[str]
-) -> None:
-    """Raises one InputError for all missing, unexpected or unfitting tensors: the first by name, the rest
-    counted.
-    """
+def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec], unused: set[str]) -> None:
+    """Raises one InputError for all missing, unexpected or unfitting tensors."""
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in expected.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys() - unused)]
     for name in tensors.keys() & expected.keys():
@@ -297,7 +270,7 @@ def _check_tensors(
         raise InputError(f"{path}: the weights do not fit config.json: {format_names(sorted(faults), 2)}")
 
 
-def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
     """Raises InputError where a tied model's matrix is stored twice with different values."""
     if not config.tie_word_embeddings or not all(name in tensors for name in _TIED):
         return

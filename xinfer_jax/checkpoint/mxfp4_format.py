@@ -14,8 +14,7 @@ import numpy as np
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
 from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight, mxfp4_struct
-from .own_format import TensorSpec
-from .tensors import RowsAsTensor, StoredTensor
+from .tensors import QuantizedFormat, RowsAsTensor, Shape, StoredTensor, Tensors, TensorSpec
 
 # Of a matrix: its tensor, its first row of an expert there, and the step to the next.
 _PLACES = {
@@ -28,14 +27,10 @@ _PAIRS = NUMBERS[np.arange(256)[:, None] >> np.array([0, 4]) & 15]  # the two nu
 
 
 @dataclasses.dataclass(frozen=True)
-class Mxfp4Format:
-    """How a checkpoint stores experts in MXFP4; methods as in `AwqGptqFormat`."""
+class Mxfp4Format(QuantizedFormat):
+    method = "mxfp4"
 
-    method: ClassVar = "mxfp4"
-
-    def tensor_specs(
-        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
-    ) -> dict[str, TensorSpec]:
+    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         module, _, field = name.rpartition(".")
         prefix, _, projection = module.rpartition(".")
         if field != "weight" or not prefix.endswith(".experts"):
@@ -51,13 +46,15 @@ class Mxfp4Format:
         blocks: TensorSpec = ((*groups, BYTES), {"U8"})
         return {f"{stored_name}_blocks": blocks, f"{stored_name}_scales": (groups, {"U8"})}
 
-    def struct(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> Mxfp4Weight:
+    def struct(self, name: str, shape: Shape, tensors: Tensors) -> Mxfp4Weight:
         return mxfp4_struct(shape)
 
-    def load(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> Mxfp4Weight:
+    def load(self, name: str, shape: Shape, tensors: Tensors) -> Mxfp4Weight:
         (prefix, projection, _) = name.rsplit(".", 2)
         (stored_name, first, step) = _PLACES[projection]
-        experts = mxfp4_tensor(f"{prefix}.{stored_name}", tensors).transposed(first, step)
+        stem = f"{prefix}.{stored_name}"
+        stored = Mxfp4Tensor(stem, tensors[f"{stem}_blocks"], tensors[f"{stem}_scales"])
+        experts = stored.transposed(first, step)
         weight = jax.tree.map(aligned_empty, mxfp4_struct(shape))
         for expert, values_QYO, scale_QO in zip(experts, weight.values, weight.scale, strict=True):
 
@@ -69,36 +66,24 @@ class Mxfp4Format:
             run_in_blocks(fill, shape[1], shape[2])
         return weight
 
-    def is_unused(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-        return False
-
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Matrix(RowsAsTensor):
-    """The matrix of an expert as float numbers, [outputs, inputs].
-
-    Attributes:
-        blocks, scales: of the expert, with those of other matrices: [outputs * step, …].
-        first: its first row there.
-        step: from one of its rows to the next.
-    """
+    """The matrix of an expert as float numbers, [outputs, inputs]."""
 
     name: str
-    blocks: StoredTensor
+    blocks: StoredTensor  # of the expert, with those of other matrices: [outputs * step, …]
     scales: StoredTensor
-    first: int
-    step: int
+    first: int  # its first row there
+    step: int  # from one of its rows to the next
+    type: ClassVar = "F32"
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.blocks.shape[0] // self.step, self.blocks.shape[1] * GROUP
 
     def read(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks, uint8 [rows, Q, 16], and scales, uint8 [rows, Q].
-
-        Raises:
-            InputError: a scale is NaN.
-        """
+        """Blocks, uint8 [rows, Q, 16], and scales, uint8 [rows, Q]; InputError: a scale is NaN."""
         first, end, _ = rows.indices(self.shape[0])
         stored = slice(first * self.step, end * self.step)
         (blocks_OQY, scales_OQ) = (x[stored][self.first :: self.step] for x in (self.blocks, self.scales))
@@ -121,7 +106,7 @@ class Mxfp4Tensor:
     name: str
     blocks: StoredTensor
     scales: StoredTensor
-    type = "F32"
+    type: ClassVar = "F32"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,24 +115,16 @@ class Mxfp4Tensor:
 
     def transposed(self, first: int, step: int) -> list[Mxfp4Matrix]:
         """Each expert's matrix: the outputs from `first` on, every `step`-th."""
-        return [self._matrix(i, first, step) for i in range(self.shape[0])]
 
-    def _matrix(self, expert: int, first: int, step: int) -> Mxfp4Matrix:
-        (blocks, scales) = (x.view(expert * x.shape[1], x.shape[1:]) for x in (self.blocks, self.scales))
-        return Mxfp4Matrix(self.name, blocks, scales, first, step)
+        def matrix(expert: int) -> Mxfp4Matrix:
+            (blocks, scales) = (x.view(expert * x.shape[1], x.shape[1:]) for x in (self.blocks, self.scales))
+            return Mxfp4Matrix(self.name, blocks, scales, first, step)
 
-
-def mxfp4_tensor(name: str, tensors: Mapping[str, StoredTensor]) -> Mxfp4Tensor:
-    """The tensor that X_blocks and X_scales stand for, where X is the name."""
-    return Mxfp4Tensor(name, tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+        return list(map(matrix, range(self.shape[0])))
 
 
 def dequantized(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint's tensors with those in MXFP4 as float ones.
-
-    Raises:
-        InputError: blocks without scales, or of other sizes.
-    """
+    """Returns a checkpoint's tensors with those in MXFP4 as float ones. Raises InputError."""
     found = dict(tensors)
     stems = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
     for name in [stem for stem in stems if stem not in tensors]:  # blocks beside floats are left: unexpected

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,9 +22,7 @@ from ..weights.params import Params, ParamSpec
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .files import TEXT_FILES
-from .tensors import DTYPES, StoredTensor
-
-TensorSpec = tuple[tuple[int, ...], set[str]]  # shape and possible types of a tensor in a file
+from .tensors import DTYPES, QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
 VERSION = 1
 VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
@@ -33,28 +31,22 @@ _NAME_OF_DTYPE = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnFormat:
-    """How a checkpoint in our format stores its quantized matrices; methods as in `AwqGptqFormat`."""
-
-    method: ClassVar = "xinfer_jax"
+class OwnFormat(QuantizedFormat):
+    method = "xinfer_jax"
     rotated: bool = False  # `ModelConfig.rotated`
     once: bool = False  # `Int8Weight.int8_activations`
 
-    def tensor_specs(
-        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
-    ) -> dict[str, TensorSpec]:
+    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         values = f"{name}.values"
         if len(shape) == 1 or name in tensors or values not in tensors:
             return {}
         (outputs, inputs) = shape
         stored = tensors[values]
+        by_output: TensorSpec = ((outputs,), {"F32"})
         if len(stored.shape) != 3:
-            return {values: (shape, {"I8"}), f"{name}.scale": ((outputs,), {"F32"})}
+            return {values: (shape, {"I8"}), f"{name}.scale": by_output}
         if stored.type == "I32":
-            return {
-                values: (ternary_struct(shape).values.shape, {"I32"}),
-                f"{name}.scale": ((outputs,), {"F32"}),
-            }
+            return {values: (ternary_struct(shape).values.shape, {"I32"}), f"{name}.scale": by_output}
         Y = stored.shape[1]
         packed = stored.type == "U8"
         Q = -(-inputs // max(1, Y * (2 if packed else 1)))
@@ -62,12 +54,10 @@ class OwnFormat:
         optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
         return specs | {field: spec for field, spec in optional.items() if field in tensors}
 
-    def struct(
-        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
-    ) -> QuantizedWeight:
+    def struct(self, name: str, shape: Shape, tensors: Tensors) -> QuantizedWeight:
         return self._make_weight(name, shape, tensors, lambda tensor: tensor.struct)
 
-    def load(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> QuantizedWeight:
+    def load(self, name: str, shape: Shape, tensors: Tensors) -> QuantizedWeight:
         weight = self._make_weight(name, shape, tensors, StoredTensor.array)
         order = getattr(weight, "order", None)
         if order is not None and not np.array_equal(np.sort(order), np.arange(shape[1])):
@@ -75,22 +65,14 @@ class OwnFormat:
         return weight
 
     def _make_weight(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        tensors: Mapping[str, StoredTensor],
-        get: Callable[[StoredTensor], Any],
+        self, name: str, shape: Shape, tensors: Tensors, get: Callable[[StoredTensor], Any]
     ) -> QuantizedWeight:
-        stored = {field: tensors[full] for field in _FIELDS if (full := f"{name}.{field}") in tensors}
-        arrays = {field: get(tensor) for field, tensor in stored.items()}
+        arrays = {field: get(tensors[full]) for field in _FIELDS if (full := f"{name}.{field}") in tensors}
         if len(arrays["values"].shape) == 2:
             return Int8Weight(arrays["values"], arrays["scale"], self.once)
         if arrays["values"].dtype == np.int32:
             return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
         return GroupedWeight(**({"zero": None, "order": None} | arrays), inputs=shape[1])
-
-    def is_unused(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-        return False
 
 
 def save_checkpoint(
@@ -109,7 +91,7 @@ def save_checkpoint(
         params: the parameter tree; matrices may be quantized. Padding of a vocabulary that is sharded over a
             mesh is left out.
         settings: contents of config.json.
-        rotated: the config's `rotated`; such a model must have quantized matrices.
+        rotated: the config's `rotated`.
 
     Raises:
         InputError: no matrix of a rotated model is quantized; `path` is `model_dir`, or cannot be written.
@@ -149,7 +131,6 @@ def save_checkpoint(
 
 
 def _drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
-    """Returns a matrix of the vocabulary without its padding; other leaves unchanged."""
     if spec.axes[0] != "vocab" or leaf.shape == spec.shape:
         return leaf
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..errors import InputError, format_value
 from .awq_gptq_format import AwqGptqFormat
@@ -11,6 +11,7 @@ from .bitnet_format import BitNetFormat
 from .files import read_json
 from .mxfp4_format import Mxfp4Format
 from .own_format import VERSION, VERSION_ROTATED, OwnFormat
+from .tensors import QuantizedFormat
 
 _REMEDY = (
     "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet and mxfp4 are supported: use such a checkpoint,"
@@ -19,18 +20,10 @@ _REMEDY = (
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
-QuantizedFormat: TypeAlias = AwqGptqFormat | BitNetFormat | Mxfp4Format | OwnFormat
 
-
-def read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | None:
-    """Returns how a checkpoint stores its matrices; None: as float numbers.
-
-    Args:
-        settings: contents of config.json.
-        path: the directory. Older programs (AutoGPTQ, AutoAWQ) wrote a file of their own.
-
-    Raises:
-        InputError: a method, or a setting of one, that is not supported.
+def _read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | None:
+    """Returns how a checkpoint stores its matrices; None: as float numbers. Older programs (AutoGPTQ,
+    AutoAWQ) wrote a file of their own beside config.json.
     """
     config = settings.get("quantization_config") or _old_settings(path)
     mlx = settings.get("quantization")
@@ -67,15 +60,9 @@ def kept_format(
     settings: Mapping[str, Any], path: Path, quantize: str | None, dequantize: bool
 ) -> QuantizedFormat | None:
     """Returns the format in which quantized matrices stay as they are stored; None: all are read as floats.
-
-    Args:
-        settings, path: as in `read_format`.
-        quantize, dequantize: as in `load_model`.
-
-    Raises:
-        InputError: as `read_format`, or the arguments do not suit the format.
+    Raises InputError where the format is not supported, or the arguments of `load_model` do not suit it.
     """
-    found = read_format(settings, path)
+    found = _read_format(settings, path)
     is_mxfp4 = isinstance(found, Mxfp4Format)
     if dequantize and not is_mxfp4:
         stored = found.method if found else "float numbers"

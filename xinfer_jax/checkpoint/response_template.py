@@ -26,53 +26,32 @@ _QUANTIFIER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]|\{(\d{1,2}),\}", 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What opens or closes a field.
+    """What opens or closes a field."""
 
-    Attributes:
-        pattern: finds it.
-        partial: finds the last characters of a text that may become it.
-    """
-
-    pattern: re.Pattern[str]
-    partial: re.Pattern[str]
+    pattern: re.Pattern[str]  # finds it
+    partial: re.Pattern[str]  # finds the last characters of a text that may become it
 
 
 @dataclasses.dataclass(frozen=True)
 class TemplateField:
-    """A field of a message.
-
-    Attributes:
-        name: as in a message.
-        open: None: it takes what no other field does.
-        close: None: the answer's end closes it.
-        content: the name of a parser, one of `PARSERS`.
-        arguments: of the parser.
-        join: between the texts of a field that occurs more than once.
-        transform: the value's form, with places for what was found; None: as parsed.
-        transforms_each: the transform applies to each item of a list.
-    """
+    """A field of a message."""
 
     name: str
-    open: Mark | None
-    close: Mark | None
-    content: str
-    arguments: Mapping[str, Any]
-    join: str
-    transform: Any
-    transforms_each: bool
+    open: Mark | None  # None: it takes what no other field does
+    close: Mark | None  # None: the answer's end closes it
+    content: str  # the name of a parser, one of `PARSERS`
+    arguments: Mapping[str, Any]  # of the parser
+    join: str  # between the texts of a field that occurs more than once
+    transform: Any  # the value's form, with places for what was found; None: as parsed
+    transforms_each: bool  # the transform applies to each item of a list
 
 
 @dataclasses.dataclass(frozen=True)
 class ResponseTemplate:
-    """The fields of an answer.
+    """The fields of an answer."""
 
-    Attributes:
-        fields: in the order of the file.
-        anchor: finds where a message of the model begins in a prompt.
-    """
-
-    fields: tuple[TemplateField, ...]
-    anchor: re.Pattern[str]
+    fields: tuple[TemplateField, ...]  # in the order of the file
+    anchor: re.Pattern[str]  # finds where a message of the model begins in a prompt
 
     @property
     def has_calls(self) -> bool:
@@ -85,11 +64,7 @@ class ResponseTemplate:
 
 
 def parse_response_template(spec: Any) -> ResponseTemplate:
-    """Checks and compiles a template.
-
-    Raises:
-        InputError: another form, or a pattern that is not regular.
-    """
+    """Checks and compiles a template; InputError: another form, or a pattern that is not regular."""
     if not isinstance(spec, Mapping) or {*spec} - _KEYS or spec.get("version", 1) != 1:
         raise InputError(f"response_template must be an object of version 1, got {format_value(spec)}")
     fields = spec.get("fields")
@@ -112,20 +87,15 @@ def _field(name: str, spec: Any) -> TemplateField:
     if content not in PARSERS:
         raise InputError(f"{where}: content must be one of {', '.join(PARSERS)}, got {format_value(content)}")
     arguments = spec.get("content_args", {})
-    if not isinstance(arguments, Mapping) or not isinstance(spec.get("join"), str | None):
+    join = "\n" if spec.get("join") is None else spec["join"]
+    if not isinstance(arguments, Mapping) or not isinstance(join, str):
         raise InputError(f"{where}: content_args must be an object, and join a text")
     if content == "xml-inline":
         _check_tags(where, arguments.get("tag_pattern"))
-    join = spec.get("join")
+    opens, closes = (_mark(where, spec, key) for key in ("open", "close"))
+    transform = spec.get("transform")
     return TemplateField(
-        name,
-        _mark(where, spec, "open"),
-        _mark(where, spec, "close"),
-        content,
-        arguments,
-        "\n" if join is None else join,
-        spec.get("transform"),
-        bool(spec.get("transform_each")),
+        name, opens, closes, content, arguments, join, transform, bool(spec.get("transform_each"))
     )
 
 
@@ -172,13 +142,9 @@ def _bounded(found: re.Match[str]) -> str:
 
 
 def _regular(pattern: str, blanks_may_touch: bool = False) -> Tree:
-    """The tree of a pattern for whose matches `re` needs no long search. Raises NotRegularError.
-
-    Of two repetitions one begins with a character that the other lacks, or something between them does.
-
-    Args:
-        pattern: with named groups.
-        blanks_may_touch: repetitions of spaces may stand beside others.
+    """The tree of a pattern for whose matches `re` needs no long search: of two repetitions one begins with a
+    character that the other lacks, or something between them does. Raises NotRegularError.
+    blanks_may_touch: repetitions of spaces may stand beside others.
     """
     tree = parse_regex(re.sub(r"\(\?P<\w+>", "(?:", pattern))
     parts = [*_parts(tree)]

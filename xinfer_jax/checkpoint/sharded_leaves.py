@@ -1,17 +1,14 @@
 """Reads a checkpoint's leaves for a mesh: each process reads only the parts that its devices hold.
 
 In the files, a part of a matrix is one of n equal slices along its outputs or its inputs, in every storage
-format. Some matrices are read whole and split in memory, one at a time, because slices along their inputs
-depend on each other: int8 that is quantized while loading (a scale covers a whole row) and inputs in an order
-of their own (g_idx). BitNet's matrices are read whole too, since each of their bytes holds outputs of several
-parts.
+format. Some matrices are read whole and split in memory, one at a time (`LeafLoader` says which).
 
 Where the devices do not divide the vocabulary, rows of zeros are appended. No token has their ids, and
 `model.decoder.unembed` drops their logits.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,15 +23,12 @@ from ..sharding import MODEL, RULES, check_divisible
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.layout import partition_specs
 from ..weights.ternary import TernaryWeight
-from .tensors import StoredTensor
+from .tensors import StoredTensor, Tensors
 
 
 def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
     """The config with key/value heads repeated, where the devices outnumber them, so that each device has
-    one.
-
-    Raises:
-        InputError: neither number divides the other.
+    one. Raises InputError where neither number divides the other.
     """
 
     def repeated(heads: int) -> int:
@@ -56,25 +50,13 @@ class LeafPartition(NamedTuple):
     num_parts: int
     axis: int | None
     devices_per_part: int  # more than one where key/value heads are repeated
-    size: int = 0  # of a part along the axis; for the vocabulary with padding
-    vocab_size: int = 0  # outputs of a vocabulary matrix, without padding; 0: another matrix
-    packed: int = 1  # outputs of a vocabulary matrix that the files pack in one word
 
     def part_spec(self, spec: FileSpec) -> FileSpec:
-        """The spec of one part, padding included."""
-        return self._with_size(spec, self.size)
-
-    def stored_spec(self, spec: FileSpec, i: int) -> FileSpec:
-        """The spec of what the files hold of part i, without padding."""
-        if not self.vocab_size:
-            return self._with_size(spec, self.size)
-        return self._with_size(spec, min(self.size, self.vocab_size - self._stored_part(i) * self.size))
-
-    def _with_size(self, spec: FileSpec, size: int) -> FileSpec:
+        """The spec of one part; of a vocabulary with padding."""
         if self.axis is None:
             return spec
         shape = list(spec.shape)
-        shape[self.axis] = size
+        shape[self.axis] = -(-shape[self.axis] // self.num_parts)
         return dataclasses.replace(spec, shape=tuple(shape))
 
     def slice_parts(self, stored: list[StoredTensor], i: int) -> list[StoredTensor]:
@@ -86,13 +68,9 @@ class LeafPartition(NamedTuple):
             return stored[i * count : (i + 1) * count]
         return [self._slice(stored[0], self.axis, i)]
 
-    def slice_quantized(
-        self, names: Mapping[str, Any], tensors: Mapping[str, StoredTensor], i: int
-    ) -> dict[str, Any]:
-        """The slices of a quantized matrix's tensors for part i.
-
-        All of them have inputs first and outputs last, except a two-dimensional `.values`, and MXFP4's, which
-        have experts first.
+    def slice_quantized(self, names: Iterable[str], tensors: Tensors, i: int) -> dict[str, StoredTensor]:
+        """The slices of a quantized matrix's tensors for part i. All of them have inputs first and outputs
+        last, except a two-dimensional `.values`, and MXFP4's, which have experts first.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:
@@ -104,36 +82,12 @@ class LeafPartition(NamedTuple):
             axis = (0, last)[self.axis] if outputs_first else (last, 0)[self.axis]
             has_only_inputs = name.endswith((".order", "g_idx"))
             has_only_outputs = last == 0 and not has_only_inputs
-            if (has_only_inputs and self.axis == 0) or (has_only_outputs and self.axis == 1):
-                continue
-            found[name] = self._slice(tensor, axis, i)
+            if not (has_only_inputs and self.axis == 0 or has_only_outputs and self.axis == 1):
+                found[name] = self._slice(tensor, axis, i)
         return found
 
-    def pad(self, spec: FileSpec, part: Any, i: int) -> Any:
-        """Part i as it was read, on the host, with rows of zeros up to the size of the other parts."""
-        left = self.vocab_size - i * self.size
-        if not self.vocab_size or left >= self.size:
-            return part
-
-        def pad_array(x: np.ndarray, places: PartitionSpec) -> np.ndarray:
-            for axis, place in enumerate(places):
-                if place:
-                    x = _slice_or_pad(_slice_or_pad(x, axis, 0, max(0, left)), axis, 0, self.size)
-            return x
-
-        return jax.tree.map(pad_array, part, partition_specs(spec, part, None, RULES))
-
-    def _stored_part(self, i: int) -> int:
-        """The part that is read for part i: the last one with rows in the files, where part i has none."""
-        return min(i, (self.vocab_size - 1) // self.size)
-
     def _slice(self, tensor: StoredTensor, axis: int, i: int) -> StoredTensor:
-        length = tensor.shape[axis]
-        if self.vocab_size:
-            size = self.size if length == self.vocab_size else self.size // self.packed
-            start = self._stored_part(i) * size
-            return tensor.slice_axis(axis, start, min(size, length - start))
-        size, rest = divmod(length, self.num_parts)
+        size, rest = divmod(tensor.shape[axis], self.num_parts)
         if rest:
             raise InputError(
                 f"{tensor.file}: a tensor {list(tensor.shape)} has no {self.num_parts} equal parts on axis"
@@ -142,88 +96,72 @@ class LeafPartition(NamedTuple):
         return tensor.slice_axis(axis, i * size, size)
 
 
-def leaf_partition(spec: FileSpec, devices: int, packed: int = 1) -> LeafPartition:
-    """How a leaf is split over the devices of a mesh.
-
-    Args:
-        spec: of the whole leaf in the files, before key/value heads are repeated.
-        devices: along the mesh axis "model".
-        packed: how many numbers the files pack in one word.
-    """
-    sharded_axes = [axis for axis, name in enumerate(spec.axes) if name and RULES[name] == MODEL]
-    if not sharded_axes:
+def leaf_partition(spec: FileSpec, devices: int) -> LeafPartition:
+    """How a leaf is split over the devices of a mesh. spec: before key/value heads are repeated."""
+    axis = next((axis for axis, name in enumerate(spec.axes) if name and RULES[name] == MODEL), None)
+    if axis is None:
         return LeafPartition(1, None, devices)
-    axis = sharded_axes[0]
-    length = spec.shape[axis]
-    if spec.axes[axis] == "vocab":
-        return LeafPartition(devices, axis, 1, -(-length // (devices * packed)) * packed, length, packed)
     n = min(devices, spec.kv_heads) if spec.axes[axis] == "kv_heads" else devices
-    return LeafPartition(n, axis, devices // n, length // n)
+    return LeafPartition(n, axis, devices // n)
 
 
 def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition, packed: int) -> None:
-    """Raises InputError where a part would split a group of inputs, or a word of packed numbers."""
+    """Raises InputError where a part would split a group of inputs, or a word of `packed` numbers."""
     if partition.axis is None or not isinstance(struct, GroupedWeight | TernaryWeight):
         return
+    part = partition.part_spec(spec).shape[partition.axis]
     group = struct.group if partition.axis == 1 else 1
     for size, what in ((group, "groups"), (packed, "packed words")):
-        if partition.size % size:
+        if part % size:
             raise InputError(
-                f"{spec.hf_name} has {partition.size} {('outputs', 'inputs')[partition.axis]} for each of"
+                f"{spec.hf_name} has {part} {('outputs', 'inputs')[partition.axis]} for each of"
                 f" {partition.num_parts} devices, which {what} of {size} do not divide: choose fewer devices"
             )
 
 
-def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int) -> Any:
+def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_parts: int = 1) -> Any:
     """The shapes of a leaf over the mesh.
 
     Args:
         spec: of the leaf.
-        part: shapes of one part.
-        mesh: of the shardings.
-        devices: number of parts; 1: `part` is the whole leaf.
+        part: shapes of what each device has, times `num_parts`.
+        mesh, devices: of the shardings.
     """
-    places_tree = partition_specs(spec, part, None, RULES)
 
     def shard_struct(struct: Any, places: PartitionSpec) -> Any:
-        shape = [size * devices if place else size for size, place in zip(struct.shape, places, strict=True)]
-        return jax.ShapeDtypeStruct(tuple(shape), struct.dtype, sharding=NamedSharding(mesh, places))
+        sizes = zip(struct.shape, places, strict=True)
+        shape = tuple(-(-size // num_parts) * devices if place else size for size, place in sizes)
+        return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=NamedSharding(mesh, places))
 
-    leaf = jax.tree.map(shard_struct, part, places_tree)
+    leaf = jax.tree.map(shard_struct, part, partition_specs(spec, part, None, RULES))
     if hasattr(part, "inputs") and spec.axes[1] and RULES[spec.axes[1]]:
-        leaf = dataclasses.replace(leaf, inputs=part.inputs * devices)
+        leaf = dataclasses.replace(leaf, inputs=part.inputs // num_parts * devices)
     return leaf
 
 
 def device_part(spec: FileSpec, leaf: Any, i: int, num_parts: int) -> Any:
-    """Part i of a whole leaf on the host."""
+    """Part i of a whole leaf on the host, with zeros where the leaf ends before."""
 
     def part(x: np.ndarray, places: PartitionSpec) -> np.ndarray:
         for axis, place in enumerate(places):
             if place:
                 size = -(-x.shape[axis] // num_parts)
-                x = _slice_or_pad(x, axis, i * size, size)
+                x = x[(slice(None),) * axis + (slice(i * size, (i + 1) * size),)]
+                missing = size - x.shape[axis]
+                x = np.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)]) if missing else x
         return x
 
     return jax.tree.map(part, leaf, partition_specs(spec, leaf, None, RULES))
 
 
-def _slice_or_pad(x: np.ndarray, axis: int, start: int, size: int) -> np.ndarray:
-    """The slice along an axis, with zeros where the array ends before."""
-    x = x[(slice(None),) * axis + (slice(start, start + size),)]
-    if x.shape[axis] >= size:
-        return x
-    return np.pad(x, [(0, size - length if at == axis else 0) for at, length in enumerate(x.shape)])
-
-
 def shard_leaf(spec: FileSpec, get_part: Callable[[int], Any], struct: Any, mesh: Mesh) -> Any:
-    """Puts a leaf on the devices of the mesh.
+    """Puts a leaf on this process's devices of the mesh.
 
     Args:
         spec: of the leaf.
         get_part: returns a device's part as host arrays, by the device's index along "model".
         struct: shapes of the whole leaf.
-        mesh: the mesh; only this process's devices are filled.
+        mesh: the mesh.
     """
     places = jax.tree.leaves(
         partition_specs(spec, struct, mesh, RULES), is_leaf=lambda x: isinstance(x, PartitionSpec)

@@ -16,13 +16,7 @@ def read_chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | Non
 
     Files of their own come first, then tokenizer_config.json, then chat_template.json of a processor. Where
     templates have names and none is "default", the first one is a template that rejects every conversation.
-
-    Args:
-        path: the directory.
-        settings: contents of tokenizer_config.json.
-
-    Raises:
-        InputError: a file that cannot be read, or templates of another form.
+    settings: contents of tokenizer_config.json. Raises InputError.
     """
     extra = sorted(path.glob("additional_chat_templates/*.jinja"))
     files = {_DEFAULT: path / "chat_template.jinja"} | {file.stem: file for file in extra}

@@ -16,11 +16,6 @@ class TemplateSplitter:
     """Splits an answer, in parts as it is generated or whole. What may become a mark is held back until then.
 
     A call whose field ends is returned whole. One that cannot be parsed, or of another function, is content.
-
-    Attributes:
-        calls: id, name and arguments' JSON of each call.
-        found: the answer has reasoning, perhaps an empty one.
-        has_content: it has content, or nothing else.
     """
 
     def __init__(
@@ -41,7 +36,9 @@ class TemplateSplitter:
         """
         self._template = template
         self._rest = next((field for field in template.fields if field.open is None), None)
-        self._how = parameters, most_calls, new_id
+        self._parameters = parameters
+        self._most_calls = most_calls
+        self._new_id = new_id
         self._field = self._rest  # what the text belongs to; None: it is dropped
         self._captures: dict[str, str] = {}
         self._raw = ""  # of a field that is parsed when it ends, with what opened it
@@ -52,8 +49,8 @@ class TemplateSplitter:
         self._texts: dict[str, list[str]] = dict(reasoning=[], content=[])  # of the last `push`
         self._begun: set[str] = set()  # kinds with text
         self._deltas: list[ToolCallDelta] = []
-        self.found = False
-        self.calls: list[tuple[str, str, str]] = []
+        self.found = False  # the answer has reasoning, perhaps an empty one
+        self.calls: list[tuple[str, str, str]] = []  # id, name and arguments' JSON
         self.push(begun, False)
         self.found = self._field is not None and _kind(self._field) == "reasoning"
         self._begun.clear()
@@ -136,12 +133,10 @@ class TemplateSplitter:
         field = self._field
         if field is not None and _kind(field) == "calls":
             try:
-                found = self._calls_of(field)
+                self._add_calls(self._calls_of(field))
             except NO_VALUE:
                 self._in_text = False
                 self._add_text("content", self._raw + closed_by, field)
-            else:
-                self._add_calls(found)
         self._field = self._rest
         self._captures = {}
         self._raw = self._body = self._blanks = ""
@@ -157,23 +152,20 @@ class TemplateSplitter:
         found = []
         for call in value if isinstance(value, list) else [value]:
             function = call["function"] if "function" in call else call
-            parameters, _, _ = self._how
             name = function["name"]
-            if not isinstance(name, str) or parameters is not None and name not in parameters:
+            if not isinstance(name, str) or self._parameters is not None and name not in self._parameters:
                 raise ValueError("another function")
-            arguments = typed_arguments(dict(function).get("arguments"), (parameters or {}).get(name))
+            arguments = typed_arguments(dict(function).get("arguments"), (self._parameters or {}).get(name))
             found.append((name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
         return found
 
     def _add_calls(self, found: list[tuple[str, str]]) -> None:
-        _, most_calls, new_id = self._how
         for name, arguments in found:
             index = len(self.calls)
-            if index == most_calls:
+            if index == self._most_calls:
                 return
-            own = new_id(index)
-            self.calls.append((own, name, arguments))
-            self._deltas.append(ToolCallDelta(index, own, name, arguments))
+            self.calls.append((self._new_id(index), name, arguments))
+            self._deltas.append(ToolCallDelta(index, *self.calls[-1]))
 
 
 def _kind(field: TemplateField) -> str:

@@ -27,24 +27,16 @@ _CALLS = {
 
 @dataclasses.dataclass(frozen=True)
 class TemplateTools:
-    """What a chat template does with tools.
+    """What a chat template does with tools."""
 
-    Attributes:
-        used: the tools of a request are in its prompt.
-        format: how it writes calls, one of `TOOL_FORMATS`; None: in another form.
-    """
-
-    used: bool
-    format: str | None
+    used: bool  # the tools of a request are in its prompt
+    format: str | None  # how it writes calls, one of `TOOL_FORMATS`; None: in another form
 
 
 @functools.lru_cache(8)
 def find_template_tools(template: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplateTools:
-    """Renders small conversations with and without a tool, and one in which it is called.
-
-    Args:
-        template: Jinja source.
-        special_tokens: names and texts of the tokens that the template may use.
+    """Renders small conversations with and without a tool, and one in which it is called. special_tokens:
+    names and texts of the tokens that the template may use.
     """
     variables = dict(tools=None, documents=None, add_generation_prompt=True) | dict(special_tokens)
 

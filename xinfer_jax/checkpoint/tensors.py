@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,26 +26,19 @@ DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
     "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
 }  # fmt: skip
-_COPY_BLOCK = (
-    1 << 23
-)  # bytes that a core copies at a time: starting another core costs more than a smaller copy
+# Bytes that a core copies at a time: starting another core costs more than a smaller copy.
+_COPY_BLOCK = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, or a slice of one.
-
-    Attributes:
-        start: the byte of the file at which it begins.
-        type: its safetensors name; `DTYPES` has those that can be read.
-        stride: elements from the start of a row (the last axis) to the next; None: rows are contiguous.
-    """
+    """A tensor in a file, or a slice of one."""
 
     file: Path
-    start: int
-    type: str
+    start: int  # the byte of the file at which it begins
+    type: str  # its safetensors name; `DTYPES` has those that can be read
     shape: tuple[int, ...]
-    stride: int | None = None
+    stride: int | None = None  # elements from the start of a row (the last axis) to the next; None: no gaps
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -124,45 +118,30 @@ class StoredTensor:
 
 
 class RowsAsTensor:
-    """A matrix that is computed from stored rows, by `shape`, `type` and `self[rows]`."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        raise NotImplementedError
-
-    @property
-    def type(self) -> str:
-        return "F32"
+    """A matrix that is computed from stored rows, by `shape`, `type` and `self[rows]` of a subclass."""
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, DTYPES[self.type])
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        raise NotImplementedError
+        matrix: Any = self
+        return jax.ShapeDtypeStruct(matrix.shape, DTYPES[matrix.type])
 
     def read_into(self, out: np.ndarray, first: int = 0) -> None:
         """Fills a flat array with the elements from `first` on, which whole rows are computed for."""
-        width = self.shape[1]
+        matrix: Any = self
+        width = matrix.shape[1]
         row = first // width
-        read = self[row : -(-(first + out.size) // width)].reshape(-1)
+        read = matrix[row : -(-(first + out.size) // width)].reshape(-1)
         with np.errstate(over="ignore"):
             np.copyto(out, read[first - row * width :][: out.size], casting="unsafe")
 
 
 @dataclasses.dataclass(frozen=True)
 class TransposedMatrix(RowsAsTensor):
-    """A matrix that a file has with its inputs first, its outputs by turns with those of other matrices.
+    """A matrix that a file has with its inputs first, its outputs by turns with those of other matrices."""
 
-    Attributes:
-        stored: the tensor in the file, [inputs, columns].
-        first: the first of its columns.
-        step: from one of its columns to the next.
-    """
-
-    stored: StoredTensor
-    first: int
-    step: int
+    stored: StoredTensor  # [inputs, columns]
+    first: int  # of its columns
+    step: int  # from one of its columns to the next
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -193,6 +172,33 @@ class JoinedRows:
         size = self.parts[0].shape[0]
         wanted = range(first // size, -(-end // size))
         return np.concatenate([self.parts[i][max(0, first - i * size) : end - i * size] for i in wanted])
+
+
+Shape = tuple[int, ...]
+TensorSpec = tuple[Shape, set[str]]  # shape and possible types of a tensor in a file
+Tensors = Mapping[str, StoredTensor]  # of a checkpoint, by name
+
+
+class QuantizedFormat:
+    """How a checkpoint stores quantized matrices. A matrix has its name X.weight, and its shape [O, I]."""
+
+    method: str  # quant_method of config.json
+
+    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
+        """The stored tensors of a matrix, or of experts' matrices; empty if they are not quantized."""
+        raise NotImplementedError
+
+    def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
+        """The shapes and types of what `load` returns. Reads at most the order of inputs."""
+        raise NotImplementedError
+
+    def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
+        """Reads what has the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
+        raise NotImplementedError
+
+    def is_unused(self, name: str, tensors: Tensors) -> bool:
+        """Whether a tensor can be ignored."""
+        return False
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:

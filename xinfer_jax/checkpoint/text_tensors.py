@@ -31,17 +31,17 @@ def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, S
     not read: images and sound are not served, and the layers for multi-token prediction (`mtp`) do not draft.
     """
     found: dict[str, StoredTensor] = {}
-    unread: dict[str, int] = {}  # prefixes and how many tensors they have
+    unread = Counter[str]()  # prefixes, and how many tensors they have
     for name, tensor in tensors.items():
         prefix = next((p for p in _PREFIXES if name.startswith(p)), "")
         renamed = _PREFIXES.get(prefix, "")
         if renamed is None:
-            unread[prefix] = unread.get(prefix, 0) + 1
+            unread[prefix] += 1
         else:
             found[renamed + name.removeprefix(prefix)] = tensor
     if unread:
         names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in unread.items()))
-        warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=5)
+        warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=4)
     return found
 
 

@@ -8,11 +8,8 @@ from tokenizers import models, pre_tokenizers
 
 
 def token_coverage(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | None:
-    """How much of a text one token can cover; None where the tokenizer may drop parts of a text.
-
-    Returns:
-        Whether the unit is bytes, not characters; by what factor the normalizer can reduce their number; the
-        most that a token covers.
+    """Whether the unit is bytes, not characters; by what factor the normalizer can reduce their number; the
+    most that a token covers. None: the tokenizer may drop parts of a text.
     """
     added = backend.get_added_tokens_decoder().values()
     normalizers = _component_settings(backend.normalizer)

@@ -68,11 +68,8 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, the chat
-        templates, generation_config.json and config.json where they exist.
-
-        Raises:
-            InputError: no tokenizer.json, or a file that cannot be read.
+        """Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, the chat templates,
+        generation_config.json and config.json where they exist. Raises InputError.
         """
         path = Path(path)
         backend = _load_backend(path)
@@ -90,12 +87,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.
 
-        Args:
-            text: valid Unicode.
-            add_special_tokens: add the checkpoint's special tokens around the text (such as BOS).
-
-        Raises:
-            InputError: not a text, half a surrogate pair in it, or a broken tokenizer.
+        add_special_tokens: add the checkpoint's special tokens around the text (such as BOS). Raises
+        InputError: not a text, half a surrogate pair in it, or a broken tokenizer.
         """
         try:
             with _as_input_error("this tokenizer cannot encode the text"):
@@ -120,13 +113,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids.
 
-        Args:
-            ids: of any length.
-            skip_special_tokens: leave them out, but for control tokens of Harmony and Gemma 4 that are the
-                form of an answer, as <think> is of others.
-
-        Raises:
-            InputError: values that are not ids, or a broken tokenizer.
+        skip_special_tokens: leave them out, but for control tokens of Harmony and Gemma 4 that are the form
+        of an answer, as <think> is of others. Raises InputError: values that are not ids, or a broken
+        tokenizer.
         """
         if skip_special_tokens and self._kept_tokens:
             return self.decode_marked(ids).translate(SPELLINGS)
@@ -233,8 +222,7 @@ class Tokenizer:
             template_kwargs: additional variables of the template (tools, enable_thinking, …).
 
         Raises:
-            InputError: no template, or a broken one, one that exceeds its budget, or one that rejects the
-                conversation.
+            InputError: no template, or one that is broken, exceeds its budget or rejects the conversation.
         """
         template = self.get_chat_template(template_kwargs.get("tools") is not None)
         if template is None:
@@ -269,8 +257,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     if not backend.get_vocab_size(with_added_tokens=False):
         raise InputError(f"{file} has an empty vocabulary: fetch the checkpoint again")
-    # The file may still ask for truncation or padding from its last use.
-    backend.no_truncation()
+    backend.no_truncation()  # the file may still ask for both from its last use
     backend.no_padding()
     return backend
 

@@ -3,12 +3,12 @@ the work; it and jax are imported once the flags are right.
 """
 
 import sys
-from collections.abc import Sequence
+from typing import Any
 
 from ..errors import InputError
 from ..plugins import names
 from .flag_parser import FlagParser
-from .process import run_and_exit
+from .process import command_main
 from .process_group import define_processes
 from .supervisor import distributed_args, supervise
 from .terminal import status
@@ -102,6 +102,20 @@ def define_engine(parser: FlagParser) -> None:
         "cache_dtype", "Keys and values in fewer bytes, or a float type. Default: float32 on CPU.",
         *(name for name in _CACHE_DTYPES if name != "gear"),
     )  # fmt: skip
+
+
+def engine_sizes(flags: Any) -> dict[str, Any]:
+    """The arguments of `Engine` that `define_engine` has flags for, other than devices."""
+    names = (
+        "rows",
+        "capacity",
+        "pages",
+        "cache_dtype",
+        "host_pages",
+        "page_directory",
+        "page_directory_bytes",
+    )
+    return {name: flags[name].value for name in names}
 
 
 def define_escaping(parser: FlagParser) -> None:
@@ -230,15 +244,7 @@ PARSER.add_choice(
 )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command in this thread and exits: 0, or 2 with one line on standard error where the input is
-    wrong. `__main__.main` also handles Ctrl-C.
-    """
-    run_and_exit(PARSER.name, lambda: _run(sys.argv if argv is None else argv))
-
-
-def _run(argv: Sequence[str]) -> int:
-    PARSER.parse(argv)
+def _run() -> int:
     _check_combinations(PARSER)
     if (code := supervise(PARSER)) is not None:
         return code
@@ -254,6 +260,9 @@ def _run(argv: Sequence[str]) -> int:
         return answer_prompt(PARSER.values, prompt)
     finally:
         stop_compiling()
+
+
+main = command_main(PARSER, _run)
 
 
 def _check_combinations(parser: FlagParser) -> None:

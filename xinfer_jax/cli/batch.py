@@ -8,6 +8,7 @@ from ..batch.run_batch import check_files, check_report, follow_file, generate_f
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import grammar_from_flags, sampling_from_flags
+from .answer_flags import engine_sizes
 from .process import capture_signals
 from .startup import check_devices, devices_from_flags, join_processes, open_model, use_compilation_cache
 from .terminal import status
@@ -16,12 +17,8 @@ from .terminal import status
 def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
     """Answers a file of prompts; the exit code, 1 if a line of the output is an error."""
     use_compilation_cache("xinfer-jax-batch", flags.compilation_cache)
-    engine_settings: dict[str, Any] = dict(
-        rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
-        impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
-        host_pages=flags.host_pages, page_directory=flags.page_directory,
-        page_directory_bytes=flags.page_directory_bytes,
-    )  # fmt: skip
+    draft = None if flags.draft == "none" else flags.draft
+    engine_settings: dict[str, Any] = engine_sizes(flags) | dict(impl=flags.impl, draft=draft)
     process = join_processes()
     check_devices(flags)
     if process:

@@ -1,8 +1,6 @@
 """The flags of `xinfer-jax-batch` and scripts/batch.py. batch.py does the work; jax is imported with it."""
 
 import re
-import sys
-from collections.abc import Sequence
 
 from ..errors import InputError
 from .answer_flags import (
@@ -15,7 +13,7 @@ from .answer_flags import (
     define_temperature,
 )
 from .flag_parser import FlagParser
-from .process import run_and_exit
+from .process import command_main
 from .process_group import define_processes
 from .supervisor import supervise
 from .terminal import status
@@ -73,15 +71,7 @@ PARSER.add_text(
 PARSER.add_text("report", "File for the statistics at the end, as JSON.", empty="give a file")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command in this thread and exits: 0; 1 where a line of the output is an error; 2 with one line
-    on standard error where the input is wrong. `__main__.batch` also handles SIGTERM and Ctrl-C.
-    """
-    run_and_exit(PARSER.name, lambda: _run(sys.argv if argv is None else argv))
-
-
-def _run(argv: Sequence[str]) -> int:
-    PARSER.parse(argv)
+def _run() -> int:
     values = PARSER.values
     for name in ("input", "output"):
         if values[name].value is None:
@@ -90,14 +80,18 @@ def _run(argv: Sequence[str]) -> int:
     shard = re.fullmatch(r"(\d{1,9})/(\d{1,9})", values.shard or "0/1")
     if not shard or int(shard[1]) >= int(shard[2]):
         raise InputError(f"--shard={values.shard} must be i/n with i from 0 to n - 1")
-    if values.merge is not None and values.report:
-        raise InputError("--merge has no statistics to report: leave out --report")
-    if values.merge is not None and (values.shard or values.input == "-"):
-        raise InputError("--merge merges all shards of a file: leave out --shard, and name the --input")
-    if values.merge is None and (code := supervise(PARSER)) is not None:
+    if values.merge is not None:
+        if values.report:
+            raise InputError("--merge has no statistics to report: leave out --report")
+        if values.shard or values.input == "-":
+            raise InputError("--merge merges all shards of a file: leave out --shard, and name the --input")
+    elif (code := supervise(PARSER)) is not None:
         return code
     with status("loading jax"):
         from .batch import answer_file, merge_outputs
     if values.merge is not None:
         return merge_outputs(values)
     return answer_file(values, (int(shard[1]), int(shard[2])) if values.shard else None)
+
+
+main = command_main(PARSER, _run)

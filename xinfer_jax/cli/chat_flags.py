@@ -1,12 +1,9 @@
 """The flags of `xinfer-jax-chat` and scripts/chat.py. chat.py does the work; jax is imported with it."""
 
-import sys
-from collections.abc import Sequence
-
 from ..errors import InputError
 from .answer_flags import define_escaping, define_generation_config, define_model, define_temperature
 from .flag_parser import FlagParser
-from .process import run_and_exit
+from .process import command_main
 from .terminal import status
 
 PARSER = FlagParser(
@@ -28,15 +25,7 @@ define_generation_config(PARSER)
 define_model(PARSER)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command in this thread and exits: 0 at the end of the chat, 2 with one line on standard error
-    where the input is wrong. `__main__.chat` also handles Ctrl-C.
-    """
-    run_and_exit(PARSER.name, lambda: _run(sys.argv if argv is None else argv))
-
-
-def _run(argv: Sequence[str]) -> int:
-    PARSER.parse(argv)
+def _run() -> int:
     new = PARSER.values.max_tokens
     capacity = PARSER.values.capacity
     if capacity is not None and capacity <= new:
@@ -50,3 +39,6 @@ def _run(argv: Sequence[str]) -> int:
         return chat_loop(PARSER.values)
     finally:
         stop_compiling()
+
+
+main = command_main(PARSER, _run)

@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import InputError, format_message
 from .terminal import discard_output, one_line_warnings, status, write
@@ -23,13 +23,9 @@ _captures: list["SignalEvent"] = []  # of `capture_signals`; the last one gets a
 
 
 class SignalEvent(threading.Event):
-    """An event that a signal sets.
+    """An event that a signal sets."""
 
-    Attributes:
-        number: of the signal.
-    """
-
-    number = 0
+    number = 0  # of the signal
 
 
 def seconds_since_start() -> float:
@@ -115,6 +111,19 @@ def _fill_closed_streams() -> None:
     os.close(descriptor)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # print(file=None) would write to standard output
+
+
+def command_main(parser: Any, work: Callable[[], int]) -> Callable[..., NoReturn]:
+    """The `main` of a command: parses the flags, does the work, and exits as `run_and_exit`."""
+
+    def main(argv: Sequence[str] | None = None) -> NoReturn:
+        def run() -> int:
+            parser.parse(sys.argv if argv is None else argv)
+            return work()
+
+        run_and_exit(parser.name, run)
+
+    return main
 
 
 def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:

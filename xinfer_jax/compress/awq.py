@@ -20,9 +20,14 @@ from ..errors import InputError
 from ..model.decoder_layer import Positions, layer_kinds, self_attention
 from ..model.layers import embed, gated_mlp, linear, mlp_intermediate, norm, rotary_angles
 from ..weights.params import Params
-from ..weights.quantization import quantize_matrix, quantized_leaf
-from ..weights.quantize_methods import check_activations, check_quantize_method, with_int8_activations
-from ..weights.quantized_weight import dequantize, is_quantized
+from ..weights.quantization import (
+    check_activations,
+    check_quantize_method,
+    quantize_matrix,
+    quantized_leaf,
+    with_int8_activations,
+)
+from ..weights.quantized_weight import is_quantized
 from .gptq import fake_quantize, gptq_matrix
 
 GRID = 20  # exponents tried, in [0, 1)
@@ -185,7 +190,7 @@ def _to_float32(layer: Params) -> Params:
     """Returns the layer in float32; quantized matrices are dequantized."""
 
     def leaf_float32(leaf: Any) -> jax.Array:
-        return dequantize(leaf) if is_quantized(leaf) else leaf.astype(jnp.float32)
+        return leaf.dequantize() if is_quantized(leaf) else leaf.astype(jnp.float32)
 
     return jax.tree.map(leaf_float32, layer, is_leaf=is_quantized)
 

@@ -8,16 +8,9 @@ from ..weights.params import Params
 
 
 def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
-    """Returns parameters of the same function, in which one in 64 input channels of every matrix has larger
-    activations: gains of norms, values and up_proj are multiplied, the next weights divided.
-
-    Args:
-        params: floating point, without experts.
-        config: of the model.
-        factor: on these channels.
-
-    Raises:
-        InputError: the model has a part with which they are not supported.
+    """Returns parameters of the same function, in which one in 64 input channels of every matrix has
+    activations larger by a factor: gains of norms, values and up_proj are multiplied, the next weights
+    divided. Raises InputError where the model has a part with which that is not supported.
     """
     check_supported(config, "rotations", "artificial outliers are", "leave them out")
 

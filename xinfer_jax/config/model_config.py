@@ -119,11 +119,6 @@ class ModelConfig:
         return self.experts.num_experts_per_tok if self.experts else 0
 
     @property
-    def moe_intermediate_size(self) -> int:
-        """F of an expert."""
-        return self.experts.intermediate_size if self.experts else 0
-
-    @property
     def shares_kv(self) -> bool:
         """Whether layers use the keys and values of others."""
         return self.num_cached_layers < self.num_hidden_layers

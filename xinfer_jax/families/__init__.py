@@ -1,10 +1,9 @@
-"""Model families, one file each: config.json to `ModelConfig`, and names of tensors to leaves of parameters.
+"""Model families: config.json to `ModelConfig`, and names of tensors to leaves of parameters.
 
-In the order to read: `family` is what a file says of its family; `values` checks values of config.json,
-`rope_settings`, `layer_fields` and `sparse_layers` read what several families share; then one file for each
-family (`llama`, `mistral`, `qwen2`, `qwen3`, `qwen3_moe`, `smollm3`, `olmo2`, `olmo3`, `gemma2`, `gemma3`,
-`gemma4`, `phi3`, `bitnet`, `gpt_oss`; `hybrids` is what `qwen3_next` and `qwen3_5` share); `naming` makes the
-names of all tensors from a family's table; `reading` is `from_hf`.
+In the order to read: `family` is what a file says of a family; `values` checks values of config.json,
+`layer_fields` and `rope_settings` read what several families share; then a file for each family, or for those
+that share most of it (`llama`, `qwen`, `olmo`, `gemma`, `gemma4`, `phi3`, `bitnet`, `gpt_oss`, `hybrids`);
+`naming` makes the names of all tensors from a family's table; `reading` is `from_hf`.
 
 - A family is a file here, a line in `plugins.py` and a case in `tests/support/parity_cases.py`.
 - What a model does not support follows from its layers (`config.unsupported`): no family can forget it.

@@ -12,7 +12,7 @@ from .values import get_integer
 def read_bitnet(hf: Mapping, layers: int) -> dict:
     width = get_integer(hf, "hidden_size")
     heads = get_integer(hf, "num_attention_heads")
-    if hf.get("head_dim") not in (None, width // heads):  # the norm of attention's output has this width
+    if hf["head_dim"] != width // heads:  # the norm of attention's output has this width
         raise InputError(
             f"head_dim {format_value(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out,"
             f" heads are hidden_size / num_attention_heads wide, {width // heads}"

@@ -7,52 +7,33 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A tensor that may hold several leaves of a layer, one after the other along its rows.
+    """A tensor that may hold several leaves of a layer, one after the other along its rows."""
 
-    Attributes:
-        name: of the tensor, without "model.layers.N." and without ".weight" or ".bias".
-        leaves: which it holds, in order.
-        groups: the field of the config, or of the linear attention, that says how many groups of rows it has,
-            each with an equal part of every leaf; "": one.
-        stacked: it has those of all experts, and no ".weight" in its name.
-        interleaved: its inputs come first; its outputs are by turns those of the leaves.
-        depthwise: it is the weight of a convolution, [rows, 1, width].
-    """
-
-    name: str
-    leaves: tuple[str, ...]
+    name: str  # of the tensor, without "model.layers.N." and without ".weight" or ".bias"
+    leaves: tuple[str, ...]  # which it holds, in order
+    # The field of the config, or of the linear attention, that says how many groups of rows it has, each with
+    # an equal part of every leaf; "": one.
     groups: str = ""
-    stacked: bool = False
-    interleaved: bool = False
-    depthwise: bool = False
+    stacked: bool = False  # it has those of all experts, and no ".weight" in its name
+    interleaved: bool = False  # its inputs come first; its outputs are by turns those of the leaves
+    depthwise: bool = False  # it is the weight of a convolution, [rows, 1, width]
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Where the leaves of a layer are in the files, where it differs from `naming.NAMES`.
+    """Where the leaves of a layer are in the files, where it differs from `naming.NAMES`."""
 
-    Attributes:
-        leaves: name of a leaf, as "q" or "experts.gate", to that of its tensor or module.
-        joined: tensors that may hold several leaves.
-    """
-
+    # Name of a leaf, as "q" or "experts.gate", to that of its tensor or module.
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    joined: tuple[Joined, ...] = ()
+    joined: tuple[Joined, ...] = ()  # tensors that may hold several leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of models.
+    """A family of models."""
 
-    Attributes:
-        defaults: of config.json, as in transformers.
-        read: returns the fields of `ModelConfig` that this family sets, from config.json with its defaults
-            and the number of layers.
-        names: of the tensors; names of no layer are among `leaves` too.
-        linear_names: of the layers of linear attention, beside these.
-    """
-
-    defaults: dict[str, Any]
+    defaults: dict[str, Any]  # of config.json, as in transformers
+    # The fields of `ModelConfig` that it sets, from config.json with its defaults and the number of layers.
     read: Callable[[Mapping, int], dict[str, Any]]
-    names: Names = Names()
-    linear_names: Names = Names()
+    names: Names = Names()  # of the tensors; names of no layer are among `leaves` too
+    linear_names: Names = Names()  # of the layers of linear attention, beside these

@@ -12,23 +12,14 @@ from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Family, Names
-from .layer_fields import attention_bias
-from .rope_settings import read_rope
-from .sparse_layers import EXPERTS, STACKED
-from .values import (
-    get_boolean,
-    get_integer,
-    get_integer_at_most,
-    get_object,
-    get_optional_number,
-)
+from .layer_fields import EXPERTS, FULL, SLIDING, STACKED, attention_bias, read_layer_types
+from .rope_settings import read_rope, rope_per_layer_type
+from .values import get_boolean, get_integer, get_integer_at_most, get_object, get_optional_number
 
-_FULL = "full_attention"
-_SLIDING = "sliding_attention"
 _ROPE_TYPES = ("default", "linear", "proportional")
 _ROPES: dict[str, dict[str, Any]] = {  # where config.json has none
-    _FULL: dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
-    _SLIDING: dict(rope_type="default", rope_theta=1e4),
+    FULL: dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+    SLIDING: dict(rope_type="default", rope_theta=1e4),
 }
 _PERIOD = 6  # layers, the last of which is full
 
@@ -61,8 +52,8 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
     values_are_keys = get_boolean(hf, "attention_k_eq_v")
     of_all = attention_bias(hf) | dict(qk_norm="head", v_norm=True, query_pre_attn_scalar=1.0)
     attention = {
-        _SLIDING: AttentionSpec(window, rope=_rope(hf, _SLIDING, sizes), **of_all),
-        _FULL: AttentionSpec(values_are_keys=values_are_keys, **sizes[_FULL], **of_all),
+        SLIDING: AttentionSpec(window, rope=_rope(hf, SLIDING, sizes), **of_all),
+        FULL: AttentionSpec(values_are_keys=values_are_keys, **sizes[FULL], **of_all),
     }
     wide = get_integer(hf, "intermediate_size") * (2 if get_boolean(hf, "use_double_wide_mlp") else 1)
 
@@ -72,8 +63,8 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
         return LayerSpec(mixer, mlp, experts, post_norm=True, scalar=True)
 
     return dict(
-        **sizes[_SLIDING],
-        rope=_rope(hf, _FULL, sizes),
+        **sizes[SLIDING],
+        rope=_rope(hf, FULL, sizes),
         norm_offset=0.0,
         embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
@@ -84,19 +75,9 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def _layer_types(hf: Mapping, layers: int) -> list[str]:
     """The last layer is always full, whatever the list says, as in transformers."""
-    types = hf.get("layer_types")
-    if types is None:
-        types = [_SLIDING if (i + 1) % _PERIOD else _FULL for i in range(layers)]
-    if not isinstance(types, list | tuple) or len(types) != layers:
-        raise InputError(
-            f"layer_types must list one type for each of the {layers} layers, got {format_value(types)}"
-        )
-    for kind in types:
-        if kind not in (_FULL, _SLIDING):
-            raise InputError(
-                f"layer type {format_value(kind)} is not supported: only {_FULL} and {_SLIDING} are"
-            )
-    return [*types[:-1], _FULL]
+    types = read_layer_types(hf, layers, (FULL, SLIDING))
+    types = types or [SLIDING if (i + 1) % _PERIOD else FULL for i in range(layers)]
+    return [*types[:-1], FULL]
 
 
 def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, int]]:
@@ -109,7 +90,7 @@ def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, 
         full = of_model | dict(head_dim=get_integer(hf, "global_head_dim"))
         if get_boolean(hf, "attention_k_eq_v") and hf["num_global_key_value_heads"] is not None:
             full["num_key_value_heads"] = get_integer(hf, "num_global_key_value_heads")
-        return {_SLIDING: of_model, _FULL: full}
+        return {SLIDING: of_model, FULL: full}
     overrides = _layer_overrides(hf, len(types))
     sizes: dict[str, dict[str, int]] = {}
     for i, kind in enumerate(types):
@@ -121,7 +102,7 @@ def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, 
             raise InputError(
                 f"per_layer_config: layers of {kind} must have the same sizes, and layer {i} differs"
             )
-    return {_SLIDING: of_model} | sizes
+    return {SLIDING: of_model} | sizes
 
 
 def _layer_overrides(hf: Mapping, layers: int) -> dict[int, Mapping]:
@@ -137,13 +118,7 @@ def _layer_overrides(hf: Mapping, layers: int) -> dict[int, Mapping]:
 
 
 def _rope(hf: Mapping, kind: str, sizes: dict[str, dict[str, int]]) -> RopeConfig:
-    given = get_object(hf, "rope_parameters")
-    if set(given) - {_FULL, _SLIDING}:
-        raise InputError(
-            f"rope_parameters of model_type {hf['model_type']!r} must name {_FULL} and {_SLIDING}, got"
-            f" {format_value(given)}"
-        )
-    own = dict(get_object(given, kind) or _ROPES[kind])
+    own = dict(rope_per_layer_type(hf)[kind] or _ROPES[kind])
     settings = dict(rope_parameters=own, max_position_embeddings=hf["max_position_embeddings"])
     rope = read_rope(settings, _ROPE_TYPES, partial=own.get("rope_type") == "proportional")
     return RopeConfig(**{**vars(rope), "head_dim": sizes[kind]["head_dim"]})

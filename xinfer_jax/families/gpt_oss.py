@@ -5,9 +5,8 @@ from typing import Any
 
 from ..config.layer_spec import AttentionSpec, ClampedSwiglu, LayerSpec
 from .family import Family, Joined, Names
-from .layer_fields import attention_bias, layer_windows, with_windows
+from .layer_fields import EXPERTS, attention_bias, layer_windows, read_experts, with_windows
 from .rope_settings import read_rope
-from .sparse_layers import EXPERTS, read_experts
 from .values import get_integer, get_number
 
 _ROPE = dict(  # where config.json has none

@@ -1,22 +1,31 @@
-"""Families whose layers are linear attention (Gated DeltaNet) or full attention with an output gate."""
+"""Qwen3-Next and Qwen3.5: layers of linear attention (Gated DeltaNet), or of full attention with an output
+gate. Of linear attention Qwen3-Next has two tensors of projections, by key head; Qwen3.5 has more, apart.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
 from ..errors import InputError, format_value
-from .family import Joined, Names
-from .layer_fields import attention_bias
+from .family import Family, Joined, Names
+from .layer_fields import (
+    EXPERTS,
+    FULL,
+    STACKED,
+    attention_bias,
+    read_experts,
+    read_layer_types,
+    read_sparse_layers,
+    with_experts,
+)
 from .rope_settings import read_rope
-from .sparse_layers import EXPERTS, STACKED, read_experts
-from .values import get_integer
+from .values import get_boolean, get_integer
 
-_KINDS = ("linear_attention", "full_attention")
+_LINEAR = "linear_attention"
 _ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
 
 
 def read_hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
-    """The layers of linear and of full attention."""
     for name, only in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32")):
         if hf.get(name) not in (None, only):
             raise InputError(
@@ -28,75 +37,52 @@ def read_hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
     values = get_integer(hf, "linear_num_value_heads")
     if values % keys:
         raise InputError(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
-    linear = LayerSpec(
-        LinearAttentionSpec(
-            keys,
-            values,
-            get_integer(hf, "linear_key_head_dim"),
-            get_integer(hf, "linear_value_head_dim"),
-            _convolution(hf),
-        )
-    )
-    full = LayerSpec(AttentionSpec(**attention_bias(hf), qk_norm="head", output_gate=True))
-    specs = tuple(linear if is_linear else full for is_linear in _linear_layers(hf, layers))
-    return dict(norm_offset=1.0, rope=rope, layers=specs)
+    convolution = get_integer(hf, "linear_conv_kernel_dim")
+    if convolution < 2:
+        raise InputError(f"config.json: linear_conv_kernel_dim must be at least 2, got {convolution}")
+    (key_width, value_width) = (get_integer(hf, f"linear_{part}_head_dim") for part in ("key", "value"))
+    types = read_layer_types(hf, layers, (_LINEAR, FULL))
+    if types is None:
+        interval = get_integer(hf, "full_attention_interval")
+        types = [_LINEAR if (i + 1) % interval else FULL for i in range(layers)]
+    of_type = {
+        _LINEAR: LayerSpec(LinearAttentionSpec(keys, values, key_width, value_width, convolution)),
+        FULL: LayerSpec(AttentionSpec(**attention_bias(hf), qk_norm="head", output_gate=True)),
+    }
+    return dict(norm_offset=1.0, rope=rope, layers=tuple(of_type[kind] for kind in types))
 
 
-def _convolution(hf: Mapping) -> int:
-    width = get_integer(hf, "linear_conv_kernel_dim")
-    if width < 2:
-        raise InputError(f"config.json: linear_conv_kernel_dim must be at least 2, got {width}")
-    return width
+def read_qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
+    fields = read_hybrid(hf, layers)
+    sparse = read_sparse_layers(hf, layers)
+    if _is_zero(hf["num_experts"]) or not any(sparse):
+        return fields
+    experts = _read_shared_experts(hf, get_boolean(hf, "norm_topk_prob"))
+    return fields | dict(layers=with_experts(fields["layers"], sparse, experts))
 
 
-def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
+def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
+    """Experts in every layer; their weights always sum to 1."""
+    fields = read_hybrid(hf, layers)
+    return fields | dict(layers=with_experts(fields["layers"], (True,) * layers, _read_shared_experts(hf)))
+
+
+def _read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
     """Experts, one of which all tokens use."""
     name = "shared_expert_intermediate_size"
-    shared = 0 if is_zero(hf[name]) else get_integer(hf, name)
+    shared = 0 if _is_zero(hf[name]) else get_integer(hf, name)
     return read_experts(hf, norm_topk_prob=norm_topk_prob, shared_intermediate_size=shared)
 
 
-def is_zero(value: Any) -> bool:
+def _is_zero(value: Any) -> bool:
     """Whether it is the integer 0, by which config.json leaves something out."""
     return type(value) is int and value == 0
 
 
-def _linear_layers(hf: Mapping, layers: int) -> tuple[bool, ...]:
-    """Which layers are linear attention, by `layer_types` or `full_attention_interval`."""
-    types = hf.get("layer_types")
-    if types is None:
-        interval = get_integer(hf, "full_attention_interval")
-        return tuple((i + 1) % interval != 0 for i in range(layers))
-    if not isinstance(types, list | tuple) or len(types) != layers:
-        raise InputError(
-            f"layer_types must list one type for each of the {layers} layers, got {format_value(types)}"
-        )
-    for kind in types:
-        if kind not in _KINDS:
-            raise InputError(
-                f"layer type {format_value(kind)} is not supported: only {' and '.join(_KINDS)} are"
-            )
-    return tuple(kind == "linear_attention" for kind in types)
-
-
-SHARED = dict(
-    head_dim=256, max_position_embeddings=32768, full_attention_interval=4, linear_conv_kernel_dim=4,
-    linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
-)  # fmt: skip
-SPARSE = SHARED | dict(num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512)
-# Of each head first the query, then the gate.
-_GATED = Joined("self_attn.q_proj", ("q", "attn_gate"), groups="num_attention_heads")
-_SHARED_EXPERT = {f"shared.{leaf}": f"mlp.shared_expert.{leaf}_proj" for leaf in ("gate", "up", "down")}
-NAMES = Names(
-    EXPERTS
-    | _SHARED_EXPERT
-    | dict(q="self_attn.query_proj", attn_gate="self_attn.gate_proj", shared_gate="mlp.shared_expert_gate"),
-    (_GATED, *STACKED),
-)
 _PARTS = dict(q="query", k="key", v="value")
 
 
-def linear_names(own: dict[str, str], *joined: Joined) -> Names:
+def _linear_names(own: dict[str, str], *joined: Joined) -> Names:
     """Names of a layer of linear attention. own: of z, b and a; joined: tensors with its projections."""
     names = {leaf: f"{part}_proj" for leaf, part in _PARTS.items()}
     names |= {f"conv_{leaf}": f"{part}_conv.weight" for leaf, part in _PARTS.items()}
@@ -105,3 +91,31 @@ def linear_names(own: dict[str, str], *joined: Joined) -> Names:
     return Names(
         {leaf: f"linear_attn.{name}" for leaf, name in names.items()}, (*joined, convolution, *STACKED)
     )
+
+
+_SHARED_EXPERT = {f"shared.{leaf}": f"mlp.shared_expert.{leaf}_proj" for leaf in ("gate", "up", "down")}
+_NAMES = Names(
+    EXPERTS
+    | _SHARED_EXPERT
+    | dict(q="self_attn.query_proj", attn_gate="self_attn.gate_proj", shared_gate="mlp.shared_expert_gate"),
+    # Of each head first the query, then the gate.
+    (Joined("self_attn.q_proj", ("q", "attn_gate"), groups="num_attention_heads"), *STACKED),
+)
+_QKVZ = Joined("linear_attn.in_proj_qkvz", ("q", "k", "v", "z"), groups="num_key_heads")
+_BA = Joined("linear_attn.in_proj_ba", ("b", "a"), groups="num_key_heads")
+_NEXT_NAMES = _linear_names({leaf: f"{leaf}_proj" for leaf in "zba"}, _QKVZ, _BA)
+_QKV = Joined("linear_attn.in_proj_qkv", ("q", "k", "v"))
+_QWEN3_5_NAMES = _linear_names({leaf: f"in_proj_{leaf}" for leaf in "zba"}, _QKV)
+
+_DEFAULTS = dict(
+    head_dim=256, max_position_embeddings=32768, full_attention_interval=4, linear_conv_kernel_dim=4,
+    linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+)  # fmt: skip
+_SPARSE = dict(num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512)
+_NEXT = dict(
+    num_experts=512, num_experts_per_tok=10, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=None
+)
+_MOE = dict(num_experts=256, num_experts_per_tok=8, intermediate_size=1)  # no layer has an MLP of that width
+QWEN3_NEXT = Family(_DEFAULTS | _SPARSE | _NEXT, read_qwen3_next, _NAMES, _NEXT_NAMES)
+QWEN3_5 = Family(_DEFAULTS | dict(num_key_value_heads=4), read_hybrid, _NAMES, _QWEN3_5_NAMES)
+QWEN3_5_MOE = Family(_DEFAULTS | _SPARSE | _MOE, read_qwen3_5_moe, _NAMES, _QWEN3_5_NAMES)

@@ -1,12 +1,25 @@
-"""Fields that several families read from config.json: biases of attention, and sliding windows."""
+"""Fields and names that several families share: biases of attention, sliding windows, experts."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..config.layer_spec import LayerSpec
+from ..config.layer_spec import ExpertsSpec, LayerSpec
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
-from .values import get_boolean, get_integer
+from .family import Joined
+from .values import get_boolean, get_integer, get_integer_at_most
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+# Names of tensors: one for each expert, or all of them in one.
+EXPERTS = dict(router="mlp.gate") | {
+    f"experts.{leaf}": f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")
+}
+STACKED = (
+    Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
+    Joined("mlp.experts.down_proj", ("experts.down",), stacked=True),
+)
 
 
 def attention_bias(hf: Mapping) -> dict[str, Any]:
@@ -32,18 +45,8 @@ def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
     return (None if hf.get("sliding_window") is None else get_integer(hf, "sliding_window"),) * layers
 
 
-def late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
-    """Qwen: layers from `max_window_layers` on have a sliding window."""
-    first = hf["max_window_layers"]
-    if type(first) is not int or first < 0:
-        raise InputError(
-            f"config.json: max_window_layers must be an integer from 0 on, got {format_value(first)}"
-        )
-    return layer_windows(hf, [i >= first for i in range(layers)])
-
-
 def period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, ...]:
-    """Olmo and Gemma: all layers but every period-th have a sliding window."""
+    """All layers but every period-th have a sliding window."""
     get_integer(hf, "sliding_window")
     return layer_windows({**hf, "use_sliding_window": True}, [(i + 1) % period != 0 for i in range(layers)])
 
@@ -55,22 +58,52 @@ def layer_windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
     """
     slides_at_all = get_boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
     window = get_integer(hf, "sliding_window") if slides_at_all else None
+    types = read_layer_types(hf, len(slides), (FULL, SLIDING))
+    if types and SLIDING in types and window is None:
+        raise InputError(
+            "layer_types names sliding_attention, but use_sliding_window is false or sliding_window is null:"
+            " set both"
+        )
+    return tuple(window if s else None for s in ([kind == SLIDING for kind in types] if types else slides))
+
+
+def read_layer_types(hf: Mapping, layers: int, kinds: tuple[str, str]) -> list[str] | None:
+    """Returns `layer_types`, each one of the kinds; None: config.json has none."""
     types = hf.get("layer_types")
     if types is None:
-        return tuple(window if s else None for s in slides)
-    if not isinstance(types, list | tuple) or len(types) != len(slides):
+        return None
+    if not isinstance(types, list | tuple) or len(types) != layers:
         raise InputError(
-            f"layer_types must list one type for each of the {len(slides)} layers, got {format_value(types)}"
+            f"layer_types must list one type for each of the {layers} layers, got {format_value(types)}"
         )
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise InputError(
-                f"layer type {format_value(kind)} is not supported: only full_attention and sliding_attention"
-                " are"
-            )
-        if kind == "sliding_attention" and window is None:
-            raise InputError(
-                "layer_types names sliding_attention, but use_sliding_window is false or sliding_window is"
-                " null: set both"
-            )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if other := [kind for kind in types if kind not in kinds]:
+        raise InputError(
+            f"layer type {format_value(other[0])} is not supported: only {' and '.join(kinds)} are"
+        )
+    return list(types)
+
+
+def read_experts(hf: Mapping, **options: Any) -> ExpertsSpec:
+    """Returns the experts of a layer. options: fields that not all families have."""
+    experts = get_integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
+    chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
+    return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"), **options)
+
+
+def with_experts(
+    layers: Iterable[LayerSpec], sparse: Iterable[bool], experts: ExpertsSpec
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers, those that are sparse with experts in place of the MLP."""
+    return tuple(
+        dataclasses.replace(layer, mlp=None, experts=experts) if is_sparse else layer
+        for layer, is_sparse in zip(layers, sparse, strict=True)
+    )
+
+
+def read_sparse_layers(hf: Mapping, layers: int) -> tuple[bool, ...]:
+    """Returns which layers have experts, by `mlp_only_layers` and `decoder_sparse_step`."""
+    dense = () if hf["mlp_only_layers"] is None else hf["mlp_only_layers"]
+    step = get_integer(hf, "decoder_sparse_step")
+    if not isinstance(dense, list | tuple) or not all(type(i) is int and i >= 0 for i in dense):
+        raise InputError(f"mlp_only_layers must be a list of layers, got {format_value(dense)}")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))

@@ -1,20 +1,55 @@
-"""Llama: biases on request."""
+"""Llama, Mistral (one sliding window for all layers) and SmolLM3 (some layers have no rotary embedding)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from ..errors import InputError, format_value
 from .family import Family
-from .layer_fields import attention_bias
-from .values import get_boolean
+from .layer_fields import attention_bias, layer_windows, same_windows, with_windows
+from .values import get_boolean, get_integer
 
 
-def read_llama(hf: Mapping, layers: int) -> dict:
-    return dict(layers=(llama_layer(hf),) * layers)
-
-
-def llama_layer(hf: Mapping) -> LayerSpec:
-    """A layer, with biases on request."""
+def _layer(hf: Mapping) -> LayerSpec:
     return LayerSpec(AttentionSpec(**attention_bias(hf)), MlpSpec(bias=get_boolean(hf, "mlp_bias")))
 
 
-FAMILY = Family(dict(max_position_embeddings=2048), read_llama)
+def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
+    return dict(layers=(_layer(hf),) * layers)
+
+
+def read_mistral(hf: Mapping, layers: int) -> dict[str, Any]:
+    return dict(layers=with_windows(LayerSpec(), same_windows(hf, layers)))
+
+
+def read_smollm3(hf: Mapping, layers: int) -> dict[str, Any]:
+    uses_rope = hf.get("no_rope_layers")  # despite its name, 1 means rotary embedding
+    if uses_rope is None:
+        interval = get_integer(hf, "no_rope_layer_interval")
+        uses_rope = [(i + 1) % interval != 0 for i in range(layers)]
+    if not isinstance(uses_rope, list | tuple) or len(uses_rope) < layers:
+        raise InputError(
+            f"no_rope_layers must be a list of at least {layers} entries, one per layer, got"
+            f" {format_value(uses_rope)}"
+        )
+    if bad := [u for u in uses_rope if u not in (0, 1)]:
+        raise InputError(
+            f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {format_value(bad[0])}"
+        )
+    rotated = [bool(u) for u in uses_rope[:layers]]
+    windows = layer_windows(hf, [not u for u in rotated])
+    pairs = zip(windows, rotated, strict=True)
+    return dict(layers=tuple(_layer(hf).with_mixer(window=window, uses_rope=u) for window, u in pairs))
+
+
+LLAMA = Family(dict(max_position_embeddings=2048), read_llama)
+MISTRAL = Family(
+    dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), read_mistral
+)
+SMOLLM3 = Family(
+    dict(
+        num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4,
+        tie_word_embeddings=True,
+    ),
+    read_smollm3,
+)  # fmt: skip

@@ -51,11 +51,7 @@ class FileSpec(ParamSpec):
         return {self.hf_name: self.shape}
 
     def tensor_parts(self, tensors: Mapping[str, Any]) -> list[Any]:
-        """Returns the tensors that contain it, as parts of equal size.
-
-        Args:
-            tensors: the `StoredTensor`s of a checkpoint by name.
-        """
+        """Returns the `StoredTensor`s that contain it, as parts of equal size."""
         if self.fused_name and self.interleaved:
             return tensors[self.fused_name].transposed(self.first_row, self.interleaved)
         if self.fused_name and self.fused_name in tensors:

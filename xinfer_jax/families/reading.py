@@ -9,15 +9,14 @@ from ..plugins import load, names
 from .rope_settings import read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "relu2": "relu2",
-}
+_ACTIVATIONS = dict(silu="silu", swish="silu", gelu_pytorch_tanh="gelu_pytorch_tanh", relu2="relu2")
 _DEFAULTS: dict[str, Any] = dict(  # of all families
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
     use_sliding_window=False,
+)  # fmt: skip
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
 _NESTED = ("qwen3_5", "qwen3_5_moe", "gemma4")  # model types of a text model beside a vision one
 _IMAGE_MODELS = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4"))
@@ -46,28 +45,29 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]
     _check_supported(hf, activation)
     heads = get_integer(hf, "num_attention_heads")
-    layers = get_integer(hf, "num_hidden_layers")
     hidden = get_integer(hf, "hidden_size")
-    fields: dict[str, Any] = dict(
-        model_type=model_type,
-        vocab_size=get_integer(hf, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=get_integer(hf, "intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=(
-            heads if hf.get("num_key_value_heads") is None else get_integer(hf, "num_key_value_heads")
-        ),
-        head_dim=_default_head_dim(hidden, heads)
-        if hf.get("head_dim") is None
-        else get_integer(hf, "head_dim"),
-        max_position_embeddings=get_integer(hf, "max_position_embeddings"),
-        rms_norm_eps=get_number(hf, "rms_norm_eps"),
-        tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
-        hidden_act=_ACTIVATIONS[activation],
+    if hf.get("num_key_value_heads") is None:
+        hf["num_key_value_heads"] = heads
+    if hf.get("head_dim") is None:
+        if hidden % heads:
+            raise InputError(
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json"
+                " gives no head_dim"
+            )
+        hf["head_dim"] = hidden // heads
+    sizes = {name: get_integer(hf, name) for name in _SIZES}
+    own = family.read(hf, sizes["num_hidden_layers"])
+    config = ModelConfig(
+        **dict(
+            model_type=model_type,
+            rms_norm_eps=get_number(hf, "rms_norm_eps"),
+            tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
+            hidden_act=_ACTIVATIONS[activation],
+            rope=own["rope"] if "rope" in own else read_rope(hf),
+            **sizes,
+        )
+        | own
     )
-    fields |= family.read(hf, layers)
-    config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
     _check_consistency(config)
     return config
 
@@ -142,12 +142,3 @@ def _check_consistency(config: ModelConfig) -> None:
             raise InputError(
                 f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}"
             )
-
-
-def _default_head_dim(hidden: int, heads: int) -> int:
-    if hidden % heads:
-        raise InputError(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no"
-            " head_dim"
-        )
-    return hidden // heads

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
+from .layer_fields import FULL, SLIDING
 from .values import get_boolean, get_integer, get_number, get_numbers, get_object
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -88,20 +89,25 @@ def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeCon
         hf: config.json.
         sliding_theta: rope_theta of the sliding layers, where `rope_parameters` has none.
     """
-    given = get_object(hf, "rope_parameters")
-    kinds = ("full_attention", "sliding_attention")
-    if not all(k in kinds and isinstance(v, Mapping | None) for k, v in given.items()):
-        raise InputError(
-            f"rope_parameters of model_type {hf['model_type']!r} must name {' and '.join(kinds)}, got"
-            f" {format_value(given)}"
-        )
 
     def layer_type_rope(parameters: Mapping, theta: float) -> RopeConfig:
         own = dict(rope_parameters=parameters, rope_theta=theta)
         unused = dict(rope_scaling=None, original_max_position_embeddings=None)
         return read_rope({**hf, **own, **unused}, tuple(t for t in ROPE_TYPES if t != "dynamic"))
 
-    full, sliding = (dict(given.get(kind) or {}) for kind in kinds)
-    rope = layer_type_rope({**full, **get_object(hf, "rope_scaling")}, hf["rope_theta"])
-    sliding_rope = layer_type_rope(sliding, sliding_theta)
+    given = rope_per_layer_type(hf)
+    rope = layer_type_rope({**given[FULL], **get_object(hf, "rope_scaling")}, hf["rope_theta"])
+    sliding_rope = layer_type_rope(given[SLIDING], sliding_theta)
     return rope, None if rope == sliding_rope else sliding_rope
+
+
+def rope_per_layer_type(hf: Mapping) -> dict[str, Mapping]:
+    """Returns `rope_parameters` of full and of sliding layers, empty where there are none."""
+    given = get_object(hf, "rope_parameters")
+    kinds = (FULL, SLIDING)
+    if not all(k in kinds and isinstance(v, Mapping | None) for k, v in given.items()):
+        raise InputError(
+            f"rope_parameters of model_type {hf['model_type']!r} must name {' and '.join(kinds)}, got"
+            f" {format_value(given)}"
+        )
+    return {kind: given.get(kind) or {} for kind in kinds}

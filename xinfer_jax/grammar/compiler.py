@@ -13,7 +13,7 @@ from .automaton import Dfa
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
 from .token_masks import compile_matcher, make_tokenizer
-from .vocabulary import token_bytes
+from .vocabulary import keep_latest, token_bytes
 
 if TYPE_CHECKING:
     from .grammars import Grammar
@@ -40,17 +40,11 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> "Vocabulary":
 
 
 class Vocabulary:
-    """Compiles grammars for a tokenizer and a number of logits, and keeps the latest ones. Thread-safe.
-
-    Attributes:
-        size: V. Ids beyond the tokenizer's have no text, and ids of the tokenizer beyond V do not exist.
-        tokens: the bytes of each id.
-        special: ids of special tokens, which no grammar allows.
-    """
+    """Compiles grammars for a tokenizer and a number of logits, and keeps the latest ones. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.size = vocab_size
-        self.tokens, self.special = token_bytes(tokenizer, vocab_size)
+        self.tokens, self.special = token_bytes(tokenizer, vocab_size)  # no grammar allows special ones
         self._generation_prompt = _thinking_prompt(tokenizer)
         self._llguidance: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
@@ -58,12 +52,7 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: "Grammar") -> Any:
-        """A new `llguidance.LLMatcher` at the grammar's beginning.
-
-        Raises:
-            InputError: llguidance is not installed.
-            GrammarError: llguidance does not serve the grammar: its own words.
-        """
+        """A new `llguidance.LLMatcher` at the grammar's beginning; errors as of `compile_matcher`."""
         key = grammar.kind, grammar.source
         with self._lock:
             compiled = self._compiled.get(key)
@@ -72,8 +61,8 @@ class Vocabulary:
         if compiled is None:
             compiled = self._compile(grammar)  # without the lock: others do not wait
             with self._lock:
-                self._compiled[key] = compiled
-                while len(self._compiled) > _MOST_GRAMMARS or self._characters() > _MOST_CHARACTERS:
+                keep_latest(self._compiled, key, compiled, _MOST_GRAMMARS)
+                while sum(len(source) for _, source in self._compiled) > _MOST_CHARACTERS:
                     self._compiled.popitem(last=False)
         return compiled.deep_copy()
 
@@ -89,13 +78,8 @@ class Vocabulary:
         with contextlib.suppress(NotRegularError):
             found = Dfa(*token_automaton(grammar.source, self.tokens, self.special))
         with self._lock:
-            self._automata[grammar.source] = found
-            if len(self._automata) > _MOST_AUTOMATA:
-                self._automata.popitem(last=False)
+            keep_latest(self._automata, grammar.source, found, _MOST_AUTOMATA)
         return found
-
-    def _characters(self) -> int:
-        return sum(len(source) for _, source in self._compiled)
 
     def _compile(self, grammar: "Grammar") -> Any:
         with self._lock:
@@ -117,19 +101,15 @@ class Vocabulary:
 
 
 class ReasoningEnd:
-    """Tells where the reasoning of an answer ends.
-
-    Attributes:
-        most_tokens: in which the end stands.
-        call_end: the id of Harmony's <|call|>, which ends a call instead; -1: there is none.
-    """
+    """Tells where the reasoning of an answer ends."""
 
     def __init__(self, tokenizer: Any, text: str | None):
         """text: after which it ends; None: with the header of Harmony's channel `final`."""
         self._tokenizer = tokenizer
         self._text = text
-        self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8
+        self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8  # in which the end stands
         marks = tokenizer.harmony_marks if text is None else {}
+        # The id of <|call|>, which ends a call instead; -1: there is none.
         self.call_end = next((i for i, mark in marks.items() if mark == CALL), -1)
 
     def ends(self, recent: list[int]) -> bool:

@@ -1,7 +1,7 @@
 """`Matcher`: follows one answer through its grammar on the host, and says which tokens may come next."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,16 +22,25 @@ class CompiledGrammar:
     Args:
         grammar: with a tokenizer.
         vocab_size: V.
+        dfa, new_masks: of a grammar that was compiled elsewhere: its automaton, or what makes the masks of an
+            answer, with the methods of `LocalMasks`.
 
     Raises:
         InputError: a grammar that is not served.
     """
 
-    def __init__(self, grammar: "Grammar", vocab_size: int):
+    def __init__(
+        self,
+        grammar: "Grammar",
+        vocab_size: int,
+        dfa: Dfa | None = None,
+        new_masks: Callable[[], Any] | None = None,
+    ):
         self._grammar = grammar
         self._vocabulary = vocabulary_of(grammar.tokenizer, vocab_size)
-        self._dfa = self._vocabulary.automaton(grammar)
-        if self._dfa is None:
+        self._dfa = self._vocabulary.automaton(grammar) if new_masks is None else dfa
+        self._new_masks = new_masks or self._local_masks
+        if new_masks is None and self._dfa is None:
             self._vocabulary.matcher(grammar)
 
     def runs_on_device(self, prompt: Sequence[int]) -> bool:
@@ -39,25 +48,18 @@ class CompiledGrammar:
         return self._dfa is not None and self._vocabulary.reasoning_end(self._grammar, list(prompt)) is None
 
     def matcher(self, prompt: Sequence[int], end_ids: Sequence[int]) -> "Matcher | DfaMatcher":
-        """For an answer to a prompt. end_ids: the EOS ids: allowed where the grammar may end, and only
-        there.
-        """
+        """For an answer to a prompt. end_ids: allowed where the grammar may end, and only there."""
         waits_for = self._vocabulary.reasoning_end(self._grammar, list(prompt))
         if self._dfa is not None and waits_for is None:
             return DfaMatcher(self._dfa, end_ids)
         return Matcher(self._new_masks(), self._vocabulary.size, end_ids, waits_for)
 
-    def _new_masks(self) -> Any:
-        """The masks of an answer."""
+    def _local_masks(self) -> "LocalMasks":
         return LocalMasks(self._vocabulary.matcher(self._grammar), self._vocabulary.size)
 
 
 class DfaMatcher:
-    """Checks on the host what an answer sampled by its automaton on the device.
-
-    Attributes:
-        dfa: the automaton.
-    """
+    """Checks on the host what an answer sampled by its automaton on the device."""
 
     def __init__(self, dfa: Dfa, end_ids: Sequence[int]):
         self.dfa = dfa
@@ -91,7 +93,6 @@ class LocalMasks:
         return True
 
     def result(self) -> np.ndarray:
-        """What `TokenMasks.after` returns, or raises."""
         return self._masks.after(*self._next)
 
 
@@ -148,10 +149,7 @@ class Matcher:
 
     def fill(self, masks: np.ndarray, draft_ids: Sequence[int] = ()) -> None:
         """Writes the masks [Q, W] of the next token, and after each draft token. Those after one that the
-        grammar forbids are not read: it is rejected.
-
-        Raises:
-            NoTokenLeftError: a token that was appended is forbidden; the grammar exceeds limits.
+        grammar forbids are not read: it is rejected. Raises as `TokenMasks.after`.
         """
         self.start(draft_ids)
         self._bits = self._masks.result() if self._computes else ()
@@ -170,11 +168,8 @@ class Matcher:
         np.bitwise_and.at(mask, self._ends[~allowed] // 32, ~bit_of_ends[~allowed])
 
     def append(self, ids: Sequence[int]) -> None:
-        """Follows the tokens that were sampled under the last masks.
-
-        Raises:
-            NoTokenLeftError: a token that the grammar forbids: it is sampled where the settings forbid all
-                that it allows.
+        """Follows the tokens that were sampled under the last masks. NoTokenLeftError: the grammar forbids
+        one, which is sampled where the settings forbid all that it allows.
         """
         for token in ids:
             self._started = False

@@ -31,6 +31,7 @@ from .automaton import Dfa
 from .compiler import vocabulary_of
 from .grammars import Grammar
 from .matcher import CompiledGrammar
+from .vocabulary import keep_latest
 from .worker import MEMORY
 
 _SLOTS = 4  # processes
@@ -47,32 +48,15 @@ _ERRORS = {error.__name__: error for error in (GrammarError, NoTokenLeftError, I
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PooledGrammar(Grammar):
-    """A grammar of a client, whose masks a pool computes.
-
-    Attributes:
-        pool: the pool.
-        client: whose grammar it is.
-        dfa: its automaton; None: it has masks.
-        first: the masks before its first token, if they are known.
-    """
+    """A grammar of a client, whose masks a pool computes."""
 
     pool: Any = None
     client: str = ""
-    dfa: Dfa | None = dataclasses.field(default=None, compare=False)
-    first: Any = dataclasses.field(default=None, compare=False)
+    dfa: Dfa | None = dataclasses.field(default=None, compare=False)  # None: it has masks
+    first: Any = dataclasses.field(default=None, compare=False)  # those before its first token, if known
 
-    def compile(self, vocab_size: int) -> "_PooledCompiledGrammar":
-        return _PooledCompiledGrammar(self, vocab_size)
-
-
-class _PooledCompiledGrammar(CompiledGrammar):
-    def __init__(self, grammar: PooledGrammar, vocab_size: int):
-        self._grammar: PooledGrammar = grammar
-        self._vocabulary = vocabulary_of(grammar.tokenizer, vocab_size)
-        self._dfa = grammar.dfa
-
-    def _new_masks(self) -> "PooledMasks":
-        return PooledMasks(self._grammar)
+    def compile(self, vocab_size: int) -> CompiledGrammar:
+        return CompiledGrammar(self, vocab_size, self.dfa, lambda: PooledMasks(self))
 
 
 class PooledMasks:
@@ -169,15 +153,12 @@ class _CrashError(Exception):
 class GrammarPool:
     """A few processes, which start with the first job. A client uses one of them at a time. Where several
     clients use one, their jobs take turns. Thread-safe.
-
-    Attributes:
-        numbers: of answers.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self.numbers = itertools.count()
+        self.numbers = itertools.count()  # of answers
         self._lock = threading.Lock()
         self._slots = [_Slot(i, threading.Condition(self._lock)) for i in range(_SLOTS)]
         self._threads: list[threading.Thread] = []
@@ -196,13 +177,8 @@ class GrammarPool:
         return self._checked(client, grammar, (0.0, ("masks", None)))
 
     async def compile(self, client: str, grammar: Grammar) -> PooledGrammar:
-        """Compiles a grammar; if this call is cancelled, the job ends.
-
-        Raises:
-            GrammarError: a grammar that is not served.
-        """
-        future = self._check(client, grammar)
-        return self._checked(client, grammar, await asyncio.wrap_future(future))
+        """Compiles a grammar; if this call is cancelled, the job ends. GrammarError: it is not served."""
+        return self._checked(client, grammar, await asyncio.wrap_future(self._check(client, grammar)))
 
     def _check(self, client: str, grammar: Grammar) -> Future:
         return self.submit(_Job(client, "check", grammar, None, None, []))
@@ -252,9 +228,7 @@ class GrammarPool:
             if free or slot is None:
                 slot = min(free or self._slots, key=lambda other: (len(other.jobs), other.used))
         slot.used = time.monotonic()
-        self._slot_of[client] = slot, served
-        if len(self._slot_of) > _MOST_CLIENTS:
-            self._slot_of.popitem(last=False)
+        keep_latest(self._slot_of, client, (slot, served), _MOST_CLIENTS)
         return slot
 
     def _run(self, slot: _Slot) -> None:
@@ -293,18 +267,13 @@ class GrammarPool:
                 if is_new or crash.number in (signal.SIGPROF, signal.SIGKILL):
                     error = job.failure(crash.number)
                     if crash.number != signal.SIGKILL:
-                        self._note_failed(job.key, str(error))
+                        with self._lock:
+                            keep_latest(self._failed, job.key, str(error), _MOST_FAILED)
                     raise error from None
                 # Else what it kept of other grammars may have been too much: once more, alone.
         if found[0] in _ERRORS:
             raise _ERRORS[found[0] if job.name == "check" else "NoTokenLeftError"](found[1])
         return seconds, found
-
-    def _note_failed(self, key: str, why: str) -> None:
-        with self._lock:
-            self._failed[key] = why
-            if len(self._failed) > _MOST_FAILED:
-                self._failed.popitem(last=False)
 
     def _call(self, slot: _Slot, job: _Job) -> Any:
         if slot.connection is None:
@@ -345,7 +314,7 @@ class GrammarPool:
         return self._command(name, slot)
 
     def _command(self, name: bytes, slot: _Slot, descriptors: Sequence[int] = ()) -> int:
-        """Sends a command to the first process, which is started if there is none."""
+        """Sends a command of `worker` to the first process, which is started if there is none."""
         with self._control_lock:
             for _ in range(2):
                 if self._closed:

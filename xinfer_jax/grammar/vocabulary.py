@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,7 @@ from ..errors import InputError
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], list[int]]:
     """The bytes of each id below `vocab_size`, and the ids of special tokens. Ids that have no text, as a
-    model with a padded vocabulary has, have no bytes.
-
-    Raises:
-        InputError: a tokenizer whose tokens have no bytes of their own.
+    model with a padded vocabulary has, have no bytes. InputError: no token has bytes of its own.
     """
     backend = tokenizer.backend
     decode = _token_decoder(backend)
@@ -28,24 +26,28 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], list[int]
     return found, [i for i, token in added.items() if token.special and i < vocab_size]
 
 
+def keep_latest(kept: OrderedDict, key: Any, value: Any, most: int) -> None:
+    """Keeps a value as the latest one, and of all those before it as many as may be."""
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
+
+
 def _token_decoder(backend: Any) -> Callable[[str], bytes]:
     """What gives the bytes of a token that was not added: of a byte-level vocabulary, or of one with ▁ for
     spaces and <0xNN> for bytes.
     """
-    steps = _decoder_steps(backend)
+    settings = (
+        json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else dict(decoders=[])
+    )
+    steps = {step["type"] for step in settings.get("decoders", [settings])}
     if "ByteLevel" in steps:
         return _byte_level_bytes
     if steps & {"ByteFallback", "Metaspace"}:
         return _sentencepiece_bytes
     found = ", ".join(steps) or "no decoder"
     raise InputError(f"a grammar needs tokens that are bytes or characters, this tokenizer has {found}")
-
-
-def _decoder_steps(backend: Any) -> set[str]:
-    if backend.decoder is None:
-        return set()
-    settings = json.loads(backend.decoder.__getstate__())
-    return {step["type"] for step in settings.get("decoders") or [settings]}
 
 
 def _bytes_of_letters() -> dict[str, int]:

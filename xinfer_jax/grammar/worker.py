@@ -16,10 +16,10 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import OrderedDict
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..errors import InputError
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
 from .token_masks import TokenMasks, compile_matcher, make_tokenizer
+from .vocabulary import keep_latest
 
 MEMORY = 96 * 2**20  # bytes that the jobs of a process may need beyond its vocabulary
 _STACK = 64 * 2**20  # bytes, of the thread that compiles: llguidance recurses
@@ -60,7 +61,7 @@ class Jobs:
             found = "dfa", *token_automaton(grammar[1], self._tokens, self._special)
         except NotRegularError:
             found = self.masks(key, grammar, None, array.array("i"), [])
-        _keep(self._checked, key, found, _MOST_COMPILED)
+        keep_latest(self._checked, key, found, _MOST_COMPILED)
         return found
 
     def masks(
@@ -76,10 +77,10 @@ class Jobs:
                 if grammar is None:
                     return ("missing",)
                 made = compile_matcher(self._tokenizer, len(self._tokens), *grammar)
-                _keep(self._compiled, key, made, _MOST_COMPILED)
+                keep_latest(self._compiled, key, made, _MOST_COMPILED)
             masks = TokenMasks(self._compiled[key].deep_copy(), len(self._tokens))
         if number is not None:
-            _keep(self._answers, number, masks, _MOST_ANSWERS)
+            keep_latest(self._answers, number, masks, _MOST_ANSWERS)
         return "masks", masks.after(ids, drafts)
 
     def run(self, connection: Connection) -> None:
@@ -104,13 +105,6 @@ class Jobs:
             connection.send((time.process_time() - began, done))
 
 
-def _keep(kept: OrderedDict, key: Any, value: Any, most: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)
-
-
 def _limit_memory() -> None:
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -120,8 +114,9 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
 
 
-def _do_jobs(jobs: Jobs, descriptor: int) -> None:
+def _do_jobs(jobs: Jobs, descriptor: int, control: socket.socket) -> None:
     """The process of a slot."""
+    control.close()
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the compiler prints as it fails
@@ -142,35 +137,18 @@ def main(descriptor: int) -> None:
     jobs = Jobs(tokens, special, tokenizer)
     gc.freeze()
     control.sendall(b"\0")
-    pids: dict[int, int] = {}
-    killed: list[int] = []
-    while True:
-        command, descriptors, _, _ = socket.recv_fds(control, 2, 1)
-        if len(command) < 2:
-            break
-        pid = pids.pop(command[1], 0)
+    slots: dict[int, Any] = {}  # the process of each
+    while len((received := socket.recv_fds(control, 2, 1))[0]) == 2:
+        (command, slot), descriptors, _, _ = received
         number = 0
-        if command[:1] == b"W" and pid:  # another first process may have forked it
-            number = max(0, -os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        elif pid:
-            number = signal.SIGKILL
-            os.kill(pid, number)
-            killed.append(pid)
-        killed = [pid for pid in killed if not os.waitpid(pid, os.WNOHANG)[0]]
-        if command[:1] == b"F":
-            pid = os.fork()
-            if not pid:
-                control.close()
-                try:
-                    _do_jobs(jobs, descriptors[0])
-                finally:
-                    os._exit(0)
-            pids[command[1]] = pid
+        if process := slots.pop(slot, None):  # of a "W" without one, another first process may have forked it
+            if command != ord("W"):
+                process.kill()
+            process.join()
+            number = max(0, -process.exitcode)
+        if command == ord("F"):
+            args = jobs, descriptors[0], control
+            slots[slot] = get_context("fork").Process(target=_do_jobs, args=args, daemon=True)
+            slots[slot].start()
             os.close(descriptors[0])
         control.sendall(bytes([number]))
-    for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -6,7 +6,7 @@ finds the client behind a proxy; `connections` limits open and idle connections;
 clients have in flight; `request_body` receives and checks a body; `worker_pool` runs slow work in threads;
 `json_encoding` encodes a response in slices, `chunks` makes those of a stream, `http_responses` sends them;
 `peer_worker` is a process that only prefills or only decodes, `peer_front` has a dispatcher over them,
-`peer_messages` is what they tell each other; `embedding_requests` serves /v1/embeddings;
+`peer_messages` is what they tell each other;
 `served_request` is one request to the engine; `service` handles completions, `text_endpoints` what needs no
 engine; `app` has the routes and checks the key; `command` is the process. `xinfer_jax/api/fields.py` lists
 the fields that are served.

@@ -15,24 +15,17 @@ _BODIES = 4  # of the largest size, that one client may have in flight
 
 
 class AdmissionControl:
-    """What the clients of one server have reserved. Thread-safe.
-
-    Attributes:
-        rows: slots of the engine; 0 until it exists.
-        used: for each unit, the amount that each client has reserved.
-    """
+    """What the clients of one server have reserved. Thread-safe."""
 
     def __init__(self, settings: ServerSettings):
         self._settings = settings
         self._lock = threading.Lock()
-        self.rows = 0
-        self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}
+        self.rows = 0  # of the engine, once it exists
+        self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}  # by client
 
     def admit(self, client: str) -> "Reservation":
-        """Admits a request of this client; it counts as one answer until its body is parsed.
-
-        Raises:
-            APIError: 429.
+        """Admits a request of this client, or raises APIError 429. It counts as one answer until its body is
+        parsed.
         """
         reservation = Reservation(self, client)
         reservation.reserve(answers=1)
@@ -43,53 +36,45 @@ class AdmissionControl:
         with self._lock:
             if reservation.released and any(amounts.values()):
                 raise ClientDisconnect
+            client = reservation.client
             more = {unit: count - reservation.amounts[unit] for unit, count in amounts.items()}
-            for unit, count in amounts.items():
+            for unit in amounts:
                 if more[unit] > 0:
-                    self._check(unit, reservation.client, count, more[unit])
-            for unit, count in more.items():
-                self.used[unit][reservation.client] += count
-                if not self.used[unit][reservation.client]:
-                    del self.used[unit][reservation.client]
+                    self._check(unit, client, amounts[unit], more[unit])
+            for unit in amounts:
+                self.used[unit][client] += more[unit]
+                if not self.used[unit][client]:
+                    del self.used[unit][client]
             reservation.amounts |= amounts
 
     def _check(self, unit: str, client: str, count: int, more: int) -> None:
         settings = self._settings
         used = self.used[unit]
         body_bytes = _BODIES * settings.max_body_bytes
-        waiting_tokens = settings.max_waiting_tokens
         waiting_answers = settings.max_waiting + self.rows
         per_client, total, flag = dict(
             answers=(settings.max_waiting_per_client, waiting_answers, "max_waiting"),
-            tokens=(settings.max_waiting_tokens_per_client, waiting_tokens, "max_waiting_tokens"),
+            tokens=(
+                settings.max_waiting_tokens_per_client,
+                settings.max_waiting_tokens,
+                "max_waiting_tokens",
+            ),
             bytes=(body_bytes, 4 * body_bytes, "max_body_bytes"),
         )[unit]
         most = min(per_client, total)
         if count > most:
             name = f"{flag}_per_client" if per_client <= total and unit != "bytes" else flag
-            raise APIError(
-                400,
-                f"the request has {count} {unit}, and the server takes {most} at most (--{name}):"
-                " send several smaller requests",
-            )
+            said = f"the request has {count} {unit}, and the server takes {most} at most (--{name})"
+            raise APIError(400, f"{said}: send several smaller requests")
         if used[client] + more > per_client:
-            raise APIError(
-                429,
-                f"this client has {used[client]} {unit} in flight, of at most {per_client}:"
-                " wait until a request ends",
-            )
+            said = f"this client has {used[client]} {unit} in flight, of at most {per_client}"
+            raise APIError(429, f"{said}: wait until a request ends")
         if used.total() + more > total:
             raise APIError(429, f"too many requests wait ({used.total()} {unit} of {total}): try again later")
 
 
 class Reservation:
-    """What one request has reserved of the limits.
-
-    Attributes:
-        client: whose limits count.
-        amounts: reserved, for each unit.
-        released: it has ended, and reserves nothing any more.
-    """
+    """What one request has reserved of the limits."""
 
     def __init__(self, admission: AdmissionControl, client: str):
         self._admission = admission
@@ -98,11 +83,8 @@ class Reservation:
         self.amounts = dict.fromkeys(admission.used, 0)
 
     def reserve(self, **amounts: int) -> None:
-        """Sets the number of answers, tokens or bytes.
-
-        Raises:
-            ClientDisconnect: the reservation was released.
-            APIError: 429; 400 if the request alone exceeds a limit.
+        """Sets the number of answers, tokens or bytes. Raises ClientDisconnect after `release`; APIError 429,
+        or 400 if the request alone exceeds a limit.
         """
         self._admission.update(self, amounts)
 

@@ -84,6 +84,9 @@ class _InfoEndpoints:
     async def version(self, _: HTTPRequest) -> Response:
         return JSONResponse(dict(version=__version__))
 
+    async def page(self, _: HTTPRequest) -> Response:
+        return HTMLResponse(PAGE, headers=HEADERS)
+
     async def health(self, _: HTTPRequest) -> Response:
         reason = self._service.unavailable_reason()
         return JSONResponse(dict(status=reason or "ok"), 503 if reason else 200)
@@ -91,31 +94,24 @@ class _InfoEndpoints:
     async def metrics(self, _: HTTPRequest) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, _: HTTPRequest) -> Response:
-        return HTMLResponse(PAGE, headers=HEADERS)
-
     async def responses(self, _: HTTPRequest) -> Response:
         raise APIError(404, "/v1/responses is not served: use /v1/chat/completions")
 
     async def tokenizer_info(self, _: HTTPRequest) -> Response:
-        tokenizer = self._model().tokenizer
+        if self._service.model is None:
+            raise APIError(503, self._service.unavailable_reason())
+        tokenizer: Any = self._service.model.tokenizer
         names = dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokenizer.special_tokens
         return JSONResponse(names | dict(chat_template=tokenizer.chat_template))
 
     def _model_card(self) -> dict[str, Any]:
         service = self._service
-        card = dict(id=service.settings.name, object="model", created=0, owned_by="xinfer_jax")
-        card |= dict(max_model_len=service.max_model_len)
+        card: dict[str, Any] = dict(id=service.settings.name, object="model", created=0)
+        card |= dict(owned_by="xinfer_jax", max_model_len=service.max_model_len)
         if service.model is not None:
-            card |= dict(
-                about=service.model.about, description=_describe(service.settings.model, service.model)
-            )
+            card["about"] = service.model.about
+            card["description"] = _describe(service.settings.model, service.model)
         return card
-
-    def _model(self) -> Any:
-        if self._service.model is None:
-            raise APIError(503, self._service.unavailable_reason())
-        return self._service.model
 
 
 def _describe(name: str, model: Model) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from typing import Any
 
 from ..api.bodies import ParsedBody
@@ -31,23 +30,21 @@ class ChoiceStream:
 
     def __init__(self, index: int, answer: Answer, parsed: ParsedBody, tokenizer: Tokenizer):
         self._index = index
-        self._answer = answer
+        self.answer = answer
         self._parsed = parsed
         self._tokenizer = tokenizer
         self._detokenizer = answer_detokenizer(tokenizer, parsed)
         self._parser = answer_parser(parsed, index)
         self._texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
         self._num_tokens = 0  # sent so far
-        self._num_logprobs = 0  # sent so far
-        self._echo_text = parsed.echo  # the prompt's text is not sent yet
-        # The prompt's log-probabilities that are not sent yet, last first; None: not known yet.
-        self._echo_left: list[Any] | None = None
+        self._num_logprobs = 0  # sent so far, with those of an echoed prompt
+        self._echo: list[Any] | None = None  # the entries of these; None: nothing is sent yet
         self.ended = False
 
     @property
     def has_update(self) -> bool:
         """Whether `next_choice` may return something. This check is much faster."""
-        answer = self._answer
+        answer = self.answer
         return not self.ended and (answer.finish_reason is not None or len(answer.tokens) > self._num_tokens)
 
     @property
@@ -55,58 +52,49 @@ class ChoiceStream:
         """Tokens of the usage so far: those that were sent; at the end the EOS too."""
         if not self._parsed.max_tokens:
             return 0
-        return len(self._answer.logprobs) if self.ended else self._num_tokens
-
-    def check(self) -> None:
-        """Calls `check_answer`."""
-        check_answer(self._answer)
+        return len(self.answer.logprobs) if self.ended else self._num_tokens
 
     def next_choice(self) -> tuple[dict[str, Any] | None, bool]:
         """The choice of the next chunk, None if nothing is new; and whether there is more already."""
-        answer = self._answer
+        answer = self.answer
+        request = answer.request
         parsed = self._parsed
         # Read before the tokens: the engine's thread may append tokens, then end the answer.
         over = answer.finish_reason is not None
         new = answer.tokens[self._num_tokens : self._num_tokens + _SLICE]
         self._num_tokens += len(new)
-        known = len(answer.alternatives) if over else self._num_tokens
-        entries = self._next_echo_entries()
-        text = ""
-        if not entries and parsed.max_tokens:
-            end = min(known, self._num_logprobs + _SLICE)
-            entries = list[Any](answer.alternatives[self._num_logprobs : end])
-            self._num_logprobs += len(entries)
-        known = min(known, len(answer.alternatives)) if parsed.max_tokens else 0
-        all_logprobs = not self._echo_left and self._num_logprobs >= known
-        self.ended = ended = over and self._num_tokens >= len(answer.tokens) and all_logprobs
+        sent_all = over and self._num_tokens >= len(answer.tokens)
         new = new if parsed.max_tokens else []
-        if self._echo_text:
-            self._echo_text = False
-            special = parsed.skip_special_tokens
-            text = prompt_text(self._tokenizer, answer.request.ids, new, special)
+        text = ""
+        if self._echo is None:
+            self._echo = echo_entries(request.ids, request.prompt_logprobs) if parsed.echo else []
+            if parsed.echo:
+                text = prompt_text(self._tokenizer, request.ids, new, parsed.skip_special_tokens)
+        entries, no_more_entries = self._next_entries(self._echo, over)
+        self.ended = ended = sent_all and no_more_entries
         text += "".join(map(self._detokenizer.push, new))
         if ended:
             text += self._detokenizer.finish()
-        more = not ended and (len(new) == _SLICE or over or not all_logprobs)
+        more = not ended and (len(new) == _SLICE or over or not no_more_entries)
         if not (text or ended or entries or (new and parsed.return_token_ids)):
             return None, more
         choice = self._format(text, new, entries, ended)
         is_empty = choice.get("delta") == {} and not (ended or entries or parsed.return_token_ids)
         return None if is_empty else choice, more
 
-    def _next_echo_entries(self) -> list[Any]:
-        """The next entries of an echoed prompt."""
-        if self._parsed.echo and self._echo_left is None:
-            request = self._answer.request
-            self._echo_left = echo_entries(request.ids, request.prompt_logprobs)[::-1]
-        if not self._echo_left:
-            return []
-        entries = self._echo_left[-_SLICE:][::-1]
-        del self._echo_left[-_SLICE:]
-        return entries
+    def _next_entries(self, echo: list[Any], over: bool) -> tuple[list[Any], bool]:
+        """The next entries with log-probabilities, and whether no more are known."""
+        if self._parsed.logprobs is None:
+            return [], True
+        of_answer = self.answer.alternatives if self._parsed.max_tokens else []
+        known = len(echo) + (len(of_answer) if over else min(self._num_tokens, len(of_answer)))
+        begin = self._num_logprobs
+        end = self._num_logprobs = min(known, begin + _SLICE)
+        first = max(0, begin - len(echo))
+        return [*echo[begin:end], *of_answer[first : max(0, end - len(echo))]], end == known
 
     def _format(self, text: str, new: list[int], entries: list[Any], ended: bool) -> dict[str, Any]:
-        reason = (self._answer.finish_reason or "") if self._parsed.max_tokens else "length"
+        reason = (self.answer.finish_reason or "") if self._parsed.max_tokens else "length"
         choice: dict[str, Any] = dict(index=self._index)
         choice["finish_reason"] = FINISH_REASONS.get(reason, reason) if ended else None
         if self._parsed.kind == "chat":
@@ -130,13 +118,11 @@ def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:
     if delta.content:
         fields["content"] = delta.content
     for call in delta.tool_calls:
-        function = (
-            dict(arguments=call.arguments)
-            if call.id is None
-            else dict(name=call.name, arguments=call.arguments)
-        )
-        own = {} if call.id is None else dict(id=call.id, type="function")
-        fields.setdefault("tool_calls", []).append(dict(index=call.index, **own, function=function))
+        found: dict[str, Any] = dict(index=call.index, function=dict(arguments=call.arguments))
+        if call.id is not None:
+            found = dict(id=call.id, type="function") | found
+            found["function"]["name"] = call.name
+        fields.setdefault("tool_calls", []).append(found)
     return fields
 
 
@@ -151,53 +137,47 @@ async def stream_chunks(
     """Yields the chunks of a stream, and None whenever nothing is new for a while.
 
     Args:
-        parsed: the request's body.
         requests: the engine request of each prompt.
-        tokenizer: the model's.
         usage: called at the end, for a last chunk with the usage; None: no such chunk.
         head: id, created, model, seed.
         continuous_usage: each chunk has the usage so far: all tokens that were sent.
-
-    Raises:
-        APIError: the deadline passed before an answer had a token.
     """
     chat = parsed.kind == "chat"
     head = dict(head, object="chat.completion.chunk" if chat else "text_completion")
     answers = [answer for request in requests for answer in request.answers]
     streams = [ChoiceStream(i, answer, parsed, tokenizer) for i, answer in enumerate(answers)]
-    num_tokens = 0  # sent so far
-    chunk = partial(_chunk, parsed if continuous_usage else None, head)
-    if chat:
-        for index in range(len(answers)):
-            yield chunk(dict(index=index, finish_reason=None, delta=dict(role="assistant", content="")), 0)
-    async for updated in request_updates(requests, _QUIET_SECONDS):
-        if not updated:
-            yield None
-        for stream in [stream for stream in streams if stream.has_update]:
-            more = True
-            while more:
-                stream.check()
-                num_tokens -= stream.num_sampled
-                choice, more = stream.next_choice()
-                num_tokens += stream.num_sampled
-                if choice:
-                    yield chunk(choice, num_tokens)
-                    await asyncio.sleep(0)  # lets other tasks run: there may be a thousand answers
-        streams = [stream for stream in streams if not stream.ended]
-        if not streams:
-            break
+    async for choice, num_tokens in _choices(streams, requests, chat):
+        chunk = None if choice is None else dict(head, choices=[choice])
+        if chunk is not None and continuous_usage:
+            chunk["usage"] = usage_counts(sum(map(len, parsed.prompts)), num_tokens)
+        yield chunk
     if usage is not None:
         yield dict(head, choices=[], usage=usage())
 
 
-def _chunk(
-    parsed: ParsedBody | None, head: dict[str, Any], choice: dict[str, Any], num_tokens: int
-) -> dict[str, Any]:
-    """A chunk with one choice. parsed: of a request whose chunks have the usage so far; None: they do not."""
-    found = dict(head, choices=[choice])
-    if parsed is not None:
-        found["usage"] = usage_counts(sum(map(len, parsed.prompts)), num_tokens)
-    return found
+async def _choices(
+    streams: list[ChoiceStream], requests: Sequence[Request], chat: bool
+) -> AsyncIterator[tuple[dict[str, Any] | None, int]]:
+    """Yields the choices of the chunks, each with the number of tokens that have been sent."""
+    for index in range(len(streams) if chat else 0):
+        yield dict(index=index, finish_reason=None, delta=dict(role="assistant", content="")), 0
+    num_tokens = 0
+    async for updated in request_updates(requests, _QUIET_SECONDS):
+        if not updated:
+            yield None, num_tokens
+        for stream in [stream for stream in streams if stream.has_update]:
+            more = True
+            while more:
+                check_answer(stream.answer)
+                num_tokens -= stream.num_sampled
+                choice, more = stream.next_choice()
+                num_tokens += stream.num_sampled
+                if choice:
+                    yield choice, num_tokens
+                    await asyncio.sleep(0)  # lets other tasks run: there may be a thousand answers
+        streams = [stream for stream in streams if not stream.ended]
+        if not streams:
+            return
 
 
 def check_answer(answer: Answer) -> None:

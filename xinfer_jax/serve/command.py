@@ -1,6 +1,7 @@
 """`xinfer-jax-serve`: its flags, and the process from start to shutdown."""
 
 import asyncio
+import dataclasses
 import os
 import resource
 import secrets
@@ -8,15 +9,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..cli.answer_flags import TEMPERATURE, define_engine, define_model, define_sampling
+from ..cli.answer_flags import TEMPERATURE, define_engine, define_model, define_sampling, engine_sizes
 from ..cli.channel import listen
 from ..cli.flag_parser import FlagParser
-from ..cli.process import SignalEvent, capture_signals, run_and_exit
+from ..cli.process import SignalEvent, capture_signals, command_main
 from ..cli.process_group import define_processes, parse_address
 from ..cli.supervisor import distributed_args, supervise
 from ..cli.terminal import status
@@ -119,15 +120,7 @@ PARSER.add_integer(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command in this thread and exits: with 0 after a signal; with 2 and one line on standard error
-    for bad input. `__main__.serve` runs this so that SIGTERM and Ctrl-C are handled.
-    """
-    run_and_exit(PARSER.name, lambda: _run(sys.argv if argv is None else argv))
-
-
-def _run(argv: Sequence[str]) -> int:
-    PARSER.parse(argv)
+def _run() -> int:
     sys.setswitchinterval(_SWITCH_SECONDS)
     flags = PARSER.values
     host = flags.host or LOCAL_HOSTS[0]
@@ -139,11 +132,7 @@ def _run(argv: Sequence[str]) -> int:
     _check_roles(flags)
     if (code := supervise(PARSER)) is not None:
         return code
-    shape = dict(
-        rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
-        host_pages=flags.host_pages, page_directory=flags.page_directory,
-        page_directory_bytes=flags.page_directory_bytes,
-    )  # fmt: skip
+    shape = engine_sizes(flags)
     if flags.role:
         return _serve_role(flags, shape)
     if distributed_args().get("process_id"):
@@ -162,20 +151,16 @@ def _run(argv: Sequence[str]) -> int:
     devices = devices_from_flags(flags)
     model = flags.model or "bundled"
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
-    settings = ServerSettings(
-        name=flags.served_model_name or Path(model).name, model=model, host=host, port=flags.port,
-        api_keys=keys, origins=tuple(flags.allowed_origins), max_waiting=flags.max_waiting,
-        max_waiting_per_client=flags.max_waiting_per_client, max_waiting_tokens=flags.max_waiting_tokens,
-        max_waiting_tokens_per_client=flags.max_waiting_tokens_per_client,
-        max_body_bytes=flags.max_body_bytes, share_prefixes=flags.share_prefixes,
-        deadline=flags.deadline, grace=flags.grace,
-        stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens,
-        log_prompts=flags.log_prompts, stop_in_reasoning=flags.stop_in_reasoning,
+    names = [field.name for field in dataclasses.fields(ServerSettings)]
+    same: dict[str, Any] = {name: flags[name].value for name in names if name in flags}
+    settings = ServerSettings(**same | dict(
+        name=flags.served_model_name or Path(model).name, model=model, host=host, api_keys=keys,
+        origins=tuple(flags.allowed_origins), seed=seed, escape=flags.escape_control_tokens,
         shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy),
-    )  # fmt: skip
-    peers: tuple[Any, ...] = ()
+    ))  # fmt: skip
+    peers: tuple[socket.socket, bytes] | None = None
     if flags.peers:
         address = parse_address("peers", flags.peers)
         secret = load_secret(flags.secret_file, address[0])
@@ -193,6 +178,9 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
+main = command_main(PARSER, _run)
+
+
 def _check_roles(flags: Any) -> None:
     """Raises InputError where flags of several processes with roles contradict others."""
     if bool(flags.role) != bool(flags.peer):
@@ -207,11 +195,11 @@ def _check_roles(flags: Any) -> None:
 
 def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
     """What a prefill or decode process does: works for the front process until that ends, or a signal."""
-    address = parse_address("peer", flags.peer)
-    secret = load_secret(flags.secret_file, address[0])
     from ..engine.engine import Engine
     from .peer_worker import PeerWorker
 
+    address = parse_address("peer", flags.peer)
+    secret = load_secret(flags.secret_file, address[0])
     model = _load_model(flags)
     with capture_signals() as stop, Engine(model, **shape, role=flags.role, warm_up=flags.warm_up) as engine:
         worker = PeerWorker(engine, address, secret, _log)
@@ -224,8 +212,8 @@ def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
 
 @contextmanager
 def _exit_deadline(stop: SignalEvent, grace: float) -> Iterator[None]:
-    """Within this context, the process exits with code 0 at most `grace` and a few seconds after a signal,
-    even if a thread or the event loop is in a long call.
+    """Within, the process exits with code 0 at most `grace` and a few seconds after a signal, even in a long
+    call.
     """
     ended = threading.Event()
 
@@ -250,17 +238,21 @@ def _exit_deadline(stop: SignalEvent, grace: float) -> Iterator[None]:
         watching.join()
 
 
-def _load(service: Any, flags: Any, peers: tuple[Any, ...], failed: list[BaseException]) -> None:
-    """Loads the model and makes the engine. peers: where other processes connect, and their secret; (): the
+def _load(service: Any, flags: Any, peers: Any, failed: list[BaseException]) -> None:
+    """Loads the model and makes the engine. peers: where other processes connect, and their secret; None: the
     engine is in this process. Appends an error to `failed`.
     """
     from ..cli.answer import sampling_from_flags
+    from ..cli.startup import open_model
     from ..generation.options import GenerateOptions
+    from .peer_front import PeerEngines
 
     try:
         engine = None
         if peers:
-            model, engine = _front_engine(flags, *peers)
+            model = open_model(flags.model, flags).model
+            (listening, secret) = peers
+            engine = PeerEngines(model, listening, secret, _log)
             engine.wait_for_both(lambda: service.closing)
         else:
             model = _load_model(flags)
@@ -268,15 +260,6 @@ def _load(service: Any, flags: Any, peers: tuple[Any, ...], failed: list[BaseExc
     except BaseException as error:
         service.load_error = format_message(error) or type(error).__name__
         failed.append(error)
-
-
-def _front_engine(flags: Any, listening: socket.socket, secret: bytes) -> tuple[Any, Any]:
-    """The model without its weights, and the engines of other processes."""
-    from ..cli.startup import open_model
-    from .peer_front import PeerEngines
-
-    model = open_model(flags.model, flags).model
-    return model, PeerEngines(model, listening, secret, _log)
 
 
 def _load_model(flags: Any) -> Any:
@@ -368,10 +351,8 @@ def _read_keys(path: str | None) -> tuple[bytes, ...]:
     for number, line in enumerate(text.split("\n"), 1):
         key = line.strip()
         if key.startswith("#") or not key.isprintable() or len(key.split()) > 1:
-            problem = "has more than one key (a space, a comment or a control character)"
-            raise InputError(
-                f"{source}: line {number} {problem}: write one key a line, and nothing beside it"
-            )
+            problem = f"line {number} has more than one key (a space, a comment or a control character)"
+            raise InputError(f"{source}: {problem}: write one key a line, and nothing beside it")
         if key:
             keys.append(key.encode())
     if path and not keys:

@@ -22,13 +22,17 @@ _SLICE_BYTES = 2**16  # of a body that are sent at a time; the client must read 
 _Result = TypeVar("_Result")
 
 
-class _TimedResponse(Response):
-    """A response of which each part must be sent within `stall_seconds`, or the client is disconnected.
+class TimedResponse(Response):
+    """A response in parts, each of which must be sent within `stall_seconds`, or the client is disconnected.
     `on_close` is called in any case.
     """
 
-    def __init__(self, on_close: Callable[[], None], stall_seconds: float, **more: Any):
-        super().__init__(None, **more)
+    def __init__(
+        self, parts: AsyncIterator[bytes], media_type: str, on_close: Callable[[], None], stall_seconds: float
+    ):
+        super().__init__(None, media_type=media_type)
+        del self.headers["content-length"]
+        self._parts = parts
         self._on_close = on_close
         self._stall_seconds = stall_seconds
 
@@ -39,71 +43,51 @@ class _TimedResponse(Response):
         finally:
             self._on_close()
 
-    async def _send_start(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await self._send(send, start)
-
-    async def _send_part(self, send: Send, data: bytes, more: bool = True) -> None:
-        message = {"type": "http.response.body", "body": data, "more_body": more}
-        await self._send(send, message)
-
-    async def _send(self, send: Send, message: Message) -> None:
-        async with asyncio.timeout(self._stall_seconds):
-            await send(message)
-
     async def _write(self, send: Send) -> None:
-        raise NotImplementedError
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._stall_seconds):
+                await send(message)
+
+        headers = self.raw_headers
+        await send_in_time({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        async for part in self._parts:
+            await send_in_time({"type": "http.response.body", "body": part, "more_body": True})
+        await send_in_time({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class JSONBodyResponse(_TimedResponse):
+def json_response(body: bytes, on_close: Callable[[], None], stall_seconds: float) -> TimedResponse:
     """A response with a complete JSON body, sent in slices."""
 
-    def __init__(self, body: bytes, on_close: Callable[[], None], stall_seconds: float):
-        super().__init__(on_close, stall_seconds, media_type="application/json")
-        self._body = body
-        self.headers["content-length"] = str(len(self._body))
+    async def slices() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), _SLICE_BYTES):
+            yield body[at : at + _SLICE_BYTES]
 
-    async def _write(self, send: Send) -> None:
-        await self._send_start(send)
-        for at in range(0, len(self._body), _SLICE_BYTES):
-            end = at + _SLICE_BYTES
-            await self._send_part(send, self._body[at:end], end < len(self._body))
+    response = TimedResponse(slices(), "application/json", on_close, stall_seconds)
+    response.headers["content-length"] = str(len(body))
+    return response
 
 
-class EventStream(_TimedResponse):
-    """Server-sent events, until the events end or the client disconnects or stalls."""
+def event_stream(
+    events: AsyncIterator[dict[str, Any] | None], on_close: Callable[[], None], stall_seconds: float
+) -> TimedResponse:
+    """Server-sent events. events: objects to send; None: a comment."""
 
-    def __init__(
-        self,
-        events: AsyncIterator[dict[str, Any] | None],
-        on_close: Callable[[], None],
-        stall_seconds: float,
-    ):
-        """events: objects to send; None: a comment."""
-        super().__init__(on_close, stall_seconds, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._events = events
-
-    async def _write(self, send: Send) -> None:
-        await self._send_start(send)
+    async def parts() -> AsyncIterator[bytes]:
         try:
-            async for event in self._events:
-                await self._send_part(send, b": waiting\n\n" if event is None else _encode_event(event))
-        except OSError:
-            raise
+            async for event in events:
+                yield b": waiting\n\n" if event is None else _encode_event(event)
         except Exception as error:  # of the engine: the status has been sent, so it becomes an event
             message = format_message(error) or type(error).__name__
             fields = dict(message=message, type="server_error", param=None, code=None)
-            await self._send_part(send, _encode_event(dict(error=fields)))
-        await self._send_part(send, b"data: [DONE]\n\n", False)
+            yield _encode_event(dict(error=fields))
+        yield b"data: [DONE]\n\n"
+
+    return TimedResponse(parts(), "text/event-stream", on_close, stall_seconds)
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result:
-    """Returns what the work returns. If the client disconnects first, the work is cancelled.
-
-    Raises:
-        ClientDisconnect: the client disconnected first.
-        Exception: what the work raises.
+    """Returns what the work returns. If the client disconnects first, the work is cancelled, and this raises
+    ClientDisconnect.
     """
 
     async def wait_for_disconnect() -> None:

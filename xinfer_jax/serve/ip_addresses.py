@@ -1,6 +1,7 @@
 """IP addresses: trusted proxies, the client that a proxy names, and which addresses count as one client."""
 
 import ipaddress
+import re
 from collections.abc import Sequence
 
 from ..errors import InputError, format_value
@@ -10,11 +11,7 @@ Networks = tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
 
 
 def parse_networks(texts: Sequence[str]) -> Networks:
-    """Parses networks such as 10.0.0.0/24; an address is a network of one.
-
-    Raises:
-        InputError: a text that is not a network, or the network of all addresses.
-    """
+    """Parses networks such as 10.0.0.0/24; an address is a network of one. That of all is an InputError."""
     found = []
     for text in texts:
         try:
@@ -34,7 +31,7 @@ def is_within(host: str, trusted: Networks) -> bool:
     if not trusted:
         return False
     try:
-        return _is_trusted(_parse_address(_without_zone(host)), trusted)
+        return _is_trusted(_peer_address(host), trusted)
     except ValueError:
         return False
 
@@ -44,7 +41,7 @@ def address_group(host: str) -> str:
     as a whole.
     """
     try:
-        address = _parse_address(_without_zone(host))
+        address = _peer_address(host)
     except ValueError:
         return host
     return str(ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address)
@@ -57,9 +54,6 @@ def forwarded_client(peer: str, headers: Sequence[str], trusted: Networks) -> st
     Args:
         peer: the proxy's address; returned if the header has no address.
         headers: values of `X-Forwarded-For`, in order.
-
-    Raises:
-        InputError: a value that is not an address.
     """
     client = peer
     for text in reversed(",".join(headers).split(",") if headers else []):
@@ -78,27 +72,22 @@ def forwarded_client(peer: str, headers: Sequence[str], trusted: Networks) -> st
 def _parse_address(text: str) -> _Address:
     """Parses 10.0.0.7, 10.0.0.7:80, ::1, [::1] or [::1]:80."""
     host = text
+    port = ":0"
     if text.startswith("["):
         host, end, port = text[1:].partition("]")
-        if not end or (port and not _is_port(port)):
-            raise ValueError(text)
+        port = port or end and ":0"
     elif text.count(":") == 1:
         host, _, port = text.partition(":")
-        if not _is_port(f":{port}"):
-            raise ValueError(text)
-    if "%" in host:
+        port = f":{port}"
+    if "%" in host or not re.fullmatch(":[0-9]{1,5}", port):
         raise ValueError(text)
     address = ipaddress.ip_address(host)
     return getattr(address, "ipv4_mapped", None) or address
 
 
-def _without_zone(host: str) -> str:
-    """fe80::1 for fe80::1%eth0."""
-    return host.partition("%")[0]
-
-
-def _is_port(text: str) -> bool:
-    return text[0] == ":" and text[1:].isascii() and text[1:].isdigit() and len(text) <= 6
+def _peer_address(host: str) -> _Address:
+    """Also of fe80::1%eth0."""
+    return _parse_address(host.partition("%")[0])
 
 
 def _is_trusted(address: _Address, trusted: Networks) -> bool:

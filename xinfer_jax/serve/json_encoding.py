@@ -1,12 +1,11 @@
 """Encodes a response as JSON in slices: neither all of its values nor the GIL are held for long."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..api.bodies import ParsedBody
-from ..api.responses import echo_entries, format_logprobs, response_body
+from ..api.responses import format_logprobs, response_choices, response_object
 from ..api.token_texts import TokenTextDecoder
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
@@ -22,11 +21,9 @@ def to_json(value: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def list_to_json(values: Sequence[Any], slice_length: int = _VALUES) -> bytes:
-    """Encodes a list as JSON, `slice_length` values at a time."""
-    starts = range(0, len(values), slice_length)
-    parts = (to_json(values[at : at + slice_length])[1:-1] for at in starts)
-    return _join(parts)
+def list_to_json(values: Sequence[Any]) -> bytes:
+    """Encodes a list as JSON, in slices."""
+    return _join(to_json(values[at : at + _VALUES])[1:-1] for at in range(0, len(values), _VALUES))
 
 
 def _join(parts: Iterable[bytes]) -> bytes:
@@ -49,33 +46,17 @@ def response_to_json(
     check: Callable[[], None],
     **head: Any,
 ) -> bytes:
-    """Encodes the `response_body`.
-
-    Args:
-        parsed, outs, prompt_logprobs, tokenizer: as in `response_body`.
-        check: called before each choice; it raises if the response is not needed any more.
-        head: further fields of the response; `usage` among them.
+    """Encodes the `response_body`. check: called after each choice; it raises if no one needs the response.
+    head: further fields, `usage` among them.
     """
     choices = list[bytes]()
-    without_logprobs = dataclasses.replace(parsed, logprobs=None)
-    for prompt, out, of_prompt in zip(parsed.prompts, outs, prompt_logprobs, strict=True):
-        parsed_one = dataclasses.replace(without_logprobs, prompts=[prompt])
-        for j, tokens in enumerate(out.tokens):
-            check()
-            reason = out.finish_reason[j]
-            out_one = dataclasses.replace(
-                out, tokens=[tokens], logprobs=[[]], finish_reason=[reason], alternatives=None
-            )
-            (choice,) = response_body(parsed_one, [out_one], [[]], tokenizer, len(choices))["choices"]
-            encoded = {}
-            if parsed.logprobs is not None:
-                of_answer = out.alternatives[j] if out.alternatives is not None and parsed.max_tokens else []
-                entries = [*echo_entries(prompt, of_prompt), *of_answer] if parsed.echo else of_answer
-                encoded["logprobs"] = _logprobs_to_json(tokenizer, parsed, entries)
-            choices.append(object_to_json(choice, **encoded))
-    empty = response_body(dataclasses.replace(parsed, prompts=[]), [], [], tokenizer)
-    del empty["choices"]
-    return object_to_json(empty | head, choices=_join(choices))
+    for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
+        check()
+        encoded = {}
+        if parsed.logprobs is not None:
+            encoded["logprobs"] = _logprobs_to_json(tokenizer, parsed, entries)
+        choices.append(object_to_json(choice, **encoded))
+    return object_to_json(dict(head, object=response_object(parsed)), choices=_join(choices))
 
 
 def _logprobs_to_json(tokenizer: Tokenizer, parsed: ParsedBody, entries: Sequence[Any]) -> bytes:

@@ -8,7 +8,7 @@ messages go through this process, only pages go from one to another; pages that 
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from ..checkpoint.loading import Model
@@ -25,21 +25,17 @@ _EVENTS = {"progress", "pull", "pages", "arrived", "invalid"}  # of a `Dispatche
 
 
 class Peer:
-    """An endpoint in another process, which has registered.
-
-    Attributes:
-        about: what it said about itself.
-        error: why it is gone.
-    """
+    """An endpoint in another process, which has registered."""
 
     def __init__(self, channel: Channel, about: dict[str, Any], counts: dict[str, int]):
+        """about: what it says about itself."""
         self.channel = channel
         self.about = about
         self.role = about["role"]
         self.name = str(about["name"])
         self.pages = about["pages"]
         self.reported = counts
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # why it is gone
 
     @property
     def last_step_time(self) -> float:
@@ -54,45 +50,26 @@ class Peer:
         """Sends a message to it."""
         send_message(self.channel, name, *args)
 
+    # The methods of `EngineEndpoint`.
+    receive = partialmethod(message, "receive")
+    release = partialmethod(message, "release")
+    forget = partialmethod(message, "forget")
+    drop = partialmethod(message, "drop")
+
     def submit(self, ticket: int, answer: Answer) -> None:
-        """Gives an answer to the process; this and the next methods are those of `EngineEndpoint`."""
         self.message("submit", ticket, answer_to_message(answer))
 
     def send(self, ticket: int, target: int, shardings: Any = None) -> None:
-        """Where the pages go is known there."""
-        self.message("send", ticket, target)
-
-    def receive(self, ticket: int, contents: Any) -> None:
-        """contents: bytes of pages, or how they can be pulled (`PageTransfer`)."""
-        self.message("receive", ticket, contents)
-
-    def release(self, ticket: int) -> None:
-        self.message("release", ticket)
-
-    def forget(self, ticket: int) -> None:
-        self.message("forget", ticket)
-
-    def drop(self, ticket: int) -> None:
-        self.message("drop", ticket)
+        self.message("send", ticket, target)  # where the pages go is known there
 
 
 class PeerEngines(EngineLoop):
     """Gives prompts to processes that prefill, and prefilled rows to processes that decode. If a process that
     prefills ends, its prompts go to another. If a process that decodes ends, the requests of its rows fail.
-
-    Attributes:
-        model: without weights.
     """
 
     def __init__(self, model: Model, listening: socket.socket, secret: bytes, log: Callable[[str], None]):
-        """Accepts processes from now on.
-
-        Args:
-            model: of a `Checkpoint`.
-            listening: where they connect.
-            secret: that they know.
-            log: writes a line.
-        """
+        """Accepts processes from now on. model: without weights; listening: where they connect."""
         super().__init__()
         self.model = model
         self.impl = None
@@ -126,8 +103,10 @@ class PeerEngines(EngineLoop):
     @property
     def missing(self) -> str:
         """The role that no process has; "": none."""
-        roles = (role for role in ("prefill", "decode") if not self._dispatcher.of_role(role))
-        return next((f"no {role} process is connected" for role in roles), "")
+        for role in ("prefill", "decode"):
+            if not self._dispatcher.of_role(role):
+                return f"no {role} process is connected"
+        return ""
 
     @property
     def alive(self) -> bool:
@@ -147,9 +126,9 @@ class PeerEngines(EngineLoop):
 
     def wait_for_both(self, stop: Callable[[], bool]) -> None:
         """Waits until a process that prefills and one that decodes are connected, or `stop` returns True."""
-        with self._queue.condition:
+        with self._condition:
             while not stop() and self.missing:
-                self._queue.condition.wait(0.2)
+                self._condition.wait(0.2)
 
     def _check_open(self) -> None:
         super()._check_open()

@@ -38,17 +38,7 @@ class PeerWorker:
     """Serves one front process until the connection is lost."""
 
     def __init__(self, engine: Engine, address: tuple[str, int], secret: bytes, log: Callable[[str], None]):
-        """Connects, and says who it is.
-
-        Args:
-            engine: with a role and a thread.
-            address: of the front process.
-            secret: of the run.
-            log: writes a line.
-
-        Raises:
-            InputError: nobody answers there, or without the secret.
-        """
+        """Connects to the front process, and says who this is. engine: with a role and a thread."""
         self._engine = engine
         self._endpoint = engine.endpoint(self._emit)
         self._log = log
@@ -58,10 +48,11 @@ class PeerWorker:
         self._parts: dict[int, dict[int, list[np.ndarray]]] = {}
         self._gone = threading.Event()
         self._events: SimpleQueue = SimpleQueue()
+        where = f"{address[0]}:{address[1]}"
         try:
             connection = socket.create_connection(address, timeout=10)
         except OSError as error:
-            raise InputError(f"no front process at {address[0]}:{address[1]}: {error}") from error
+            raise InputError(f"no front process at {where}: {error}") from error
         host = connection.getsockname()[0]
         self._transfer = PageTransfer(host, log)
         self._grammars = GrammarPool(engine.model.tokenizer, engine.model.config.vocab_size)
@@ -71,7 +62,6 @@ class PeerWorker:
         try:
             self._channel = Channel(connection, receive, secret, listens=False)
         except OSError as error:
-            where = f"{address[0]}:{address[1]}"
             raise InputError(f"the front process at {where} closed the connection: {error}") from error
         self._message("register", _description(engine, host), engine.counts())
         threading.Thread(target=self._send_counts, daemon=True).start()
@@ -179,15 +169,12 @@ class PeerWorker:
             self._message(name, ticket)
 
     def _report(self, ticket: int, new: Progress) -> None:
-        start = new.prompt_start
-        end = start + len(new.prompt_logprobs)
-        while end - start > _MAX_PROMPT_LOGPROBS:
-            part = new.prompt_logprobs[start - new.prompt_start :][:_MAX_PROMPT_LOGPROBS]
-            first = Progress(start=new.start, prompt_start=start, prompt_logprobs=part)
-            self._message("progress", ticket, progress_to_message(first))
-            start += len(part)
-        rest = new.prompt_logprobs[start - new.prompt_start :]
-        new = new._replace(prompt_start=start, prompt_logprobs=rest)
+        most = _MAX_PROMPT_LOGPROBS
+        while len(new.prompt_logprobs) > most:
+            begin = new.prompt_start
+            part = Progress(start=new.start, prompt_start=begin, prompt_logprobs=new.prompt_logprobs[:most])
+            self._message("progress", ticket, progress_to_message(part))
+            new = new._replace(prompt_start=begin + most, prompt_logprobs=new.prompt_logprobs[most:])
         self._message("progress", ticket, progress_to_message(new))
 
     def _offer(self, target: int, contents: Any) -> None:

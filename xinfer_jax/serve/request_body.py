@@ -21,7 +21,6 @@ MAX_LEVELS = 64  # of nested arrays and objects
 _BYTES_PER_VALUE = 8  # of the largest body: 524,288 values in 4 MiB
 _BYTES_PER_CONTAINER = 64  # arrays and objects take more memory than other values
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
-_SLICE = 2**18
 _QUOTE, _COMMA, _COLON, _LIST_NAME = (ord(c) for c in '",:\x01')
 _TEXT_OR_LIST = (b'"', b"[", b"\x01")  # the first byte of a text or a list
 _STEPS = np.zeros(256, np.int8)
@@ -30,11 +29,7 @@ _STEPS[[ord("]"), ord("}")]] = -1
 
 
 async def receive_body(request: HTTPRequest, reservation: Reservation, most: int) -> bytes:
-    """Receives a JSON body of at most `most` bytes, and reserves its bytes.
-
-    Raises:
-        APIError: 415 for another content type, 413 for too many bytes, 408 for a slow client, 429.
-    """
+    """Receives a JSON body of at most `most` bytes, and reserves its bytes."""
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise APIError(415, "the body must be application/json")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -71,9 +66,6 @@ def load_json_body(
         most: bytes of any body.
         list_name: the field that may have several prompts; each prompt allows `BYTES_PER_TOKEN` bytes for
             each token of `max_length`. None: the body has one prompt.
-
-    Raises:
-        APIError: 413 for too many bytes or values; 400 for too many levels, and if it is not a JSON object.
     """
     levels, values, containers, prompts = scan_json(data, list_name)
     if levels > MAX_LEVELS:
@@ -121,37 +113,23 @@ def scan_json(data: bytes, list_name: str | None = "prompt") -> tuple[int, int, 
     if list_name:
         plain = plain.replace(b'"%s"' % list_name.encode(), b"\x01")
     plain = plain.translate(None, b" \t\r\n") + b" "  # so that every byte has a next one
-    whole_N = np.frombuffer(plain, np.uint8)
-    depth = levels = commas = containers = prompts = begin = times = 0
-    inside = counting = False  # inside a string; counting the elements of the list
-    for at in range(0, len(plain), _SLICE):
-        part_N = np.frombuffer(plain, np.uint8, min(_SLICE, len(plain) - at), at)
-        inside_N = np.bitwise_xor.accumulate(part_N == _QUOTE) ^ inside
-        steps_N = _STEPS[part_N] * ~inside_N
-        depth_N = np.cumsum(steps_N, dtype=np.int32) + depth
-        comma_N = (part_N == _COMMA) & ~inside_N
-        levels = max(levels, int(depth_N.max()))
-        commas += int(comma_N.sum())
-        containers += int((steps_N > 0).sum())
-        # The list's field, on the outermost level.
-        named_N = np.flatnonzero((part_N == _LIST_NAME) & ~inside_N & (depth_N == 1)) + at
-        named_N = named_N[whole_N[named_N + 1] == _COLON]
-        times += len(named_N)
-        if times > 1:
-            raise APIError(400, f"the body has the field {list_name} more than once: send it once")
-        if len(named_N):
-            begin = int(named_N[0]) + 3
-            counting = plain[begin - 1 : begin] == b"[" and plain[begin : begin + 1] in _TEXT_OR_LIST
-            prompts = int(counting)
-        if counting:  # until the list ends
-            first = max(0, begin - at)
-            outside_N = np.flatnonzero(depth_N[first:] < 2)
-            stop = first + int(outside_N[0]) if outside_N.size else None
-            prompts += int((comma_N[first:stop] & (depth_N[first:stop] == 2)).sum())
-            counting = not outside_N.size
-        depth = int(depth_N[-1])
-        inside = bool(inside_N[-1])
-    return levels, commas + containers + 1, containers, prompts
+    byte_N = np.frombuffer(plain, np.uint8)
+    outside_N = ~np.bitwise_xor.accumulate(byte_N == _QUOTE)  # of strings
+    steps_N = _STEPS[byte_N] * outside_N
+    depth_N = np.cumsum(steps_N, dtype=np.int32)
+    comma_N = (byte_N == _COMMA) & outside_N
+    containers = int((steps_N > 0).sum())
+    prompts = 0
+    names = np.flatnonzero((byte_N == _LIST_NAME) & outside_N & (depth_N == 1))
+    names = names[byte_N[names + 1] == _COLON]
+    if len(names) > 1:
+        raise APIError(400, f"the body has the field {list_name} more than once: send it once")
+    if len(names):
+        begin = int(names[0]) + 3
+        if plain[begin - 1 : begin] == b"[" and plain[begin : begin + 1] in _TEXT_OR_LIST:
+            end = begin + (int(np.argmax(depth_N[begin:] < 2)) or len(plain))  # of the list
+            prompts = 1 + int((comma_N[begin:end] & (depth_N[begin:end] == 2)).sum())
+    return int(depth_N.max()), int(comma_N.sum()) + containers + 1, containers, prompts
 
 
 def _reject_constant(text: str) -> None:

@@ -2,38 +2,20 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from ..api.bodies import ParsedBody
 from ..api.responses import usage
 from ..engine.requests import Request
 from .admission import Reservation
-from .metrics import Metrics
-from .server_settings import ServerSettings
-
-
-class _Server(Protocol):
-    settings: ServerSettings
-    metrics: Metrics
-    log: Callable[[str], None]
 
 
 class ServedRequest:
-    """An HTTP request, until its response is sent or its client disconnects. Thread-safe.
+    """An HTTP request, until its response is sent or its client disconnects. Thread-safe."""
 
-    Attributes:
-        request_id: in the log and the response.
-        reservation: what it has reserved of the server's limits.
-        number: it is the server's number-th request for completions.
-        received: the arrival time, from time.monotonic().
-        parsed: the body; None: it is not submitted yet.
-        requests: the engine requests.
-    """
-
-    def __init__(
-        self, server: _Server, request_id: str, reservation: Reservation, number: int, received: float
-    ):
+    def __init__(self, server: Any, request_id: str, reservation: Reservation, number: int, received: float):
+        """server: a `Service`; number: of this request for completions; received: by time.monotonic()."""
         self._server = server
         self.request_id = request_id
         self.reservation = reservation
@@ -41,8 +23,8 @@ class ServedRequest:
         self.received = received
         self._finished = False
         self._lock = threading.Lock()
-        self.parsed: ParsedBody | None = None
-        self.requests: list[Request] = []
+        self.parsed: ParsedBody | None = None  # until it is submitted
+        self.requests: list[Request] = []  # to the engine
 
     def set_submitted(self, parsed: ParsedBody, requests: list[Request]) -> None:
         """Sets the engine requests, from any thread. If the client has disconnected they are cancelled."""
@@ -58,10 +40,9 @@ class ServedRequest:
         with self._lock:
             finished = self._finished
             self._finished = True
-            parsed = self.parsed
-            requests = self.requests
+            submitted = self.parsed, self.requests
         if not finished:
-            self._end(parsed, requests)
+            self._end(*submitted)
 
     def _end(self, parsed: ParsedBody | None, requests: Sequence[Request]) -> None:
         self.reservation.release()

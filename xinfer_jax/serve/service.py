@@ -30,7 +30,7 @@ from ..sampling.random_keys import key_from_seed
 from .admission import AdmissionControl, Reservation, count_answers, count_tokens
 from .api_errors import APIError
 from .chunks import check_answer, stream_chunks
-from .http_responses import EventStream, JSONBodyResponse, until_disconnect
+from .http_responses import event_stream, json_response, until_disconnect
 from .ip_addresses import address_group
 from .json_encoding import response_to_json
 from .metrics import Metrics
@@ -43,24 +43,15 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody receives it
 
 
 class Service:
-    """Answers HTTP requests for completions with one model.
-
-    Attributes:
-        engine: None: the model is not loaded yet.
-        load_error: why the model cannot be loaded; "": no error so far.
-        closing: the server is shutting down.
-        admission: limits on what clients have in flight.
-        workers: run slow work.
-        grammars: compile grammars; only with an engine.
-    """
+    """Answers HTTP requests for completions with one model."""
 
     def __init__(self, settings: ServerSettings, log: Callable[[str], None]):
         """log: writes a line of the log."""
         self.settings = settings
         self.log = log
-        self.load_error = ""
+        self.load_error = ""  # why the model cannot be loaded
         self.closing = False
-        self.model: Model | None = None
+        self.model: Model | None = None  # until it is loaded, as the engine
         self.engine: AnyEngine | None = None
         self.metrics = Metrics(settings.name)
         self.admission = AdmissionControl(settings)
@@ -120,15 +111,11 @@ class Service:
         return ""
 
     async def create_completion(self, http_request: HTTPRequest, kind: str) -> Response:
-        """Answers a request for completions. kind: "completion" or "chat".
-
-        Raises:
-            APIError: the request cannot be answered.
-        """
-        received = http_request.state.received
+        """Answers a request for completions. kind: "completion" or "chat"."""
         reservation = self.admit(http_request)
-        request_id = http_request.state.request_id
-        served = ServedRequest(self, request_id, reservation, next(self._numbers), received)
+        state = http_request.state
+        number = next(self._numbers)
+        served = ServedRequest(self, state.request_id, reservation, number, state.received)
         try:
             data = [await receive_body(http_request, reservation, self.settings.max_body_bytes)]
             return await until_disconnect(self._respond(served, kind, data), http_request.receive)
@@ -152,17 +139,17 @@ class Service:
             parsed.options = dataclasses.replace(parsed.options, grammar=grammar)
         await self.workers.run(client, large, partial(self._submit, served, parsed))
         requests = served.requests
-        head: dict[str, Any] = dict(created=int(time.time()), model=settings.name, seed=parsed.seed)
-        head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
+        own_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
+        head = dict(id=own_id, created=int(time.time()), model=settings.name, seed=parsed.seed)
         if stream.streamed:
             usage = partial(usage_with_cached, parsed, requests) if stream.usage else None
             chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, stream.continuous_usage)
-            return EventStream(chunks, served.finish, settings.stall_seconds)
+            return event_stream(chunks, served.finish, settings.stall_seconds)
         await _wait_until_ended(requests)
         format_response = partial(self._format, parsed, served, head)
         large = served.reservation.amounts["tokens"] > LARGE_TOKENS
         body = await self.workers.run(client, large, format_response)
-        return JSONBodyResponse(body, served.finish, settings.stall_seconds)
+        return json_response(body, served.finish, settings.stall_seconds)
 
     def _parse(
         self, served: ServedRequest, kind: str, data: list[bytes]
@@ -246,11 +233,9 @@ class Service:
                 raise ClientDisconnect
             return prompt_ids(self.tokenizer, prompt, limit, **how)
 
-        settings = self.settings
-        how: Any = dict(escape=settings.escape, encode=encode, stop_in_reasoning=settings.stop_in_reasoning)
-        parsed = parse_request_body(
-            self.model, kind, body, self._defaults, self.engine.usable_capacity, **how
-        )
+        how: Any = dict(encode=encode, stop_in_reasoning=self.settings.stop_in_reasoning)
+        most = self.engine.usable_capacity
+        parsed = parse_request_body(self.model, kind, body, self._defaults, most, self.settings.escape, **how)
         if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
             self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
         if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):
@@ -269,11 +254,7 @@ class Service:
             raise APIError(404, message, "model", "model_not_found")
 
     def admit(self, request: HTTPRequest) -> Reservation:
-        """Admits a request. Clients are distinguished by key, or without keys by address.
-
-        Raises:
-            APIError: the server cannot answer now, or the client has too much in flight.
-        """
+        """Admits a request. Clients are distinguished by key, or without keys by address."""
         if reason := self.unavailable_reason():
             raise APIError(503, reason)
         client = address_group(request.client.host) if request.client else ""

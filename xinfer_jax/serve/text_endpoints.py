@@ -2,7 +2,8 @@
 hold here too.
 """
 
-from collections.abc import Callable, Coroutine
+import base64
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,13 @@ from ..api.tool_fields import parse_tools
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..checks import check_token_ids
+from ..embedding import POOLINGS, embed_texts, text_token_ids
+from ..errors import InputError, format_value
+from ..generation.executor import bucket
 from .admission import Reservation
 from .api_errors import APIError
-from .embedding_requests import EmbeddingInputs, create_embeddings, parse_embedding_inputs
-from .http_responses import JSONBodyResponse, until_disconnect
-from .json_encoding import list_to_json, object_to_json
+from .http_responses import json_response, until_disconnect
+from .json_encoding import embeddings_to_json, list_to_json, object_to_json, to_json
 from .request_body import receive_body
 from .service import Service
 from .worker_pool import is_large
@@ -29,6 +32,9 @@ _TOKENIZE_FIELDS = {
     "model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message",
     "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
+_EMBEDDING_FIELDS = {"input", "model", "encoding_format", "dimensions", "pooling", "user"}
+_MAX_INPUTS = 2048  # texts to embed: the OpenAI API's limit
+_BATCH_TOKENS = 512  # with padding; the engine and other clients' batches run between two batches
 
 
 class TextEndpoints:
@@ -65,7 +71,7 @@ class TextEndpoints:
         except BaseException:
             reservation.release()
             raise
-        return JSONBodyResponse(body, reservation.release, settings.stall_seconds)
+        return json_response(body, reservation.release, settings.stall_seconds)
 
     async def _run(
         self,
@@ -76,14 +82,18 @@ class TextEndpoints:
         """Runs the work on a parsed body in a thread."""
 
         def run() -> bytes:
-            body = {name: x for name, x in self._service.load_body(data, None).items() if x is not None}
-            self._service.check_model(body)
-            response = work(self._model, body)
+            response = work(self._model, self._body(data, None))
             reservation.reserve(bytes=len(response))  # until the client has read it
             return response
 
         response: bytes = await self._service.workers.run(reservation.client, is_large(data), run)
         return response
+
+    def _body(self, data: list[bytes], list_name: str | None) -> dict[str, Any]:
+        """The fields of a body that are not null."""
+        body = self._service.load_body(data, list_name)
+        self._service.check_model(body)
+        return {name: value for name, value in body.items() if value is not None}
 
     def _tokenize(self, model: Model, body: dict[str, Any]) -> bytes:
         assert model.tokenizer is not None
@@ -109,19 +119,24 @@ class TextEndpoints:
         return object_to_json(dict(prompt=model.tokenizer.decode(ids, False)))
 
     async def _embed(self, reservation: Reservation, data: list[bytes]) -> bytes:
-        service = self._service
+        """Computes the vectors in batches, of which only one of all clients runs at a time."""
         model = self._model
-
-        def parse() -> EmbeddingInputs:
-            body = service.load_body(data, "input")
-            service.check_model(body)
-            inputs = parse_embedding_inputs(model, body, service.max_model_len or 0)
-            reservation.reserve(tokens=inputs.tokens, bytes=0)
-            return inputs
-
+        service = self._service
         client = reservation.client
-        inputs = await service.workers.run(client, is_large(data), parse)
-        return await create_embeddings(model, inputs, service.workers, client, service.settings.name)
+
+        def parse() -> tuple[list[list[int]], str, bool]:
+            body = self._body(data, "input")
+            found = _parse_embedding(model, body, service.max_model_len or 0)
+            numbers = len(found[0]) * model.config.hidden_size
+            reservation.reserve(tokens=sum(map(len, found[0])) + numbers // 4, bytes=0)
+            return found
+
+        texts, *how = await service.workers.run(client, is_large(data), parse)
+        vectors = list[bytes]()
+        for batch in _batches(texts):
+            work = partial(_embed, model, batch, *how)
+            vectors += await service.workers.run(client, True, work, exclusive=True)
+        return embeddings_to_json(iter(vectors), service.settings.name, sum(map(len, texts)))
 
     @property
     def _model(self) -> Model:
@@ -132,4 +147,52 @@ class TextEndpoints:
 def _check_known(path: str, body: dict[str, Any], known: set[str]) -> None:
     """Raises BodyError for a field that is not known."""
     if others := sorted(body.keys() - known):
-        raise BodyError(others[0], f"{others[0]!r} is not a field of {path}: leave it out")
+        raise BodyError(others[0], f"{format_value(others[0])} is not a field of {path}: leave it out")
+
+
+def _parse_embedding(
+    model: Model, body: dict[str, Any], max_length: int
+) -> tuple[list[list[int]], str, bool]:
+    """Token ids of each text, of at most `max_length`; the pooling; whether vectors are encoded in base64."""
+    if not isinstance(model.params["final_norm"], jax.Array):
+        raise APIError(404, "/v1/embeddings is not served by a process without weights")
+    _check_known("/v1/embeddings", body, _EMBEDDING_FIELDS)
+    if "dimensions" in body:
+        raise BodyError("dimensions", "dimensions is not served here: leave it out for whole vectors")
+    encoding = body.get("encoding_format", "float")
+    pooling = body.get("pooling", "mean")
+    choices = (("encoding_format", encoding, ("float", "base64")), ("pooling", pooling, POOLINGS))
+    for name, value, known in choices:
+        if value not in known:
+            raise BodyError(name, f"{name} must be one of {', '.join(known)}, got {format_value(value)}")
+    inputs = body.get("input")
+    if isinstance(inputs, str) or isinstance(inputs, list) and inputs and type(inputs[0]) is int:
+        inputs = [inputs]
+    if not isinstance(inputs, list) or not 0 < len(inputs) <= _MAX_INPUTS:
+        wanted = f"a text, token ids, or a list of 1 to {_MAX_INPUTS} of them"
+        raise BodyError("input", f"input must be {wanted}, got {format_value(inputs)}")
+    try:
+        texts = [text_token_ids("an input", text, model, max_length) for text in inputs]
+    except InputError as error:
+        raise BodyError("input", error) from error
+    return texts, pooling, encoding == "base64"
+
+
+def _batches(texts: list[list[int]]) -> Iterator[list[list[int]]]:
+    batch: list[list[int]] = []
+    tokens = 0
+    for ids in texts:
+        tokens += bucket(len(ids))
+        if batch and tokens > _BATCH_TOKENS:
+            yield batch
+            batch = []
+            tokens = bucket(len(ids))
+        batch.append(ids)
+    yield batch
+
+
+def _embed(model: Model, texts: list[list[int]], pooling: str, as_base64: bool) -> list[bytes]:
+    vectors_ND = embed_texts(model, texts, pooling=pooling, normalize=True)
+    if as_base64:
+        return [to_json(base64.b64encode(vector.tobytes()).decode()) for vector in vectors_ND.astype("<f4")]
+    return [to_json(vector.tolist()) for vector in vectors_ND]

@@ -1,12 +1,11 @@
 """Tools and reasoning: what a request may call, and an answer's text taken apart. Pure text, without a model.
 
-In the order to read: `call_parser` is what `json_call`, `xml_call` and `gemma_call` share, which parse one
-call in the forms that models write; `reasoning` splits an answer into reasoning and content; `json_scanner`
-finds the end of a JSON object; `tool_call_parser` finds the calls in a text; `harmony` splits gpt-oss's
-answers at its control tokens; `descriptions` checks the tools of a request and `tool_messages` prepares
-earlier calls for a chat template; `answer_parser` puts the parsers together, for `parse_tool_calls` and for
-the server; `call_grammar` has the answers that are calls. Which form a model writes is found in its chat
-template: `checkpoint/template_tools.py`.
+In the order to read: `call_parser` is what `json_call` (with `json_scanner`), `xml_call` and `gemma_call`
+share, which parse one call in the forms that models write; `tool_call_parser` finds the calls in a text;
+`reasoning` splits an answer at <think>, `harmony` gpt-oss's at its control tokens; `descriptions` checks the
+tools of a request and `tool_messages` prepares earlier calls for a chat template; `answer_parser` puts the
+parsers together; `call_grammar` has the answers that are calls. `checkpoint/template_tools.py` finds
+which form a model writes.
 
 - A whole text and the same text in any parts give the same calls and the same content. So there is one
   parser, whose time is linear in any text.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import InputError, format_value
@@ -136,29 +137,31 @@ class AnswerParser:
             raise InputError(
                 f"formats may have {', '.join(TOOL_FORMATS)}, got {format_value(unknown[0])}: leave it out"
             )
-        parameters = None if tools is None else parameter_schemas(check_tools(tools))
-        self._reasoning: Any = ReasoningParser(in_reasoning) if splitter is None else splitter
+        self._names = None if tools is None else parameter_schemas(check_tools(tools))
         self._formats = formats
-        self._how = parameters, most_calls, new_id or _random_id
+        self._new_calls = partial(
+            ToolCallParser, parameters=self._names, most_calls=most_calls, new_id=new_id or _random_id
+        )
         self._calls: Any = splitter
-        if splitter is None and formats:
-            self._calls = ToolCallParser(formats, *self._how)
+        self._parts: Any = splitter
+        if splitter is None:
+            self._calls = self._new_calls(formats) if formats else None
+            self._parts = ReasoningParser(in_reasoning, self._calls)
         self._spelled: SpelledControlTokens | None = None
-        self._may_be_harmony = HARMONY in formats and harmony_header is None and not in_reasoning
-        self._may_be_harmony = self._may_be_harmony and splitter is None
+        self._may_be_harmony = HARMONY in formats and not in_reasoning and splitter is None
         self._pending = ""  # may be the beginning of a header
         if harmony_header is not None:
             self._begin_harmony(harmony_header)
 
     def _begin_harmony(self, header: str) -> None:
-        self._calls = ToolCallParser([HARMONY], *self._how) if HARMONY in self._formats else None
-        self._reasoning = HarmonyParser(self._calls, self._how[0], header)
+        self._may_be_harmony = False
+        self._calls = self._new_calls([HARMONY]) if HARMONY in self._formats else None
+        self._parts = HarmonyParser(self._calls, self._names, header)
 
     def push(self, text: str, ended: bool = False) -> AnswerDelta:
         """Takes the next part of the text, and returns what is new. ended: it is the last part."""
         if self._may_be_harmony:
             text = self._pending + text
-            self._pending = ""
             is_harmony = begins_in_harmony(text, ended)
             if is_harmony is None:
                 self._pending = text
@@ -169,13 +172,7 @@ class AnswerParser:
                 self._begin_harmony("")
         if self._spelled:
             text = self._spelled.push(text, ended)
-        if not isinstance(self._reasoning, ReasoningParser):
-            reasoning, content, deltas = self._reasoning.push(text, ended)
-            return AnswerDelta(content, reasoning, deltas)
-        reasoning, content = self._reasoning.push(text, ended)
-        deltas = []
-        if self._calls:
-            content, deltas = self._calls.push(content, ended)
+        reasoning, content, deltas = self._parts.push(text, ended)
         return AnswerDelta(content, reasoning, deltas)
 
     @property
@@ -191,10 +188,8 @@ class AnswerParser:
         reasoning = "".join(delta.reasoning for delta in deltas)
         calls = [] if self._calls is None else self._calls.calls
         found = [ToolCall(own, name, json.loads(arguments), arguments) for own, name, arguments in calls]
-        has_content = self._reasoning.has_content and (content or not found)
-        return ParsedAnswer(
-            content if has_content else None, reasoning if self._reasoning.found else None, found
-        )
+        has_content = self._parts.has_content and (content or not found)
+        return ParsedAnswer(content if has_content else None, reasoning if self._parts.found else None, found)
 
 
 def parse_tool_calls(

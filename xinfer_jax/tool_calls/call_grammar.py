@@ -41,12 +41,13 @@ _KEY = re.compile(r"[^<>\s]{1,512}")
 def call_grammar(call_format: str, parameters: Mapping[str, Mapping[str, Any]], several: bool) -> str:
     """The grammar of answers that are one call, or several, and nothing else.
 
-    Properties that a schema of parameters does not describe are left out, though it may allow them.
+    Properties that a schema of parameters does not describe are left out, though it may allow them. Llama 3
+    and gpt-oss write one call.
 
     Args:
         call_format: of `TOOL_FORMATS`.
-        parameters: the schema of each function, one of which each call has.
-        several: there may be more than one call. Llama 3 and gpt-oss write one.
+        parameters: the schema of each function.
+        several: there may be more than one call.
 
     Raises:
         InputError: Qwen3-Coder's or Gemma 4's form cannot express a keyword of a schema. Whether the others
@@ -98,16 +99,11 @@ def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _xml_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
     """The rules of a function in Qwen3-Coder's form; i: its number."""
     where = f"tool {name!r}"
-    _check_keywords(where, schema, _OF_OBJECTS)
     required = schema.get("required") or []
-    properties: dict[str, Any] = dict(schema.get("properties") or {})
-    properties = {key: {} for key in required if key not in properties} | properties
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
     rules = []
-    for j, (key, value) in enumerate(properties.items()):
-        if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise InputError(f"{where}: a parameter's name has no spaces, < or >, got {format_value(key)}")
+    for j, (key, value) in enumerate(_properties(where, schema, _KEY, "spaces, < or >").items()):
         parts.append(f"p{i}_{j}" + ("" if key in required else "?"))
         start = _text(f"<parameter={key}>\n")
         if json_types(value) == {"string"}:
@@ -119,6 +115,17 @@ def _xml_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
             rules.append(f"v{i}_{j}: {_json(name, of_value)}")
     head = _text(f"<function={name}>\n")
     return [f"f{i}: {' '.join([head, *parts, _text('</function>')])}", *rules]
+
+
+def _properties(where: str, schema: Mapping[str, Any], name: re.Pattern[str], lacks: str) -> dict[str, Any]:
+    """The properties that a schema describes or requires. lacks: what their names may not have."""
+    _check_keywords(where, schema, _OF_OBJECTS)
+    described: dict[str, Any] = dict(schema.get("properties") or {})
+    found = {key: {} for key in schema.get("required") or [] if key not in described} | described
+    for key in found:
+        if not isinstance(key, str) or not name.fullmatch(key):
+            raise InputError(f"{where}: a parameter's name has no {lacks}, got {format_value(key)}")
+    return found
 
 
 def _string(where: str, schema: Mapping[str, Any], no_end: str = _NO_END) -> str:
@@ -180,20 +187,11 @@ _GEMMA_ANY = (
 
 
 class _GemmaValues:
-    """The rules of values as Gemma 4 writes them: keys without quotes, texts between marks, without spaces.
-
-    Attributes:
-        rules: that the expressions need.
-    """
+    """The rules of values as Gemma 4 writes them: keys without quotes, texts between marks, no spaces."""
 
     def __init__(self, name: str, prefix: str, root: Mapping[str, Any]):
-        """
-        Args:
-            name: of the function, for errors.
-            prefix: of the rules' names.
-            root: has the definitions that a schema refers to.
-        """
-        self.rules: list[str] = []
+        """name: of the function; prefix: of the rules' names; root: has the definitions."""
+        self.rules: list[str] = []  # that the expressions need
         self._name = name
         self._where = f"tool {name!r}"
         self._prefix = prefix
@@ -278,18 +276,12 @@ class _GemmaValues:
 
     def object(self, schema: Mapping[str, Any]) -> str:
         """The expression of an object: the properties that a schema describes, in its order."""
-        _check_keywords(self._where, schema, _OF_OBJECTS)
+        lacks = "spaces, quotes, commas, colons or brackets"
+        properties = _properties(self._where, schema, _GEMMA_KEY, lacks)
         required = schema.get("required") or []
-        properties: dict[Any, Any] = dict(schema.get("properties") or {})
-        properties = {**{key: {} for key in required if key not in properties}, **properties}
         first = ""  # the rule of the members from here on, where none precedes them
         after = ""  # where one does
         for key, value in reversed(properties.items()):
-            if not isinstance(key, str) or not _GEMMA_KEY.fullmatch(key):
-                raise InputError(
-                    f"{self._where}: a parameter's name has no spaces, quotes, commas, colons or brackets,"
-                    f" got {format_value(key)}"
-                )
             member = self._rule(f"{_text(f'{key}:')} {self.value(value)}")
             without = ["", ""] if key in required else [f" | {first}", f" | {after}"]
             first = self._rule(f"{member} {after}{without[0]}")

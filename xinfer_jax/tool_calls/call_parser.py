@@ -1,7 +1,7 @@
 """`CallParser`: what the parsers of one call have in common; marks, of which a text may have a part."""
 
-import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 # Gemma 4's control tokens that are the form of an answer.
 GEMMA_START = "<|tool_call>"
@@ -10,27 +10,46 @@ GEMMA_QUOTE = '<|"|>'
 GEMMA_CHANNEL = "<|channel>"  # followed by its name
 GEMMA_CHANNEL_END = "<channel|>"
 GEMMA_TOKENS = (GEMMA_START, GEMMA_END, GEMMA_QUOTE, GEMMA_CHANNEL, GEMMA_CHANNEL_END)
+_MOST_UNDECIDED = 8192  # characters, more than any step waits for
 
 
-class CallParser(abc.ABC):
+class CallParser:
     """Parses one call while it is generated.
 
     Attributes:
         name: of the function; None: not known yet.
-        ended: the call is complete.
-        failed: the text is not a call.
+        ended, failed: the call is complete; the text is not a call.
         length: characters of the text so far that belong to the call, or precede what is wrong.
     """
+
+    # Takes a text, and returns how many of its characters it has read, and their JSON.
+    _step: Callable[[str], tuple[int, str]]
+    _verbatim: tuple[Any, ...] = ()  # steps that read whitespace; the others come after it
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.ended = False
         self.failed = False
         self.length = 0
+        self._pending = ""
 
-    @abc.abstractmethod
     def push(self, text: str) -> str:
         """Takes the next part of the text. Returns the next piece of the arguments' JSON."""
+        text = self._pending + text
+        pieces = []
+        moved = True
+        while moved and not self.ended and not self.failed:
+            step = self._step
+            spaces = 0 if step in self._verbatim else len(text) - len(text.lstrip())
+            used, piece = step(text[spaces:])
+            used += spaces
+            text = text[used:]
+            self.length += used
+            pieces.append(piece)
+            moved = used > 0 or step != self._step
+        self._pending = text
+        self.failed = self.failed or not self.ended and len(text) > _MOST_UNDECIDED
+        return "".join(pieces)
 
 
 def length_of_partial_mark(text: str, marks: Iterable[str]) -> int:

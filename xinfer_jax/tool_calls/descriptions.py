@@ -57,9 +57,7 @@ def _check_tool(tool: Any) -> dict[str, Any]:
 
 
 def _object_schema(schema: Any) -> dict[str, Any] | None:
-    """The schema, of objects alone and without keywords that are null, as some MCP servers write; None: it is
-    of something else.
-    """
+    """The schema without keywords that are null, as some MCP servers write; None: it is not of objects."""
     if not isinstance(schema, Mapping):
         return None
     found = {key: value for key, value in schema.items() if value is not None}

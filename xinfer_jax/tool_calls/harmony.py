@@ -16,16 +16,9 @@ from .call_parser import CallParser, length_of_partial_mark
 from .json_scanner import JSONObjectScanner
 from .tool_call_parser import HARMONY, ToolCallDelta, ToolCallParser
 
-START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = map(chr, range(0xD800, 0xD807))
-CONTROL_TOKENS = {
-    "<|start|>": START,
-    "<|channel|>": CHANNEL,
-    "<|constrain|>": CONSTRAIN,
-    "<|message|>": MESSAGE,
-    "<|end|>": END,
-    "<|call|>": CALL,
-    "<|return|>": RETURN,
-}
+_NAMES = ("start", "channel", "constrain", "message", "end", "call", "return")
+CONTROL_TOKENS = {f"<|{name}|>": chr(0xD800 + i) for i, name in enumerate(_NAMES)}
+START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = CONTROL_TOKENS.values()
 STOP_TOKENS = ("<|return|>", "<|call|>")
 SPELLINGS = {ord(mark): name for name, mark in CONTROL_TOKENS.items()}  # for `str.translate`
 _CONTROL_TOKEN = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
@@ -72,12 +65,12 @@ def last_header(text: str) -> tuple[str, str | None] | None:
 
 def with_marks(stops: Sequence[str]) -> tuple[str, ...]:
     """Stop strings as they are, and with characters for the control tokens that they spell."""
-    marked = (_CONTROL_TOKEN.sub(_character, stop) for stop in stops)
+    marked = map(_with_characters, stops)
     return tuple(dict.fromkeys((*stops, *marked)))
 
 
-def _character(found: re.Match[str]) -> str:
-    return CONTROL_TOKENS[found[0]]
+def _with_characters(text: str) -> str:
+    return _CONTROL_TOKEN.sub(lambda found: CONTROL_TOKENS[found[0]], text)
 
 
 class SpelledControlTokens:
@@ -91,28 +84,21 @@ class SpelledControlTokens:
         text = self._pending + text
         cut = len(text) if ended else len(text) - length_of_partial_mark(text, CONTROL_TOKENS)
         self._pending = text[cut:]
-        return _CONTROL_TOKEN.sub(_character, text[:cut])
+        return _with_characters(text[:cut])
 
 
 class HarmonyParser:
-    """Splits an answer into reasoning, content and calls, in parts as it is generated or whole.
+    """Splits an answer into reasoning, content and calls, as `ReasoningParser`.
 
     Messages on the channel `analysis` are reasoning. Those to a function that may be called are calls. All
     others are content: `final`, what a model says on `commentary` before its calls (OpenAI: unlike the
     reasoning, it is intended for users), and calls of other functions. Messages of a kind are separated by a
     newline.
-
-    Attributes:
-        found: the answer has reasoning, perhaps an empty one.
-        has_content: a message of content has begun, or nothing else has.
     """
 
     def __init__(self, calls: ToolCallParser | None, names: Collection[str] | None, header: str):
-        """
-        Args:
-            calls: takes the calls; None: they are content.
-            names: of the functions that may be called; None: any.
-            header: what follows the last <|start|> of the prompt, with control tokens as characters.
+        """calls: takes the calls; None: they are content. header: what follows the last <|start|> of the
+        prompt, with control tokens as characters.
         """
         self._calls = calls
         self._names = names
@@ -131,6 +117,7 @@ class HarmonyParser:
 
     @property
     def has_content(self) -> bool:
+        """Whether a message of content has begun, or nothing else has."""
         return self._has_message or not (self.found or self._calls and self._calls.calls)
 
     @property
@@ -185,21 +172,20 @@ class HarmonyParser:
     def _push_body(self, text: str) -> str:
         end = _MESSAGE_END.search(text)
         body = _MARK.sub("", text[: end.start()] if end else text)
-        if self._kind == "call":
-            self._push_call(body, False)
-        else:
-            self._add(str(self._kind), body)
+        self._add_body(body, False)
         if end is None:
             return ""
         self._end_message()
         self._header = end[0] if end[0] in (START, CHANNEL) else ""
         return text[end.end() :]
 
-    def _push_call(self, text: str, ended: bool) -> None:
-        assert self._calls is not None
-        content, deltas = self._calls.push(text, ended)
-        self._deltas += deltas
-        self._add("content", content)
+    def _add_body(self, text: str, ended: bool) -> None:
+        if self._kind == "call" and self._calls:
+            content, deltas = self._calls.push(text, ended)
+            self._deltas += deltas
+            self._add("content", content)
+        elif self._kind:
+            self._add(self._kind, text)
 
     def _add(self, kind: str, text: str) -> None:
         if not text:
@@ -213,8 +199,7 @@ class HarmonyParser:
         self._has_message = self._has_message or kind == "content"
 
     def _end_message(self) -> None:
-        if self._kind == "call":
-            self._push_call("", True)
+        self._add_body("", True)
         self._kind = None
 
     def _end_header(self) -> None:
@@ -226,9 +211,7 @@ class HarmonyParser:
 
 
 class HarmonySplitter:
-    """Splits an answer into parts that are content, and others, in the order of the text: headers, control
-    tokens, messages on `analysis` and messages to functions.
-    """
+    """Splits an answer into parts that are content, and others, in the order of the text."""
 
     def __init__(self, header: str):
         """header: as in `HarmonyParser`."""

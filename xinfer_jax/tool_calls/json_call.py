@@ -7,6 +7,7 @@ and write them as JSON in a text.
 import json
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from .call_parser import CallParser
@@ -25,11 +26,7 @@ class JSONCallParser(CallParser):
     """Parses one call in this form."""
 
     def __init__(self, names: Collection[str] | None, may_lack_arguments: bool = True):
-        """
-        Args:
-            names: of the functions that may be called; None: any.
-            may_lack_arguments: an object with a name alone is a call.
-        """
+        """names: of the functions that may be called; None: any."""
         super().__init__()
         self._names = names
         self._may_lack_arguments = may_lack_arguments
@@ -41,9 +38,10 @@ class JSONCallParser(CallParser):
         start = self.length
         self._text += text
         may_begin = self.name is None and start < _HEAD_CHARACTERS
-        if may_begin and (head := _HEAD.match(self._text, 0, _HEAD_CHARACTERS)) and _is_json(head[1]):
-            start = head.end()
-            self._set_name(json.loads(head[1]))
+        if may_begin and (head := _HEAD.match(self._text, 0, _HEAD_CHARACTERS)):
+            with suppress(ValueError):
+                self._set_name(json.loads(head[1]))
+                start = head.end()
             if self.failed:
                 self.length = start
                 return ""
@@ -56,10 +54,8 @@ class JSONCallParser(CallParser):
         return self._end(piece) if self._object.ended else piece
 
     def _set_name(self, name: object) -> None:
-        if isinstance(name, str) and (self._names is None or name in self._names):
-            self.name = name
-        else:
-            self.failed = True
+        self.failed = not isinstance(name, str) or self._names is not None and name not in self._names
+        self.name = None if self.failed else str(name)
 
     def _end(self, piece: str) -> str:
         """Checks the whole object. Returns the arguments' last piece: all, if their key came first."""
@@ -92,11 +88,3 @@ class JSONCallParser(CallParser):
         if isinstance(arguments, str) and arguments:
             arguments = json.loads(arguments)
         return {} if arguments in (None, "", []) else arguments
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

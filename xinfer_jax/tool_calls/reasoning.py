@@ -1,6 +1,7 @@
 """What stands between <think> and </think>, or Gemma 4's marks, and the content after it."""
 
 from .call_parser import GEMMA_CHANNEL, GEMMA_CHANNEL_END, length_of_partial_mark
+from .tool_call_parser import ToolCallDelta, ToolCallParser
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -8,16 +9,15 @@ _ENDS = {THINK_START: THINK_END, f"{GEMMA_CHANNEL}thought": GEMMA_CHANNEL_END}
 
 
 class ReasoningParser:
-    """Splits an answer into reasoning and content, in parts as it is generated or whole. It looks at each
-    character once.
+    """Splits an answer into reasoning, content and calls, in parts as it is generated or whole.
 
     Attributes:
         found: the answer has reasoning, perhaps an empty one.
-        has_content: the reasoning has ended, or there is none.
     """
 
-    def __init__(self, in_reasoning: bool):
-        """in_reasoning: the prompt ends within the reasoning."""
+    def __init__(self, in_reasoning: bool, calls: ToolCallParser | None = None):
+        """in_reasoning: the prompt ends within the reasoning; calls: takes the content apart."""
+        self._calls = calls
         self._state = "reasoning" if in_reasoning else "start"
         self._end = THINK_END
         self._pending = ""  # may be the beginning of a mark
@@ -27,10 +27,17 @@ class ReasoningParser:
 
     @property
     def has_content(self) -> bool:
+        """Whether the reasoning has ended, or there is none."""
         return self._state in ("before content", "content")
 
-    def push(self, text: str, ended: bool) -> tuple[str, str]:
-        """The new reasoning and the new content. ended: this is the last part."""
+    def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
+        """The new reasoning, the new content, and what is new of each call. ended: this is the last part."""
+        reasoning, content = self._split(text, ended)
+        if self._calls is None:
+            return reasoning, content, []
+        return reasoning, *self._calls.push(content, ended)
+
+    def _split(self, text: str, ended: bool) -> tuple[str, str]:
         text = self._pending + text
         self._pending = ""
         reasoning = ""
@@ -83,7 +90,7 @@ class ReasoningSplitter:
 
     def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
         """The new parts, each with whether it is content. ended: this is the last text."""
-        _, content = self._parser.push(text, ended)
+        _, content, _ = self._parser.push(text, ended)
         text = self._unknown + text
         self._unknown = "" if self._parser.found or self._parser.has_content else text
         other = text[: len(text) - len(content)]

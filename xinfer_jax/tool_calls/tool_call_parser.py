@@ -44,23 +44,15 @@ class ToolCallDelta:
 
 @dataclasses.dataclass
 class _Call:
-    """A call that has begun.
+    """A call that has begun."""
 
-    Attributes:
-        raw: its text so far, with the whitespace and the mark before it.
-        start: where the call itself begins in `raw`.
-        end_mark: what may follow it.
-        arguments: their JSON so far.
-        id, index: None: no delta was returned yet.
-    """
-
-    raw: str
-    start: int
-    end_mark: str
+    raw: str  # its text so far, with the whitespace and the mark before it
+    start: int  # where the call itself begins in it
+    end_mark: str  # what may follow it
     parser: CallParser
-    arguments: str = ""
-    id: str | None = None
-    index: int | None = None
+    arguments: str = ""  # their JSON so far
+    id: str | None = None  # until its first delta
+    index: int = -1
 
 
 class ToolCallParser:
@@ -81,12 +73,8 @@ class ToolCallParser:
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """
-        Args:
-            formats: of `TOOL_FORMATS`.
-            parameters: the schema of each function that may be called; None: any function.
-            most_calls: text after this many is dropped; None: no limit.
-            new_id: returns the id of a call from its index.
+        """parameters: the schema of each function that may be called; None: any function. The others are as
+        in `AnswerParser`.
         """
         self.calls: list[tuple[str, str, str]] = []
         self._formats = formats
@@ -122,11 +110,8 @@ class ToolCallParser:
         body = text.lstrip()
         tag = _PYTHON_TAG if body.startswith(_PYTHON_TAG) else ""
         body = body.removeprefix(tag).lstrip()
-        if not ended and (body in ("", "[") or not tag and _PYTHON_TAG.startswith(body)):
-            self._pending = text
-            return ""
         objects = body.removeprefix("[").lstrip()
-        if not ended and not objects:
+        if not ended and (not objects or not tag and _PYTHON_TAG.startswith(body)):
             self._pending = text
             return ""
         if not objects.startswith("{"):
@@ -139,9 +124,8 @@ class ToolCallParser:
     def _push_content(self, text: str, ended: bool) -> str:
         starts = {mark: at for mark in self._marks if (at := text.find(mark)) >= 0}
         mark = min(starts, key=lambda mark: starts[mark], default="")
-        cut = (
-            starts[mark] if mark else len(text) - (0 if ended else length_of_partial_mark(text, self._marks))
-        )
+        held = 0 if ended else length_of_partial_mark(text, self._marks)
+        cut = starts[mark] if mark else len(text) - held
         before = text[:cut].rstrip() if self._marks and (mark or not ended) else text[:cut]
         self._add_content(before)
         if not mark:
@@ -242,7 +226,7 @@ class ToolCallParser:
         self._has_content = self._has_content or bool(text)
 
     def _add_delta(self, call: _Call, name: str, piece: str) -> None:
-        if call.index is None:
+        if call.id is None:
             call.index = self._num_indices
             call.id = self._new_id(call.index)
             self._num_indices += 1

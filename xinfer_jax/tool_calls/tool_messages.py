@@ -26,9 +26,7 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
     if calls := found.get("tool_calls"):
         if "tool_calls" not in template:
             raise InputError("the chat template of this model does not use tool_calls: leave them out")
-        found["tool_calls"] = [
-            _template_call(call) for call in (calls if isinstance(calls, list) else [calls])
-        ]
+        found["tool_calls"] = [*map(_template_call, calls if isinstance(calls, list) else [calls])]
     if found.get("content") is None:
         found["content"] = found["refusal"] if isinstance(found.get("refusal"), str) else ""
     return _harmony_message(found) if "<|channel|>" in template else found

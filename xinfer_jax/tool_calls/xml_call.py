@@ -35,63 +35,43 @@ class XMLCallParser(CallParser):
         """parameters: the schema of each function that may be called; None: any, all values are texts."""
         super().__init__()
         self._schemas = parameters
-        self._pending = ""
+        self._properties: Any = None  # of the function
         self._keys: set[str] = set()
         self._types: set[str] | None = None  # of the value; None: not known
         self._value: str | None = None  # of a value that is no text, until it ends
         self._step = self._push_function
-
-    def push(self, text: str) -> str:
-        text = self._pending + text
-        pieces = []
-        moved = True
-        while moved and not self.ended and not self.failed:
-            step = self._step
-            used, piece = step(text)
-            text = text[used:]
-            self.length += used
-            pieces.append(piece)
-            moved = used > 0 or step != self._step
-        self._pending = text
-        return "".join(pieces)
+        self._verbatim = self._push_first_of_value, self._push_value
 
     def _push_function(self, text: str) -> tuple[int, str]:
         used, name = self._match(text, "<function=", _FUNCTION)
         if name is not None:
             self.failed = self._schemas is not None and name not in self._schemas
             self.name = None if self.failed else name
+            self._properties = (self._schemas or {}).get(name, {}).get("properties")
             self._step = self._push_parameter
         return used, "{" if self.name else ""
 
     def _push_parameter(self, text: str) -> tuple[int, str]:
-        body = text.lstrip()
-        spaces = len(text) - len(body)
-        if body.startswith(_FUNCTION_END):
+        if text.startswith(_FUNCTION_END):
             self.ended = True
-            return spaces + len(_FUNCTION_END), "}"
-        if _FUNCTION_END.startswith(body):
-            return spaces, ""
+            return len(_FUNCTION_END), "}"
+        if _FUNCTION_END.startswith(text):
+            return 0, ""
         used, key = self._match(text, "<parameter=", _PARAMETER)
         if key is None:
             return used, ""
         self.failed = key in self._keys
         self._keys.add(key)
-        self._types = self._types_of(key)
+        is_described = isinstance(self._properties, Mapping) and key in self._properties
+        self._types = json_types(self._properties[key]) if is_described else {"string"}
         self._step = self._push_first_of_value
         separator = ", " if len(self._keys) > 1 else ""
         return used, f"{separator}{json.dumps(key, ensure_ascii=False)}: "
 
-    def _types_of(self, key: str) -> set[str] | None:
-        schema = (self._schemas or {}).get(self.name or "", {})
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or key not in properties:
-            return {"string"}
-        return json_types(properties[key])
-
     def _may_have(self, key: str) -> bool:
         """Whether a parameter of this name may follow; else its tag is text within a value."""
-        properties = (self._schemas or {}).get(self.name or "", {}).get("properties")
-        return key not in self._keys and (not isinstance(properties, Mapping) or key in properties)
+        is_known = not isinstance(self._properties, Mapping) or key in self._properties
+        return is_known and key not in self._keys
 
     def _push_first_of_value(self, text: str) -> tuple[int, str]:
         if not text:
@@ -118,14 +98,11 @@ class XMLCallParser(CallParser):
         return end.end(), piece + ('"' if self._value is None else value_json(self._value, self._types))
 
     def _match(self, text: str, start: str, pattern: re.Pattern[str]) -> tuple[int, str | None]:
-        """Matches an opening tag after whitespace. Returns how far it got, and the name in the tag."""
-        body = text.lstrip()
-        spaces = len(text) - len(body)
-        if found := pattern.match(body):
-            return spaces + found.end(), found[1]
-        could_follow = start.startswith(body) or re.fullmatch(rf"{start}[^<>\s]{{0,512}}", body)
-        self.failed = not could_follow
-        return spaces, None
+        """Matches an opening tag. Returns how far it got, and the name in the tag."""
+        if found := pattern.match(text):
+            return found.end(), found[1]
+        self.failed = not (start.startswith(text) or re.fullmatch(rf"{start}[^<>\s]{{0,512}}", text))
+        return 0, None
 
 
 def _undecided(text: str) -> int:

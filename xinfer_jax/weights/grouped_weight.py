@@ -86,7 +86,21 @@ class GroupedWeight(QuantizedWeight):
         return matrix_IO.T
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
-        return _grouped_product(x_MI, self)
+        weight = self
+        x_MI = x_MI.astype(jnp.float32)
+        if weight.order is not None:
+            x_MI = x_MI[:, weight.order]
+            weight = dataclasses.replace(weight, order=None)
+        if len(x_MI) == 1:
+            return _row(x_MI[0], weight)[None]
+        if len(x_MI) <= _ROW_BY_ROW:
+            return lax.map(lambda x_I: _row(x_I, weight), x_MI)
+
+        def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
+            tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
+            return dot(x_MI, pad_outputs(tile.dequantize()))[:, :size]
+
+        return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 
     def tpu_product(self, x_MI: jax.Array) -> jax.Array:
         return tpu_grouped_product(x_MI, self)
@@ -122,9 +136,7 @@ def split_groups(x: Any, J: int, xp: Any = np) -> Any:
 
 
 def pack_int4(levels_QJO: np.ndarray) -> np.ndarray:
-    """Packs 4-bit numbers, uint8 [Q, J, O], to [Q, J/2, O]: j in a byte's low half, j + J/2 in its high
-    half.
-    """
+    """Packs 4-bit numbers, uint8 [Q, J, O], to [Q, J/2, O]: j in a byte's low half, j + J/2 in its high."""
     half = levels_QJO.shape[1] // 2
     return levels_QJO[:, :half] | (levels_QJO[:, half:] << 4)
 
@@ -162,23 +174,6 @@ def tpu_grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
             matrix_IO = (levels_QYO * scale_Q1O).astype(x_MI.dtype).reshape(Q * Y, -1)
             y_MO += dot(x_MQHY[:, :, half].reshape(M, Q * Y), matrix_IO, 0)
     return y_MO
-
-
-def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
-    x_MI = x_MI.astype(jnp.float32)
-    if weight.order is not None:
-        x_MI = x_MI[:, weight.order]
-        weight = dataclasses.replace(weight, order=None)
-    if len(x_MI) == 1:
-        return _row(x_MI[0], weight)[None]
-    if len(x_MI) <= _ROW_BY_ROW:
-        return lax.map(lambda x_I: _row(x_I, weight), x_MI)
-
-    def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
-        tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
-        return dot(x_MI, pad_outputs(tile.dequantize()))[:, :size]
-
-    return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 
 
 def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:

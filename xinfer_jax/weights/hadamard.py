@@ -111,15 +111,10 @@ class TensorRotation(NamedTuple):
 
 
 def rotate_tensor(tensor: Any, rotation: TensorRotation, norm: Callable[[str], np.ndarray]) -> Any:
-    """Rotates a tensor, in float32 on the host.
+    """Rotates a tensor, in float32 on the host: an array, or an object that reads a slice of rows. Returns an
+    array, or where outputs are not rotated an object that rotates rows as they are read.
 
-    Args:
-        tensor: an array, or an object that reads a slice of rows.
-        rotation: one of `tensor_rotations`.
-        norm: returns a norm's weights by its name.
-
-    Returns:
-        An array, or for a matrix whose outputs are not rotated an object that rotates rows as they are read.
+    norm: returns a norm's weights by its name.
     """
     if rotation.norm and len(tensor.shape) == 1:
         return np.ones(tensor.shape, np.float32)
@@ -168,10 +163,8 @@ def _rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
 
 
 def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
-    """Returns the rotation of every parameter that changes, by its name in the tree.
-
-    Raises:
-        InputError: the model has a part with which they are not supported.
+    """Returns the rotation of every parameter that changes, by its name in the tree. Raises InputError where
+    the model has a part with which they are not supported.
     """
     check_supported(config, "rotations", "rotations, which int8 activations need, are", "leave them out")
     d = config.hidden_size
@@ -194,14 +187,12 @@ def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
 
 def rotated_params(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
     """Returns rotated parameters of a float model, each of its own type, and the config with `rotated` set.
-
-    Raises:
-        InputError: as `tensor_rotations`.
+    Raises InputError as `tensor_rotations`.
     """
     rotations = tensor_rotations(config)
     specs = param_specs(config)
-    leaves = jax.tree.leaves(params)
-    by_name = {spec.name: leaf for spec, leaf in zip(jax.tree.leaves(specs), leaves, strict=True)}
+    names = [spec.name for spec in jax.tree.leaves(specs)]
+    by_name = dict(zip(names, jax.tree.leaves(params), strict=True))
 
     def leaf(spec: ParamSpec, x: Any) -> jax.Array:
         rotation = rotations.get(spec.name)

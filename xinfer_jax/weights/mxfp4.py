@@ -53,7 +53,6 @@ class Mxfp4Weight(QuantizedWeight):
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
         return GROUP
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
@@ -64,7 +63,21 @@ class Mxfp4Weight(QuantizedWeight):
         return dequantize_mxfp4(self)
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
-        return _cpu_product(x_MI, self)
+        x_MI = x_MI.astype(jnp.float32)
+        if len(x_MI) == 1:
+            return _row(x_MI[0], self)[None]
+        if len(x_MI) <= _ROW_BY_ROW:  # the barrier makes weights depend on x, or XLA would unpack them before
+            return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, self))), x_MI)
+
+        def multiply_tile(first: jax.Array, size: int, weight: Mxfp4Weight) -> jax.Array:  # [M, size]
+            tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
+            power_Q1O = power(tile.scale)[:, None]
+            (low_IO, high_IO) = (
+                (number(tile.values, shift) * power_Q1O).reshape(-1, size) for shift in (0, 4)
+            )
+            return dot(x_MI[:, ::2], low_IO, 0) + dot(x_MI[:, 1::2], high_IO, 0)
+
+        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.inputs, self)
 
 
 def mxfp4_struct(shape: tuple[int, ...]) -> Mxfp4Weight:
@@ -85,23 +98,6 @@ def _unpack_as_float16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     halves = ((bits << 12) >> 3, bits << 5)
     (low, high) = (lax.bitcast_convert_type(x & np.int16(-0x7200), jnp.float16) for x in halves)
     return low.astype(jnp.float32), high.astype(jnp.float32)
-
-
-def _cpu_product(x_MI: jax.Array, weight: Mxfp4Weight) -> jax.Array:
-    """Returns x @ matrix.T, float32 [M, O], on CPUs: rows one by one, or a tile of outputs at a time."""
-    x_MI = x_MI.astype(jnp.float32)
-    if len(x_MI) == 1:
-        return _row(x_MI[0], weight)[None]
-    if len(x_MI) <= _ROW_BY_ROW:  # the barrier makes weights depend on x, or XLA would unpack them before
-        return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, weight))), x_MI)
-
-    def multiply_tile(first: jax.Array, size: int, weight: Mxfp4Weight) -> jax.Array:  # [M, size]
-        tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
-        power_Q1O = power(tile.scale)[:, None]
-        (low_IO, high_IO) = ((number(tile.values, shift) * power_Q1O).reshape(-1, size) for shift in (0, 4))
-        return dot(x_MI[:, ::2], low_IO, 0) + dot(x_MI[:, 1::2], high_IO, 0)
-
-    return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 
 
 def _row(x_I: jax.Array, weight: Mxfp4Weight) -> jax.Array:

@@ -56,13 +56,9 @@ def init_params(
 def check_weights(
     specs: Sequence[ParamSpec], dtype: Any, quantize: str | None = None, share: float = 1
 ) -> None:
-    """Raises InputError where the tensors need more memory than there is.
+    """Raises InputError where a fraction of the tensors, `share`, needs more memory than there is.
 
-    Args:
-        specs: the tensors.
-        dtype: of floating-point tensors.
-        quantize: None, "int8", or another method, which counts 4 bits a number; "mxfp4" only of experts.
-        share: fraction of the tensors in this memory.
+    dtype: of floats. quantize: a method other than "int8" counts 4 bits a number; "mxfp4" only of experts.
     """
     float_bits = 8 * jnp.dtype(dtype).itemsize
     matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
@@ -101,10 +97,8 @@ def cache_dtype(params: Params) -> Any:
 
 
 def resolve_dtype(dtype: Any) -> Any:
-    """Returns a floating dtype from its name or dtype; None: float32 on CPU, bfloat16 on GPU and TPU.
-
-    Raises:
-        InputError: it is none of float32, bfloat16, float16.
+    """Returns a floating dtype from its name or dtype; None: float32 on CPU, bfloat16 on GPU and TPU. Raises
+    InputError where it is none of float32, bfloat16 and float16.
     """
     if dtype is None:
         return _default_dtype(jnp.bfloat16)

@@ -1,29 +1,79 @@
 """Quantizes float matrices: int8 with a scale per output, int8 or int4 in groups, ternary."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+import kernels_pallas
+
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_supported
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
 from .grouped_weight import GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
 from .int8_weight import Int8Weight
-from .quantize_methods import check_quantize, check_quantize_method
-from .quantized_weight import QuantizedWeight
+from .quantized_weight import QuantizedWeight, is_quantized
 from .ternary import ternary_leaf
 
+METHODS = ("int8", "int4")  # for any model; "ternary" and "mxfp4" are of models trained so
 _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
 _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without clipping, for int8 in groups
 
 
-def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], QuantizedWeight]:
-    """Returns a function that quantizes a matrix, or those of experts, of that name in the checkpoint.
+def device_form(weight: Any) -> Any:
+    """Returns a leaf, or its shapes, as this process's devices read it: on TPUs scales of packed groups are
+    float32, since no kernel there reads float16. Other leaves stay.
+    """
+    is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8
+    if not is_packed or kernels_pallas.device_impl().impl != "tpu":
+        return weight
+    if isinstance(weight.scale, jax.ShapeDtypeStruct):
+        return dataclasses.replace(weight, scale=jax.ShapeDtypeStruct(weight.scale.shape, np.float32))
+    return dataclasses.replace(weight, scale=weight.scale.astype(np.float32))
 
-    Raises:
-        InputError: no such method, or not for this model.
+
+def check_quantize_method(quantize: str | None) -> None:
+    """Raises InputError unless it is None or one of `METHODS`."""
+    if quantize is not None and quantize not in METHODS:
+        raise InputError(f"quantize={quantize!r} is not supported: use None or one of {', '.join(METHODS)}")
+
+
+def check_quantize(config: ModelConfig, method: str | None) -> None:
+    """Raises InputError where the model's matrices cannot be quantized by this method."""
+    if method and method not in METHODS:
+        feature = "mxfp4" if method == "mxfp4" else "stored formats"
+        remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
+        check_supported(config, feature, f"quantized weights ({method}) are", remedy)
+
+
+def check_activations(activations: str | None, quantize: str | None, group: int | None = None) -> None:
+    """Raises InputError unless these activations go with weights of this method, in these groups."""
+    if activations not in (None, "int8"):
+        raise InputError(f"activations={activations!r} is not supported: use None or int8")
+    if activations and quantize != "int8":
+        raise InputError(
+            f"activations={activations!r} needs quantize='int8', got {quantize!r}: give that too, or leave"
+            " out activations (a checkpoint that was written with them has them)"
+        )
+    if activations and group is not None:
+        raise InputError(f"group={group} with activations={activations!r}: int8 activations have no groups")
+
+
+def with_int8_activations(params: Any) -> Any:
+    """Returns the parameters with int8 activations for int8 matrices with a scale per output."""
+
+    def leaf(x: Any) -> Any:
+        return dataclasses.replace(x, int8_activations=True) if isinstance(x, Int8Weight) else x
+
+    return jax.tree.map(leaf, params, is_leaf=is_quantized)
+
+
+def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], QuantizedWeight]:
+    """Returns a function that quantizes a matrix, or those of experts, of that name in the checkpoint. Raises
+    InputError.
     """
     check_quantize_method(None if quantize == "ternary" else quantize)
     check_quantize(config, quantize)
@@ -38,15 +88,8 @@ def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], 
 def quantized_leaf(
     matrix_OI: Any, name: str, quantize: str, group: int | None = None, out: QuantizedWeight | None = None
 ) -> QuantizedWeight:
-    """Quantizes a checkpoint's matrix on the host.
-
-    Args:
-        matrix_OI, group, out: as in `quantize_matrix`.
-        name: of the tensor in the checkpoint.
-        quantize: "int8", "int4" or "ternary".
-
-    Raises:
-        InputError: NaN, inf or too large numbers.
+    """Quantizes a checkpoint's matrix of this name on the host by "int8", "int4" or "ternary"; the rest as in
+    `quantize_matrix`. Raises InputError: NaN, inf or too large numbers.
     """
     bits = _bits(name, quantize)
     if bits == 2:
@@ -110,16 +153,14 @@ def _bits(name: str, quantize: str) -> int:
 def quantize_matrix(
     matrix_OI: Any, bits: int = 8, group: int | None = None, out: QuantizedWeight | None = None
 ) -> QuantizedWeight:
-    """Quantizes by rounding to nearest, in blocks of outputs on all cores; makes no float32 copy.
+    """Quantizes by rounding to nearest, in blocks of outputs on all cores; makes no float32 copy. 8 bits are
+    symmetric; 4 bits have a zero point, to use all levels.
 
     Args:
-        matrix_OI: any float type, [outputs, inputs]: an array, or an object that reads a slice of rows.
+        matrix_OI: any float type: an array, or an object that reads a slice of rows.
         bits: 8 or 4.
         group: inputs that share a scale; None: `group_size`.
         out: NumPy arrays to fill; None: new ones.
-
-    Returns:
-        The leaf with NumPy arrays. 8 bits are symmetric; 4 bits have a zero point, to use all levels.
     """
     weight = out or jax.tree.map(aligned_empty, _quantized_struct(matrix_OI.shape, bits, group))
     outputs, inputs = matrix_OI.shape

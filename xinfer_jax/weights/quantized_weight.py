@@ -27,8 +27,13 @@ class QuantizedWeight(WeightLeaf):
 
     def forms_product(self, x_MI: jax.Array) -> jax.Array:
         """Returns x @ matrix.T, float32 [M, O], in the form of each platform."""
-        tpu = tpu_forms(_tpu_form, x_MI)
-        return lax.platform_dependent(x_MI, self, cpu=_cpu_form, **tpu, default=_plain_form)
+        return lax.platform_dependent(
+            x_MI,
+            self,
+            cpu=lambda x, weight: weight.cpu_product(x),
+            default=lambda x, weight: weight.plain_product(x),
+            **tpu_forms(lambda x, weight: weight.tpu_product(x), x_MI),
+        )
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
         """The form for CPUs."""
@@ -45,22 +50,10 @@ class QuantizedWeight(WeightLeaf):
         return dot(x_MI, weight.dequantize().astype(x_MI.dtype))
 
     def rows(self, index: jax.Array) -> jax.Array:
-        parts = {name: getattr(self, name) for name in ("values", "scale", "zero") if hasattr(self, name)}
-        rows = {name: None if x is None else x[..., index.reshape(-1)] for name, x in parts.items()}
+        parts = {name: getattr(self, name, None) for name in ("values", "scale", "zero")}
+        rows = {name: x[..., index.reshape(-1)] for name, x in parts.items() if x is not None}
         leaf: Any = self  # a kind is a dataclass
         return dataclasses.replace(leaf, **rows).dequantize().reshape(*index.shape, -1)
-
-
-def _cpu_form(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    return weight.cpu_product(x_MI)
-
-
-def _tpu_form(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    return weight.tpu_product(x_MI)
-
-
-def _plain_form(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    return weight.plain_product(x_MI)
 
 
 @jax.custom_jvp
@@ -85,8 +78,3 @@ def _quantized_product_jvp(primals, tangents):
 
 def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, WeightLeaf)
-
-
-def dequantize(weight: QuantizedWeight) -> jax.Array:
-    """Returns the matrix of a leaf, float32 [O, I]."""
-    return weight.dequantize()

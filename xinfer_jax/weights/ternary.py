@@ -89,12 +89,7 @@ def ternary_struct(shape: tuple[int, ...]) -> TernaryWeight:
 def ternary_leaf(matrix_OI: Any, name: str) -> TernaryWeight:
     """Quantizes a float matrix to -1, 0 and 1 times its mean magnitude, on the host.
 
-    Args:
-        matrix_OI: any float type, [O, I]: an array, or an object that reads a slice of rows.
-        name: for errors.
-
-    Raises:
-        InputError: it has NaN or inf.
+    matrix_OI: an array, or an object that reads a slice of rows. Raises InputError: it has NaN or inf.
     """
     outputs, inputs = matrix_OI.shape
     sums: list[float] = []

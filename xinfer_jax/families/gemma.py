@@ -1,0 +1,61 @@
+"""Gemma 2 and 3: norms before and after, whose weights are offset by 1; scaled embeddings; soft caps, or
+norms of heads and two rotary embeddings.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..config.layer_spec import AttentionSpec, LayerSpec
+from .family import Family, Names
+from .layer_fields import attention_bias, period_windows, with_windows
+from .rope_settings import read_rope_per_layer_type
+from .values import get_integer, get_number, get_optional_number, reject_setting
+
+
+def _read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSpec]:
+    """Fields of both, and a layer. attention: fields of its `AttentionSpec`."""
+    reject_setting(hf, "use_bidirectional_attention")
+    scalar = get_number(hf, "query_pre_attn_scalar")
+    mixer = AttentionSpec(**attention_bias(hf), query_pre_attn_scalar=scalar, **attention)
+    fields = dict(
+        norm_offset=1.0,
+        embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
+        final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
+    )
+    return fields, LayerSpec(mixer, post_norm=True)
+
+
+def read_gemma2(hf: Mapping, layers: int) -> dict[str, Any]:
+    cap = get_optional_number(hf, "attn_logit_softcapping")
+    fields, layer = _read_shared(hf, logit_softcapping=cap)
+    return fields | dict(layers=with_windows(layer, period_windows(hf, layers, 2)))
+
+
+def read_gemma3(hf: Mapping, layers: int) -> dict[str, Any]:
+    reject_setting(hf, "attn_logit_softcapping")
+    windows = period_windows(hf, layers, get_integer(hf, "sliding_window_pattern"))
+    rope, sliding_rope = read_rope_per_layer_type(hf, get_number(hf, "rope_local_base_freq"))
+    fields, layer = _read_shared(hf, qk_norm="head")
+    return fields | dict(rope=rope, layers=with_windows(layer, windows, sliding_rope))
+
+
+_NAMES = Names(dict(mlp_norm="pre_feedforward_layernorm.weight"))
+GEMMA2 = Family(
+    dict(
+        num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096,
+        tie_word_embeddings=True, query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh",
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+    ),
+    read_gemma2,
+    _NAMES,
+)  # fmt: skip
+GEMMA3 = Family(
+    GEMMA2.defaults
+    | dict(
+        max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
+        rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
+    ),
+    read_gemma3,
+    _NAMES,
+)  # fmt: skip
