@@ -98,11 +98,7 @@ def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
 
 
 def grammar_from_flags(flags: Flags) -> Grammar | None:
-    """The grammar that the flags ask for.
-
-    Raises:
-        InputError: a file that cannot be read, or is not a schema.
-    """
+    """The grammar that the flags ask for."""
     if flags.json_schema is not None:
         path = Path(flags.json_schema)
         try:

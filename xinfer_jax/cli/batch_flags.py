@@ -33,14 +33,9 @@ PARSER.add_text(
 )
 PARSER.add_text("output", "File for the answers, a line for each as it is finished.", empty="give a file")
 PARSER.add_switch("in_order", "Write answers in the order of the input.")
-PARSER.add_switch(
-    "score",
-    'Score given texts: lines are {"prompt": …, "completions": […]} or {"text": …}.',
-)
+PARSER.add_switch("score", 'Score given texts: lines are {"prompt": …, "completions": […]} or {"text": …}.')
 PARSER.add_text(
-    "shard",
-    "i/n: only the lines i, i + n, i + 2n …, counted from 0, into OUTPUT.i-of-n.",
-    empty="give i/n",
+    "shard", "i/n: only the lines i, i + n, i + 2n …, counted from 0, into OUTPUT.i-of-n.", empty="give i/n"
 )
 PARSER.add_integer("merge", "Only merge the outputs of this many shards into --output, in order.", least=1)
 PARSER.group = "prompts and answers"

@@ -25,11 +25,7 @@ _COMMANDS = "there are /exit, /reset and /stats"
 
 
 def chat_loop(flags: Any) -> int:
-    """Answers the lines of standard input until it ends; the exit code.
-
-    Args:
-        flags: the values that chat_flags.py defines.
-    """
+    """Answers the lines of standard input until it ends; the exit code."""
     use_compilation_cache("xinfer-jax-chat", flags.compilation_cache)
     conversation = Conversation(flags)
     show_stats = flags.stats
@@ -99,10 +95,8 @@ class Conversation:
         self._prefix: Prefix | None = None
 
     def answer(self, question: str) -> str:
-        """Prints the answer to a question and adds both to the chat; a line of statistics.
-
-        Raises:
-            InputError: it cannot be answered; then the chat stays as it was.
+        """Prints the answer to a question and adds both to the chat; a line of statistics. After an error the
+        chat is as it was.
         """
         turns, ids = self._fit_to_capacity([*self._turns, {"role": "user", "content": question}])
         if left_out := (len(self._turns) + 1 - len(turns)) // 2:

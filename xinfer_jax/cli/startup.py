@@ -129,10 +129,8 @@ def use_compilation_cache(command: str, directory: str | None) -> None:
         except OSError as error:
             jax.config.update("jax_compilation_cache_dir", None)
             why = "not a directory" if isinstance(error, FileExistsError) else error.strerror
-            line = format_message(
-                f"compilation cache {directory} cannot be used ({why}): going on without it"
-            )
-            status.log(f"{command}: {line}")
+            line = f"compilation cache {directory} cannot be used ({why}): going on without it"
+            status.log(f"{command}: {format_message(line)}")
             return
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

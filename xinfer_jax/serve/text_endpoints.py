@@ -58,9 +58,7 @@ class TextEndpoints:
         return await self._respond(request, self._embed)
 
     async def _respond(
-        self,
-        request: HTTPRequest,
-        work: Callable[[Reservation, list[bytes]], Coroutine[Any, Any, bytes]],
+        self, request: HTTPRequest, work: Callable[[Reservation, list[bytes]], Coroutine[Any, Any, bytes]]
     ) -> Response:
         """Sends the JSON that the work makes of a body, unless the client disconnects."""
         settings = self._service.settings
@@ -74,10 +72,7 @@ class TextEndpoints:
         return json_response(body, reservation.release, settings.stall_seconds)
 
     async def _run(
-        self,
-        reservation: Reservation,
-        data: list[bytes],
-        work: Callable[[Model, dict[str, Any]], bytes],
+        self, reservation: Reservation, data: list[bytes], work: Callable[[Model, dict[str, Any]], bytes]
     ) -> bytes:
         """Runs the work on a parsed body in a thread."""
 
