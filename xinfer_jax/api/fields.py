@@ -132,18 +132,15 @@ class Fields:
         value = self._checked(name, lambda x: isinstance(x, bool), "true or false")
         return default if value is None else bool(value)
 
-    def integer(self, name: str, least: int, most: int) -> int | None:
-        description = f"a whole number from {least} to {most}"
-        value: int | None = self._checked(name, lambda x: type(x) is int and least <= x <= most, description)
-        return value
+    def integer(self, name: str, least: int, most: int) -> Any:
+        is_valid = lambda x: type(x) is int and least <= x <= most  # noqa: E731
+        return self._checked(name, is_valid, f"a whole number from {least} to {most}")
 
-    def number(self, name: str) -> float | None:
-        value: float | None = self._checked(name, lambda x: type(x) in (int, float), "a number")
-        return value
+    def number(self, name: str) -> Any:
+        return self._checked(name, lambda x: type(x) in (int, float), "a number")
 
-    def string(self, name: str) -> str | None:
-        value: str | None = self._checked(name, _is_text, "a text")
-        return value
+    def string(self, name: str) -> Any:
+        return self._checked(name, _is_text, "a text")
 
     def strings(self, name: str, default: Sequence[str], most: int, longest: int) -> tuple[str, ...]:
         """A text or a list of texts, without duplicates. most: texts; longest: characters of each."""
@@ -170,9 +167,8 @@ class Fields:
         except InputError as error:
             raise BodyError(name, error) from error
 
-    def mapping(self, name: str) -> dict[str, Any]:
-        value: dict[str, Any] | None = self._checked(name, lambda x: isinstance(x, dict), "an object")
-        return value or {}
+    def mapping(self, name: str) -> Any:
+        return self._checked(name, lambda x: isinstance(x, dict), "an object") or {}
 
 
 def _is_text(value: Any) -> bool:
