@@ -89,9 +89,7 @@ def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], li
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables for the template in `chat_template_kwargs`. BodyError: a name that is a field of its own,
-    or is not served.
-    """
+    """The variables in `chat_template_kwargs`. BodyError: one that is a field of its own, or not served."""
     variables = {name: value for name, value in given.items() if value is not None}
     fields = set.union(_SERVED, _NO_VARIABLES, *_OF_KIND.values())
     kwargs = "chat_template_kwargs"
@@ -104,9 +102,7 @@ def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
-    """The variables for the template of `reasoning_effort`: one of that name. "none" also turns thinking off
-    where a template has a switch.
-    """
+    """The variables of `reasoning_effort`; "none" also turns thinking off by a template's switch."""
     if effort is None:
         return {}
     if effort not in _EFFORTS:

@@ -27,9 +27,7 @@ def response_body(
     tokenizer: Tokenizer | None,
     **head: Any,
 ) -> dict[str, Any]:
-    """Returns the body of a whole response. The arguments are those of `response_choices`; head: id, created,
-    model.
-    """
+    """The body of a whole response; arguments as of `response_choices`. head: id, created, model."""
     choices = []
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         if parsed.logprobs is not None and tokenizer:

@@ -34,9 +34,7 @@ class TokenTextDecoder:
 def prompt_text(
     tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool
 ) -> str:
-    """The text of an echoed prompt, with the space between it and the answer's tokens, whose own text lacks
-    it; "" without a tokenizer.
-    """
+    """The text of an echoed prompt, with the space before the answer's tokens, whose own text lacks it."""
     if tokenizer is None:
         return ""
     text = tokenizer.decode(prompt, skip_special_tokens)

@@ -8,6 +8,7 @@ from .answer_flags import (
     define_engine,
     define_escaping,
     define_grammar,
+    define_kernels,
     define_model,
     define_sampling,
     define_temperature,
@@ -52,10 +53,7 @@ define_engine(PARSER)
 define_processes(PARSER)
 PARSER.group = "engine"
 PARSER.add_choice("draft", "Speculative decoding: lookup (prompt lookup).", "lookup", "none")
-PARSER.add_choice(
-    "impl", "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
-    "mosaic", "triton", "tpu", "xla",
-)  # fmt: skip
+define_kernels(PARSER)
 PARSER.group = "files"
 PARSER.add_integer("grace", "Seconds for running answers to end at SIGTERM and Ctrl-C.", default=30)
 PARSER.add_text(

@@ -95,9 +95,7 @@ class Conversation:
         self._prefix: Prefix | None = None
 
     def answer(self, question: str) -> str:
-        """Prints the answer to a question and adds both to the chat; a line of statistics. After an error the
-        chat is as it was.
-        """
+        """Prints the answer to a question; a line of statistics. After an error the chat is as it was."""
         turns, ids = self._fit_to_capacity([*self._turns, {"role": "user", "content": question}])
         if left_out := (len(self._turns) + 1 - len(turns)) // 2:
             write(f"[dropped the {left_out} earliest exchanges: the chat exceeds {self._capacity} tokens]\n")

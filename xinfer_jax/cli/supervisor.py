@@ -71,9 +71,7 @@ def distributed_args() -> dict[str, Any]:
 
 
 def _become_child(settings: dict[str, Any]) -> None:
-    """Makes this process a child: its standard streams are replaced, so what C++ and libraries write goes to
-    its log, and it ends with its parent.
-    """
+    """Makes this process a child, whose standard streams are its log, and which ends with its parent."""
     _child.update(settings)
     with open(settings["secret"], "rb") as pipe:
         set_secret(pipe.read())

@@ -69,9 +69,7 @@ class StatusLine:
             self._replace("".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
-        """Erases the line for good. Gives up after 0.2 s, since a stopped terminal may block a thread that
-        writes.
-        """
+        """Erases the line for good. Gives up after 0.2 s: a stopped terminal may block a writing thread."""
         if self._lock.acquire(timeout=0.2):
             self._replace("")
 
@@ -85,9 +83,7 @@ status = StatusLine()  # one for the process, as its terminal is
 
 @contextmanager
 def one_line_warnings(name: str) -> Iterator[None]:
-    """Within, a warning is one line that begins with the program's name. Of jax's many warnings about its
-    compilation cache only the first is shown.
-    """
+    """Within, a warning is one line with the program's name; of jax's about its cache only the first."""
     warned_of_cache = False
 
     def show(message: Warning | str, *_: object, **__: object) -> None:

@@ -126,9 +126,7 @@ class Matcher:
         return self._masks.seconds
 
     def start(self, draft_ids: Sequence[int] = ()) -> None:
-        """Begins to compute the masks of the next token, and after each draft token. Does nothing until
-        tokens were appended after the last call.
-        """
+        """Begins to compute the masks of `fill`; does nothing if no token was appended since."""
         if self._started:
             return
         self._started = True

@@ -57,11 +57,11 @@ def served_schema(schema: Any, strict: bool) -> Any:
     try:
         nodes: list[Mapping[str, Any]] = []
 
-        def note(node: Mapping[str, Any]) -> Mapping[str, Any]:
+        def collect(node: Mapping[str, Any]) -> Mapping[str, Any]:
             nodes.append(node)
             return node
 
-        _changed(schema, note)
+        _changed(schema, collect)
         merges = any(map(_merges, nodes))
         if merges:
             _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
@@ -228,8 +228,7 @@ def _check_multiples(multiples: list[int | float]) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern in Rust's syntax whose classes are those of ECMA-262 and Python, without what no
-    string has."""
+    """A pattern in Rust's syntax with the classes of ECMA-262, without what no string has."""
     parts = _PATTERN_PART.findall(pattern)
     found = []
     at = 0

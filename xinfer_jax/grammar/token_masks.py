@@ -136,9 +136,7 @@ def check_allowed(is_allowed: bool) -> None:
 
 
 def error_words(error: str) -> str:
-    """llguidance's words, without the grammar and the expressions that it repeats, the place in them, and its
-    own measures.
-    """
+    """llguidance's words, without what it repeats, the place in it, and its own measures."""
     if re.search(r"Current row has|too many items", error, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
     text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]

@@ -24,9 +24,7 @@ class AdmissionControl:
         self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}  # by client
 
     def admit(self, client: str) -> "Reservation":
-        """Admits a request of this client, or raises APIError 429. It counts as one answer until its body is
-        parsed.
-        """
+        """Admits a request of this client, or APIError 429. It counts as one answer until it is parsed."""
         reservation = Reservation(self, client)
         reservation.reserve(answers=1)
         return reservation

@@ -86,9 +86,7 @@ def event_stream(
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result:
-    """Returns what the work returns. If the client disconnects first, the work is cancelled, and this raises
-    ClientDisconnect.
-    """
+    """What the work returns. If the client disconnects first, it is cancelled: ClientDisconnect."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

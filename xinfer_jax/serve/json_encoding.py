@@ -46,9 +46,7 @@ def response_to_json(
     check: Callable[[], None],
     **head: Any,
 ) -> bytes:
-    """Encodes the `response_body`. check: called after each choice; it raises if no one needs the response.
-    head: further fields, `usage` among them.
-    """
+    """Encodes the `response_body`. check: raises if no one needs it; head: more fields, as `usage`."""
     choices = list[bytes]()
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         check()
