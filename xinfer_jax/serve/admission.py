@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from starlette.requests import ClientDisconnect
 
 from ..api.bodies import ParsedBody
-from .api_errors import APIError
+from .http_responses import APIError
 from .server_settings import ServerSettings
 
 _BODIES = 4  # of the largest size, that one client may have in flight

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..api.bodies import ParsedBody
-from ..api.responses import format_logprobs, response_choices, response_object
-from ..api.token_texts import TokenTextDecoder
+from ..api.responses import TokenTextDecoder, format_logprobs, response_choices, response_object
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs

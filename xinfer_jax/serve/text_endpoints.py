@@ -21,8 +21,7 @@ from ..embedding import POOLINGS, embed_texts, text_token_ids
 from ..errors import InputError, format_value
 from ..generation.executor import bucket
 from .admission import Reservation
-from .api_errors import APIError
-from .http_responses import json_response, until_disconnect
+from .http_responses import APIError, json_response, until_disconnect
 from .json_encoding import embeddings_to_json, list_to_json, object_to_json, to_json
 from .request_body import receive_body
 from .service import Service
