@@ -3,65 +3,57 @@ time per token, tok/s, peak memory.
 
     python scripts/bench.py  # Qwen2.5-0.5B's shape, random weights
     python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
-    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged --stream
+    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged
 
 Weights are random unless --model names a checkpoint; prompts are always random. Decoding is greedy and never
 stops early. Each dtype x quantize runs in its own process, so its peak memory is its own. The machine's
 limits are probed before and after every repetition; a repetition is reported as a fraction of the mean of the
 two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where bytes are the stored weights
 and the keys and values. The limit of prefill is the same with (2 x non-embedding weights x tokens + attention
-+ one vocabulary row) FLOP. The last line is one JSON object. Exit code 1: a case failed; 2: bad flags, or no
-case could run.
++ one vocabulary row) FLOP. The last line is one JSON object. Exit code 1: a case failed; 2: bad flags.
 """
 
 from launcher import start
 
 # isort: split
-import importlib.metadata
 import itertools
 import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from bench.bench_report import HEADER, case_lines, row_line
-from bench.machine_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread
 from bench.model_shapes import hf_config
+from bench.model_work import Work, bytes_per_pass, decode_work, prefill_work
+from jax import lax
 
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.host import cpu_count
 from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
 FORMATS = ("none", "int8", "int4", "ternary")
-
-
-def _numbers(name: str, default: list[int], help_text: str, least: int) -> flags.FlagHolder:
-    holder = flags.DEFINE_list(name, [str(n) for n in default], help_text)
-    message = f"must be whole numbers of at least {least}, with commas between"
-    flags.register_validator(
-        name, lambda values: all(v.isascii() and v.isdigit() and int(v) >= least for v in values), message
-    )
-    return holder
-
-
 CONFIG = flags.DEFINE_string(
     "config", "qwen2.5-0.5b", "A built-in shape, or a directory with config.json. The weights are random."
 )
 MODEL = flags.DEFINE_string(
     "model", None, "A checkpoint to load instead: a directory, or a name owner/name on the hub."
 )
-PROMPTS = _numbers("prompt_lengths", [26, 300, 512], "Lengths of the prompts, in tokens.", 1)
-NEW = _numbers("new_tokens", [64], "Tokens to generate.", 2)
-BATCHES = _numbers("batch_sizes", [1, 8], "Prompts in a batch.", 1)
+PROMPTS = flags.DEFINE_list("prompt_lengths", ["26", "300", "512"], "Lengths of the prompts, in tokens.")
+NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=2)
+BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Prompts in a batch.")
 DTYPES = flags.DEFINE_list("dtypes", ["float32"], "float32, bfloat16, float16.")
 QUANTIZE = flags.DEFINE_list("quantize", ["none"], f"{', '.join(FORMATS)}.")
 RAGGED = flags.DEFINE_boolean(
@@ -70,194 +62,226 @@ RAGGED = flags.DEFINE_boolean(
 REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
 )
-STREAM = flags.DEFINE_boolean("stream", False, "Also compare `stream` with `generate`, for one row.")
 PROBE = flags.DEFINE_integer(
     "probe_mib", 1024, "Size of the array that is read to measure the bandwidth, in MiB.", lower_bound=1
 )
-COMPILED = flags.DEFINE_string(
-    "compilation_cache", None, "Keep compiled programs here; `compile s` is then the time of loading them."
-)
 WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print JSON lines.")
+
+
+def whole_numbers(flag: flags.FlagHolder) -> list[int]:
+    """The numbers of a list flag."""
+    if not flag.value or not all(x.isascii() and x.isdigit() and int(x) for x in flag.value):
+        raise xj.InputError(f"--{flag.name}={','.join(flag.value)}: give whole numbers, with commas between")
+    return [int(x) for x in flag.value]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+# --- limits of the machine ----------------------------------------------------------------------------------
+
+_COLUMNS = 2048
+_SPLITS = 64  # rows of a sum: many enough for all threads
+_MATMULS = {"cpu": ((512, 2048, 2048), (512, 896, 4864), (1024, 2048, 4096))}  # tokens, in, out
+# Ways to read all of an array [out, in]. The fastest one depends on the machine and on XLA.
+_READS = [
+    jax.jit(lambda w, x: lax.dot_general(w, x, (((1,), (0,)), ((), ())))),
+    jax.jit(lambda w, x: w.reshape(_SPLITS, -1).sum(1)),
+    jax.jit(lambda w, x: w.reshape(_SPLITS, -1).sum()),
+    jax.jit(lambda w, x: w.reshape(_SPLITS, -1).max(1)),
+]
+
+
+@jax.jit
+def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    axes = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, w, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def probe() -> dict[str, float]:
+    """The read bandwidth in bytes/s, and the matmul rates in FLOP/s by dtype; takes about half a second. The
+    arrays are freed before anything else is measured.
+    """
+    array = jnp.ones((PROBE.value * 2**20 // 4 // _COLUMNS, _COLUMNS), jnp.float32)
+    vector = jnp.ones(_COLUMNS, jnp.float32)
+    rates = {"read": max(array.nbytes / _best_seconds(read, array, vector) for read in _READS)}
+    shapes = _MATMULS.get(jax.default_backend(), ((8192, 8192, 8192),))
+    for dtype in ("float32", "bfloat16"):
+        rates[dtype] = max(
+            2 * T * D * F / _best_seconds(_multiply, jnp.ones((T, D), dtype), jnp.ones((F, D), dtype))
+            for T, D, F in shapes
+        )
+    return rates
+
+
+def _best_seconds(function: Callable, *args: jax.Array) -> float:
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+class AnonymousPeak:
+    """Peak anonymous memory of this process (RssAnon: without mapped files), sampled every 10 ms in a thread;
+    0 on systems that do not report it.
+    """
+
+    def __init__(self):
+        self.bytes = 0
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def reset(self) -> None:
+        self.bytes = 0
+
+    def peak(self) -> int:
+        """Peak bytes since the last reset."""
+        self.bytes = max(self.bytes, self._now())
+        return self.bytes
+
+    def _sample(self) -> None:
+        while self._now():
+            self.peak()
+            time.sleep(0.01)
+
+    @staticmethod
+    def _now() -> int:
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 # --- one case, in its own process ---------------------------------------------------------------------------
 
 
-class Case:
-    """Measures a model in one format."""
-
-    def __init__(self, dtype: str, quantize: str):
-        self.memory = AnonymousPeak()
-        start = time.perf_counter()
-        formats = {} if quantize == "none" else {"quantize": quantize}
-        if MODEL.value:
-            model = xj.load_model(MODEL.value, dtype=dtype, **formats)
-            self.params = model.params
-            self.config = model.config
-        else:
-            self.config = from_hf(hf_config(CONFIG.value))
-            self.params = jax.block_until_ready(
-                xj.init_params(self.config, jax.random.key(0), dtype, **formats)
-            )
-        self.loaded = {"load_s": time.perf_counter() - start, "load_peak_bytes": self.memory.peak()}
-        self.loaded |= {
-            "weight_bytes": tree_bytes(self.params),
-            "weight_bytes_per_pass": bytes_per_pass(self.params),
-        }
-        self.loaded |= {"backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
-        self.cache_itemsize = jnp.dtype(cache_dtype(self.params)).itemsize
-        self.rate = "float32" if jax.default_backend() == "cpu" or dtype == "float32" else "bfloat16"
-
-    def measure(self) -> None:
-        """Measures everything that the flags ask for and prints each result as a JSON line."""
-        _emit("load", self.loaded)
-        with Limits(PROBE.value) as limits:
-            for prompt, new, rows in itertools.product(
-                *([int(v) for v in f.value] for f in (PROMPTS, NEW, BATCHES))
-            ):
-                _emit(
-                    "rows",
-                    _or_skipped(self.rows, limits, rows, prompt, new),
-                    rows=rows,
-                    prompt_tokens=prompt,
-                    new_tokens=new,
-                )
-            if STREAM.value:
-                _emit("stream", _or_skipped(self.stream))
-            limits.probe()
-            _emit("limits", limits.summary())
-
-    def rows(self, limits: Limits, rows: int, prompt: int, new: int) -> dict[str, Any]:
-        """Measures prefill and decoding of one batch."""
-        lengths = (
-            np.linspace(prompt, -(-prompt // 2), rows).round().astype(int).tolist()
-            if RAGGED.value
-            else [prompt] * rows
-        )
-        self.memory.reset()
-        compile_s = self.generate(lengths, new).stats.compile_seconds
-        works = {
-            "prefill": prefill_work(self.config, self.loaded["weight_bytes_per_pass"], lengths),
-            "decode": decode_work(
-                self.config, self.loaded["weight_bytes_per_pass"], self.cache_itemsize, lengths, new
-            ),
-        }
-        runs = []
-        probes = [limits.probe()]
-        for _ in range(REPEATS.value):
-            runs.append(self.generate(lengths, new).stats)
-            probes.append(limits.probe())
-        around = [
-            {kind: (a[kind] + b[kind]) / 2 for kind in ("read", self.rate)}
-            for a, b in itertools.pairwise(probes)
-        ]
-        figures = {
-            "ttft_s": spread([s.ttft_seconds for s in runs]),
-            "tpot_s": spread([s.tpot_seconds for s in runs]),
-            "prefill_tok_s": spread([s.prefill_tokens_per_second for s in runs]),
-            "decode_tok_s": spread([s.decode_tokens_per_second for s in runs]),
-            "prefill": works["prefill"].fractions_of_limits(
-                [s.prefill_seconds for s in runs], around, self.rate
-            ),
-            "decode": works["decode"].fractions_of_limits([s.tpot_seconds for s in runs], around, self.rate),
-        }
-        floor = runs[0].weight_bytes + runs[0].cache_bytes
-        memory = {
-            "cache_bytes": runs[0].cache_bytes,
-            "floor_bytes": floor,
-            "peak_bytes": self.memory.peak() or runs[-1].peak_bytes,
-        }
-        return {"lengths": lengths, "compile_s": compile_s, **figures, **memory}
-
-    def stream(self) -> dict[str, Any]:
-        """Measures the wall time of whole calls of `generate` and `stream`, interleaved."""
-        prompt = int(PROMPTS.value[0])
-        new = int(NEW.value[0])
-        first = []
-        wall = {"generate": [], "stream": []}
-        for _ in range(REPEATS.value + 1):
-            start = time.perf_counter()
-            self.generate([prompt], new)
-            wall["generate"].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            steps = xj.stream(self.params, self.config, _prompts(self.config, [prompt]), _options(new))
-            next(steps)
-            first.append(time.perf_counter() - start)
-            for _ in steps:
-                pass
-            wall["stream"].append(time.perf_counter() - start)
-        wall = {name: seconds[1:] for name, seconds in wall.items()}  # the first ones compiled
-        percent = [100 * (s / g - 1) for g, s in zip(wall["generate"], wall["stream"], strict=True)]
-        figures = {f"{name}_s": spread(seconds) for name, seconds in wall.items()} | {
-            "first_token_s": spread(first[1:])
-        }
-        return {"prompt_tokens": prompt, "new_tokens": new, **figures, "overhead_percent": spread(percent)}
-
-    def generate(self, lengths: list[int], new: int, **more: Any) -> xj.GenerateOutput:
-        return xj.generate(self.params, self.config, _prompts(self.config, lengths), _options(new, **more))
+def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The kind of each result, and the result: "load", "rows" of each batch, "limits"."""
+    memory = AnonymousPeak()
+    start = time.perf_counter()
+    weights = None if quantize == "none" else quantize
+    if MODEL.value:
+        model = xj.load_model(MODEL.value, dtype=dtype, quantize=weights)
+    else:
+        config = from_hf(hf_config(CONFIG.value))
+        params = jax.block_until_ready(xj.init_params(config, jax.random.key(0), dtype, weights))
+        model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, dtype))
+    yield (
+        "load",
+        dict(
+            load_s=time.perf_counter() - start,
+            load_peak_bytes=memory.peak(),
+            weight_bytes=tree_bytes(model.params),
+            weight_bytes_per_pass=bytes_per_pass(model.params),
+            backend=jax.default_backend(),
+            device=jax.devices()[0].device_kind,
+        ),
+    )
+    probe()  # compiles
+    probes = [probe()]
+    for prompt, rows in itertools.product(whole_numbers(PROMPTS), whole_numbers(BATCHES)):
+        named = dict(rows=rows, prompt_tokens=prompt, new_tokens=NEW.value)
+        last = -(-prompt // 2) if RAGGED.value else prompt
+        lengths = np.linspace(prompt, last, rows).round().astype(int).tolist()
+        try:
+            yield "rows", named | measure_batch(model, lengths, dtype, memory, probes)
+        except xj.InputError as error:
+            yield "rows", named | dict(skipped=str(error))
+    yield "limits", {kind: spread([x[kind] for x in probes]) for kind in probes[0]} | {"probes": len(probes)}
 
 
-def _prompts(config: xj.ModelConfig, lengths: list[int]) -> list[list[int]]:
+def measure_batch(
+    model: xj.Model, lengths: list[int], dtype: str, memory: AnonymousPeak, probes: list[dict[str, float]]
+) -> dict[str, Any]:
+    """Prefill and decoding of one batch. probes: so far; others are added."""
     random = np.random.RandomState(0)
-    return [random.randint(0, config.vocab_size, n).tolist() for n in lengths]
+    prompts = [random.randint(0, model.config.vocab_size, n).tolist() for n in lengths]
+    options = xj.GenerateOptions(NEW.value, xj.SamplingConfig(temperature=0.0), eos_token_ids=())
 
+    def generate() -> Any:
+        memory.reset()
+        stats = xj.generate(model.params, model.config, prompts, options).stats
+        peaks.append(memory.peak() or stats.peak_bytes)
+        return stats
 
-def _options(new: int, **more: Any) -> xj.GenerateOptions:
-    return xj.GenerateOptions(
-        max_new_tokens=new, sampling=xj.SamplingConfig(temperature=0.0), eos_token_ids=(), **more
+    peaks: list[int] = []
+    compile_s = generate().compile_seconds
+    runs = []
+    around = []
+    for _ in range(REPEATS.value):
+        runs.append(generate())
+        probes.append(probe())
+        around.append({kind: (probes[-2][kind] + probes[-1][kind]) / 2 for kind in probes[-1]})
+    rate = "float32" if jax.default_backend() == "cpu" or dtype == "float32" else "bfloat16"
+    weights = bytes_per_pass(model.params)
+    itemsize = jnp.dtype(cache_dtype(model.params)).itemsize
+    prefill = prefill_work(model.config, weights, lengths)
+    decode = decode_work(model.config, weights, itemsize, lengths, NEW.value)
+    return dict(
+        lengths=lengths,
+        compile_s=compile_s,
+        ttft_s=spread([s.ttft_seconds for s in runs]),
+        tpot_s=spread([s.tpot_seconds for s in runs]),
+        prefill_tok_s=spread([s.prefill_tokens_per_second for s in runs]),
+        decode_tok_s=spread([s.decode_tokens_per_second for s in runs]),
+        prefill=fractions(prefill, [s.prefill_seconds for s in runs], around, rate),
+        decode=fractions(decode, [s.tpot_seconds for s in runs], around, rate),
+        cache_bytes=runs[0].cache_bytes,
+        floor_bytes=runs[0].weight_bytes + runs[0].cache_bytes,
+        peak_bytes=max(peaks),
     )
 
 
-def _or_skipped(function: Any, *args: Any) -> dict[str, Any]:
-    """The result of the function, or the message of the input error that it raises."""
-    try:
-        return function(*args)
-    except xj.InputError as error:
-        return {"skipped": str(error)}
-
-
-def _emit(kind: str, value: Any, **more: Any) -> None:
-    print(json.dumps({kind: more | value}), flush=True)
+def fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], rate: str) -> dict[str, Any]:
+    """The measured speed as fractions of the machine's limits at each repetition. rate: of matmuls."""
+    memory = [work.bytes / limit["read"] / s for s, limit in zip(seconds, limits, strict=True)]
+    compute = [work.flop / limit[rate] / s for s, limit in zip(seconds, limits, strict=True)]
+    is_memory = statistics.median(memory) >= statistics.median(compute)
+    return dict(
+        seconds=spread(seconds),
+        bytes=work.bytes,
+        flop=work.flop,
+        bound="memory" if is_memory else "compute",
+        of_limit=spread([*map(max, memory, compute)]),
+        of_bandwidth=spread(memory),
+        of_matmul_rate=spread(compute),
+    )
 
 
 # --- all cases ----------------------------------------------------------------------------------------------
 
+_WIDTHS = {
+    "rows": 4, "prompt": 6, "new": 4, "compile s": 9, "TTFT ms": 18, "TPOT ms": 18, "prefill tok/s": 18,
+    "of limit": 13, "decode tok/s": 18, "of limit ": 13, "peak MiB": 8, "floor": 6,
+}  # fmt: skip
 
-def main(argv: list[str]) -> None:
-    _check()
+
+def main(argv: list[str]) -> int:
+    check_flags()
     if WORKER.value:
-        return _work(*WORKER.value.split(":"))
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")} | {
-        "python": platform.python_version()
-    }
-    machine = {
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "platform": platform.platform(),
-    }
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions,
-    }
-    what = MODEL.value or f"{CONFIG.value}, random weights"
-    print(
-        f"{what}; {machine['cores']} cores, jax {versions['jax']}, Python {versions['python']},"
-        f" {about['date']}"
+        jax.config.update("jax_enable_compilation_cache", False)
+        for kind, value in measure(*WORKER.value.split(":")):
+            print(json.dumps({kind: value}), flush=True)
+        return 0
+    results = dict(
+        command=shlex.join(["python", *sys.argv]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=dict(jax=jax.__version__, numpy=np.__version__, python=platform.python_version()),
+        device=f"{jax.devices()[0].device_kind}, {cpu_count()} cores",
+        model=MODEL.value or f"{CONFIG.value}, random weights",
     )
-    cases = [_case(dtype, quantize) for dtype, quantize in itertools.product(DTYPES.value, QUANTIZE.value)]
-    results = about | {
-        "machine": machine,
-        "model": MODEL.value,
-        "config": None if MODEL.value else CONFIG.value,
-        "cases": cases,
-    }
-    print(json.dumps(results), flush=True)
-    if any("failed" in case for case in cases):
-        sys.exit(1)
-    sys.exit(2 if all("skipped" in case for case in cases) else 0)
+    print(", ".join(map(str, results.values())))
+    cases = [run_case(*case) for case in itertools.product(DTYPES.value, QUANTIZE.value)]
+    print(json.dumps(results | dict(cases=cases)), flush=True)
+    return int(any("failed" in case for case in cases))
 
 
-def _check() -> None:
+def check_flags() -> None:
     """Raises InputError for wrong flags, before anything is measured."""
     if MODEL.value and flags.FLAGS["config"].present:
         raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
@@ -265,31 +289,16 @@ def _check() -> None:
         from_hf(hf_config(CONFIG.value))
     for dtype in DTYPES.value:
         resolve_dtype(dtype)
-    for quantize in QUANTIZE.value:
-        if quantize not in FORMATS:
-            raise xj.InputError(f"--quantize={quantize} is not known: use {', '.join(FORMATS)}")
-    for holder in (PROMPTS, NEW, BATCHES, DTYPES, QUANTIZE):
-        if not holder.value:
-            raise xj.InputError(f"--{holder.name} is empty: give at least one value")
+    if not QUANTIZE.value or not {*QUANTIZE.value} <= {*FORMATS}:
+        raise xj.InputError(f"--quantize={','.join(QUANTIZE.value)}: choose among {', '.join(FORMATS)}")
+    for flag in (PROMPTS, BATCHES):
+        whole_numbers(flag)
 
 
-def _work(dtype: str, quantize: str) -> None:
-    if COMPILED.value:
-        jax.config.update("jax_compilation_cache_dir", COMPILED.value)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    else:
-        jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        Case(dtype, quantize).measure()
-    except xj.InputError as error:
-        print(json.dumps({"skipped": str(error)}), flush=True)
-
-
-def _case(dtype: str, quantize: str) -> dict[str, Any]:
+def run_case(dtype: str, quantize: str) -> dict[str, Any]:
     """Measures one format in its own process and prints its results as they arrive."""
     case: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "rows": []}
     command = [sys.executable, __file__, *sys.argv[1:], f"--worker={dtype}:{quantize}"]
-    # On a GPU the process of the probes needs memory too.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
     print(f"\n{dtype}" + (f", {quantize} weights" if quantize != "none" else ""))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -300,13 +309,49 @@ def _case(dtype: str, quantize: str) -> dict[str, Any]:
                 print(row_line(value), flush=True)
             else:
                 case[kind] = value
-                print("\n".join(case_lines(kind, value)), flush=True)
-            if kind == "load":
-                print(HEADER)
+                print({"load": load_lines, "limits": limits_line}[kind](value), flush=True)
     if process.returncode:
         case["failed"] = f"exit code {process.returncode}"
         print(f"failed: {case['failed']}", flush=True)
     return case
+
+
+def load_lines(value: dict[str, Any]) -> str:
+    return (
+        f"on {value['device']}: load or init {value['load_s']:.1f} s, peak {_mib(value['load_peak_bytes'])}"
+        f" MiB; {_mib(value['weight_bytes'])} MiB weights ({_mib(value['weight_bytes_per_pass'])} read per"
+        f" pass)\n{' '.join(f'{name.strip():>{width}}' for name, width in _WIDTHS.items())}"
+    )
+
+
+def limits_line(value: dict[str, Any]) -> str:
+    rates = [f"{dtype} matmul {_spread(value[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
+    return f"limits by {value['probes']} probes: read {_spread(value['read'], 1e-9)} GB/s, {', '.join(rates)}"
+
+
+def row_line(row: dict[str, Any]) -> str:
+    """The table line of a batch: medians (minimum-maximum). After `of limit`, m: bound by memory, c: by
+    compute.
+    """
+    cells = [str(row[name]) for name in ("rows", "prompt_tokens", "new_tokens")]
+    if "skipped" not in row:
+        cells += [f"{row['compile_s']:.1f}", _spread(row["ttft_s"], 1e3), _spread(row["tpot_s"], 1e3)]
+        for phase in ("prefill", "decode"):
+            of_limit = _spread(row[phase]["of_limit"], 100)
+            cells += [_spread(row[f"{phase}_tok_s"]), f"{of_limit}%{row[phase]['bound'][0]}"]
+        cells += [_mib(row["peak_bytes"]), _mib(row["floor_bytes"])]
+    line = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS.values(), strict=False))
+    return line + (f" skipped: {row['skipped']}" if "skipped" in row else "")
+
+
+def _spread(value: dict[str, float], scale: float = 1.0) -> str:
+    numbers = (scale * value[name] for name in ("median", "min", "max"))
+    median, least, most = (f"{x:.0f}" if abs(x) >= 10 else f"{x:.3g}" for x in numbers)
+    return f"{median} ({least}-{most})"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f}"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from bench.commit_checkout import checkout_of
 from bench.model_shapes import hf_config
 from script_paths import ROOT
 
-CALLS = ("stream", "stream_8", "generate", "generate_8", "prompt")
+CALLS = ("stream", "stream_8", "generate", "generate_8", "prompt", "engine_8")
 _BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")
 _CONFIG = flags.DEFINE_string("config", "qwen2.5-0.5b", "A built-in shape or a directory with config.json.")
 _QUANTIZE = flags.DEFINE_list("quantize", ["none", "int8", "int4"], "Formats of the weights.")

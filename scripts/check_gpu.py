@@ -13,21 +13,14 @@ wrong, or a section did not finish (a speed below its target, or a baseline that
 GPU or a missing package, reported in one line; 130: interrupted, the table is printed nevertheless.
 """
 
-import sys
-
 import script_paths  # noqa: F401
 
 # isort: split
-from gpu.section_runner import Section, missing_packages
+from gpu.section_runner import Section, require_packages
 
-if _missing := missing_packages(("absl", "jax", "numpy")):
-    print(f"check_gpu: {_missing}", file=sys.stderr)
-    sys.exit(2)
+require_packages("check_gpu")
 
-from absl import app, flags  # noqa: E402
-from gpu import check_command  # noqa: E402
-from gpu.check_command import MODEL, TEXT, Program  # noqa: E402
-from launcher import parse  # noqa: E402
+from gpu.check_command import MODEL, TEXT, Program, start  # noqa: E402
 
 SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes
     Section("decode", 70),
@@ -47,15 +40,7 @@ SECTIONS = (  # most important first; the limits up to `verified` add up to 9 mi
     Section("layers", 60, MODEL),
     Section("tune", 90),
 )
-PACKAGES = (
-    "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
-)  # fmt: skip
-
-
-def main(argv: list[str]) -> int:
-    return check_command.run(Program("cuda", SECTIONS, PACKAGES))
-
+PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin nvidia-cudnn-cu13 nvidia-cudnn-cu12".split()
 
 if __name__ == "__main__":
-    flags.adopt_module_key_flags(check_command)
-    app.run(main, flags_parser=parse)
+    start(Program("cuda", SECTIONS, PACKAGES))

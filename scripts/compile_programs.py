@@ -22,7 +22,6 @@ from launcher import InputError, start
 # isort: split
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -38,9 +37,8 @@ from bench.model_shapes import SHAPES, hf_config  # noqa: E402
 from gpu import plan_estimates as estimates  # noqa: E402
 from gpu.compile_kernels import compile_kernels  # noqa: E402
 from gpu.gpu_specs import CARDS  # noqa: E402
-from gpu.program_report import MIB, report  # noqa: E402
+from gpu.program_report import print_report, report  # noqa: E402
 from gpu.programs import PROGRAMS, ProgramJob  # noqa: E402
-from tpu.tpu_report import print_report as print_tpu_report, report as tpu_report  # noqa: E402
 from tpu.tpu_specs import TPUS  # noqa: E402
 
 from xinfer_jax.cache.stored_kv import resolve_cache_dtype  # noqa: E402
@@ -61,8 +59,8 @@ LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after th
 LAYERS = flags.DEFINE_list(
     "layers",
     None,
-    "Two depths; default: 2 and 4 times the period of the layers' kinds. For a TPU one number will do;"
-    " default: the model's own depth, and one whose weights are more than VMEM holds.",
+    "Depths to compile, two or one. Default: 2 and 4 times the period of the layers' kinds; for a TPU the"
+    " model's own depth, and one whose weights are more than VMEM holds.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names contain one of these texts.")
@@ -94,23 +92,17 @@ def main(argv: list[str]) -> None:
 
 def check_target() -> None:
     """Raises an `InputError` if this machine cannot compile for --target."""
-    if TARGET.value in TPUS:
-        if "kernels" in PROGRAM.value:
-            raise InputError("--program=kernels compiles kernels for GPUs only: name a program")
-        try:
-            TPUS[TARGET.value].mesh()
-        except Exception as error:  # a missing or foreign plug-in may raise anything
-            raise InputError(
-                f"no libtpu that compiles without a TPU ({error}): pip install 'jax[tpu]'"
-            ) from error
-        return
-    if not find_ptxas():
+    if TARGET.value in TPUS and "kernels" in PROGRAM.value:
+        raise InputError("--program=kernels compiles kernels for GPUs only: name a program")
+    if TARGET.value in CARDS and not find_ptxas():
         raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
+    plugin = "libtpu" if TARGET.value in TPUS else "CUDA plug-in"
+    extra = "tpu" if TARGET.value in TPUS else "cuda13-local"
     try:
-        CARDS[TARGET.value].mesh()
+        (CARDS | TPUS)[TARGET.value].mesh()
     except Exception as error:  # a missing or foreign plug-in may raise anything
         raise InputError(
-            f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
+            f"no {plugin} that compiles without a device ({error}): pip install 'jax[{extra}]'"
         ) from error
 
 
@@ -119,37 +111,30 @@ def figures(program: str) -> dict:
     if program == "kernels":
         print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
         return {"compiled": compile_kernels(TARGET.value, ONLY.value or [""], DUMP)}
-    job = full_job()
-    depths = chosen_depths()
     if DEVICES.value > 1 and TARGET.value not in TPUS:
         raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
+    if DEVICES.value > 1 and not program.startswith("engine"):
+        raise InputError("--devices needs a program of an engine: engine_prefill or engine_decode")
+    job = full_job()
     print(
         f"\n{MODEL.value} for {DEVICES.value}x{TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
         f" {job.rows} rows of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
     )
-    if TARGET.value in TPUS:
-        tpu = TPUS[TARGET.value]
-        if DEVICES.value > 1 and not program.startswith("engine"):
-            raise InputError("--devices needs a program of an engine: engine_prefill or engine_decode")
-        result = tpu_report(job, WEIGHTS.value, program, tpu, depths, DEVICES.value)
-        print_tpu_report(result, tpu, VERBOSE.value)
-        return result | {"compiled": []}
-    result = report(job, WEIGHTS.value, program, CARDS[TARGET.value], DUMP, depths)
-    print_report(result)
+    card = (CARDS | TPUS)[TARGET.value]
+    result = report(job, WEIGHTS.value, program, card, DUMP, chosen_depths(), DEVICES.value)
+    print_report(result, VERBOSE.value)
     return result
 
 
-def chosen_depths() -> tuple[int, ...] | None:
+def chosen_depths() -> list[int] | None:
     """--layers; None: it is not given."""
     if not LAYERS.value:
         return None
-    given = ",".join(LAYERS.value)
-    if TARGET.value in TPUS and re.fullmatch(r"[1-9]\d*", given):
-        return (int(given),)
-    match = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", given)
-    if not match or int(match[1]) >= int(match[2]):
-        raise InputError(f"--layers takes two numbers, the smaller one first, as in 1,2: got {given!r}")
-    return int(match[1]), int(match[2])
+    depths = [int(text) for text in LAYERS.value if text.isdigit() and int(text)]
+    if len(depths) != len(LAYERS.value) or depths not in (depths[:1], sorted({*depths})[:2]):
+        given = ",".join(LAYERS.value)
+        raise InputError(f"--layers takes a number, or two, the smaller one first, as in 1,2: got {given!r}")
+    return depths
 
 
 def full_job() -> ProgramJob:
@@ -164,43 +149,6 @@ def full_job() -> ProgramJob:
         estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
     )
     return ProgramJob(config, weights, kv, rows, capacity, length, SAMPLED.value, DRAFT_TOKENS.value)
-
-
-def print_report(result: dict) -> None:
-    """Prints the figures of one program."""
-    parts = ("per_layer", "beside", "whole")
-    depth = f"{result['layers']} layers"
-    print(f"{result['program']:28}{'a layer':>12}{'beside':>12}{depth:>12}")
-    for name, title, unit in (
-        ("bytes", "MB moved", 1e6), ("kernels", "kernels launched", 1),
-        ("copies", "copies of weights or cache", 1), ("copied_bytes", "  MB", 1e6),
-        ("unknown_loops", "loops, unknown trip count", 1), ("predicates", "predicates on the host", 1),
-        ("temporaries", "MiB of temporaries", MIB),
-    ):  # fmt: skip
-        print(f"  {title:26}" + "".join(f"{result[part][name] / unit:12,.2f}" for part in parts))
-    least = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in result["least"].items())
-    limit = result["temporaries_limit"] / MIB
-    print(
-        f"  moved / least: {result['ratio']:.3f} (least, MB: {least}); temporaries at most {limit:,.1f} MiB"
-    )
-    print(f"  launched in a layer: {result['kinds_per_layer']}")
-    for kernel in result["kernels"]:
-        how = " (declared operands)" if kernel["declared"] else ""
-        print(f"  Pallas {kernel['launches']:g}x {kernel['bytes'] / 1e6:,.3f} MB{how}: {kernel['op_name']}")
-    for kernel in result["compiled"]:
-        print(f"  {kernel['kernel']}: {kernel['registers']} registers, {kernel['spill_bytes']} bytes spilled")
-    for name, array, size, op_name in result["copied"]:
-        print(f"  COPY {name} {array} {size / 1e6:,.2f} MB: {op_name}")
-    if result["collectives"]:
-        print(f"  collectives: {result['collectives']}")
-    for name, (size, kernels) in result["unknown_branches"].items():
-        more = f"moves {size / 1e6:,.1f} MB more in {kernels:g} more kernels"
-        print(f"  {name} depends on data; its other branch {more}")
-    for path, why in result["declared"].items():
-        print(f"  bytes of the kernel at {path} are those of its operands: {why}")
-    if VERBOSE.value:
-        for name, kind, times, read, written, op_name in result["largest"]:
-            print(f"  {times:6g}x {read / 1e6:10.3f} + {written / 1e6:8.3f} MB {kind:12} {name}: {op_name}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from launcher import start
 
 # isort: split
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -91,11 +92,6 @@ EVAL = flags.DEFINE_string(
 EVAL_SEED = flags.DEFINE_integer(
     "eval_seed", 12, "Seed of capitals and sampled for --eval; calibration has seed 11.", lower_bound=12
 )
-SCORE = flags.DEFINE_string(
-    "score",
-    "all",
-    "Tokens that --eval scores: all, or answers (those of the assistant in a chat template).",
-)
 CONTEXT = flags.DEFINE_integer(
     "context", 512, "Documents are cut into chunks of this many tokens.", lower_bound=2
 )
@@ -109,7 +105,7 @@ def main(argv: list[str]) -> None:
 
 def check_flags() -> None:
     """Raises InputError for values or combinations that are not allowed."""
-    for flag, known in ((METHOD, ("rtn", "awq")), (SCORE, ("all", "answers")), (QUANTIZE, ("int8", "int4"))):
+    for flag, known in ((METHOD, ("rtn", "awq")), (QUANTIZE, ("int8", "int4"))):
         if flag.value not in known:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
@@ -128,11 +124,8 @@ def run() -> dict:
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
     calibration = documents(model, calibration_source(), seed=11) if METHOD.value == "awq" else []
-    eval_texts = (
-        [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibration]
-        if EVAL.value
-        else []
-    )
+    eval_texts = documents(model, EVAL.value, EVAL_SEED.value) if EVAL.value else []
+    eval_texts = [text for text in eval_texts if text not in calibration]
     if EVAL.value and not eval_texts:
         raise xj.InputError(f"--eval={EVAL.value} has no text besides the calibration texts")
     reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
@@ -144,11 +137,8 @@ def run() -> dict:
     report |= calibration_report | {"rotate": quantized.config.rotated}
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
-    report |= {
-        "mib_float32": tree_bytes(model.params) / 2**20,
-        "mib_read": stored,
-        "mib": tree_bytes(quantized.params) / 2**20,
-    }
+    sizes = (tree_bytes(of.params) / 2**20 for of in (model, quantized))
+    report |= dict(zip(("mib_float32", "mib"), sizes, strict=True)) | {"mib_read": stored}
     print(
         f"weights: {stored:.2f} MiB on disk, {report['mib_float32']:.2f} in float32 -> {report['mib']:.2f}"
         f" MiB in {report['seconds']} s"
@@ -156,13 +146,8 @@ def run() -> dict:
     if EVAL.value:
         report |= quality_loss(model, quantized, eval_texts)
     if OUTPUT.value:
-        save_checkpoint(
-            OUTPUT.value,
-            path,
-            quantized.params,
-            read_json(Path(path) / "config.json"),
-            rotated=quantized.config.rotated,
-        )
+        settings = read_json(Path(path) / "config.json")
+        save_checkpoint(OUTPUT.value, path, quantized.params, settings, rotated=quantized.config.rotated)
         print(f"wrote {OUTPUT.value}")
     return report
 
@@ -209,31 +194,20 @@ def documents(model: xj.Model, source: str, seed: int) -> list[str]:
             "the checkpoint has no tokenizer.json, which texts need: use --method=rtn, without --eval"
         )
     if source == "capitals":
-        numbered = zip(
-            range(200 if seed == 11 else 1000), tiny_data.conversations(random.Random(seed)), strict=False
-        )
-        return [
-            model.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-            for _, messages in numbered
-        ]
+        count = 200 if seed == 11 else 1000
+        talks = itertools.islice(tiny_data.conversations(random.Random(seed)), count)
+        return [model.tokenizer.apply_chat_template(talk, add_generation_prompt=False) for talk in talks]
     if source == "sampled":
         start = model.tokenizer.encode("") or list(model.tokenizer.eos_token_ids[:1])
         length = min(CONTEXT.value, model.config.context_length) - len(start)
-        options = xj.GenerateOptions(
-            length, xj.SamplingConfig(temperature=1.0), eos_token_ids=(*start, *model.tokenizer.eos_token_ids)
-        )
-        out = xj.generate(
-            model.params,
-            model.config,
-            [start] * (32 if seed == 11 else 96),
-            options,
-            key=jax.random.key(seed),
-        )
+        ends = (*start, *model.tokenizer.eos_token_ids)
+        options = xj.GenerateOptions(length, xj.SamplingConfig(temperature=1.0), eos_token_ids=ends)
+        prompts = [start] * (32 if seed == 11 else 96)
+        out = xj.generate(model.params, model.config, prompts, options, key=jax.random.key(seed))
         return [model.tokenizer.decode(ids) for ids in out.tokens]
     text = Path(source).expanduser().read_text(encoding="utf-8")
-    return [
-        part for part in re.split(rf"^{re.escape(_SEPARATOR)}\n", text, flags=re.MULTILINE) if part.strip()
-    ]
+    parts = re.split(rf"^{re.escape(_SEPARATOR)}\n", text, flags=re.MULTILINE)
+    return [part for part in parts if part.strip()]
 
 
 def chunks(model: xj.Model, texts: list[str], max_tokens: int | None = None) -> list[list[int]]:
@@ -252,71 +226,40 @@ def chunks(model: xj.Model, texts: list[str], max_tokens: int | None = None) -> 
 def quality_loss(model: xj.Model, quantized: xj.Model, texts: list[str]) -> dict:
     """Perplexity before and after, and how often the most likely token is the same."""
     rows = chunks(model, texts)
-    scored = [
-        answer_mask(model.tokenizer, row) if SCORE.value == "answers" else np.arange(len(row)) > 0
-        for row in rows
-    ]
-    if not any(mask.any() for mask in scored):
-        raise xj.InputError(f"--score=answers, but --eval={EVAL.value} has no answer in the chat template")
-    (exact, exact_best), (logprobs, best) = (
-        scores(m.params, m.config, rows, scored) for m in (model, quantized)
-    )
+    (exact, exact_best), (logprobs, best) = (scores(of, rows) for of in (model, quantized))
     before = np.exp(-exact.mean())
     after = np.exp(-logprobs.mean())
     same = (exact_best == best).mean()
     error = np.sqrt(same * (1 - same) / len(best))
     print(
-        f"on {len(exact)} tokens of {EVAL.value} ({SCORE.value}): perplexity {before:.4f} -> {after:.4f} "
+        f"on {len(exact)} tokens of {EVAL.value}: perplexity {before:.4f} -> {after:.4f} "
         f"({after / before - 1:+.2%}), top-1 agreement {same:.2%} ± {error:.2%}"
     )
-    return {"eval": EVAL.value, "score": SCORE.value, "eval_tokens": len(exact),
-            "perplexity_float32": float(before),
-            "perplexity": float(after), "perplexity_change": float(after / before - 1),
-            "top1_agreement": float(same),
-            "top1_standard_error": float(error)}  # fmt: skip
-
-
-def answer_mask(tokenizer: xj.Tokenizer, ids: list[int]) -> np.ndarray:
-    """Whether each token is the assistant's, including the end of its turn."""
-    messages = [{"role": "user", "content": "Hello"}]
-    prompt, without = (
-        tokenizer.apply_chat_template(messages, add_generation_prompt=add) for add in (True, False)
-    )
-    opening = tokenizer.encode(prompt.removeprefix(without), add_special_tokens=False)
-    mask = np.zeros(len(ids), bool)
-    inside = False
-    for i, token in enumerate(ids):
-        mask[i] = inside
-        inside = (inside and token not in tokenizer.eos_token_ids) or ids[
-            i + 1 - len(opening) : i + 1
-        ] == opening
-    return mask
+    figures = dict(perplexity_float32=before, perplexity=after, perplexity_change=after / before - 1)
+    figures |= dict(top1_agreement=same, top1_standard_error=error)
+    return dict(eval=EVAL.value, eval_tokens=len(exact)) | {name: float(x) for name, x in figures.items()}
 
 
 @partial(jax.jit, static_argnums=1)
 def _log_probabilities(params: dict, config: xj.ModelConfig, tokens_BT: jax.Array, length_B: jax.Array):
     logits_BTV = xj.forward(params, config, tokens_BT, num_tokens_B=length_B)[0][:, :-1]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[:, 1:, None], 2)[
-        ..., 0
-    ], logits_BTV.argmax(-1)
+    logprobs_BTV = jax.nn.log_softmax(logits_BTV)
+    own_BT1 = jnp.take_along_axis(logprobs_BTV, tokens_BT[:, 1:, None], 2)
+    return own_BT1[..., 0], logits_BTV.argmax(-1)
 
 
-def scores(
-    params: dict, config: xj.ModelConfig, rows: list[list[int]], scored: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability of each scored token, and the most likely token at its position."""
+def scores(model: xj.Model, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probability of each token but the first of a row, and the most likely token at its position."""
     parts = []
-    for at in range(0, len(rows), _ROWS):
-        batch = rows[at : at + _ROWS]
-        tokens_BT = np.zeros((_ROWS, -(-max(map(len, rows)) // 8) * 8), np.int32)  # one shape for one program
-        for row, ids in zip(tokens_BT, batch, strict=False):
-            row[: len(ids)] = ids
-        lengths = np.array([len(ids) for ids in batch] + [1] * (_ROWS - len(batch)), np.int32)
-        results = jax.device_get(_log_probabilities(params, config, tokens_BT, lengths))
-        parts += [
-            [kind[i, : len(mask) - 1][mask[1:]] for kind in results]
-            for i, mask in enumerate(scored[at : at + _ROWS])
-        ]
+    width = -(-max(map(len, rows)) // 8) * 8
+    for at in range(0, len(rows), _ROWS):  # one shape for one program
+        tokens_BT = np.zeros((_ROWS, width), np.int32)
+        length_B = np.ones(_ROWS, np.int32)
+        for i, ids in enumerate(rows[at : at + _ROWS]):
+            tokens_BT[i, : len(ids)] = ids
+            length_B[i] = len(ids)
+        results = jax.device_get(_log_probabilities(model.params, model.config, tokens_BT, length_B))
+        parts += [[kind[i, : n - 1] for kind in results] for i, n in enumerate(length_B)]
     return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 

@@ -14,14 +14,14 @@ from launcher import InputError, start
 
 # isort: split
 import json
+import math
 
 import numpy as np
 from absl import flags
-from goodput.goodput_flags import define_workload_flags, positive_numbers
 from goodput.simulated_engine import EngineSizes
 from goodput.simulator import Deployment, simulate
 from goodput.step_times import read_step_times
-from goodput.workload import Workload, attainment
+from goodput.workload import Lengths, attainment, draw_workload
 
 from xinfer_jax.engine.pages import num_pages_for, usable_capacity
 
@@ -38,18 +38,46 @@ CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens of a row.", lower_boun
 PAGES = flags.DEFINE_integer("pages", None, "Pages of each engine; default: as many as all rows can fill.", 2)
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.", lower_bound=64)
 RATES = flags.DEFINE_list("rates", ["1", "2", "4", "8"], "Requests per second.")
-WORKLOAD = define_workload_flags()
+LENGTHS = flags.DEFINE_string(
+    "lengths",
+    "chat",
+    "Tokens of prompts and answers: chat (or lognormal), code, summarization: lognormal with the means of"
+    " DistServe's data sets; lognormal:P,A,SP,SA: means, and standard deviations of logarithms; or a file"
+    " with two whole numbers in each line.",
+)
+TTFT = flags.DEFINE_float("ttft", None, "Limit of the seconds to the first token.")
+TPOT = flags.DEFINE_float("tpot", None, "Limit of the seconds per later token.")
+REQUESTS = flags.DEFINE_integer("requests", 300, "Requests of a simulation.", lower_bound=1)
+BURSTINESS = flags.DEFINE_float(
+    "burstiness", 1.0, "Coefficient of variation of the gaps between arrivals (gamma); 1: Poisson."
+)
+SEED = flags.DEFINE_integer("workload_seed", 0, "Seed of lengths and arrivals.", lower_bound=0)
 
 
 def main(argv: list[str]) -> None:
-    rates = positive_numbers(RATES)
+    rates = positive_numbers(RATES, RATES.value)
     deployment = deployment_from_flags()
+    for flag in (TTFT, TPOT, BURSTINESS):
+        if flag.value is None:
+            raise InputError(f"--{flag.name}=SECONDS is needed")
+        positive_numbers(flag, [flag.value])
     most = usable_capacity(deployment.sizes.capacity, deployment.sizes.pages)
-    workload = WORKLOAD.workload(most)
-    results = [result_at(deployment, workload, rate) for rate in rates]
+    workload = draw_workload(LENGTHS.value, REQUESTS.value, most, BURSTINESS.value, SEED.value)
+    results = [result_at(deployment, *workload, rate) for rate in rates]
     print_table(results)
     engines = [deployment.prefill, deployment.decode] if deployment.prefill else deployment.engines
-    print(json.dumps(dict(engines=engines, ttft=workload.ttft, tpot=workload.tpot, results=results)))
+    print(json.dumps(dict(engines=engines, ttft=TTFT.value, tpot=TPOT.value, results=results)))
+
+
+def positive_numbers(flag: flags.FlagHolder, values: list) -> list[float]:
+    """The numbers that a flag has."""
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(math.isfinite(x) and x > 0 for x in numbers):
+        raise InputError(f"--{flag.name}={','.join(map(str, values))}: give numbers above 0, as in 1,2,4")
+    return numbers
 
 
 def deployment_from_flags() -> Deployment:
@@ -71,14 +99,14 @@ def deployment_from_flags() -> Deployment:
         times = dict.fromkeys(("engine", "prefill", "decode"), computed)
     if not PREFILL.value:
         return Deployment(sizes, times["engine"], ENGINES.value)
-    return Deployment(sizes, times["prefill"], 0, PREFILL.value, DECODE.value, sizes, times["decode"])
+    return Deployment(sizes, times["prefill"], 0, PREFILL.value, DECODE.value, times["decode"])
 
 
-def result_at(deployment: Deployment, workload: Workload, rate: float) -> dict:
+def result_at(deployment: Deployment, unit_arrivals: np.ndarray, lengths: list[Lengths], rate: float) -> dict:
     """Attainment, and medians and 90th percentiles of the times in seconds, at this rate."""
-    requests = simulate(deployment, workload.unit_arrivals / rate, workload.lengths)
+    requests = simulate(deployment, unit_arrivals / rate, lengths)
     times = [(request.ttft, request.tpot) for request in requests]
-    fractions = attainment(times, workload.ttft, workload.tpot)
+    fractions = attainment(times, TTFT.value, TPOT.value)
     result = dict(rate=rate, attainment=fractions.both, ttft=fractions.ttft, tpot=fractions.tpot)
     for name, seconds in zip(("ttft_seconds", "tpot_seconds"), np.transpose(times), strict=True):
         result[name] = np.quantile(seconds, (0.5, 0.9)).tolist()

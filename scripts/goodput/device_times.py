@@ -6,8 +6,8 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from bench.machine_limits import prefill_work
 from bench.model_shapes import hf_config
+from bench.model_work import prefill_work
 from gpu import plan_estimates as estimates
 from gpu.gpu_specs import CARDS, Card
 from gpu.plan_estimates import Job, Limits

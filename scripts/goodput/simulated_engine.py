@@ -158,12 +158,12 @@ class SimulatedEngine:
 
     def _decode(self) -> Generator[float, None, None]:
         scheduler = self.scheduler
-        left = [self._left(row) for _, row in scheduler.running]
+        left = [self._left(row) for row in scheduler.running]
         steps, _ = self._pacing.decode_call(scheduler, left, bool(self._submitted), live=True)
         yield from self._execute(scheduler.reserve_pages(steps))
         # If a row ends before the last step, no other row waits. Over the steps each row holds half of its
         # new tokens on average.
-        counts = {row: min(steps, self._left(row)) for _, row in scheduler.running}
+        counts = {row: min(steps, self._left(row)) for row in scheduler.running}
         tokens = sum(row.num_computed + count / 2 for row, count in counts.items())
         seconds = steps * self._seconds(self._times.decode, tokens) + self._times.call
         yield seconds

@@ -25,7 +25,6 @@ class Deployment(NamedTuple):
     engines: int = 1
     prefill: int = 0
     decode: int = 0
-    decode_sizes: EngineSizes | None = None
     decode_times: StepTimes | None = None
 
 
@@ -56,10 +55,8 @@ def _router(clock: Clock, deployment: Deployment) -> Callable[[SimulatedRequest]
     if count:
         engines = [SimulatedEngine(clock, sizes, times) for _ in range(count)]
         return lambda request: min(engines, key=lambda engine: len(engine.requests)).submit(request)
-    decode = [
-        SimulatedDecode(clock, deployment.decode_sizes or sizes, deployment.decode_times or times)
-        for _ in range(deployment.decode)
-    ]
+    decode_times = deployment.decode_times or times
+    decode = [SimulatedDecode(clock, sizes, decode_times) for _ in range(deployment.decode)]
     prefill = [SimulatedPrefill(clock, sizes, times) for _ in range(deployment.prefill)]
     for engine in prefill:
         engine.on_prefilled = lambda source, row, request: _move(source, row, decode, request)
@@ -70,7 +67,7 @@ def _move(
     source: SimulatedPrefill, row: Row, engines: list[SimulatedDecode], request: SimulatedRequest
 ) -> None:
     """Gives a prefilled row to the engine that has the most free pages."""
-    target = _freest(engines)
+    target = max(engines, key=lambda engine: engine.free_pages)
 
     def pull(arrive: Callable[[], None]) -> None:
         def deliver() -> None:
@@ -80,7 +77,3 @@ def _move(
         source.call_soon(lambda: source.send(row, target, deliver))
 
     target.receive(row.ids, request, pull)
-
-
-def _freest(engines: list[SimulatedDecode]) -> SimulatedDecode:
-    return max(engines, key=lambda engine: engine.free_pages)

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from xinfer_jax.errors import InputError
 
 
-@dataclasses.dataclass(frozen=True)
-class Lognormal:
+class Lognormal(NamedTuple):
     """Means of the lengths in tokens, and standard deviations of their logarithms."""
 
     prompt: float
@@ -61,7 +61,7 @@ def _lognormal(kind: str) -> Lognormal | None:
         shape = Lognormal(*map(float, kind.partition(":")[2].split(",")))
     except (TypeError, ValueError):
         shape = None
-    if shape is None or not all(math.isfinite(x) and x >= 0 for x in vars(shape).values()):
+    if not shape or not all(math.isfinite(x) and x >= 0 for x in shape):
         raise InputError(f"lengths {kind!r}: give lognormal:P,A,SP,SA, as in lognormal:755,200,1.1,0.9")
     return shape
 
@@ -119,8 +119,7 @@ class SimulatedRequest:
         return (self.ended - self.first) / (self.answer - 1) if self.answer > 1 else 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Attainment:
+class Attainment(NamedTuple):
     """Fractions of requests within both limits, within that of TTFT, within that of TPOT."""
 
     both: float
@@ -130,30 +129,13 @@ class Attainment:
 
 def attainment(times: Sequence[tuple[float, float]], ttft: float, tpot: float) -> Attainment:
     """The attainment of requests with these (TTFT, TPOT)."""
-    within = np.array([(first <= ttft, each <= tpot) for first, each in times])
+    within = np.array(times) <= (ttft, tpot)
     return Attainment(float(within.all(1).mean()), *within.mean(0).tolist())
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Requests, and what they are measured by.
-
-    Attributes:
-        lengths: tokens of prompt and answer, of each request.
-        unit_arrivals: times at one request a second on average.
-        ttft, tpot: limits in seconds.
+def draw_workload(kind: str, count: int, most: int, cv: float, seed: int) -> tuple[np.ndarray, list[Lengths]]:
+    """Arrivals and lengths of random requests; the same for the same seed. kind, most: of `draw_lengths`; cv:
+    of `draw_arrivals`.
     """
-
-    lengths: Sequence[Lengths]
-    unit_arrivals: np.ndarray
-    ttft: float
-    tpot: float
-
-
-def draw_workload(
-    kind: str, count: int, most: int, cv: float, ttft: float, tpot: float, seed: int
-) -> Workload:
-    """Random requests; the same for the same seed. kind, most: of `draw_lengths`; cv: of `draw_arrivals`."""
     lengths_rng, arrivals_rng = (np.random.default_rng([seed, number]) for number in range(2))
-    lengths = draw_lengths(kind, count, most, lengths_rng)
-    return Workload(lengths, draw_arrivals(count, cv, arrivals_rng), ttft, tpot)
+    return draw_arrivals(count, cv, arrivals_rng), draw_lengths(kind, count, most, lengths_rng)

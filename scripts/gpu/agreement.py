@@ -83,12 +83,7 @@ def forced(
     params: Any, config: xj.ModelConfig, tokens_BT: Any, cache: xj.KVCache, prompt: int, impl: str | None
 ) -> Forced:
     """The model along these tokens: a prefill of the first `prompt` ones, then a decode step for each other.
-
-    Args:
-        params, config, impl: the model and how it runs.
-        tokens_BT: int32, all of them real.
-        cache: empty; its kind and dtype are those to check.
-        prompt: tokens of the prefill.
+    The cache is empty; its kind and dtype are those to check.
     """
 
     def step(cache: xj.KVCache, token_B: jax.Array) -> tuple[xj.KVCache, Forced]:
@@ -112,11 +107,7 @@ def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, A
 
     The root mean square is taken for each row, its prefill and its decode steps on their own: an error of
     one kernel must not disappear among the positions of the other.
-
-    Args:
-        got, want: from `forced`.
-        prompt: tokens of the prefill.
-        dtype: of the activations; the bounds depend on it.
+    dtype: of the activations; the bounds depend on it.
 
     Returns:
         The differences, how many ids were compared and their bounds, and "ok": all are within the bounds, and
@@ -166,13 +157,7 @@ def bounds(dtype: Any) -> dict[str, float]:
 
 
 def verdict(compared: np.ndarray, within: bool, bound: Any) -> dict[str, Any]:
-    """How many ids were compared, of how many, and "ok": all is within the bound, and these are enough.
-
-    Args:
-        compared: bool, for each id.
-        within: whether all that was compared is within the bound.
-        bound: for the record.
-    """
+    """How many ids were compared, of how many, and "ok": all is within the bound, and these are enough."""
     count = int(compared.sum())
     enough = count >= LEAST_IDS and count >= LEAST_FRACTION * compared.size
     few = {} if enough else {"too_few": f"at least {LEAST_IDS}, and {LEAST_FRACTION:.0%} of all"}
@@ -182,11 +167,7 @@ def verdict(compared: np.ndarray, within: bool, bound: Any) -> dict[str, Any]:
 def greedy_agreement(want: Forced, answer_BT: Any, dtype: Any) -> dict[str, Any]:
     """Whether a greedy answer has the tokens that a reference takes along it: at each position the largest
     logit, or one that is lower by at most the bound.
-
-    Args:
-        want: the reference along prompt and answer, without the answer's last token.
-        answer_BT: int32, each row's answer.
-        dtype: of the activations.
+    want: the reference along prompt and answer, without the answer's last token.
     """
     answer_BT = jnp.asarray(answer_BT)
     logits_BTV = want.logits_BTV[:, -answer_BT.shape[1] :]
@@ -206,13 +187,6 @@ def sampled_agreement(
 
     A position is not compared where the two largest perturbed logits differ by less than the bound, or where
     one of the two tokens is so close to the limit of top-k or top-p that either side may drop it.
-
-    Args:
-        want: the reference along prompt and answer, without the answer's last token.
-        answer_BT: int32, each row's answer.
-        sampling: temperature, top-k and top-p of all rows.
-        key: as in `generate`.
-        dtype: of the activations.
     """
     answer_BT = np.asarray(answer_BT)
     B, T = answer_BT.shape

@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from absl import flags
-from launcher import exit_with_error
+from absl import app, flags
+from launcher import exit_with_error, parse
 from script_paths import ROOT, SCRIPTS
 
 from gpu.section_runner import (
-    Records,
     Section,
     Unsupported,
+    add_record,
     format_table,
+    is_failure,
     missing_packages,
     read_records,
     run_sections,
@@ -43,7 +45,7 @@ class Program:
 
     platform: str
     sections: tuple[Section, ...]
-    packages: tuple[str, ...]
+    packages: Sequence[str]
 
 
 OUT = flags.DEFINE_string(
@@ -64,6 +66,12 @@ TINY = flags.DEFINE_bool(
 )
 
 
+def start(program: Program) -> None:
+    """Parses the flags, runs the program and exits."""
+    flags.adopt_module_key_flags(sys.modules[__name__])
+    app.run(lambda argv: run(program), flags_parser=parse)
+
+
 def run(program: Program) -> int:
     """Runs the chosen sections, and returns the exit code."""
     if REPORT.value is not None:
@@ -72,21 +80,21 @@ def run(program: Program) -> int:
         except (OSError, ValueError) as error:
             exit_with_error(error)
         return 0
-    out = Path(OUT.value)
+    out = Path(OUT.value).absolute()
     sections = chosen_sections(program)
     try:
-        records = Records(out)
+        out.open("x").close()
     except OSError as error:
         exit_with_error(
-            ValueError(f"--out: {error.strerror} {out}: name another file, or print it by --report")
+            ValueError(f"--out: {error.strerror} {OUT.value}: name another file, or print it by --report")
         )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)  # to print the table before exiting
     interrupted = False
     try:
-        records.add(event="result", section="run", name="run", **facts(program, sections))
-        start = partial(command, program)
-        run_sections((MACHINE, *sections), start, records, MINUTES.value, environment(out))
+        add_record(out, event="result", section="run", name="run", **facts(program, sections))
+        command = partial(child_command, program, out)
+        run_sections((MACHINE, *sections), command, out, MINUTES.value, environment(out))
     except Unsupported as error:
         out.unlink()
         exit_with_error(error)
@@ -94,19 +102,16 @@ def run(program: Program) -> int:
         interrupted = True
     except OSError as error:  # for example a full disk; --report prints what was written
         exit_with_error(error)
-    print(f"\n{out}\n{format_table(read_records(out))}", flush=True)
-    return 130 if interrupted else int(bool(records.failed))
+    records = read_records(out)
+    print(f"\n{OUT.value}\n{format_table(records)}", flush=True)
+    return 130 if interrupted else int(any(map(is_failure, records)))
 
 
 def chosen_sections(program: Program) -> list[Section]:
-    names = {section.name for section in program.sections}
-    if unknown := set(ONLY.value) - names:
-        exit_with_error(
-            ValueError(
-                f"--sections knows {', '.join(s.name for s in program.sections)}, got {unknown.pop()!r}"
-            )
-        )
-    wanted = (set(ONLY.value) or names - {"tune"}) | ({"tune"} if TUNE.value else set())
+    names = [section.name for section in program.sections]
+    if unknown := {*ONLY.value} - {*names}:
+        exit_with_error(ValueError(f"--sections knows {', '.join(names)}, got {unknown.pop()!r}"))
+    wanted = ({*ONLY.value} or {*names} - {"tune"}) | ({"tune"} if TUNE.value else set())
     factor = 4 if TINY.value else 1  # emulated kernels are slow
     return [
         dataclasses.replace(section, seconds=factor * section.seconds)
@@ -115,15 +120,9 @@ def chosen_sections(program: Program) -> list[Section]:
     ]
 
 
-def command(program: Program, section: Section, first: int, seconds: float) -> list[str]:
-    plan = {
-        "section": section.name,
-        "first": first,
-        "seconds": seconds,
-        "tiny": TINY.value,
-        "seed": SEED.value,
-        "platform": program.platform,
-    }
+def child_command(program: Program, out: Path, section: Section, first: int, seconds: float) -> list[str]:
+    plan = dict(section=section.name, first=first, seconds=seconds, platform=program.platform, out=str(out))
+    plan |= dict(tiny=TINY.value, seed=SEED.value)
     return [sys.executable, str(SCRIPTS / "gpu" / "section_process.py"), json.dumps(plan)]
 
 
@@ -131,10 +130,9 @@ def environment(out: Path) -> dict[str, str]:
     """The environment of child processes: they import from the checkout, share compiled programs, and do not
     preallocate the GPU's memory.
     """
-    cache = Path(CACHE.value or f"{out}.cache").resolve()
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(SCRIPTS), os.environ.get("PYTHONPATH")))),
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": str(Path(CACHE.value or f"{out}.cache").resolve()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -155,7 +153,6 @@ def facts(program: Program, sections: list[Section]) -> dict[str, str]:
         run["missing"] = packages
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-        run["commit"] = subprocess.check_output(
-            describe, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+        run["commit"] = done.stdout.strip()
     return run

@@ -21,14 +21,9 @@ _TENSOR_INSTRUCTIONS = {
 
 def compile_kernels(gpu: str, only: Sequence[str], folder: str) -> list[dict[str, Any]]:
     """Compiles the kernels whose names contain one of some texts, and prints a line for each.
+    `as_written` is false where a kernel lacks the instructions for which it was written.
 
-    Args:
-        gpu: one of `CARDS`.
-        only: the texts.
-        folder: where this process writes PTX (`machine_code.dump_settings`).
-
-    Returns:
-        Figures of each; `as_written` is false where a kernel lacks the instructions for which it was written.
+    folder: where this process writes PTX (`machine_code.dump_settings`).
     """
     sharding = NamedSharding(CARDS[gpu].mesh(), PartitionSpec())
     results: list[dict[str, Any]] = []
@@ -58,32 +53,14 @@ def _compile(gpu: str, case: KernelCase, sharding: Any, folder: str) -> Iterator
         figures = assemble(CARDS[gpu].capability, path)
         tensor = len(re.findall(_TENSOR_INSTRUCTIONS.get(impl, "never"), text))
         # TMA's bulk copies of tiles, or those of single vectors that Ampere has too.
-        copies = len(
-            re.findall(
-                r"cp\.async\.bulk\.tensor.*shared.*global" if impl == "mosaic" else r"cp\.async\.c", text
-            )
-        )
+        bulk = r"cp\.async\.bulk\.tensor.*shared.*global"
+        copies = len(re.findall(bulk if impl == "mosaic" else r"cp\.async\.c", text))
         exact = "float32" in name
         without_products = impl is None or entry.startswith("merge")
         as_written = without_products or (exact or tensor > 0) and copies > 0
-        result = dict(
-            gpu=gpu,
-            kernel=name,
-            **figures,
-            shared_bytes=shared,
-            temporaries_kib=temporaries,
-            tensor=tensor,
-            async_copies=copies,
-            as_written=as_written,
-            seconds=round(seconds, 1),
-        )
+        result = dict(gpu=gpu, kernel=name, **figures, shared_bytes=shared, temporaries_kib=temporaries)
+        result |= dict(tensor=tensor, async_copies=copies, as_written=as_written, seconds=round(seconds, 1))
         problems = " SPILLS" if figures["spill_bytes"] else ""
-        if not as_written:
-            problems += " LACKS INSTRUCTIONS"
-        print(
-            f"{gpu:8s} {name:52s} {figures['registers']:3d} registers {figures['spill_bytes']:4d} B spilled"
-            f" {shared or '-':>6} B shared {temporaries:6d} KiB temporaries {tensor:3d} tensor {copies:3d}"
-            f" async copies {seconds:5.1f} s{problems}",
-            flush=True,
-        )
+        problems += "" if as_written else " LACKS INSTRUCTIONS"
+        print(", ".join(f"{key} {value}" for key, value in result.items()) + problems, flush=True)
         yield result

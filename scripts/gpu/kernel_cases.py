@@ -66,13 +66,7 @@ def _quantized_attention_cases(width: int, bits: int) -> Iterator[KernelCase]:
     row = SD((4,), jnp.int32)
     pool = Levels(SD((300, _K, 64, width * bits // 8), jnp.uint8), SD((300, _K, 64, 2), jnp.float16))
     angles = SD((64, width // 2), jnp.float32)
-    shapes = {
-        "k_PKSH": pool,
-        "v_PKSH": pool,
-        "start_B": row,
-        "length_B": row,
-        "table_BP": SD((4, 64), jnp.int32),
-    }
+    shapes = dict(k_PKSH=pool, v_PKSH=pool, start_B=row, length_B=row, table_BP=SD((4, 64), jnp.int32))
     if width <= 128:
         shapes["key_bias"] = KeyBias(SD((_K, 64, width), jnp.float32), angles, angles)
     for T in (1, 17, 512):
@@ -87,9 +81,7 @@ def _attention_case(  # noqa: PLR0913
 
     def call(q_BTNH: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
         run = partial(kernels_pallas.run_kernel, impl, kernel, scale=width**-0.5, **options)
-        ordered = [arrays[name] for name in ("k_PKSH", "v_PKSH", "start_B", "length_B")]
-        more = {name: x for name, x in arrays.items() if name in ("table_BP", "sink_N", "key_bias")}
-        return run(q_BTNH, *ordered, **more)
+        return run(q_BTNH, **arrays)
 
     return KernelCase(f"{impl} {kernel} {label}{many}", impl, call, (SD((4, T, _N, width), dtype), shapes))
 
@@ -116,13 +108,7 @@ def _greedy_cases(impl: str) -> Iterator[KernelCase]:
 
 def _expert_cases() -> Iterator[KernelCase]:
     run = partial(kernels_pallas.run_kernel, "triton", "gated_experts", activation=jax.nn.silu)
-    for tokens, dtype in (
-        (1, "bfloat16"),
-        (64, "float16"),
-        (200, "bfloat16"),
-        (512, "bfloat16"),
-        (2048, "float16"),
-    ):
+    for tokens, dtype in zip((1, 200, 512, 64, 2048), ["bfloat16"] * 3 + ["float16"] * 2, strict=True):
         gate = SD((128, 768, 2048), dtype)
         choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
         shapes = SD((tokens, 2048), dtype), *choices, gate, gate, SD((128, 2048, 768), dtype)
@@ -164,19 +150,16 @@ def _append_cases() -> Iterator[KernelCase]:
         angles = [SD((rows, T, pairs), jnp.float32) if pairs else None] * 2
         numbers = [SD((rows,), jnp.int32)] * 2
         for layout, shape in {"": (rows, K, 4096, width), " pages": (300, K, 64, width)}.items():
-            pages = {"table_BP": SD((rows, 64), jnp.int32)} if layout else {}
-            call = partial(_append, run, tuple(pages))
+            table = [SD((rows, 64), jnp.int32)] if layout else []
+
+            def call(*args: Any, n: int = len(table)) -> Any:
+                return run(*args[: len(args) - n], table_BP=args[-1] if n else None)
+
             levels = [SD((*shape[:3], width * bits // 8), jnp.uint8) for bits in (8, 4)]
             caches = [SD(shape, dtype), *(Levels(x, SD((*shape[:3], 2), jnp.float16)) for x in levels)]
             for kind, cache in zip(("", " int8", " int4"), caches, strict=True):
-                shapes = (*new, *angles, cache, cache, *numbers, *pages.values())
+                shapes = (*new, *angles, cache, cache, *numbers, *table)
                 yield KernelCase(f"triton rope_append {name}{kind}{layout}", None, call, shapes)
-
-
-def _append(run: Callable, names: tuple[str, ...], *args: Any) -> Any:
-    """The call of the kernel, its last arguments by these names."""
-    first = len(args) - len(names)
-    return run(*args[:first], **dict(zip(names, args[first:], strict=True)))
 
 
 def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:

@@ -1,13 +1,11 @@
-"""Sections of check_gpu.py for kernels: each kernel is compared with its reference, then timed, and other
-implementations are timed too.
+"""Sections of check_gpu.py and check_tpu.py for kernels: each kernel is compared with its reference, then
+timed; on GPUs beside XLA and cuDNN.
 """
 
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +15,23 @@ import numpy as np
 from bench.model_shapes import SHAPES
 
 import kernels_pallas
-from gpu.section_cases import Case, copies_beyond_cache, limit, limit_cases, max_error, random, time_call
+from gpu.layout_errors import append_error, attention_error, experts_error, product_error
+from gpu.section_cases import (
+    Case,
+    copies_beyond_cache,
+    emulated,
+    judged,
+    limit,
+    limit_cases,
+    max_error,
+    random,
+    time_call,
+)
 from kernels_pallas import reference
+from kernels_pallas.key_layouts import join
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention
 
-KERNELS = ("decode_attention", "prefill_attention", "lm_head_argmax", "argmax")
 # N, K, H; D, V.
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
 MODELS = {name: tuple(SHAPES[f"qwen2.5-{name}"][size] for size in _SIZES) for name in ("0.5b", "7b")}
@@ -42,13 +51,15 @@ TIMED = {
 TIMED_TINY = {
     "decode_attention": [("tiny", 2, 1, 1024, 1024)],
     "prefill_attention": [("tiny", 1, 128, 128, 128)],
+    "lm_head_argmax": [("tiny", 2)],
+    "argmax": [("tiny", 2)],
 }
-TIMED_TINY |= dict.fromkeys(("lm_head_argmax", "argmax"), [("tiny", 2)])
 TARGET = {"prefill_attention": 0.6, "decode_attention": 0.85, "lm_head_argmax": 0.85, "argmax": 0.85}
 TUNE = {  # options of `kernels_pallas.run_kernel` for Mosaic, besides the reference's arguments
     "decode_attention": [dict(splits=n) for n in (1, 4, 16)] + [dict(stages=2), dict(block=128, stages=2)],
     "prefill_attention": [dict(block=64, stages=4), dict(block=128, stages=2), dict(block=128, stages=3)],
 }
+_OURS = ("mosaic", "triton", "tpu")
 _OUR_RESULTS: dict[str, jax.Array] = {}  # results of our kernel, by kernel and shape
 
 
@@ -56,14 +67,13 @@ def section(impl: str, *kernels: str) -> Callable[[SimpleNamespace], Iterator[Ca
     """The cases of one implementation of the kernels, at the models' shapes."""
 
     def cases(plan: SimpleNamespace) -> Iterator[Case]:
-        runs = "interpret" if plan.tiny else impl
+        runs = emulated(plan) or impl
         if (reason := kernels_pallas.unavailable_reason(runs)) is not None:
             yield Case("available", lambda: {"skipped": reason, "ok": None})
             return
         for kernel, model in itertools.product(kernels, ("tiny",) if plan.tiny else ("7b", "0.5b")):
-            yield Case(
-                f"{kernel} against its reference, {model}", partial(at_shape, plan, kernel, runs, model)
-            )
+            compare = partial(at_shape, plan, kernel, runs, model)
+            yield Case(f"{kernel} against its reference, {model}", compare)
         yield from limit_cases(plan)
         shapes = [(k, s) for k in kernels for s in (TIMED_TINY if plan.tiny else TIMED)[k]]
         if impl == "triton":
@@ -75,8 +85,8 @@ def section(impl: str, *kernels: str) -> Callable[[SimpleNamespace], Iterator[Ca
         for kernel, shape in shapes:
             yield timing_case(plan, kernel, shape, "xla", partial(xla, kernel))
         for kernel, shape in shapes:
-            for by, job in OTHERS.get(kernel, {}).items():
-                yield timing_case(plan, kernel, shape, by, job, optional=True)
+            if kernel.endswith("attention"):
+                yield timing_case(plan, kernel, shape, "cudnn", partial(cudnn, kernel), optional=True)
 
     return cases
 
@@ -88,9 +98,8 @@ def timing_case(plan, kernel: str, shape: tuple, by: str, job: Callable, **facts
 
 
 def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Callable) -> dict[str, Any]:
-    """Milliseconds, the fraction of the GPU's limit, and the error against our kernel's result."""
-    args = arguments(kernel, *shape)
-    call, args = job(*args, tiny=plan.tiny)
+    """Milliseconds, the fraction of the device's limit, and the error against our kernel's result."""
+    call, args = job(*arguments(kernel, *shape), tiny=plan.tiny)
     work, kind = least_work(kernel, *shape)
     rate = limit(plan.tiny, kind)
     # Calls that take 20 ms at the limit; XLA may be far from the limit.
@@ -101,11 +110,11 @@ def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Call
     out = jax.tree.leaves(result.pop("out"))[0]
     out = out[:, None] if kernel == "decode_attention" and out.ndim == 3 else out
     key = f"{kernel} {shape}"
-    ours_out = _OUR_RESULTS.setdefault(key, out) if by in ("mosaic", "triton") else _OUR_RESULTS.get(key, out)
+    ours_out = _OUR_RESULTS.setdefault(key, out) if by in _OURS else _OUR_RESULTS.get(key, out)
     share = 1e3 * work / result["ms"] / rate
     off = max_error(out, ours_out)
     # A call faster than the limit was optimized out of the loop. Both results may have an error of 0.02.
-    ok = None if by not in ("mosaic", "triton", "xla") else bool(off <= 0.04 and (share < 1.25 or plan.tiny))
+    ok = None if by not in (*_OURS, "xla") else bool(off <= 0.04 and (share < 1.25 or plan.tiny))
     target = {"target": TARGET[kernel]} if by == "mosaic" else {}
     return result | {"of_limit": share, "off": off, **target, "ok": ok}
 
@@ -142,6 +151,9 @@ def least_work(
 
 def ours(kernel: str, impl: str, *args: jax.Array, tiny: bool, **tiles: int) -> tuple[Callable, tuple]:
     scale = {"scale": args[0].shape[-1] ** -0.5} if kernel.endswith("attention") else {}
+    if "tpu" in impl:
+        (q, k, v, *lengths) = args
+        args = (q, join(k, v), None, *lengths)
     return partial(kernels_pallas.run_kernel, impl, kernel, **scale, **tiles), args
 
 
@@ -156,44 +168,12 @@ def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
     ), args
 
 
-def _module(name: str) -> Any:
-    return import_module(f"jax.experimental.pallas.ops.gpu.{name}")
-
-
-def _their_layout(q, k, v) -> tuple[jax.Array, ...]:
-    """q [B, T, N, H], k and v [B, S, K, H]."""
-    return q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-
-
-def cudnn_decode(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    return lambda q, k, v, length_B: jax.nn.dot_product_attention(
-        q, k, v, key_value_seq_lengths=length_B, implementation="xla" if tiny else "cudnn"
-    ), (*_their_layout(q, k, v), length_B)
-
-
-def cudnn_prefill(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    run = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla" if tiny else "cudnn")
-    return run, _their_layout(q, k, v)
-
-
-def pallas_mosaic(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    """JAX's kernel for Hopper. It does not scale q, and its tiles are always float16."""
-    module = _module("attention_mgpu")
-    config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
-    q, k, v = _their_layout(*(x.astype(jnp.float16) for x in (q * q.shape[-1] ** -0.5, k, v)))
-    return lambda q, k, v: module.attention(q, k, v, config), (q, k, v)
-
-
-def tokamax(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    call = import_module("tokamax").dot_product_attention
-    return partial(call, is_causal=q.shape[1] > 1), _their_layout(q, k, v)
-
-
-_TOKAMAX = {"tokamax": tokamax} if find_spec("tokamax") else {}
-OTHERS = {
-    "decode_attention": {"cudnn": cudnn_decode} | _TOKAMAX,
-    "prefill_attention": {"cudnn": cudnn_prefill, "pallas mosaic": pallas_mosaic} | _TOKAMAX,
-}
+def cudnn(kernel: str, q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+    run = partial(jax.nn.dot_product_attention, implementation="xla" if tiny else "cudnn")
+    args = q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    if kernel == "prefill_attention":
+        return partial(run, is_causal=True), args
+    return lambda q, k, v, length_B: run(q, k, v, key_value_seq_lengths=length_B), (*args, length_B)
 
 
 # --- comparison with the references -------------------------------------------------------------------------
@@ -208,16 +188,16 @@ def at_shape(plan: SimpleNamespace, kernel: str, impl: str, model: str) -> dict[
         case = attention_case(draws, *max_lengths, H, N // K, K=K)
         case = decode_case(case) if kernel == "decode_attention" else case
     else:
-        case = argmax_case(draws, 5, V) if kernel == "argmax" else head_at_shape(plan.seed, 32, D, V)
-    return compare_with_reference(plan, kernel, impl, "float32" if kernel == "argmax" else "bfloat16", [case])
+        case = argmax_case(draws, 5, V) if kernel == "argmax" else lm_head_case(plan.seed, 32, D, V)
+    return compare_with_reference(kernel, impl, "float32" if kernel == "argmax" else "bfloat16", [case])
 
 
-def compare_with_reference(plan, kernel: str, impl: str, dtype: str, cases: list[tuple]) -> dict[str, Any]:
+def compare_with_reference(kernel: str, impl: str, dtype: str, cases: list[tuple]) -> dict[str, Any]:
     """The largest error of a kernel over the cases."""
+    is_attention = kernel.endswith("attention")
     # The head's kernels sum in float32.
-    tolerance = 1e-5 if dtype == "float32" else 2e-2 if kernel.endswith("attention") else 1e-3
+    tolerance = 1e-5 if dtype == "float32" else 2e-2 if is_attention else 1e-3
     errors = []
-    shapes = []
     end = time.monotonic() + 30
     for inputs, options in cases:
         if errors and time.monotonic() > end:
@@ -231,22 +211,12 @@ def compare_with_reference(plan, kernel: str, impl: str, dtype: str, cases: list
         expected = jax.jit(partial(getattr(reference, kernel), **options))
         want = expected(*(x.astype(jnp.float32) if x.dtype == dtype else x for x in args))
         # np.max keeps NaN, which then fails.
-        errors.append(np.max([*map(max_error, jax.tree.leaves(got), jax.tree.leaves(want))]))
-        shapes.append(
-            f"{list(args[0].shape)} x {list(args[1].shape)}" if len(args) > 1 else str(args[0].shape)
-        )
-    worst = float(np.max(errors))
-    where = {"worst_at": f"{shapes[int(np.argmax(errors))]} {cases[int(np.argmax(errors))][1]}"}
-    quantity = (
-        "relative error of a row" if kernel.endswith("attention") else "fraction of ids, log-probabilities"
-    )
-    result = {
-        "cases": f"{len(errors)}/{len(cases)}",
-        "compared": quantity,
-        "worst": worst,
-        "tolerance": tolerance,
-    }
-    return result | where | {"ok": worst <= tolerance}
+        worst = np.max([*map(max_error, jax.tree.leaves(got), jax.tree.leaves(want))])
+        errors.append((worst, f"{[x.shape for x in args[:2]]} {options}"))
+    worst = int(np.argmax([error for error, _ in errors]))
+    quantity = "relative error of a row" if is_attention else "fraction of ids, log-probabilities"
+    facts = {"cases": f"{len(errors)}/{len(cases)}", "worst_at": errors[worst][1]}
+    return facts | judged(float(errors[worst][0]), tolerance, quantity)
 
 
 def attention_case(
@@ -284,57 +254,51 @@ def argmax_case(draws: np.random.Generator, B: int, V: int) -> tuple[tuple, dict
     return (x_BV,), {}
 
 
-def lm_head_case(draws: np.random.Generator, B: int, D: int, V: int, nans: int) -> tuple[tuple, dict]:
+def lm_head_case(seed: int, B: int, D: int, V: int, nans: int = 0) -> tuple[tuple, dict]:
     """Integers, whose sums are exact in any order. Every row of the matrix occurs twice, so every maximum
-    does too.
+    does too. They are drawn on the device: on the host that takes longer than the check.
     """
-    weight_VD = draws.integers(-1, 2, (V, D)).astype(np.float32)[np.arange(V) % -(-V // 2)]
-    weight_VD[V // 3 : V // 3 + nans] = np.nan
-    return (draws.integers(-1, 2, (B, D)).astype(np.float32) / 8, weight_VD), {}
-
-
-def head_at_shape(seed: int, B: int, D: int, V: int) -> tuple[tuple, dict]:
-    """The operands of `lm_head_case`, drawn on the device: on the host that takes longer than the check."""
     x_BD, weight_VD = (
         jax.random.randint(jax.random.key(seed, impl="rbg"), shape, -1, 2).astype(jnp.float32)
         for shape in ((B, D), (V, D))
     )
-    return (x_BD / 8, weight_VD[jnp.arange(V) % -(-V // 2)]), {}
+    weight_VD = weight_VD[jnp.arange(V) % -(-V // 2)]
+    return (x_BD / 8, weight_VD.at[V // 3 : V // 3 + nans].set(jnp.nan)), {}
 
 
 def odd(plan: SimpleNamespace) -> Iterator[Case]:
     """Compares every kernel at odd sizes and capacities, with windows and soft caps, in every dtype."""
     draws = np.random.default_rng(plan.seed)
-    widths, groups, max_lengths = (
-        ((64,), (4,), (20, 40)) if plan.tiny else ((128, 64, 96, 80, 256), (7, 1, 4), (200, 500))
-    )
+    tiny = plan.tiny
+    widths = (64,) if tiny else (128, 64, 96, 80, 256)
+    max_lengths = (20, 40) if tiny else (200, 500)
+    groups = (4,) if tiny else (7, 1, 4)
+    rows = ((5, 1001),) if tiny else ((1, 1), (3, 7), (5, 1001), (33, 4097), (7, 151936))
+    heads = [(3, 72, 151), (1, 896, 151), (5, 72, 1001), (33, 1024, 4099, 1), (70, 128, 777), (2, 896, 20011)]
+    heads = heads[:1] if tiny else heads[1:]
+    dtypes = ("float16",) if tiny else ("float16", "bfloat16", "float32")
+    impls = ("interpret",) if tiny else ("mosaic", "triton")
     attentions = [
         attention_case(draws, *max_lengths, H, G, i)
         for i, (H, G) in enumerate(itertools.product(widths, groups))
     ]
-    rows = ((5, 1001),) if plan.tiny else ((1, 1), (3, 7), (5, 1001), (33, 4097), (7, 151936))
-    heads = [(3, 72, 151, 0)] if plan.tiny else [(1, 896, 151, 0), (5, 72, 1001, 0), (33, 1024, 4099, 1)]
-    if not plan.tiny:
-        heads += [(70, 128, 777, 0), (2, 896, 20011, 0)]
     every = {
         "decode_attention": [decode_case(case) for case in attentions],
         "prefill_attention": attentions,
-        "lm_head_argmax": [lm_head_case(draws, *shape) for shape in heads],
+        "lm_head_argmax": [lm_head_case(plan.seed, *shape) for shape in heads],
         "argmax": [argmax_case(draws, *shape) for shape in rows],
     }
-    dtypes, impls = (
-        (("float16",), ("interpret",))
-        if plan.tiny
-        else (("float16", "bfloat16", "float32"), ("mosaic", "triton"))
-    )
     for impl, dtype, kernel in itertools.product(impls, dtypes, every):
         # All cases in the first dtype, every fourth one in the others.
         some = every[kernel][:: 4 if dtype != dtypes[0] and kernel.endswith("attention") else 1]
-        name = f"{kernel} {impl} {dtype}"
-        if (reason := kernels_pallas.unavailable_reason(impl)) is not None:
-            yield Case(name, lambda reason=reason: {"skipped": reason, "ok": None})
-        else:
-            yield Case(name, partial(compare_with_reference, plan, kernel, impl, dtype, some))
+        run = partial(compare_with_reference, kernel, impl, dtype, some)
+        yield Case(f"{kernel} {impl} {dtype}", if_available(impl, run))
+
+
+def if_available(impl: str, run: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """The run of a case, or a reason why this process cannot run the implementation."""
+    reason = kernels_pallas.unavailable_reason(impl)
+    return run if reason is None else lambda: {"skipped": reason, "ok": None}
 
 
 def tune(plan: SimpleNamespace) -> Iterator[Case]:
@@ -349,11 +313,57 @@ def tune(plan: SimpleNamespace) -> Iterator[Case]:
             yield timing_case(plan, kernel, shape, label, job, optional=bool(choice))
 
 
-SECTIONS = {
-    "decode": section("mosaic", "decode_attention"),
-    "prefill": section("mosaic", "prefill_attention"),
-    "head": section("mosaic", "lm_head_argmax", "argmax"),
-    "triton": section("triton", "decode_attention", "prefill_attention", "lm_head_argmax", "argmax"),
-    "odd": odd,
-    "tune": tune,
+# --- layouts of the cache, formats of matrices --------------------------------------------------------------
+
+
+def layouts(plan: SimpleNamespace) -> Iterator[Case]:
+    """Cases by layout of the cache, head width and number of queries; on GPUs also of products by format, and
+    of experts.
+    """
+
+    def case(name: str, impl: str, error: Callable, *args: Any) -> Case:
+        return Case(f"{name}, {impl}", if_available(impl, lambda: judged(error(impl, *args), 2e-2)))
+
+    on_tpu = plan.platform == "tpu"
+    triton = emulated(plan) or "triton"
+    widths = (64,) if plan.tiny else (64, 128, 256) if on_tpu else (64, 128)
+    for keys in ("rows", "pages", "ring", "int8") if on_tpu else ("pages", "ring", "int8", "int4"):
+        impls = [emulated(plan) or "tpu"] if on_tpu else [triton]
+        if not (on_tpu or plan.tiny or keys.startswith("int")):
+            impls.append("mosaic")
+        for impl, width, T in itertools.product(impls, widths, (2,) if plan.tiny else (1, 5, 17, 300)):
+            name = f"{keys} {width}, {T} queries"
+            yield case(f"attention {name}", impl, attention_error, keys, width, T)
+            if on_tpu and T <= 17:
+                yield case(f"append {name}", impl, append_error, keys, width, T)
+    if on_tpu:
+        return
+    for kind, rows in itertools.product(("bfloat16", "int8", "int4"), (3,) if plan.tiny else (1, 8, 64)):
+        sizes = (96, 128) if plan.tiny else (4864, 896)
+        yield case(f"product {kind}, {rows} rows", triton, product_error, kind, rows, *sizes)
+    for tokens in (3,) if plan.tiny else (1, 8, 64, 512):
+        sizes = (4, 2, 32, 48) if plan.tiny else (128, 8, 768, 2048)
+        yield case(f"experts, {tokens} tokens", triton, experts_error, tokens, *sizes)
+
+
+def tpu_attention(plan: SimpleNamespace) -> Iterator[Case]:
+    """Cases of layouts, then times over a contiguous cache."""
+    yield from layouts(plan)
+    yield from limit_cases(plan)
+    for kernel in ("decode_attention", "prefill_attention"):
+        for shape in (TIMED_TINY if plan.tiny else TIMED)[kernel]:
+            yield timing_case(plan, kernel, shape, "tpu", partial(ours, kernel, emulated(plan) or "tpu"))
+
+
+SECTIONS = {  # by platform
+    "cuda": {
+        "decode": section("mosaic", "decode_attention"),
+        "prefill": section("mosaic", "prefill_attention"),
+        "head": section("mosaic", "lm_head_argmax", "argmax"),
+        "layouts": layouts,
+        "triton": section("triton", "decode_attention", "prefill_attention", "lm_head_argmax", "argmax"),
+        "odd": odd,
+        "tune": tune,
+    },
+    "tpu": {"attention": tpu_attention},
 }

@@ -7,11 +7,13 @@ from collections import defaultdict
 from typing import Any
 
 import jax
+from tpu.kernel_dma import kernel_work
 
 from gpu.hlo_text import Instruction, Module
 from gpu.kernel_bytes import kernel_bytes
 from gpu.kernel_refs import UncountableError
 from gpu.known_values import Evaluator, Observer, SourcePlace, known_leaf
+from gpu.program_counts import Choices
 
 _PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
 
@@ -19,16 +21,14 @@ _PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
 _counted: dict[Any, tuple[float, ...] | str] = {}
 
 
-class KnownChoices(Observer):
-    """The choices of one call, for `program_counts.count_program`.
+class KnownChoices(Observer, Choices):
+    """The choices of one call.
 
     Attributes:
         uncounted: why bytes of a kernel are those of its declared operands, by the kernel's path.
     """
 
-    def __init__(
-        self, jaxpr: Any, args: Any, module: Module, one_step: bool, platform: str = "cuda", count: Any = None
-    ):
+    def __init__(self, jaxpr: Any, args: Any, module: Module, one_step: bool, platform: str = "cuda"):
         """
         Args:
             jaxpr: of the program, closed.
@@ -36,10 +36,7 @@ class KnownChoices(Observer):
             module: the compiled program.
             one_step: its outermost loop is that over decode steps.
             platform: "cuda" or "tpu".
-            count: of a kernel's equation and operands, what it does as a tuple of numbers; default:
-                `kernel_bytes`.
         """
-        self._count = count or kernel_bytes
         self._platform = platform
         self._module = module
         self._branches: dict[Any, list[int | None]] = defaultdict(list)
@@ -62,7 +59,8 @@ class KnownChoices(Observer):
         key = self._platform, str(equation), known
         if key not in _counted:
             try:
-                _counted[key] = self._count(equation, values)
+                count = kernel_work if self._platform == "tpu" else kernel_bytes
+                _counted[key] = count(equation, values)
             except UncountableError as error:
                 _counted[key] = str(error)
         counted = _counted[key]
@@ -82,12 +80,8 @@ class KnownChoices(Observer):
         trips = [n for n in self._found(self._loops, loop, 1) if n is not None]
         return sum(trips) / len(trips) if trips else None
 
-    def kernel_bytes(self, call: Instruction) -> float | None:
-        work = self.kernel_work(call)
-        return None if work is None else work[0]
-
     def kernel_work(self, call: Instruction) -> tuple[float, ...] | None:
-        """What `count` returned for the kernel of a call, or the mean of it; None: unknown."""
+        """What was counted of the kernel of a call, or the mean of it; None: unknown."""
         # XLA may run one of two equal computations for both: the path is then that of the other.
         shapes = tuple(array.dims for array in call.operand_arrays)
         alike = {place: values for (place, dims), values in self._kernels.items() if dims == shapes}

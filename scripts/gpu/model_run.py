@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench.machine_limits import bytes_per_pass, decode_work, prefill_work
 from bench.model_shapes import SHAPES
+from bench.model_work import bytes_per_pass, decode_work, prefill_work
 
 import xinfer_jax as xj
 from gpu.agreement import Forced, agreement, checking_params, forced

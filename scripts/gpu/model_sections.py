@@ -15,7 +15,7 @@ import xinfer_jax as xj
 from gpu.agreement import forced, greedy_agreement
 from gpu.layer_sections import per_layer
 from gpu.model_run import SMALL, ModelRun, settings
-from gpu.section_cases import Case, emulated, limit_cases, max_error, random
+from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.model.attention import attention
 
@@ -114,13 +114,7 @@ def gradient(impl: str | None) -> dict[str, Any]:
         return jnp.square(out.astype(jnp.float32)).sum()
 
     got, want = (jax.jit(jax.grad(partial(loss, impl), (0, 1, 2)))(*args) for impl in (impl, "xla"))
-    worst = max(map(max_error, got, want))
-    return {
-        "compared": "dq, dk, dv, relative",
-        "worst": worst,
-        "tolerance": 2e-2,
-        "ok": worst <= 2e-2,
-    }
+    return judged(max(map(max_error, got, want)), 2e-2, "dq, dk, dv, relative")
 
 
 SECTIONS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench.machine_limits import bytes_per_pass, decode_work, expert_fraction, prefill_work
+from bench.model_work import bytes_per_pass, decode_work, expert_fraction, prefill_work
 from jax.sharding import Mesh
 from tpu.tpu_specs import Tpu
 

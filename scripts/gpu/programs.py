@@ -143,8 +143,7 @@ def engine_device(job: ProgramJob) -> Device:
     if mesh is not None:
         to_sharded = partial(_sharded, mesh)
         device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))
-        states = device.states
-        states.layers = jax.tree.map(to_sharded, states.layers, cache_specs(states.layers, mesh))
+        device.states = jax.tree.map(to_sharded, device.states, cache_specs(device.states, mesh))
     call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
     row = device.new_row(call, call.key[:1])
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
@@ -176,11 +175,6 @@ def layer_period(config: ModelConfig) -> int:
     """The number of layers after which the kinds of layers repeat."""
     kinds = config.layers
     return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-
-
-def with_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """The model with its first layers only."""
-    return dataclasses.replace(config, num_hidden_layers=count)
 
 
 # --- compiling for a card -----------------------------------------------------------------------------------

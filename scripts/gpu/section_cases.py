@@ -140,3 +140,8 @@ def max_error(got: jax.Array, want: jax.Array) -> float:
     both_nan = np.isnan(got) & ~np.isfinite(want)  # XLA's max of NaN is NaN on one device, -inf on another
     off, size = (np.linalg.norm(np.where(both_nan, 0, x), axis=-1) for x in (got - want, want))
     return float(np.max(np.where(off == 0, 0, off / np.maximum(size, 1e-30))))  # a row of zeros must be zeros
+
+
+def judged(worst: float, tolerance: float, quantity: str = "relative error of a row") -> dict[str, Any]:
+    """The result of a comparison with a reference."""
+    return {"compared": quantity, "worst": worst, "tolerance": tolerance, "ok": worst <= tolerance}

@@ -1,43 +1,29 @@
-"""Runs the sections of check_gpu.py in child processes, one at a time and each with a time limit; writes
-every record to a file at once; formats the table of such a file.
+"""Runs the sections of check_gpu.py in child processes, one at a time and each with a time limit; formats the
+table of their results. Standard library only: it runs without jax and without a GPU.
 
-Uses only the standard library, so that it runs and can be tested without JAX and without a GPU. A child
-prints one JSON object per line on standard output: `{"event": "begin", "case": 0, "name": …}` before each
-case, `"result"` with the same fields after it, `"leaving"` if the next case needs a new process, `"end"`
-after the last case, `"unsupported"` with a `why` if nothing can run on this machine. Any other output is
-counted and reported as garbage.
+All results are JSON lines of one file, to which a child (section_process.py) appends `{"event": "begin",
+"case": 0, "name": …}` before each case, `"result"` with the same fields after it, `"end"` after the last one;
+or `"unsupported"` with a `why` if nothing can run on this machine. Its parent adds how each section ended.
 """
 
 import contextlib
 import importlib.util
 import json
 import os
-import queue
 import signal
 import subprocess
-import threading
+import sys
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 START = 10.0  # seconds: with less time left, a section is not started (importing JAX takes most of it)
+LEAVING = 70  # exit code of a child that can no longer use the device: the next case needs another
 DONE = "done"
-_LINE = 2**16  # bytes: a longer line is garbage
-_NOT_FIGURES = (
-    "event",
-    "section",
-    "case",
-    "name",
-    "ok",
-    "optional",
-    "shape",
-    "by",
-    "traceback",
-)  # not printed as measurements
+_NOT_FIGURES = {"event", "section", "case", "name", "ok", "optional", "shape", "by", "traceback"}
 _PIP = {"absl": "absl-py", "jax": "'jax[cuda13]'"}
 
 
@@ -54,28 +40,19 @@ class Unsupported(Exception):
     """This program cannot run on this machine."""
 
 
-class Records:
-    """A file of JSON lines. Each line is synced to disk before the next one is written."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("x", encoding="utf-8")
-        self.added = []
-
-    def add(self, **record: Any) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.added.append(record)
+def add_record(path: Path, **record: Any) -> None:
+    """Appends a line to the file of results, and syncs it to disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if record["event"] in ("result", "section"):
         with contextlib.suppress(OSError):  # nobody reads standard output any more; the file still counts
-            print(f"{record.get('section', '')}: {format_record(record)}", flush=True)
-
-    @property
-    def failed(self) -> list[dict[str, Any]]:
-        """Wrong results, and sections that did not finish."""
-        return [record for record in self.added if is_failure(record)]
+            print(f"{record['section']}: {format_record(record)}", flush=True)
 
 
 def is_failure(record: dict[str, Any]) -> bool:
+    """Whether it is a wrong result, or a section that did not finish."""
     return record.get("ok") is False
 
 
@@ -86,19 +63,26 @@ def missing_packages(modules: Iterable[str]) -> str | None:
     return f"{', '.join(absent)} missing here: pip install {packages}" if absent else None
 
 
+def require_packages(program: str) -> None:
+    """Exits with one line where what each section needs is not installed."""
+    if missing := missing_packages(("absl", "jax", "numpy")):
+        print(f"{program}: {missing}", file=sys.stderr)
+        sys.exit(2)
+
+
 def run_sections(
     sections: Sequence[Section],
     command: Callable[[Section, int, float], list[str]],
-    records: Records,
+    out: Path,
     minutes: float,
     env: dict[str, str] | None = None,
 ) -> None:
-    """Runs the sections in order within a total time limit, and records their results and how they ended.
+    """Runs the sections in order within a total time limit, and records how they ended.
 
     Args:
         sections: most important first.
         command: gives the child's command line for a section, its first case and the seconds left.
-        records: file of the results.
+        out: file of the results.
         minutes: total time limit.
         env: environment of the children; None: that of this process.
 
@@ -110,162 +94,85 @@ def run_sections(
         left = end - time.monotonic()
         why = missing_packages(section.needs) or (f"{max(left, 0):.0f} s were left" if left < START else None)
         if why:
-            records.add(event="section", section=section.name, name="not run", why=why, ok=None)
+            add_record(out, event="section", section=section.name, name="not run", why=why, ok=None)
         else:
-            _run_section(section, command, records, min(section.seconds, left), env)
+            _run_section(section, command, out, min(section.seconds, left), env)
 
 
-def _run_section(section, command, records, seconds, env) -> None:
+def _run_section(section, command, out: Path, seconds: float, env) -> None:
     """Runs a child. If it dies in a case, another child continues with the next case."""
-    start = time.monotonic()
+    end = time.monotonic() + seconds
     first = 0
-    garbage = 0
     while True:
-        left = seconds - (time.monotonic() - start)
-        child = _Child(section.name, records)
+        before = len(_read_events(out))
+        left = end - time.monotonic()
         try:
-            how = child.run(command(section, first, left), left, env)
+            how, code, stderr = _run_child(command(section, first, left), left, env)
         except KeyboardInterrupt:
-            records.add(event="section", section=section.name, name="interrupted", ok=False)
+            add_record(out, event="section", section=section.name, name="interrupted", ok=False)
             raise
-        garbage += child.garbage
-        if how != DONE and not child.leaving:
-            child.record_death(how)
-        left = seconds - (time.monotonic() - start)
-        if how == DONE or child.last_case is None or left < START:
+        events = _read_events(out)[before:]
+        last = events[-1] if events else {}
+        if last.get("event") == "unsupported":
+            raise Unsupported(last["why"])
+        left = end - time.monotonic()
+        if last.get("event") == "end":
+            how = DONE
             break
-        first = child.last_case + 1
-    facts = {"seconds": round(seconds - left, 1)} | ({"garbage_lines": garbage} if garbage else {})
-    records.add(event="section", section=section.name, name=how, **facts, ok=None if how == DONE else False)
+        if code != LEAVING:
+            case = last if last.get("event") == "begin" else {}
+            case = case or {"name": "between cases" if events else "before its first case"}
+            died = {"error": how, "stderr": stderr, "ok": None if case.get("optional") else False}
+            add_record(out, **case | died | {"event": "result", "section": section.name})
+        if not events or left < START:
+            break
+        first = last["case"] + 1
+    facts = {"seconds": round(seconds - left, 1), "ok": None if how == DONE else False}
+    add_record(out, event="section", section=section.name, name=how, **facts)
 
 
-@dataclass
-class _Child:
-    """A child process with its process group, and its progress."""
-
-    section: str
-    records: Records
-    running: dict[str, Any] | None = None  # the case that is running
-    last_case: int | None = None  # number of the last case that began
-    ended: bool = False
-    leaving: bool = False  # it exits because later cases would fail after an error
-    garbage: int = 0
-    stderr: deque = field(default_factory=lambda: deque(maxlen=30))
-
-    def run(self, command: list[str], seconds: float, env: dict[str, str] | None) -> str:
-        """Runs it with a time limit. Returns how it ended: `DONE` if it reported its end."""
-        end = time.monotonic() + seconds
-        lines = queue.Queue(1000)
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, env=env, process_group=0, **pipes)
-        readers = [
-            threading.Thread(target=_read_lines, args=(pipe, put), daemon=True)
-            for pipe, put in ((process.stdout, lines.put), (process.stderr, self.stderr.append))
-        ]
-        for reader in readers:
-            reader.start()
+def _run_child(command: list[str], seconds: float, env: dict[str, str] | None) -> tuple[str, int | None, str]:
+    """Runs a child with a time limit: how it ended, its exit code, and the end of its standard error."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, env=env, process_group=0, stdin=subprocess.DEVNULL, stderr=errors)
+        code = None
         try:
-            code = self._listen(process, lines, end)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also kills the processes that it started
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)  # a driver may block its exit for longer
-            readers[1].join(1)
-        if self.ended:
-            return DONE
-        if code is None:
-            return f"still running after {seconds:.0f} s: killed"
-        return (
-            f"killed by signal {-code}" if code < 0 else f"ended with exit code {code} before its last case"
-        )
-
-    def _listen(self, process: subprocess.Popen, lines: queue.Queue, end: float) -> int | None:
-        """Handles its lines until it reports its end, exits or reaches the time limit. Returns its exit code
-        if it exited.
-        """
-        while not self.ended and (left := end - time.monotonic()) > 0:
-            try:
-                line = lines.get(timeout=min(left, 0.2))
-            except queue.Empty:  # if it exited, a process that it started keeps the pipe open
-                line = b"" if process.poll() is None else None
-            if line is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(max(end - time.monotonic(), 0))
-                return None
-            if line:
-                self._handle(line)
-        return None
-
-    def _handle(self, line: bytes) -> None:
-        message = _parse(line)
-        event = message.pop("event", None)
-        if event == "unsupported":
-            raise Unsupported(message.get("why"))
-        if event == "begin":
-            self.running = message
-            self.last_case = message["case"]
-        elif event == "result":
-            self.running = None
-            self.records.add(event="result", section=self.section, **message)
-        elif event in ("leaving", "end"):
-            self.leaving = event == "leaving"
-            self.ended = event == "end"
-        else:
-            self.garbage += 1
-            if self.garbage == 1:
-                text = line[:200].decode("utf-8", "replace")
-                self.records.add(event="garbage", section=self.section, name="garbage", text=text)
-
-    def record_death(self, how: str) -> None:
-        """Records its death as the result of the running case, with the end of its standard error."""
-        case = self.running or {
-            "name": "before its first case" if self.last_case is None else "between cases"
-        }
-        stderr = b"".join(filter(None, tuple(self.stderr))).decode("utf-8", "replace")[-2000:]
-        died = {"error": how, "stderr": stderr, "ok": None if case.get("optional") else False}
-        self.records.add(event="result", section=self.section, **case | died)
-
-
-def _read_lines(pipe: IO[bytes], put: Callable[[bytes | None], None]) -> None:
-    """Passes on each line, then None."""
-    for line in iter(partial(pipe.readline, _LINE), b""):
-        put(line)
-    put(None)
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """The message on a line of a child, or {} if it is no valid message."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(message, dict) or "section" in message:
-        return {}
-    event = message.get("event")
-    if event in ("begin", "result"):
-        valid = isinstance(message.get("case"), int) and isinstance(message.get("name"), str)
-    else:
-        valid = event in ("leaving", "end", "unsupported")
-    return message if valid else {}
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
+        text = errors.read().decode("utf-8", "replace")
+    if code is None:
+        return f"still running after {seconds:.0f} s: killed", code, text
+    if code < 0:
+        return f"killed by signal {-code}", code, text
+    return f"ended with exit code {code} before its last case", code, text
 
 
 # --- the table ----------------------------------------------------------------------------------------------
 
 
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file. A last line that was cut off is ignored."""
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            events.append(json.loads(line))
+    return [event for event in events if isinstance(event, dict)]
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file. A last line that was cut off is ignored.
+    """The results in a file, and how its sections ended.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it has no record.
+        ValueError: it has no result.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    records = [record for record in records if isinstance(record, dict) and "event" in record]
+    records = [event for event in _read_events(path) if event.get("event") in ("result", "section")]
     if not records:
         raise ValueError(f"{path} holds no results of this program")
     return records
@@ -306,7 +213,7 @@ def _timing(record: dict[str, Any]) -> str:
     label = str(record.get("by"))
     failure = " FAIL" if is_failure(record) else ""
     if not isinstance(ms := record.get("ms"), float):
-        why = record.get("skipped") or record.get("error") or record.get("not_served")
+        why = record.get("skipped") or record.get("error")
         return f"{label} – ({_format_value(why)[:60]})" + failure
     share = record.get("of_limit")
     off = record.get("off")

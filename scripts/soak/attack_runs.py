@@ -6,7 +6,6 @@ connects from 127.0.0.1, the second client from 127.0.0.2, and /health is reques
 
 import contextlib
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from soak.attacks import ATTACKS, CHAT, COMPLETIONS, Attack
 from soak.server_process import GRACE, MORE_GRACE, SHAPE, Server, Watcher
 from xinfer_jax.errors import InputError
@@ -24,23 +25,19 @@ from xinfer_jax.errors import InputError
 FACTOR = 3.0
 EXTRA = 0.5  # limit of the 99th percentile: FACTOR times that without an attack, plus EXTRA seconds
 LOG = 10  # limit in MiB of the size of the log
-WARM = 60.0
-SETTLED = 5.0  # limits in seconds: a call of the warm-up, settling after an attack
+WARM = 60.0  # limit in seconds of a call of the warm-up
 LAST = 2.0  # seconds that a call may last beyond the time of an attack; the attacker continues too
 CALL = dict(prompt="What is the capital of France?", max_tokens=16, ignore_eos=True, temperature=0)
 
 
 def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]) -> int:
-    """Runs attacks one after another, and prints the results.
+    """Runs attacks, or "all", one after another, and prints a line for each. Returns the exit code: 1 if a
+    limit is exceeded.
 
     Args:
-        names: names of attacks, or "all".
-        calls: calls of the second client in each attack.
+        calls: of the second client in each attack.
         seconds: time limit of an attack.
         options: flags of the server that name a model.
-
-    Returns:
-        The exit code: 1 if a limit is exceeded.
 
     Raises:
         InputError: an attack is unknown, or the server does not start.
@@ -51,9 +48,7 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
             raise InputError(f"there is no attack {name!r}: use all, or some of {', '.join(ATTACKS)}")
     alone, text = measure_alone(calls, options)
     rows = [run_attack(name, calls, seconds, options, alone, text) for name in wanted]
-    sigterm = run_sigterm(max(rows, key=lambda row: row["p99_ms"])["attack"], seconds, options)
-    print_table(alone, rows)
-    return int(any(row["missed"] for row in (*rows, sigterm)))
+    return int(any(row["missed"] for row in rows))
 
 
 @contextlib.contextmanager
@@ -90,9 +85,7 @@ def warm_up(server: Server) -> None:
 
 
 def measure(server: Server, calls: int, end: float, text: str | None) -> dict[str, Any]:
-    """Results of the second client: times of the calls, statuses, number of answers that differ from the
-    text.
-    """
+    """Times of the second client's calls, statuses, and how many answers differ from the text."""
     seconds = list[float]()
     statuses = Counter[str]()
     wrong = 0
@@ -107,11 +100,9 @@ def measure(server: Server, calls: int, end: float, text: str | None) -> dict[st
             text = text or answer
         else:
             time.sleep(0.1)
-    order = sorted(seconds)
-    p99 = order[math.ceil(0.99 * len(order)) - 1]
-    times = dict(p50_ms=order[len(order) // 2], p99_ms=p99, worst_ms=order[-1])
-    times = {name: round(1e3 * value, 1) for name, value in times.items()}
-    return dict(calls=len(seconds), **times, statuses=dict(statuses), wrong=wrong, text=text)
+    quantiles = np.quantile(seconds, (0.5, 0.99, 1), method="higher")
+    times = zip(("p50_ms", "p99_ms", "worst_ms"), np.round(1e3 * quantiles, 1).tolist(), strict=True)
+    return dict(calls=len(seconds), **dict(times), statuses=dict(statuses), wrong=wrong, text=text)
 
 
 def measure_alone(calls: int, options: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -150,7 +141,9 @@ def attacker(name: str, server: Server, seconds: float) -> Iterator[tuple[Any, d
 def run_attack(
     name: str, calls: int, seconds: float, options: Sequence[str], alone: dict[str, Any], text: str
 ) -> dict[str, Any]:
-    """Runs an attack: results of the second client, memory and health of the server, and exceeded limits."""
+    """Runs an attack, at whose end SIGTERM comes while it goes on: results of the second client, memory and
+    health of the server, and exceeded limits.
+    """
     with serving(options, ATTACKS[name]) as server:
         with attacker(name, server, seconds + 10) as (begin, report):
             watcher = Watcher(server)
@@ -158,25 +151,19 @@ def run_attack(
             begin()
             time.sleep(1)
             result = measure(server, calls, end, text)
+            watcher.stop()
             died = server.process.poll() is not None
-        settled = time.monotonic() + SETTLED
-        while time.monotonic() < settled and not died:
-            if measure(server, 1, settled, None)["worst_ms"] < 2 * alone["p99_ms"]:
-                break
-        after = server.resident()
-        watcher.stop()
-        exit_s, left = server.end()
+            exit_s, left = server.end()
         log = server.log.stat().st_size / 2**20
-        last = server.log_end()[-300:] if died else ""
+        log_end = server.log_end()[-300:] if died else ""
     del result["text"]
     result |= dict(
-        attack=name, health=dict(watcher.health), health_worst_ms=round(1e3 * watcher.slowest, 1),
-        before_mib=round(watcher.before), peak_mib=round(watcher.peak - watcher.before, 1),
-        after_mib=round(after - watcher.before, 1), log_mib=round(log, 2), end_seconds=round(exit_s, 1),
-        died=died, killed=watcher.killed, left_processes=len(left), attacker=report,
+        attack=name, what=ATTACKS[name].what, health=dict(watcher.health),
+        health_worst_ms=round(1e3 * watcher.slowest, 1), before_mib=round(watcher.before),
+        peak_mib=round(watcher.peak - watcher.before, 1), log_mib=round(log, 2), log_end=log_end,
+        end_seconds=round(exit_s, 1), died=died, killed=watcher.killed, left_processes=len(left),
+        attacker=report,
     )  # fmt: skip
-    if last:
-        result["log_end"] = last
     result["missed"] = exceeded_limits(result, alone)
     print(json.dumps(dict(part="attack", **result)), flush=True)
     return result
@@ -195,32 +182,3 @@ def exceeded_limits(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
         died=not result["died"] and not result["killed"],
     )
     return [name for name, good in limits.items() if not good]
-
-
-def run_sigterm(name: str, seconds: float, options: Sequence[str]) -> dict[str, Any]:
-    """Sends SIGTERM to the server during an attack."""
-    with serving(options, ATTACKS[name]) as server:
-        with attacker(name, server, seconds) as (begin, _):
-            begin()
-            time.sleep(5)
-            exit_s, left = server.end()
-    result = dict(attack=name, end_seconds=round(exit_s, 1), left_processes=len(left))
-    result["missed"] = ["end"] if exit_s > GRACE + MORE_GRACE or left else []
-    print(json.dumps(dict(part="SIGTERM", **result)), flush=True)
-    return result
-
-
-def print_table(alone: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the results as a table in Markdown."""
-    limit = FACTOR * alone["p99_ms"] + 1e3 * EXTRA
-    times = f"99th percentile, worst (calls); at most {limit:.0f} ms"
-    print(f"| attack | {times} | /health | MiB: peak, after | limits |")
-    print("|---|---|---|---|---|")
-    print(f"| none | {alone['p99_ms']:.0f}, {alone['worst_ms']:.0f} ms ({alone['calls']}) | | | |")
-    for row in rows:
-        name = row["attack"]
-        what = ATTACKS[row["attack"]].what
-        times = f"{row['p99_ms']:.0f}, {row['worst_ms']:.0f} ms ({row['calls']})"
-        memory = f"{row['peak_mib']:+.0f}, {row['after_mib']:+.0f}"
-        limits = "exceeded: " + ", ".join(row["missed"]) if row["missed"] else "kept"
-        print(f"| `{name}`: {what} | {times} | {row['health_worst_ms']:.0f} ms | {memory} | {limits} |")

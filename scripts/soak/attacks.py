@@ -33,30 +33,19 @@ RawRequest = tuple[str, bytes]  # path and body
 
 @dataclasses.dataclass
 class Attack:
-    """One way to slow down a server.
-
-    Attributes:
-        what: description in words.
-        workers: threads of the attacker, each with a connection.
-        chains: function from the context length to chains of requests. Worker i uses chain i modulo the
-            number of chains. It repeats a request, and goes on to the next one after 400 or 413.
-        send: function that sends a request.
-        flags: flags of the server.
-        files: limit of open files of the server; None: the limit of the system.
-        keyed: whether the second client has an API key; the attacker has none.
-        growth: limit in MiB of the growth of memory.
-        rotates: whether a worker goes on to the next request after every answer.
-    """
+    """One way to slow down a server."""
 
     what: str
-    workers: int
+    workers: int  # threads of the attacker, each with a connection
+    # From the context length to chains of requests. Worker i uses chain i modulo the number of chains. It
+    # repeats a request, and goes on to the next one after 400 or 413.
     chains: Callable[[int], list[list[RawRequest]]]
     send: Callable[[Target, str, bytes], str] = post
-    flags: tuple[str, ...] = ()
-    files: int | None = None
-    keyed: bool = False
-    growth: int = 200
-    rotates: bool = False
+    flags: tuple[str, ...] = ()  # of the server
+    files: int | None = None  # limit of the server's open files; None: that of the system
+    keyed: bool = False  # the second client has an API key; the attacker has none
+    growth: int = 200  # limit of the growth of memory, in MiB
+    rotates: bool = False  # a worker goes on to the next request after every answer
 
 
 def _body(**fields: Any) -> bytes:
@@ -151,9 +140,9 @@ def _allowed(_: int) -> list[list[RawRequest]]:
     return [chain]
 
 
-def _logprobs(_: int) -> list[list[RawRequest]]:
-    fields = dict(max_tokens=450, n=32, logprobs=20, temperature=1.0, ignore_eos=True)
-    return [[(COMPLETIONS, _body(prompt=row, **fields))] for row in _prompts(4, 20)]
+def _logprobs(count: int, _: int, **fields: Any) -> list[list[RawRequest]]:
+    fields |= dict(logprobs=20, temperature=1.0, ignore_eos=True)
+    return [[(COMPLETIONS, _body(prompt=row, **fields))] for row in _prompts(count, 20)]
 
 
 def _ids(path: str, field: str, named_size: int, unit: str, context: int) -> list[list[RawRequest]]:
@@ -186,11 +175,6 @@ def _long_prompts(context: int) -> list[list[RawRequest]]:
     rows = f"{start}[{unit * min(1024, (LARGEST - 100) // len(unit))}{unit[:-1]}]}}".replace(unit, "", 1)
     sizes = _shrinking(COMPLETIONS, 16_000_000, f'{start}"', "word ", '"}', context)
     return [sizes, [(COMPLETIONS, rows.encode())]]
-
-
-def _streams(_: int) -> list[list[RawRequest]]:
-    fields = dict(max_tokens=400, n=8, logprobs=20, stream=True, temperature=1.0, ignore_eos=True)
-    return [[(COMPLETIONS, _body(prompt=row, **fields))] for row in _prompts(8, 20)]
 
 
 def _biases(_: int) -> list[list[RawRequest]]:
@@ -261,7 +245,7 @@ ATTACKS = dict(
     stop=Attack("300,000 stop strings", 8, _stop),
     brackets=Attack("16 MiB of brackets", 4, _brackets),
     allowed=Attack("2,000,000 allowed_token_ids, 1,024 prompts", 2, _allowed),
-    logprobs=Attack("n=32 × 450 tokens × 20 alternatives", 4, _logprobs),
+    logprobs=Attack("n=32 × 450 tokens × 20 alternatives", 4, partial(_logprobs, 4, max_tokens=450, n=32)),
     detokenize=Attack(
         "/detokenize of 14 MiB", 4, partial(_ids, "/detokenize", "tokens", 14 * 2**20, "1,")
     ),
@@ -274,7 +258,10 @@ ATTACKS = dict(
         "3.6 MB to /detokenize × 8, unread", 8,
         partial(_ids, "/detokenize", "tokens", 3_600_000, "1234,"), hold,
     ),
-    unread_streams=Attack("8 streams of 8 × 400 tokens × 20 alternatives, unread", 8, _streams, hold),
+    unread_streams=Attack(
+        "8 streams of 8 × 400 tokens × 20 alternatives, unread", 8,
+        partial(_logprobs, 8, max_tokens=400, n=8, stream=True), hold,
+    ),
     biases=Attack("64 bodies of 1,024 prompts with logit_bias", 64, _biases),
     storm=Attack(
         "16 clients that disconnect within 0.3 s, a deadline of 2 s", 16, _storm,

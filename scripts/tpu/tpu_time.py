@@ -1,4 +1,4 @@
-"""The operations of a TPU program, and an estimate of their time.
+"""An estimate of the time of a TPU program's operations.
 
 The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of
 HBM by the bandwidth; of a collective, of the bytes that a device of a ring sends by the rate of its links,
@@ -18,81 +18,12 @@ gathers and scatters of single rows, have none.
 """
 
 import dataclasses
-from collections import Counter, defaultdict
-
-from gpu.hlo_text import Array
 
 from tpu.kernel_dma import KernelWork
 from tpu.tpu_specs import Tpu
 
 _START_CYCLES = 2100
 _STEP_SECONDS = 0.35e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """An operation that the program runs."""
-
-    name: str
-    kind: str
-    op_name: str
-    read: float  # bytes of HBM, of one run
-    written: float
-    alone: float  # seconds of one run, if nothing runs beside it
-    seconds: float  # by which one run makes the program longer
-    times: float = 1
-    copied: tuple[Array, ...] = ()  # results that are copied, gathered or converted whole
-    is_declared: bool = False  # a Pallas kernel of which only operands and results are known
-
-    @property
-    def bytes(self) -> float:
-        return self.times * (self.read + self.written)
-
-
-@dataclasses.dataclass
-class TpuCounts:
-    """What one run of a program, or of a part of it, does."""
-
-    operations: list[Operation] = dataclasses.field(default_factory=list)
-    unknown_loops: list[str] = dataclasses.field(default_factory=list)
-    unknown_branches: list[str] = dataclasses.field(default_factory=list)  # the shorter one is counted
-    collectives: Counter = dataclasses.field(default_factory=Counter)
-
-    @property
-    def bytes(self) -> float:
-        return sum(operation.bytes for operation in self.operations)
-
-    @property
-    def seconds(self) -> float:
-        return sum(operation.times * operation.seconds for operation in self.operations)
-
-    @property
-    def seconds_apart(self) -> float:
-        """The sum of the times of all operations, as if none ran beside another."""
-        return sum(operation.times * operation.alone for operation in self.operations)
-
-    @property
-    def launches(self) -> float:
-        """Operations on more than single numbers."""
-        return sum(operation.times for operation in self.operations if operation.alone > 0)
-
-    @property
-    def by_kind(self) -> dict[str, tuple[float, float, float]]:
-        """How often, bytes and seconds of each kind of operation."""
-        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        for operation in self.operations:
-            of_kind = found[operation.kind]
-            of_kind[0] += operation.times
-            of_kind[1] += operation.bytes
-            of_kind[2] += operation.times * operation.seconds
-        return {kind: (times, size, seconds) for kind, (times, size, seconds) in found.items()}
-
-    def add(self, other: "TpuCounts", times: float = 1) -> None:
-        self.operations += [dataclasses.replace(o, times=o.times * times) for o in other.operations]
-        self.unknown_loops += other.unknown_loops
-        self.unknown_branches += other.unknown_branches
-        for kind, count in other.collectives.items():
-            self.collectives[kind] += count * times
 
 
 @dataclasses.dataclass

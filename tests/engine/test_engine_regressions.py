@@ -12,7 +12,6 @@ import tiny
 from compiling import events
 
 import xinfer_jax as xj
-from xinfer_jax.engine.request_queue import RequestQueue
 from xinfer_jax.engine.scheduler import Scheduler
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
@@ -37,7 +36,8 @@ def engine(shared, model):
     """`shared` with a new scheduler and no requests."""
     shared.error = None
     shared._thread = None
-    shared._queue = RequestQueue()
+    for kept in (shared._unfinished, shared._submitted, shared._cancelled, shared._calls):
+        kept.clear()
     shared._core._answers.clear()
     shared._core._pacing.record_decode(0.0, 1)
     shared._core.scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)

@@ -5,7 +5,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.engine.pages import SnapshotPool
+from xinfer_jax.engine.pages import PagePool
 from xinfer_jax.engine.row import PrefillChunk, Row
 from xinfer_jax.engine.scheduler import Scheduler
 
@@ -67,19 +67,19 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
 
 
 def test_snapshots_are_bounded():
-    pool = SnapshotPool(2)
-    assert [pool.add([b"a", b"b"]), pool.add([b"c"]), pool.add([b"b"])] == [0, 1, None]
-    assert pool.find(b"a") == 0  # so the other one is replaced
-    assert pool.add([b"d"]) == 1 and b"c" not in pool and b"b" in pool
+    pool = PagePool(3)
+    assert [pool.add([b"a", b"b"]), pool.add([b"c"]), pool.add([b"b"])] == [1, 2, 0]
+    pool.touch(pool.find([b"a"]))  # so the other one is replaced
+    assert pool.add([b"d"]) == 2 and pool.find([b"c"]) == [] and pool.find([b"b"]) == [1]
     pool.remove([b"a", b"b"])
-    assert b"a" not in pool and pool.find(b"d") == 1
-    pool.clear()
-    assert b"d" not in pool
+    assert pool.find([b"a"]) == [] and pool.find([b"d"]) == [2]
+    pool.clear_cache()
+    assert pool.find([b"d"]) == []
 
 
 def test_a_long_prompt_keeps_early_snapshots():
     """Of 20 chunks those after 1, 5 and 20; a prompt that leaves it after 7 adds one there."""
-    scheduler = Scheduler(1, 64, 2048, 64, snapshots=SnapshotPool(4))
+    scheduler = Scheduler(1, 64, 2048, 64, snapshots=PagePool(5))
 
     def hits(ids: list[int]) -> int:
         row = Row(ids, 1)

@@ -223,15 +223,15 @@ class FakeDevice:
         """Every running row samples tokens; the row in slot `early` one, an EOS."""
         self.execute(self.scheduler.reserve_pages(steps))
         running = self.scheduler.running
-        for slot, row in running:
+        for row in running:
             left = row.max_new_tokens - len(row.sampled)
-            steps_of_row = min(1 if slot == early else steps, left)
+            steps_of_row = min(1 if row.slot == early else steps, left)
             for _ in range(steps_of_row):
                 self.write(row, row.sampled[-1], "decoding")
                 row.sampled.append(len(row.expected) % 2)
             self.scheduler.record_decode(row, steps_of_row)
             self.check()
-            if slot == early or steps_of_row == left:
+            if row.slot == early or steps_of_row == left:
                 self.end(row)
         return len(running)
 
@@ -277,7 +277,9 @@ class FakeDevice:
             self.check_tier()
         for row in self.rows:
             assert (row.state == "waiting") == (row in self.queue) == (row not in scheduler.slots)
-            assert row.is_swapped_out == (row in self.host) and len(row.pages) <= row.max_pages
+            assert row.is_swapped_out == (row in self.host) and len(row.pages) <= page_pool.num_pages_for(
+                row.longest
+            )
             assert row.slot is None or row.expected  # a row with a slot has prefilled
             if row.slot is not None and len(row.expected) == row.num_computed:
                 cells = [cell for page in row.pages for cell in self.cells[page]][: row.num_computed]
@@ -529,7 +531,7 @@ def serve_short_requests(scheduler, count):
                     if action.is_last and action.row.max_new_tokens == 1:  # it ends with its first token
                         scheduler.end(action.row)
             waited[at] += not row.is_prefilled
-        for _, running in scheduler.running:
+        for running in scheduler.running:
             scheduler.record_decode(running, 5)
         scheduler.end(row)
     return waited
@@ -569,7 +571,7 @@ def test_clients_share_slots_and_every_row_ends():
     assert rows["a"][0].state == rows["a"][1].state == "running"  # the older ones stay
     for _ in range(200):
         prefill_all(scheduler)
-        for _, row in scheduler.running:
+        for row in scheduler.running:
             scheduler.record_decode(row, 10)
             if row.num_computed >= 50:
                 scheduler.end(row)
@@ -627,7 +629,7 @@ def test_a_preempted_row_is_swapped_in_before_it_prefills():
     prefill_all(scheduler)
     for _ in range(5):
         scheduler.reserve_pages(64)
-        for _, row in scheduler.running:
+        for row in scheduler.running:
             scheduler.record_decode(row, 64)
     assert any(row.is_swapped_out for row in rows)
     for _ in range(2):

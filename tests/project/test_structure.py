@@ -83,10 +83,10 @@ PACKAGES = {
     "embedding": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "states", "host_pages", "device", "layerwise_device", "warm_up", "messages",
+        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
-        "routing", "endpoint", "role_cores", "dispatcher", "request_queue", "submission", "engine_loop",
-        "role_engines", "engine", "engines",
+        "routing", "endpoint", "dispatcher", "submission", "engine_loop",
+        "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",

@@ -1,4 +1,4 @@
-"""scripts/bench.py, bench_engine.py and bench_pairs.py on tiny models: their fields, figures that must agree
+"""scripts/bench.py and bench_pairs.py on tiny models: their fields, figures that must agree
 with each other, and bad flags.
 """
 
@@ -14,8 +14,8 @@ import jax
 import pytest
 import run_script
 import tiny
-from bench.machine_limits import bytes_per_pass, decode_work, prefill_work
 from bench.model_shapes import hf_config
+from bench.model_work import bytes_per_pass, decode_work, prefill_work
 from paths import ROOT
 
 import xinfer_jax as xj
@@ -58,9 +58,7 @@ def test_bench_figures_agree_with_each_other(directory):
                  "--probe_mib=8")  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
-    assert (
-        results["versions"]["jax"] == jax.__version__ and results["machine"]["cores"] >= 1 and results["date"]
-    )
+    assert results["versions"]["jax"] == jax.__version__ and "cores" in results["device"] and results["date"]
     assert re.match(r"python (scripts/)?bench.py --config=", results["command"])
     (case,) = results["cases"]
     assert (case["dtype"], case["quantize"], case["load"]["backend"]) == ("float32", "none", "cpu")
@@ -69,7 +67,7 @@ def test_bench_figures_agree_with_each_other(directory):
     )
     assert (
         all(is_spread(case["limits"][kind]) for kind in ("read", "float32", "bfloat16"))
-        and case["limits"]["probes"] >= 3
+        and case["limits"]["probes"] >= 2
     )
     row, too_long = case["rows"]
     assert "context limit 256" in too_long["skipped"] and "skipped: prompt of 300" in done.stdout
@@ -100,14 +98,12 @@ def test_bench_figures_agree_with_each_other(directory):
     assert f"{row['peak_bytes'] / 2**20:.0f}" in table
 
 
-def test_bench_of_a_checkpoint_streams(good):
-    sizes = ("--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8")
-    done = process(f"--model={good}", *sizes, "--stream")
+def test_bench_of_a_checkpoint(good):
+    done = process(f"--model={good}", "--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8")
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
     (case,) = results["cases"]
     assert case["load"]["weight_bytes"] > case["load"]["weight_bytes_per_pass"]  # untied
-    assert case["stream"]["first_token_s"]["median"] <= case["stream"]["stream_s"]["median"]
 
 
 @pytest.mark.parametrize(
@@ -140,51 +136,10 @@ def test_pairs_of_calls(directory):
     """Of this checkout with itself; the commit's process is started likewise."""
     bench_pairs = run_script.functions("bench_pairs")
     with bench_pairs.start_process(ROOT, directory / "config.json", "int8") as process:
-        for call in bench_pairs.CALLS[:2]:
+        for call in (bench_pairs.CALLS[0], bench_pairs.CALLS[-1]):
             assert 0 < bench_pairs.ask(process, call) < 100
         process.stdin.close()
     assert process.returncode == 0
-
-
-def test_bench_engine_reports_throughput_load_and_one_row(directory):
-    """Few concurrent requests, and one row alone."""
-    done = process(
-        f"--config={directory}", "--quantize=none", "--parts=throughput,load,alone", "--requests=9",
-        "--rows=2", "--prompt_tokens=4,150", "--answer_tokens=3,20", "--common=128", "--alone=9,12",
-        "--pairs=3", program="bench_engine",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    whole, load, alone = map(json.loads, done.stdout.splitlines())
-    assert [line["part"] for line in (whole, load, alone)] == ["throughput", "load", "alone"]
-    assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
-    assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
-    assert min(whole["hits"], load["hits"]) >= 128 and whole["preemptions"] == 0
-    assert whole["prefill_tokens"] + whole["hits"] == whole["prompt_tokens"]
-    assert 9 * 3 <= whole["new_tokens"] == whole["generated_tokens"] <= 9 * 20
-    for name in ("engine", "generate"):
-        rate = whole["tokens_per_second" if name == "engine" else "generate_tokens_per_second"]
-        assert rate * whole[f"{name}_seconds"] == pytest.approx(whole["new_tokens"])
-    assert whole["generate_over_engine"] * whole["engine_seconds"] == pytest.approx(whole["generate_seconds"])
-    assert load["requests_per_second"] * whole["engine_seconds"] == pytest.approx(0.7 * 9)
-    for times in (load["ttft_seconds"], load["tpot_seconds"]):
-        assert 0 < times["median"] <= times["p99"] < load["seconds"]
-    ratio = alone["engine_over_generate"]
-    assert alone["pairs"] == 3 and 0 < ratio["q1"] <= ratio["median"] <= ratio["q3"]
-    assert "2 rows of 256" in whole["engine"] and "1 rows of 256" in alone["engine"]
-
-
-@pytest.mark.parametrize(
-    "flags, word",
-    [
-        (["--parts=throughput,speed"], "parts"),
-        (["--quantize=int3"], "int3"),
-        (["--answer_tokens=16"], "two numbers"),
-        (["--alone=9,1.5"], "whole numbers"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_flags_of_bench_engine(flags, word):
-    assert_rejected(process(*flags, program="bench_engine"), word, "bench_engine")
 
 
 def test_flops_and_bytes_of_a_known_model():

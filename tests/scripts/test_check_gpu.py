@@ -16,7 +16,6 @@ from gpu import (
     decoding_sections,
     kernel_sections,
     layer_sections,
-    layout_sections,
     model_sections,
     section_cases,
     section_process as child,
@@ -30,9 +29,11 @@ import kernels_pallas
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 SAY = """
-import json, os, sys, time
+import os, pathlib, sys, time
+from functools import partial
+from gpu.section_runner import add_record
 first = int(sys.argv[1])
-def say(**message): print(json.dumps(message), flush=True)
+say = partial(add_record, pathlib.Path(sys.argv[2]), section=sys.argv[3])
 def good(i):
     if i >= first:
         say(event="begin", case=i, name=f"case {i}")
@@ -46,31 +47,32 @@ CHILDREN = {
     "aborts": "print('torn', file=sys.stderr, flush=True); os.abort()",
     "raises": "raise RuntimeError('what it was')",
     "exits": "sys.exit(0)",
-    "garbage": "os.write(1, b'{\"event\": \"res\\n\\xff\\x00\\n[1]\\n' + b'[' * 90000 + b'\\n');"
-    " say(event='result', case=1, name='case 1', ok=True); good(2); say(event='end')",
     "leaves": "say(event='result', case=1, name='case 1', ok=None, error='CUDA_ERROR_ILLEGAL_ADDRESS');"
-    " say(event='leaving'); sys.exit(70)",
+    " sys.exit(70)",
     "leaves a child": "import subprocess; subprocess.Popen(['sleep', '600']); os._exit(4)",
 }
 
 
 def run(tmp_path, names, seconds=20.0, minutes=2.0):
-    """Runs sections with children of these kinds; returns the records by section."""
+    """Runs sections with children of these kinds; returns the records by section, and the failures."""
     sections = [name if isinstance(name, Section) else Section(name, seconds) for name in names]
-    records = runner.Records(tmp_path / "out.jsonl")
+    out = tmp_path / "out.jsonl"
+    out.touch()
 
     def command(section, first, left):
         kind = section.name.removeprefix("optional ")
         optional = section.name.startswith("optional ")
         begin = f"say(event='begin', case=1, name='case 1', optional={optional})"
         text = f"{SAY}good(0)\nif first <= 1:\n    {begin}\n    {CHILDREN[kind]}\ngood(2)\nsay(event='end')"
-        return [sys.executable, "-c", text, str(first)]
+        return [sys.executable, "-c", text, str(first), str(out), section.name]
 
-    runner.run_sections(sections, command, records, minutes)
+    paths = os.pathsep.join([str(ROOT), str(SCRIPTS)])
+    runner.run_sections(sections, command, out, minutes, os.environ | {"PYTHONPATH": paths})
+    records = runner.read_records(out)
     by_section = {}
-    for record in runner.read_records(tmp_path / "out.jsonl"):
+    for record in records:
         by_section.setdefault(record["section"], []).append(record)
-    return by_section, records
+    return by_section, [record for record in records if runner.is_failure(record)]
 
 
 def last(by_section, name):
@@ -80,7 +82,7 @@ def last(by_section, name):
 @pytest.mark.parametrize("name", ["hangs", "ignores signals"])
 def test_a_child_that_hangs_is_killed_at_its_limit(tmp_path, name):
     start = time.monotonic()
-    by_section, records = run(tmp_path, [Section(name, 2), "good"])
+    by_section, failed = run(tmp_path, [Section(name, 2), "good"])
     assert time.monotonic() - start < 60
     finished, died = by_section[name][:2]
     assert finished["ok"] is True and finished["figure"] == 0
@@ -90,7 +92,7 @@ def test_a_child_that_hangs_is_killed_at_its_limit(tmp_path, name):
         and died["ok"] is False
     )
     assert last(by_section, name)["name"] == died["error"] and last(by_section, name)["ok"] is False
-    assert last(by_section, "good")["name"] == "done" and records.failed
+    assert last(by_section, "good")["name"] == "done" and failed
 
 
 @pytest.mark.parametrize(
@@ -104,70 +106,58 @@ def test_a_child_that_hangs_is_killed_at_its_limit(tmp_path, name):
 )
 def test_a_child_that_dies_fails_its_current_case(tmp_path, name, error, stderr):
     start = time.monotonic()
-    by_section, records = run(tmp_path, [name, "good"])
+    by_section, failed = run(tmp_path, [name, "good"])
     assert time.monotonic() - start < 60
     cases = {record["name"]: record for record in by_section[name]}
     assert cases["case 0"]["ok"] and cases["case 2"]["ok"]  # the next child continues after it
     assert cases["case 1"]["error"].startswith(error) and stderr in cases["case 1"]["stderr"]
     assert last(by_section, name)["name"] == "done" and last(by_section, "good")["name"] == "done"
-    assert [record["name"] for record in records.failed] == ["case 1"]
+    assert [record["name"] for record in failed] == ["case 1"]
 
 
 def test_an_optional_case_that_dies_is_no_failure(tmp_path):
-    by_section, records = run(tmp_path, ["optional aborts"])
-    assert by_section["optional aborts"][1]["error"] == "killed by signal 6" and not records.failed
+    by_section, failed = run(tmp_path, ["optional aborts"])
+    assert by_section["optional aborts"][1]["error"] == "killed by signal 6" and not failed
 
 
 def test_a_child_that_asks_for_a_new_process_is_replaced(tmp_path):
     """As after an error that ends the CUDA context."""
-    by_section, records = run(tmp_path, ["leaves"])
+    by_section, failed = run(tmp_path, ["leaves"])
     assert [record["name"] for record in by_section["leaves"]] == ["case 0", "case 1", "case 2", "done"]
-    assert not records.failed
-
-
-def test_invalid_output_of_a_child_is_counted_and_ignored(tmp_path):
-    by_section, records = run(tmp_path, ["garbage"])
-    assert [record["name"] for record in by_section["garbage"]] == [
-        "case 0",
-        "garbage",
-        "case 1",
-        "case 2",
-        "done",
-    ]
-    assert last(by_section, "garbage")["garbage_lines"] == 5  # the longest line is read in two parts
-    assert not records.failed
+    assert not failed
 
 
 def test_a_child_that_dies_before_its_first_case_ends_its_section(tmp_path):
-    records = runner.Records(tmp_path / "out.jsonl")
-    sections = [Section("broken", 20)]
-    runner.run_sections(
-        sections, lambda *_: [sys.executable, "-c", "import nothing_of_this_name"], records, 1
-    )
-    died, section = records.added
+    out = tmp_path / "out.jsonl"
+    out.touch()
+    command = [sys.executable, "-c", "import nothing_of_this_name"]
+    runner.run_sections([Section("broken", 20)], lambda *_: command, out, 1)
+    died, section = runner.read_records(out)
     assert died["name"] == "before its first case" and "nothing_of_this_name" in died["stderr"]
-    assert section["name"].startswith("ended with exit code 1") and len(records.failed) == 2
+    assert section["name"].startswith("ended with exit code 1")
+    assert runner.is_failure(died) and runner.is_failure(section)
 
 
 def test_sections_without_time_or_packages_are_listed_as_not_run(tmp_path):
     sections = ["good", Section("late", 20), Section("lacking", 20, ("nothing_of_this_name",))]
-    by_section, records = run(tmp_path, sections[2:], minutes=1)
+    by_section, failed = run(tmp_path, sections[2:], minutes=1)
     assert "nothing_of_this_name missing here: pip install" in by_section["lacking"][0]["why"]
     (tmp_path / "out.jsonl").unlink()
-    by_section, records = run(tmp_path, sections[:2], minutes=0.1)
+    by_section, failed = run(tmp_path, sections[:2], minutes=0.1)
     for name in ("good", "late"):
         (record,) = by_section[name]
         assert record["name"] == "not run" and record["why"].endswith("s were left")
-    text = runner.format_table(records.added)
+    text = runner.format_table(runner.read_records(tmp_path / "out.jsonl"))
     assert "2 not run\n  good: not run  why 6 s were left\n  late: not run" in text
-    assert not records.failed
+    assert not failed
 
 
 def test_a_truncated_file_of_results_gives_the_same_table(tmp_path):
-    _, records = run(tmp_path, ["good"])
+    run(tmp_path, ["good"])
     path = tmp_path / "out.jsonl"
+    table = runner.format_table(runner.read_records(path))
     path.write_bytes(path.read_bytes() + b'{"event": "result", "na')
-    assert runner.format_table(runner.read_records(path)) == runner.format_table(records.added)
+    assert runner.format_table(runner.read_records(path)) == table
     path.write_text("nothing\n")
     with pytest.raises(ValueError, match="holds no results"):
         runner.read_records(path)
@@ -180,7 +170,7 @@ def test_a_wrong_kernel_is_a_recorded_failure(monkeypatch):
     """So are one that raises, and results that are not finite."""
     case = kernel_sections.argmax_case(np.random.default_rng(0), 5, 300)
     check = section_cases.Case(
-        "argmax", lambda: kernel_sections.compare_with_reference(None, "argmax", "xla", "float32", [case])
+        "argmax", lambda: kernel_sections.compare_with_reference("argmax", "xla", "float32", [case])
     )
     monkeypatch.setattr(
         kernels_pallas, "run_kernel", lambda impl, kernel, x: kernels_pallas.reference.argmax(x)
@@ -247,8 +237,9 @@ def test_bad_flags_of_check_gpu_exit_with_one_line(flags, words):
 def test_every_section_has_its_cases():
     (line,) = check_gpu("--sections=everything").stderr.splitlines()
     names = line.split("--sections knows ")[1].split(", got")[0].split(", ")
-    modules = (kernel_sections, layout_sections, model_sections, decoding_sections, layer_sections)
-    assert sorted(names) == sorted(name for module in modules for name in module.SECTIONS)
+    modules = (model_sections, decoding_sections, layer_sections)
+    found = [name for module in modules for name in module.SECTIONS]
+    assert sorted(names) == sorted([*kernel_sections.SECTIONS["cuda"], *found])
 
 
 def test_sections_on_tiny_shapes(tmp_path):

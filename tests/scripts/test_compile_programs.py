@@ -3,6 +3,7 @@ counts of a small configuration stay.
 """
 
 import importlib.util
+from collections import Counter
 
 import compiled_programs
 import jax
@@ -14,7 +15,7 @@ from gpu.hlo_text import parse_module
 from gpu.kernel_bytes import kernel_bytes
 from gpu.kernel_refs import UncountableError
 from gpu.known_values import Evaluator, Observer, known_leaf
-from gpu.program_counts import Unknown, count_program, whole_copies
+from gpu.program_counts import Choices, ProgramCounter, whole_copies
 
 import kernels_pallas
 
@@ -53,7 +54,7 @@ StackFrames
 %fused_gather (p.2: bf16[8,64], j: s32[8,1]) -> bf16[8,64] {
   %p.2 = bf16[8,64]{1,0} parameter(0)
   %j = s32[8,1]{1,0} parameter(1)
-  ROOT %gathered = bf16[8,64]{1,0} gather(%p.2, %j), offset_dims={1}
+  ROOT %gathered = bf16[8,64]{1,0} gather(%p.2, %j), offset_dims={1}, slice_sizes={1,64}
 }
 
 %then (t: (s32[])) -> (s32[]) {
@@ -110,21 +111,21 @@ INDEX = 4
 
 
 def test_bytes_of_fusions_are_those_of_their_slices():
-    counts = count_program(parse_module(TEXT), loop_body=True)
-    found = {launch.name: (launch.read, launch.written) for launch in counts.launches}
-    assert found["row"] == (ROW + INDEX, ROW)
-    assert found["written"] == (ROW + INDEX, ROW)
+    counts = ProgramCounter(parse_module(TEXT)).step_and_around()[0]
+    found = {launch.name: (launch.read, launch.written) for launch in counts.operations}
+    assert found["row"] == (ROW, ROW)
+    assert found["written"] == (ROW, ROW)
     assert found["copied"] == (8 * ROW + 8 * INDEX, 8 * ROW)
 
 
 def test_a_gather_of_a_whole_leaf_is_a_copy_and_an_update_is_none():
-    counts = count_program(parse_module(TEXT), loop_body=True)
+    counts = ProgramCounter(parse_module(TEXT)).step_and_around()[0]
     assert [launch.name for launch in whole_copies(counts, [(8, 64)], least=1)] == ["copied"]
     assert whole_copies(counts, [(8, 64)]) == []  # so small that activations may have the size
     assert whole_copies(counts, [(16, 64)], least=1) == []
 
 
-class Choice(Unknown):
+class Choice(Choices):
     def __init__(self, index, trips):
         self._index = index
         self._trips = trips
@@ -140,17 +141,19 @@ class Choice(Unknown):
 def test_loops_branches_and_collectives():
     module = parse_module(TEXT)
     assert module.lines[1] == ("/a/loop.py", 7)
-    counts = count_program(module, Choice(1, 5))
-    launched = {launch.name: launch.times for launch in counts.launches}
+    counts = ProgramCounter(module, Choice(1, 5)).of_call()
+    launched = Counter()
+    for launch in counts.operations:
+        launched[launch.name] += launch.times
     assert launched["copy.1"] == 3  # of the known trip count
     assert launched["row"] == launched["copy.9"] == 5
     assert launched["less"] == 6  # the test of the other loop
     assert counts.unknown_loops == ["loop"]
     assert counts.predicates == 6 + 5
     assert counts.collectives == {"all-reduce": 5, "all-reduce bytes": 5 * 8 * ROW}
-    assert "copy.9" not in {x.name for x in count_program(module, Choice(0, 5)).launches}
-    unknown = count_program(module, loop_body=True)
-    assert unknown.unknown_branches == {"either": (2 * INDEX, 1)}  # the smaller one is counted
+    assert "copy.9" not in {x.name for x in ProgramCounter(module, Choice(0, 5)).of_call().operations}
+    unknown = ProgramCounter(module).step_and_around()[0]
+    assert unknown.unknown_branches == {"either": (0, 1)}  # the smaller one is counted
 
 
 @pytest.mark.newest

@@ -10,12 +10,11 @@ import pytest
 from gpu.hlo_text import parse_arrays, parse_module
 from gpu.kernel_refs import UncountableError
 from gpu.known_values import Evaluator, Observer, known_leaf
-from gpu.program_counts import Unknown
+from gpu.program_counts import Choices, ProgramCounter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from tpu.kernel_dma import KernelWork, kernel_work
 from tpu.tile_bytes import box_bytes, is_in_hbm, stored_bytes
-from tpu.tpu_counts import TpuCounter
 from tpu.tpu_specs import TPUS
 from tpu.tpu_time import kernel_seconds
 
@@ -131,7 +130,7 @@ ROWS = 8 * 128 * 4
 CACHE = 8 * 2 * 4096 * 64 * 2
 
 
-class Trips(Unknown):
+class Trips(Choices):
     def trips(self, loop):
         return 5
 
@@ -141,7 +140,7 @@ def operations(counts):
 
 
 def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
-    counts = TpuCounter(parse_module(TEXT), V6E, Trips()).of_call()
+    counts = ProgramCounter(parse_module(TEXT), Trips(), V6E).of_call()
     found = operations(counts)
     moved = {name: (o.read, o.written) for name, o in found.items()}
     assert moved["copy-start.1"] == (WEIGHTS, 0)
@@ -153,20 +152,20 @@ def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
     assert moved["written"] == (0, ROWS)
     assert sum(o.times for o in counts.operations if o.name == "row") == 3 + 5
     assert not counts.unknown_loops
-    assert TpuCounter(parse_module(TEXT), V6E).of_call().unknown_loops == ["loop"]
+    assert ProgramCounter(parse_module(TEXT), tpu=V6E).of_call().unknown_loops == ["loop"]
     assert found["product"].kind == "product"
     assert [array.size for array in found["relaid"].copied] == [CACHE // 2]
     assert not found["copy-start.1"].copied and not found["appended"].copied
 
 
 def test_time_is_that_of_cycles_or_of_hbm_and_copies_run_beside():
-    found = operations(TpuCounter(parse_module(TEXT), V6E, Trips()).of_call())
+    found = operations(ProgramCounter(parse_module(TEXT), Trips(), V6E).of_call())
     reading = WEIGHTS / V6E.memory_gbs / 1e9
     assert found["product"].seconds == pytest.approx(reading)  # 175 cycles are 0.1 us
     assert found["copy-done.1"].seconds == pytest.approx(reading)  # the product left no bandwidth for it
     assert found["relaid"].seconds == pytest.approx(1e-3)
     assert found["slice-done.1"].seconds == pytest.approx(reading / 4)
-    step, around = TpuCounter(parse_module(TEXT), V6E).step_and_around()
+    step, around = ProgramCounter(parse_module(TEXT), tpu=V6E).step_and_around()
     assert step.bytes == 2 * ROWS
     assert around.bytes > 3 * CACHE and "relaid" in operations(around)
 
@@ -189,7 +188,7 @@ ENTRY %main (a: f32[8,1024]) -> f32[8,1024] {
 
 def test_what_sparse_cores_do_runs_beside():
     tpu = TPUS["tpu7x"]
-    counts = TpuCounter(parse_module(BESIDE), tpu, devices=8).of_call()
+    counts = ProgramCounter(parse_module(BESIDE), tpu=tpu, devices=8).of_call()
     size = 8 * 1024 * 4
     assert counts.collectives == {"all-reduce": 1, "all-reduce bytes": size}
     seconds = size * 7 / 8 * 2 / tpu.link_gbs / 1e9

@@ -80,8 +80,8 @@ def test_lengths_have_their_means_and_fit():
 
 
 def test_a_simulation_repeats_and_its_attainment_counts_both_limits():
-    workload = draw_workload("lognormal:200,20,0.5,0.5", 100, 4096, 1.0, 3.0, 0.5, seed=2)
-    first, second = (simulate(TWO_SIDES, workload.unit_arrivals, workload.lengths) for _ in range(2))
+    workload = draw_workload("lognormal:200,20,0.5,0.5", 100, 4096, 1.0, seed=2)
+    first, second = (simulate(TWO_SIDES, *workload) for _ in range(2))
     assert first == second
     assert attainment([(1, 1), (3, 1), (1, 3), (3, 3)], 2, 2).both == 0.25
 
@@ -118,7 +118,7 @@ LIMITS = ["--ttft=2", "--tpot=1"]
         (["--ttft=2"], "--tpot=SECONDS is needed"),
         ([*LIMITS, "--rates=1,x"], "--rates=1,x: give numbers above 0"),
         ([*LIMITS, "--prefill_engines=1"], "need each other"),
-        ([*LIMITS, "--burstiness=0"], "--burstiness must be more than 0"),
+        ([*LIMITS, "--burstiness=0"], "--burstiness=0.0: give numbers above 0"),
         ([*LIMITS, "--chunk=100"], "--chunk must be a multiple of 64"),
         (
             [*LIMITS, "--lengths=nowhere"],

@@ -22,25 +22,15 @@ _URLS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 
 
 class Line(NamedTuple):
-    """One line that is not blank.
+    """One line that is not blank."""
 
-    Attributes:
-        number: in the whole file, from 1.
-        digest: the first 16 bytes of its sha256.
-        identity: its custom_id, or its number.
-        api: it has the form of the OpenAI batch API.
-        kind: of its body, as in `parse_request_body`.
-        body: the request.
-        error: why it cannot be served; "": no error was found yet.
-    """
-
-    number: int
-    digest: bytes
-    identity: int | str
-    api: bool = False
-    kind: str = "plain"
+    number: int  # in the whole file, from 1
+    digest: bytes  # the first 16 bytes of its sha256
+    identity: int | str  # its custom_id, or its number
+    api: bool = False  # it has the form of the OpenAI batch API
+    kind: str = "plain"  # of its body, as in `parse_request_body`
     body: dict[str, Any] = {}  # noqa: RUF012  never written to
-    error: str = ""
+    error: str = ""  # why it cannot be served; "": no error was found yet
 
 
 def sha256_int(data: bytes, size: int = 8) -> int:
@@ -60,10 +50,8 @@ def json_default(value: Any) -> Any:
 
 @contextmanager
 def open_input(path: str | Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading. `-` is standard input; a name that ends in .gz is decompressed.
-
-    Raises:
-        InputError: the file does not exist, or cannot be read to its end.
+    """Opens a file for reading. `-` is standard input; a name that ends in .gz is decompressed. Raises
+    InputError where it does not exist, or cannot be read to its end.
     """
     try:
         if str(path) == "-":
@@ -78,11 +66,7 @@ def open_input(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def read_lines(path: str | Path) -> Iterator[Line]:
-    """Yields every line that is not blank. A custom_id that an earlier line has is an error of the line.
-
-    Raises:
-        InputError: as `open_input`; the file is compressed, but its name does not end in .gz.
-    """
+    """Yields every line that is not blank. A custom_id that an earlier line has is an error of the line."""
     known = _DigestSet()
     number = 0
     with open_input(path) as file:

@@ -37,9 +37,7 @@ def line_key(seed: int, identity: int | str) -> jax.Array:
 
 
 def default_model_names(model: Model) -> tuple[str, ...]:
-    """Names by which a line may ask for a model: where it was loaded from, the last part of that, or its
-    model_type.
-    """
+    """What `model_names` of `generate_file` are without any."""
     return tuple(dict.fromkeys(filter(None, (Path(model.name).name, model.name, model.config.model_type))))
 
 
@@ -58,11 +56,7 @@ class LineDefaults:
     def make(  # noqa: PLR0913  what a file has
         model: Model, options: Any, seed: int, raw: bool, system: Any, score: bool, escape: bool
     ) -> "LineDefaults":
-        """Checks a caller's values. raw becomes True if the model has no chat template.
-
-        Raises:
-            InputError: the values cannot hold for every line.
-        """
+        """Checks a caller's values. raw becomes True if the model has no chat template."""
         options = options_or_default(options)
         tokenizer = model.tokenizer
         options = dataclasses.replace(options, stop_strings=checked_stop_strings(options))
@@ -78,13 +72,7 @@ class LineDefaults:
 
 
 class LineRequest:
-    """A line and its engine requests.
-
-    Attributes:
-        requests: the engine requests.
-        error: why there is no answer; "": no error so far.
-        reasons: finish reasons of the answers; filled by `output_line`.
-    """
+    """A line and its engine requests."""
 
     def __init__(self, line: Line, engine: AnyEngine, defaults: LineDefaults, names: Sequence[str]):
         """Submits the line. names: names of the model that the line may give."""
@@ -93,8 +81,8 @@ class LineRequest:
         self._defaults = defaults
         self._names = names
         self.requests = list[Request]()
-        self.error = line.error
-        self.reasons = list[str]()
+        self.error = line.error  # why there is no answer; "": no error so far
+        self.reasons = list[str]()  # finish reasons of the answers; filled by `output_line`
         self._has_tokens = list[bool]()  # for each text to score, whether it has tokens
         self._code = "invalid_request"  # the error code, for a line of the OpenAI batch API
         try:
@@ -137,7 +125,6 @@ class LineRequest:
         return f"{prefix}-{sha256_int(repr(self.line.identity).encode()):016x}"
 
     def cancel(self) -> None:
-        """Cancels the engine requests."""
         for request in self.requests:
             request.cancel()
 

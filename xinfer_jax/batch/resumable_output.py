@@ -21,12 +21,10 @@ _RECORD = np.dtype([("number", "<u8"), ("digest", f"V{DIGEST_BYTES}"), ("end", "
 
 
 def progress_file(output: str | Path) -> Path:
-    """The progress file of an output."""
     return Path(f"{output}.progress")
 
 
 def shard_file(output: str | Path, i: int, n: int) -> Path:
-    """The output of shard i of n."""
     return Path(f"{output}.{i}-of-{n}")
 
 
@@ -39,14 +37,9 @@ class ResumableOutput:
     """
 
     def __init__(self, output: str | Path, settings: dict[str, Any]):
-        """Opens and locks both files.
-
-        Args:
-            output: the file.
-            settings: all that answers depend on, as JSON values; an earlier run must have had the same.
-
-        Raises:
-            InputError: another process writes to the files, or another run made them.
+        """Opens and locks both files. settings: all that answers depend on, as JSON values; an earlier run
+        must have had the same. Raises InputError where another process writes to the files, or another run
+        made them.
         """
         self._path = Path(output)
         self._progress = progress_file(output)
@@ -76,21 +69,15 @@ class ResumableOutput:
             self._open_files = stack.pop_all()
 
     def add(self, number: int, digest: bytes, line: bytes, failed: bool = False) -> None:
-        """Appends a line. failed: it is an error.
-
-        Raises:
-            InputError: the line cannot be written; the file stays as it was.
+        """Appends a line; failed: it is an error. Raises InputError where it cannot be written; the file then
+        stays as it was.
         """
         _write(self._file, line, self._path)
         self._end += len(line)
         self._pending.append((number, digest, self._end, failed))
 
     def sync(self) -> None:
-        """Syncs the added lines to disk, then their records.
-
-        Raises:
-            InputError: as `add`.
-        """
+        """Syncs the added lines to disk, then their records. Raises InputError as `add`."""
         pending = self._pending
         self._pending = []  # lines that cannot be synced are answered again by the next run
         if pending:
@@ -104,12 +91,8 @@ class ResumableOutput:
 
 
 def merge_shards(input: str | Path, output: str | Path, n: int) -> tuple[int, int]:
-    """Joins the outputs of n complete shards in the order of the input.
-
-    The output gets its name once all of it is on disk. No shard may be written meanwhile.
-
-    Returns:
-        The number of lines, and how many of them are errors.
+    """Joins the outputs of n complete shards in the order of the input. The output gets its name once all of
+    it is on disk. Returns the number of lines, and how many of them are errors.
 
     Raises:
         InputError: a line is not finished, has changed or is gone from the input; the shards are of different
@@ -174,10 +157,8 @@ def matches_record(record: Any, number: int, digest: bytes) -> bool:
 
 
 def _open_shard(path: Path, files: list[Any], stack: ExitStack) -> tuple[dict[str, Any], np.ndarray]:
-    """Opens and locks a shard's output, and appends the file to `files`.
-
-    Returns:
-        The settings that all shards must share, and the shard's records.
+    """Opens and locks a shard's output, and appends the file to `files`. Returns the settings that all shards
+    must share, and the shard's records.
     """
     file = stack.enter_context(open_input(path))
     try:

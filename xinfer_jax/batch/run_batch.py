@@ -55,16 +55,9 @@ def check_report(report: str | Path, input: str | Path, output: str | Path) -> N
     output_names = re.compile(rf"{name}(\.\d+-of-\d+)?(\.progress)?")
     files = [Path(input), *(file for file in folder.iterdir() if output_names.fullmatch(file.name))]
     real = path.resolve()
-    if (
-        real.parent == folder.resolve()
-        and output_names.fullmatch(real.name)
-        or any(real == file.resolve() or _is_same_file(path, file) for file in files)
-    ):
+    is_new = real.parent == folder.resolve() and output_names.fullmatch(real.name)
+    if is_new or path.exists() and any(file.exists() and path.samefile(file) for file in files):
         raise InputError(f"--report={report} is the input or the output, or a file beside it: give another")
-
-
-def _is_same_file(path: Path, other: Path) -> bool:
-    return path.exists() and other.exists() and path.samefile(other)
 
 
 def generate_file(  # noqa: PLR0913  a public function
@@ -176,9 +169,7 @@ class _BatchRun:
         self._in_order = in_order
         self._counts = Counter[str]()
         self._reasons = Counter[str]()
-        self._start = time.monotonic()
-        self._last_sync = self._start
-        self._last_log = self._start
+        self._start = self._last_sync = self._last_log = time.monotonic()
         self._stopped = False
         self._finished_before = len(output.finished)
         self._progress = progress
@@ -207,20 +198,15 @@ class _BatchRun:
                         line = queue.get(timeout=0 if pending else 0.1)
                     except Empty:
                         break
-                    more = self._submit(line, pending)
+                    if isinstance(line, BaseException):
+                        raise line
+                    if more := line is not None:
+                        pending[line.number] = LineRequest(line, self._engine, self._defaults, self._names)
                 self._engine.step()
                 self._write_ended(pending)
                 self._sync_and_log()
         finally:
             over.set()
-
-    def _submit(self, line: Any, pending: dict[int, LineRequest]) -> bool:
-        """Submits an item of the queue, and returns whether more may come."""
-        if isinstance(line, BaseException):
-            raise line
-        if line is not None:
-            pending[line.number] = LineRequest(line, self._engine, self._defaults, self._names)
-        return line is not None
 
     def _drop_waiting(self, pending: dict[int, LineRequest]) -> None:
         """Cancels lines that have not started; with `in_order` also every line after the first of them."""
@@ -233,16 +219,14 @@ class _BatchRun:
     def _write_ended(self, pending: dict[int, LineRequest]) -> None:
         for number, request in list(pending.items()):
             if request.ended:
-                self._write(pending.pop(number))
+                del pending[number]
+                answer = request.output_line()  # sets request.error where the answer is an error
+                self._output.add(number, request.line.digest, answer, bool(request.error))
+                self._counts["errors" if request.error else "answered"] += 1
+                self._reasons.update(request.reasons)
+                self.bar.update()
             elif self._in_order:
                 break
-
-    def _write(self, request: LineRequest) -> None:
-        answer = request.output_line()  # sets request.error where the answer is an error
-        self._output.add(request.line.number, request.line.digest, answer, bool(request.error))
-        self._counts["errors" if request.error else "answered"] += 1
-        self._reasons.update(request.reasons)
-        self.bar.update()
 
     def _sync_and_log(self) -> None:
         now = time.monotonic()
@@ -290,24 +274,24 @@ class _BatchRun:
 
 def _put_lines(lines: Iterator[Line], queue: Queue[Any], over: threading.Event) -> None:
     """Puts lines into a queue, then None, or the exception that ended them."""
-    last: BaseException | None = None
 
-    def put(item: Any) -> None:
-        while not over.is_set():
-            with suppress(Full):
-                return queue.put(item, timeout=0.5)
+    def items() -> Iterator[Line | BaseException | None]:
+        try:
+            yield from lines
+            yield None
+        except Exception as error:
+            yield error
 
-    try:
-        for line in lines:
-            put(line)
+    for item in items():
+        is_put = False
+        while not is_put:
             if over.is_set():
                 return
-    except BaseException as error:
-        last = error
-    put(last)
+            with suppress(Full):
+                queue.put(item, timeout=0.5)
+                is_put = True
 
 
 def _count_lines(path: str | Path) -> int:
-    """The number of lines of a file."""
     with open_input(path) as file:
         return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))

@@ -4,13 +4,13 @@ request gets the same bits whatever other requests run.
 In the order to read: plain Python are `clients` (whose row goes first), `pages` (the page pool), `row` (one
 answer, for the scheduler), `host_tier` (pages beyond the device), `prefix_cache`, `scheduler` (what prefills,
 what decodes, in which pages) and `pacing` (how much of both is in a step). On the device: `shape` (sizes),
-`device_programs`, `states` (of linear attention), `host_pages`, `device`, `layerwise_device` (on a CPU),
-`warm_up` (when which programs are compiled); `messages` and `controller` let other processes repeat the calls
-of process 0, and `page_transfer` sends arrays to them. An engine: `requests`, `statistics`, `page_files`,
-`page_tiers` (moves pages between device, host memory and files), `core` (one step), `request_queue`,
-`submission` (checks), `engine_loop` (the thread that takes the steps), `engine`. Several engines: `routing`;
-`endpoint` and `role_cores` (an engine that only prefills, or only decodes), `dispatcher` (which of them gets
-what; `serve` has them in other processes too), `role_engines` (creates them) and `engines`.
+`device_programs`, `host_pages`, `device`, `layerwise_device` (on a CPU), `warm_up` (when which programs are
+compiled); `messages` and `controller` let other processes repeat the calls of process 0, and `page_transfer`
+sends arrays to them. An engine: `requests`, `statistics`, `page_files`,
+`page_tiers` (moves pages between device, host memory and files), `core` (one step), `submission` (checks),
+`engine_loop` (the queue, and the thread that takes the steps), `engine`. Several engines: `routing` (creates
+them); `endpoint` (an engine that only prefills, or only decodes), `dispatcher` (which of them gets what;
+`serve` has them in other processes too) and `engines`.
 
 - A page is shared only if it has the bits that the row would compute itself (`prefix_cache`).
 - Pages are allocated when they are needed. If none is left, the youngest row is preempted: it is swapped out
@@ -20,5 +20,5 @@ what; `serve` has them in other processes too), `role_engines` (creates them) an
 - All settings of a row are arrays of fixed sizes, so no request compiles anything after the warm-up. An
   engine answers short greedy requests before the other programs are compiled (`warm_up`).
 - The scheduler numbers pages and holds no array. So process 0 decides for several processes, and an engine
-  that only decodes treats a row that another prefilled as a preempted one (`controller`, `role_cores`).
+  that only decodes treats a row that another prefilled as a preempted one (`controller`, `endpoint`).
 """

@@ -21,32 +21,18 @@ _MAX_IDLE_CLIENTS = 1024  # whose counters are kept
 
 @dataclasses.dataclass
 class Client:
-    """One client.
-
-    Attributes:
-        waiting: its rows without a slot, by rank.
-        slots: the number of its other rows.
-        tokens: that the model computed for it, padding included.
-        overtaken: rows of other clients that got a slot while it waited and had none.
-    """
-
-    waiting: list[Any] = dataclasses.field(default_factory=list)
-    slots: int = 0
-    tokens: int = 0
-    overtaken: int = 0
+    waiting: list[Any] = dataclasses.field(default_factory=list)  # its rows without a slot, by rank
+    slots: int = 0  # the number of its other rows
+    tokens: int = 0  # that the model computed for it, padding included
+    overtaken: int = 0  # rows of other clients that got a slot while it waited and had none
 
     @property
     def is_active(self) -> bool:
-        """Whether it has any rows."""
         return bool(self.waiting or self.slots)
 
 
 class Clients:
-    """All clients of an engine, and the rows that wait.
-
-    Args:
-        slots: of the engine.
-    """
+    """All clients of an engine with so many slots, and the rows that wait."""
 
     def __init__(self, slots: int):
         self._slots = slots
@@ -68,7 +54,6 @@ class Clients:
         return [client for client in self._clients.values() if client.is_active]
 
     def client_of(self, row: Any) -> Client:
-        """The client of a row."""
         return self._clients[row.client]
 
     def add(self, row: Any, preempted: bool = False) -> None:
@@ -97,12 +82,10 @@ class Clients:
         self.client_of(row).waiting.sort(key=attrgetter("rank"))
 
     def free_slot(self, row: Any) -> None:
-        """A row gives up its slot."""
         self.client_of(row).slots -= 1
         self._forget_if_idle(row.client)
 
     def remove(self, row: Any) -> None:
-        """A waiting row ends."""
         self._unqueue(row)
         self._forget_if_idle(row.client)
 
@@ -116,7 +99,6 @@ class Clients:
         return next(iter(self.by_urgency(self.first_rows())), None)
 
     def first_rows(self) -> list[Any]:
-        """The first waiting row of each client."""
         return [client.waiting[0] for client in self._clients.values() if client.waiting]
 
     def by_urgency(self, rows: Iterable[Any]) -> list[Any]:

@@ -41,7 +41,7 @@ class ControlChannel:
     """
 
     def __init__(self, client: Any, name: str, process: int, processes: int, secret: bytes) -> None:
-        """client: of JAX's coordination service; name: of this channel; process: index of this process."""
+        """client: of JAX's coordination service; process: index of this process."""
         self._client = client
         self._name = name
         self._number = 0  # of the next message
@@ -51,15 +51,11 @@ class ControlChannel:
 
     def send(self, value: Any) -> None:
         """Sends a value that `encode_message` takes from process 0 to the others."""
-        self._set(self._key, self._signer.sign(self._key, encode_message(value)))
+        self._client.key_value_set_bytes(self._key, self._signer.sign(self._key, encode_message(value)))
         self._next()
 
     def receive(self, config: Any = None) -> Any:
-        """The next value from process 0. config: of the model, for messages with a `ValidatedCall`.
-
-        Raises:
-            InputError: process 0 did not sign the message.
-        """
+        """The next value from process 0, which has signed it. config: as of `decode_message`."""
         message = self._signer.verify(self._key, self._get(self._key))
         self._next()
         return decode_message(message, config)
@@ -78,7 +74,7 @@ class ControlChannel:
         if self._process:
             own = secrets.token_hex()
             key = f"{run_key}/{self._process}"
-            self._set(key, self._signer_of(self._process).sign(key, own.encode()))
+            self._client.key_value_set_bytes(key, self._signer_of(self._process).sign(key, own.encode()))
             run = self._signer_of(0).verify(run_key, self._get(run_key)).decode()
             if run.split()[self._process - 1 : self._process] != [own]:
                 raise InputError("process 0 began another run than this process: start all of them again")
@@ -87,15 +83,12 @@ class ControlChannel:
             key = f"{run_key}/{i}"
             numbers.append(self._signer_of(i).verify(key, self._get(key)).decode())
         run = " ".join(numbers)
-        self._set(run_key, self._signer_of(0).sign(run_key, run.encode()))
+        self._client.key_value_set_bytes(run_key, self._signer_of(0).sign(run_key, run.encode()))
         return run
 
     def _signer_of(self, process: int) -> Signer:
         """The signer of a process's messages before the run has a name."""
         return Signer(self._secret, "", f"process {process}")
-
-    def _set(self, key: str, message: bytes) -> None:
-        self._client.key_value_set_bytes(key, message)
 
     def _get(self, key: str) -> bytes:
         while True:
@@ -107,7 +100,6 @@ class ControlChannel:
 
     @property
     def _key(self) -> str:
-        """The store's key for the next message."""
         return f"{self._name}/{self._number // _BLOCK}/{self._number}"
 
     def _next(self) -> None:
@@ -121,10 +113,8 @@ class ControlChannel:
 
 
 def open_control_channel() -> ControlChannel:
-    """A channel between the processes that `jax.distributed.initialize` connected.
-
-    Raises:
-        InputError: the processes share no secret, or have different ones.
+    """A channel between the processes that `jax.distributed.initialize` connected. Raises InputError where
+    they share no secret, or have different ones.
     """
     state: Any = distributed.global_state
     secret = load_secret(None, state.coordinator_address.rpartition(":")[0])
@@ -133,11 +123,7 @@ def open_control_channel() -> ControlChannel:
 
 
 def control_channel_for(params: Any) -> ControlChannel | None:
-    """A channel if parameters lie on devices of several processes, else None.
-
-    Raises:
-        InputError: as `open_control_channel`.
-    """
+    """A channel if parameters lie on devices of several processes, else None."""
     leaves = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
     return None if all(leaf.is_fully_addressable for leaf in leaves) else open_control_channel()
 
@@ -187,10 +173,8 @@ class Leader:
 
 
 def follow(device: Device, channel: ControlChannel) -> None:
-    """Repeats the device calls of process 0 until its engine is closed.
-
-    Raises:
-        InputError: process 0 did not sign a message, or calls an unknown method.
+    """Repeats the device calls of process 0 until its engine is closed. Raises InputError for a message that
+    process 0 did not sign, or with an unknown method.
     """
     results: dict[int, Any] = {}
     for number in itertools.count():

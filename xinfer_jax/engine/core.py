@@ -34,14 +34,8 @@ _MASK_SECONDS = 0.005  # that rows wait for the mask of another one
 class EngineCore:
     """Executes what the scheduler decides. One thread at a time may call it.
 
-    Attributes:
-        device: of this process, or the `Leader` of all processes.
-        scheduler: decides.
-        tiers: the prefix cache beyond the device.
-        shape: of the engine.
-
     Args:
-        counters: that it adds to.
+        device: of this process, or the `Leader` of all processes.
         notify: is called with requests that have new tokens, or have ended.
         is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
         files: for pages; None: none.
@@ -83,15 +77,12 @@ class EngineCore:
 
     @property
     def num_held(self) -> int:
-        """Answers that wait for programs."""
         return len(self._held)
 
     def abort(self, requests: Sequence[Request], reason: str) -> None:
         """Ends requests in any state. reason: their finish_reason."""
         for request in requests:
-            for answer in request.answers:
-                if answer.row in self._answers:
-                    self._end(answer, reason)
+            self._end_all(request, reason)
         self._notify(requests)
 
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
@@ -123,7 +114,7 @@ class EngineCore:
     @property
     def _is_live(self) -> bool:
         """Whether a caller may stream a running row, and other requests may come meanwhile."""
-        return any(self._answers[row].request.live for _, row in self.scheduler.running)
+        return any(self._answers[row].request.live for row in self.scheduler.running)
 
     def _stages(self, answer: Answer) -> frozenset[str]:
         """The stages of `Device.stages` that an answer needs beside the first."""
@@ -183,7 +174,7 @@ class EngineCore:
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
             request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
         self._counters.prefill_tokens += chunk.count
-        if (snapshot := self.scheduler.record_prefill(chunk)) is not None:
+        if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
         if chunk.is_last:
             self._sample_first(answer, outputs)
@@ -192,14 +183,16 @@ class EngineCore:
         """The first token of a prefilled row, which decodes from now on."""
         request = answer.request
         call = request.call
-        masks = self._masks([(0, answer)], 1)
+        slot: Any = answer.row.slot
+        masks_BQW = self._masks([answer])
         if answer.row not in self._answers:  # it failed
             return
+        masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
-        row = self.device.new_row(call, answer.key_1, masks, tables)
+        row = self.device.new_row(call, answer.key_1, masks_1QW, tables)
         flags = call.greedy, call.options.logprobs > 0
-        out = jax.device_get(self.device.sample_first(answer.row.slot, outputs, row, *flags))
+        out = jax.device_get(self.device.sample_first(slot, outputs, row, *flags))
         now = time.monotonic()
         request.times.setdefault("first", now)
         if answer is request.answers[0]:
@@ -214,18 +207,19 @@ class EngineCore:
         scheduler = self.scheduler
         tokens_per_step = 1 + self.shape.num_draft_tokens
         late = self._late_rows()
-        in_time = [(slot, self._answers[row]) for slot, row in scheduler.running if row not in late]
-        masks = self._masks(in_time, self.shape.rows)
-        running = [answer for _, answer in in_time if answer.row in self._answers]
+        in_time = [self._answers[row] for row in scheduler.running if row not in late]
+        masks = self._masks(in_time)
+        running = [answer for answer in in_time if answer.row in self._answers]
         if not running:  # all are late, or have failed
             return
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
         steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None and not late else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
-        answers = {slot: self._answers[row] for slot, row in scheduler.running if row not in late}
+        rows: dict[Any, Row] = {row.slot: row for row in scheduler.running if row not in late}
+        answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
-        pages = {slot: answer.row.pages for slot, answer in answers.items()}
+        pages = {slot: row.pages for slot, row in rows.items()}
         calls = [answer.request.call for answer in answers.values()]
         flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
         out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
@@ -242,46 +236,41 @@ class EngineCore:
         """The running rows whose masks are not computed yet. The others wait a moment for those whose last
         mask came soon.
         """
-        running = [(slot, self._answers[row]) for slot, row in self.scheduler.running]
-        constrained = [(slot, answer) for slot, answer in running if isinstance(answer.matcher, Matcher)]
+        running = self.scheduler.running
+        constrained = _with_masks(self._answers[row] for row in running)
         if not constrained:
             return set()
         draft_BT = self.device.draft_tokens() if self.shape.num_draft_tokens else None
-        for slot, answer in constrained:
-            answer.matcher.start(() if draft_BT is None else draft_BT[slot].tolist())
+        for answer in constrained:
+            answer.matcher.start(() if draft_BT is None else draft_BT[answer.row.slot].tolist())
         end = time.monotonic() + max(_MASK_SECONDS, self._pacing.step_seconds / 2)
 
         def is_late(matcher: Matcher) -> bool:
             left = end - time.monotonic() if matcher.seconds < _MASK_SECONDS else 0.0
             return not matcher.wait(max(0.0, left))
 
-        late = [answer for _, answer in constrained if is_late(answer.matcher)]
+        late = [answer for answer in constrained if is_late(answer.matcher)]
         if len(late) == len(running):
             late[0].matcher.wait(_POLL_SECONDS)
         return {answer.row for answer in late}
 
-    def _masks(self, answers: Sequence[tuple[int, Answer]], rows: int) -> np.ndarray | None:
-        """uint32 [rows, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
+    def _masks(self, answers: Sequence[Answer]) -> np.ndarray | None:
+        """uint32 [slots, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
         whose grammar fails ends.
-
-        Args:
-            answers: with their rows in the masks.
-            rows: of the masks.
         """
-        constrained = [
-            (at, answer, answer.matcher) for at, answer in answers if isinstance(answer.matcher, Matcher)
-        ]
+        constrained = _with_masks(answers)
         if not constrained:
             return None
-        vocab_size = constrained[0][1].request.call.config.vocab_size
-        masks = np.full((rows, 1 + self.shape.num_draft_tokens, -(-vocab_size // 32)), ALL_BITS)
-        for at, answer, matcher in constrained:
+        words = -(-constrained[0].request.call.config.vocab_size // 32)
+        masks_BQW = np.full((self.shape.rows, 1 + self.shape.num_draft_tokens, words), ALL_BITS)
+        for answer in constrained:
+            if answer.row.slot is None:  # it failed with another answer of its request
+                continue
             try:
-                matcher.fill(masks[at])
+                answer.matcher.fill(masks_BQW[answer.row.slot])
             except InputError as error:
                 self._fail(answer.request, error)
-                self._notify([answer.request])
-        return masks
+        return masks_BQW
 
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
         """Appends a row's tokens to its answer. Returns whether the answer has ended."""
@@ -310,9 +299,13 @@ class EngineCore:
     def _fail(self, request: Request, error: BaseException) -> None:
         """Ends a request; other requests continue."""
         request.error = error
+        self._end_all(request, "error", valid=False)
+        self._notify([request])
+
+    def _end_all(self, request: Request, reason: str, valid: bool = True) -> None:
         for answer in request.answers:
             if answer.row in self._answers:
-                self._end(answer, "error", valid=False)
+                self._end(answer, reason, valid)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         answer.finish_reason = answer.finish_reason or reason
@@ -321,6 +314,11 @@ class EngineCore:
         if self._held.pop(answer, None) is None:  # the scheduler has it
             self.scheduler.end(answer.row, answer.sampled, valid)
         del self._answers[answer.row]
+
+
+def _with_masks(answers: Iterable[Answer]) -> list[Answer]:
+    """The answers whose grammar needs the host for the mask of each token."""
+    return [answer for answer in answers if isinstance(answer.matcher, Matcher)]
 
 
 def _has_masks(answer: Answer) -> bool:

@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
+from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import Run
+from ..generation.executor import PaddedTokens, Run
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions
 from ..generation.state import DecodeState
@@ -31,27 +32,12 @@ from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_EACH, key_from_seed
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
-from .device_programs import (
-    ADD_OUTPUT,
-    DECODE_STEPS,
-    GET_PAGES,
-    GET_ROW,
-    MAX_LOGPROBS,
-    PROMPT_LOGPROBS,
-    PROMPT_LOOKUP,
-    SET_PAGES,
-    SET_ROW,
-    TAKE_OUTPUT,
-    SampledTokens,
-    cache_pools,
-    cache_states,
-    paged_cache,
-)
+from . import device_programs as programs
+from .device_programs import MAX_LOGPROBS, SampledTokens, cache_pools, cache_states, paged_cache
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
 from .shape import EngineShape
-from .states import States
 
 MAX_EOS_IDS = 8
 MAX_STOP_IDS = 16  # further ids that end a row
@@ -63,7 +49,7 @@ class Device:
     Attributes:
         params, config: the model.
         pools: (k, v) of each layer with keys.
-        states: the recurrent states of all slots.
+        states: the recurrent states of all slots, the cache of each linear-attention layer.
         rows: the state of all slots, with all settings and without output.
         host: pages in host memory; None: none, or this is a dry run.
     """
@@ -82,7 +68,8 @@ class Device:
         norm = params["final_norm"]
         self._device = norm.device if mesh is None and getattr(norm, "committed", False) else None
         self.pools: Any = self._create(lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh))
-        self.states = States(config, shape, run, self._create, mesh)
+        self.states = self._create(lambda: self._empty_states(shape.rows, mesh))
+        self._snapshots = self._create(lambda: self._empty_states(shape.snapshots, mesh))
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
@@ -92,11 +79,8 @@ class Device:
     def new_row(
         self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None
     ) -> DecodeState:
-        """A row before its first token.
-
-        Args:
-            masks_1QW: uint32, the tokens that its grammar allows; None: all.
-            tables: the arrays of its grammar's `Dfa`; None: it has none.
+        """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
+        arrays of its grammar's `Dfa`.
         """
         row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
         return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
@@ -105,7 +89,7 @@ class Device:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
         context = self.rows.context
         args = context.history_BS, context.position_B, self._shape.num_draft_tokens
-        return np.asarray(self._run(PROMPT_LOOKUP, *args))
+        return np.asarray(self._run(programs.PROMPT_LOOKUP, *args))
 
     def prefill(  # noqa: PLR0913
         self,
@@ -142,25 +126,23 @@ class Device:
         are `targets`; no processor is applied.
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
-        args = *self._padded(ids, PAGE_SIZE), self._cache(slot, pages, start, longest), target_T
-        alternatives, cache = self._run(PROMPT_LOGPROBS, *self._model, *args, self._shape.impl)
+        cache = self._cache(slot, pages, start, longest)
+        alternatives, cache = self._prompt_logprobs(self._padded(ids, PAGE_SIZE), cache, target_T)
         self._store(slot, cache)
         return alternatives
+
+    def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
+        return self._run(programs.PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
 
     def sample_first(
         self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
     ) -> SampledTokens:
-        """Puts a new row into a slot, and samples its first token; the result has this row only.
-
-        Args:
-            outputs: of the row's last `prefill`.
-            row: from `new_row`.
-            greedy: the row uses no sampling setting.
-            with_alternatives: it asks for alternatives.
+        """Puts a row of `new_row` into a slot, and samples its first token; the result has this row only.
+        outputs: of its last `prefill`; greedy: it uses no sampling setting.
         """
         logits = self._executor.logits(self._model, outputs)
-        state, _ = self._executor.sample(logits, self._run(ADD_OUTPUT, row, 1))
-        row, out = self._run(TAKE_OUTPUT, state)
+        state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
+        row, out = self._run(programs.TAKE_OUTPUT, state)
         self._put_row(slot, row)
         return out
 
@@ -177,11 +159,13 @@ class Device:
         shape = self._shape
         table_BP = self._block_table(pages, shape.rows)
         running_B = np.isin(np.arange(shape.rows), [*pages])
-        pools = self.pools, self.states.layers
+        pools = self.pools, self.states
         args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
         static = shape.capacity, shape.num_draft_tokens, shape.impl
         out: Any
-        self.rows, self.pools, self.states.layers, out = self._run(DECODE_STEPS, *self._model, *args, *static)
+        self.rows, self.pools, self.states, out = self._run(
+            programs.DECODE_STEPS, *self._model, *args, *static
+        )
         return out
 
     def _set_masks(self, masks_BQW: Any) -> None:
@@ -193,81 +177,88 @@ class Device:
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in arrays of their own on the device."""
-        return [self._run(GET_PAGES, self.pools, part) for part in _parts(pages)]
+        return [self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages)]
 
     def copy_pages_out(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in host memory."""
-        parts = (self._run(GET_PAGES, self.pools, part) for part in _parts(pages))
+        parts = (self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages))
         return [jax.tree.map(_on_host, part) for part in parts]
 
     def copy_pages_in(self, pages: list[int], contents: list[Any]) -> None:
         """Writes contents from `copy_pages` or `copy_pages_out` into these pages."""
         for part, arrays in zip(_parts(pages), contents, strict=True):
             arrays = jax.tree.map(_on_device, arrays)
-            self.pools = self._run(SET_PAGES, self.pools, part, arrays)
+            self.pools = self._run(programs.SET_PAGES, self.pools, part, arrays)
 
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
-            self.host.save(places, self._run(GET_PAGES, self.pools, part))
+            self.host.save(places, self._run(programs.GET_PAGES, self.pools, part))
 
     def load_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies what `save_pages` saved in these places, or a file had, into these pages."""
         assert self.host is not None
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
-            self.pools = self._run(SET_PAGES, self.pools, part, self.host.load(places, self.pools))
+            self.pools = self._run(programs.SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
     def save_state(self, slot: int, snapshot: int) -> None:
-        """Copies the recurrent states of a slot into a snapshot."""
-        self.states.save(slot, snapshot)
+        """Copies the recurrent states of a slot into a snapshot, of which the first is 1."""
+        states = self._states_of(slot)
+        self._snapshots = self._run(programs.SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
 
     def load_state(self, slot: int, snapshot: int) -> None:
-        """Copies a snapshot into the recurrent states of a slot."""
-        self.states.load(slot, snapshot)
+        self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
 
     def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
         """The row of a slot, and its recurrent states; on_host: these in host memory."""
-        states = self.states.get(slot)
-        row = self._run(GET_ROW, self.rows, np.int32(slot))
+        states = self._states_of(slot)
+        row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
     def set_row(self, slot: int, contents: tuple[DecodeState, Any]) -> None:
         """Puts what `get_row` returned into a slot."""
         row, states = contents
         self._put_row(slot, row)
-        self.states.set(slot, jax.tree.map(_on_device, states))
+        self._set_states(slot, jax.tree.map(_on_device, states))
 
     def _put_row(self, slot: int, row: DecodeState) -> None:
-        self.rows = self._run(SET_ROW, self.rows, np.int32(slot), row)
+        self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
         first one runs what a short greedy request needs. No program of the other role is among them.
         """
-        of_prompts = {"chunk": self._run_full_chunk, "prompt_logprobs": self._run_prompt_logprobs}
         stages = {"greedy": self._run_short_request, "rare": self._run_rare_calls}
-        return stages if self._shape.role == "decode" else stages | of_prompts
+        if self._shape.role == "decode":
+            return stages
+        chunk = [0] * self._shape.chunk
+        return stages | {
+            "chunk": lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True),
+            "prompt_logprobs": lambda: self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0]),
+        }
 
-    def _run_short_request(self, greedy: bool = True) -> None:
-        call, key = self._empty_call
+    def _run_short_request(self, greedy: bool = True, with_alternatives: bool = False) -> None:
         role = self._shape.role
+        if role != "prefill":  # first: it compiles longest
+            self._run_decode(greedy, with_alternatives)
         if role != "decode":
-            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
-            self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
-        if role != "prefill":
-            self.decode({0: self._all_pages}, 1, False, greedy, False)
+            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._run_first(outputs, self.new_row(*self._empty_call), greedy, with_alternatives)
         if role is not None:
             self._run_moves()
+
+    def _run_decode(self, greedy: bool, with_alternatives: bool) -> None:
+        self.decode({0: self._all_pages}, 1, False, greedy, with_alternatives)
+
+    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool) -> None:
+        self.sample_first(0, outputs, row, greedy, with_alternatives)
 
     def _run_moves(self) -> None:
         """What a row needs that moves between engines."""
         self.copy_pages_in([0], self.copy_pages([0]))
         self.set_row(0, self.get_row(0))
-
-    def _run_full_chunk(self) -> None:
-        self.prefill(0, self._all_pages, [0] * self._shape.chunk, 0, 1, True)
 
     def _run_rare_calls(self) -> None:
         """What preempted rows need, and the keys of several answers."""
@@ -276,12 +267,11 @@ class Device:
             self._run(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
-        self.states.run_all()
+        if self._shape.snapshots:
+            self.save_state(0, 1)
+            self.load_state(0, 1)
         if self._shape.num_draft_tokens:
             self.draft_tokens()
-
-    def _run_prompt_logprobs(self) -> None:
-        self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0])
 
     @property
     def _all_pages(self) -> list[int]:
@@ -328,13 +318,13 @@ class Device:
         """The arrays on the device to which a caller committed the parameters."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
-    def _padded(self, ids: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray]:
+    def _padded(self, ids: Sequence[int], width: int) -> PaddedTokens:
         """int32 [1, width], and how many of them are real [1]."""
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
         """The cache of the row in a slot that holds so many tokens."""
-        layers = self.pools, self.states.get(slot), self._block_table({0: pages}, 1)
+        layers = self.pools, self._states_of(slot), self._block_table({0: pages}, 1)
         counts = (np.array([count], np.int32) for count in (length, longest))
         return paged_cache(self.config, *layers, self._shape.capacity, *counts)
 
@@ -342,7 +332,24 @@ class Device:
         """Keeps what a program wrote into a cache of `_cache`."""
         self.pools = cache_pools(cache)
         if with_states:
-            self.states.set(slot, cache_states(cache))
+            self._set_states(slot, cache_states(cache))
+
+    def _empty_states(self, rows: int, mesh: Mesh | None) -> tuple[Recurrent, ...]:
+        config = self.config
+        drafts = self._shape.num_draft_tokens and 1 + self._shape.num_draft_tokens
+        lengths_B: Any = np.zeros(rows, np.int32)
+        layers = (
+            Recurrent.empty(config, rows, self._shape.capacity, mesh) for _ in range(config.num_linear_layers)
+        )
+        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
+
+    def _states_of(self, slot: int) -> tuple[Recurrent, ...]:
+        """The recurrent states of a slot, as caches of one row."""
+        return self._run(programs.GET_ROW, self.states, np.int32(slot)) if self.states else ()
+
+    def _set_states(self, slot: int, states: tuple[Recurrent, ...]) -> None:
+        if self.states:
+            self.states = self._run(programs.SET_ROW, self.states, np.int32(slot), states)
 
     def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
         """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""

@@ -59,7 +59,7 @@ def paged_cache(  # noqa: PLR0913
         (k, v) = next(pools)
         return Paged(k, v, config.layer_windows[index], capacity, table_BP)
 
-    layers = tuple(layer(index) for index in range(config.num_cached_layers))
+    layers = tuple(map(layer, range(config.num_cached_layers)))
     overflow_B: Any = np.zeros(len(table_BP), bool)
     return KVCache(layers, length_B, overflow_B, None, None if config.rope.switches_at is None else longest_B)
 
@@ -129,7 +129,6 @@ def _decode_steps(  # noqa: PLR0913
 
 
 def _add_output(rows, size):
-    """The rows with empty output of `size` tokens."""
     state = new_state(rows.key_B, rows.sampling_B, rows.limit_B, rows.context, size)
     (B, V) = rows.context.seen_BV.shape
     old = rows.alternatives

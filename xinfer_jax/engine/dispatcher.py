@@ -12,7 +12,6 @@ never moved.
 import dataclasses
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -21,32 +20,24 @@ from .endpoint import PREFILLED, Progress
 from .pages import PAGE_SIZE
 from .requests import Answer, Request
 from .routing import PromptRouter
+from .row import Row
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """What an endpoint does for an answer.
-
-    Attributes:
-        endpoint: with the methods and attributes of `EngineEndpoint`: of this process, or of another.
-        source: of a decoding one: the job that prefilled the prompt.
-        arrived: the pages have left the source.
-    """
+    """What an endpoint does for an answer."""
 
     ticket: int
-    endpoint: Any
+    endpoint: Any  # with the methods and attributes of `EngineEndpoint`: of this process, or of another
     answer: Answer
-    source: "Job | None"
-    arrived: bool = False
+    source: "Job | None"  # of a decoding one: the job that prefilled the prompt
+    arrived: bool = False  # the pages have left the source
 
 
 class Dispatcher:
     """Gives answers to endpoints, where an `EngineCore` would compute them. If an endpoint fails, its prompts
     go to another; the requests whose pages were there fail. The thread of one engine calls it, also for
     events of endpoints: `progress` to `return_pages`.
-
-    Attributes:
-        endpoints: that have not failed.
     """
 
     def __init__(
@@ -58,14 +49,13 @@ class Dispatcher:
         """notify: is called with requests that have new tokens, or have ended; wait: waits a moment for
         events or requests; prefix_cache: whether endpoints have one.
         """
-        self.endpoints: list[Any] = []
+        self.endpoints: list[Any] = []  # that have not failed
         self._notify = notify
         self._wait = wait
         self._router = PromptRouter(prefix_cache)
         self._tickets = itertools.count(1)
         self._jobs: dict[int, Job] = {}  # by ticket
         self._current: dict[Answer, Job] = {}  # of answers that have not ended
-        self._at: dict[Any, dict[Answer, None]] = defaultdict(dict)  # these answers, by endpoint
         self._updated: dict[Request, None] = {}
         self._errors: dict[str, BaseException] = {}  # by role, of the last endpoint that failed
 
@@ -98,10 +88,9 @@ class Dispatcher:
 
     def forget_prompts(self) -> None:
         """The endpoints have new weights, and no pages of earlier prompts."""
-        self._router.clear()
+        self._router.given.clear()
 
     def of_role(self, role: str) -> list[Any]:
-        """The endpoints that prefill, or decode."""
         return [endpoint for endpoint in self.endpoints if endpoint.role == role and endpoint.error is None]
 
     def lose(self, endpoint: Any) -> None:
@@ -123,7 +112,6 @@ class Dispatcher:
             else:
                 self._drop(current)
                 self._prefill(job.answer, self._queued_tokens())
-        self._at.pop(endpoint, None)
 
     # --- events of endpoints ------------------------------------------------------------------------------
 
@@ -158,7 +146,7 @@ class Dispatcher:
             self._decode(job)
         elif new.reason is not None:
             answer.finish_reason = new.reason
-            self._drop(self._assign(answer, None))
+            self._drop(self._current.pop(answer))
 
     def pull(self, ticket: int, shardings: Any) -> None:
         """A row has room where it is decoded."""
@@ -192,10 +180,13 @@ class Dispatcher:
 
     # --- answers ------------------------------------------------------------------------------------------
 
+    def _rows_at(self, endpoint: Any) -> list[Row]:
+        return [answer.row for answer, job in self._current.items() if job.endpoint is endpoint]
+
     def _queued_tokens(self) -> dict[Any, int]:
         """The tokens of prompts that each endpoint has not prefilled."""
         return {
-            endpoint: sum(len(answer.row.ids) - answer.row.num_computed for answer in self._at[endpoint])
+            endpoint: sum(len(row.ids) - row.num_computed for row in self._rows_at(endpoint))
             for endpoint in self.of_role("prefill")
         }
 
@@ -218,7 +209,7 @@ class Dispatcher:
         """Gives a prefilled row to the endpoint with the most free pages."""
 
         def free_pages(endpoint: Any) -> int:
-            return endpoint.pages - sum(answer.row.pages_to_continue for answer in self._at[endpoint])
+            return endpoint.pages - sum(row.pages_to_continue for row in self._rows_at(endpoint))
 
         if endpoints := self.of_role("decode"):
             self._start(max(endpoints, key=free_pages), source.answer, source)
@@ -228,18 +219,8 @@ class Dispatcher:
     def _start(self, endpoint: Any, answer: Answer, source: Job | None) -> None:
         job = Job(next(self._tickets), endpoint, answer, source)
         self._jobs[job.ticket] = job
-        self._assign(answer, job)
+        self._current[answer] = job
         endpoint.submit(job.ticket, answer)
-
-    def _assign(self, answer: Answer, job: Job | None) -> Job | None:
-        """Sets the job that an answer has now; None: the answer has ended. Returns the job before."""
-        before = self._current.pop(answer, None)
-        if before:
-            del self._at[before.endpoint][answer]
-        if job:
-            self._current[answer] = job
-            self._at[job.endpoint][answer] = None
-        return before
 
     def _fail_without(self, request: Request, role: str) -> None:
         self._fail(request, self._errors.get(role) or InputError(f"no {role} process is connected"))
@@ -253,7 +234,7 @@ class Dispatcher:
         self._updated[request] = None
         for answer in request.answers:
             answer.finish_reason = answer.finish_reason or reason
-            self._drop(self._assign(answer, None))
+            self._drop(self._current.pop(answer, None))
 
     def _drop(self, job: Job | None) -> None:
         """Endpoints have no more to do for an answer."""

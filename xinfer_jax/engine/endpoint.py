@@ -1,6 +1,7 @@
-"""`EngineEndpoint`: an engine that only prefills, or only decodes, as a `Dispatcher` uses it.
+"""An engine that only prefills, or only decodes: its steps, and `EngineEndpoint`, which a `Dispatcher` uses.
 
 dispatcher ─ submit, send, receive, release, forget, drop ─► endpoint ─ events ─► dispatcher
+prefill ─ first token ─► (dispatcher) ─► a preempted row of `DecodeCore` ─ slot ─► pull ─► send ─► arrive
 
 Each answer at an endpoint has a ticket, a number that is used once. An event about a ticket that the
 dispatcher does not know any more is ignored.
@@ -9,99 +10,62 @@ dispatcher does not know any more is ignored.
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
+
+import jax
 
 from ..errors import InputError
 from ..sampling.logprobs import TokenLogprobs
+from .core import EngineCore
+from .device_programs import SampledTokens
+from .pages import PAGE_SIZE
 from .requests import Answer
+from .row import Action, PrefillChunk, Row, Swap
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
+ELSEWHERE = object()  # in place of a preempted row's pages: those of a row that another engine prefilled
 
 
 class Progress(NamedTuple):
-    """What is new of an answer.
+    """What is new of an answer."""
 
-    Attributes:
-        start: tokens that were reported before.
-        sampled, logprobs, alternatives: of the tokens after these.
-        tokens: number of its tokens, without an EOS or stop id.
-        reason: its finish_reason; None: it goes on.
-        hits, passes, accepted: as in `Row` and `Answer`.
-        prompt_start: log-probabilities of the prompt that were reported before.
-        prompt_logprobs: those after these.
-        prefill_seconds: from the begin of prefill to the first token.
-        error: why its request failed.
-    """
-
-    start: int = 0
+    start: int = 0  # tokens that were reported before; the next three are of those after them
     sampled: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
-    tokens: int = 0
-    reason: str | None = None
+    tokens: int = 0  # number of its tokens, without an EOS or stop id
+    reason: str | None = None  # its finish_reason; None: it goes on
     hits: int = 0
     passes: int = 0
     accepted: int = 0
-    prompt_start: int = 0
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    prefill_seconds: float | None = None
-    error: BaseException | None = None
-
-
-class PrefilledRow:
-    """What an engine that decodes has of a row that another engine prefilled. In an answer it stands where
-    the pages of a preempted row do, until the row has arrived.
-    """
-
-    def __init__(self, ticket: int, emit: Callable[..., None]):
-        """emit: as of `EngineEndpoint`."""
-        self._ticket = ticket
-        self._emit = emit
-
-    def pull(self, shardings: Any) -> None:
-        """Asks for its state and pages. shardings: of the state, and of a group of pages."""
-        self._emit("pull", self._ticket, shardings)
-
-    def release(self) -> None:
-        """It has arrived, or is not wanted any more: its pages are free for others."""
-        self._emit("arrived", self._ticket)
-
-    def forget(self) -> None:
-        """Its numbers were not finite: no other prompt finds its pages."""
-        self._emit("invalid", self._ticket)
-
-    def return_pages(self, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Gives pages that decoding wrote to the prefix cache of the engine that prefilled the row.
-
-        Args:
-            ids: the tokens from the first of the prompt on, in full pages.
-            first: the first page in `contents`.
-            contents: from `Device.copy_pages`.
-        """
-        self._emit("return_pages", self._ticket, ids, first, contents)
+    prompt_start: int = 0  # log-probabilities of the prompt that were reported before
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
+    prefill_seconds: float | None = None  # from the begin of prefill to the first token
+    error: BaseException | None = None  # why its request failed
 
 
 @dataclasses.dataclass
-class _Reported:
-    """What the dispatcher has of an answer: its tokens, log-probabilities of its prompt, and its end."""
+class _Work:
+    """An answer at an endpoint, and what the dispatcher has of it: its tokens, log-probabilities of its
+    prompt, and its end.
+    """
 
+    answer: Answer
     tokens: int
     of_prompt: int = 0
     ended: bool = False
+    resets: int = 0  # of the prefix cache, when the prompt was prefilled
 
 
 class EngineEndpoint:
     """An engine of this process. Its methods return at once.
 
-    Attributes:
-        role, pages: of the engine.
-
     Args:
         engine: an `Engine` with a role.
-        core: its steps.
+        core: its `RoleCore`.
         emit: takes the name of an event (a method of `Dispatcher`), a ticket and more, on any thread.
     """
 
@@ -111,16 +75,14 @@ class EngineEndpoint:
         self._engine = engine
         self._core = core
         self._emit = emit
-        self._answers: dict[int, Answer] = {}
-        self._resets: dict[int, int] = {}  # of the prefix cache, when the prompt was prefilled
+        self._answers: dict[int, _Work] = {}
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine has failed; None if it has not."""
         return self._engine.error
 
     def example_row(self) -> Any:
-        """Arrays as `receive` takes them, before the engine has rows."""
+        """Arrays as `receive` takes them, of a row with one group of pages, before the engine has rows."""
         return self._core.example_row()
 
     def submit(self, ticket: int, answer: Answer) -> None:
@@ -129,10 +91,10 @@ class EngineEndpoint:
             self._engine.__enter__()
         own = _copy(answer, self._engine, self.role == "decode")
         if self.role == "decode":
-            own.prefilled = PrefilledRow(ticket, self._emit)
-            own.swapped_pages = own.prefilled
-        self._answers[ticket] = own
-        own.request.listeners.append(partial(self._report, ticket, _Reported(len(own.logprobs))))
+            own.emit = lambda name, *args: self._emit(name, ticket, *args)
+            own.swapped_pages = ELSEWHERE
+        self._answers[ticket] = _Work(own, len(own.logprobs))
+        own.request.listeners.append(partial(self._report, ticket))
         with suppress(InputError):  # it has failed: the dispatcher sees its error
             self._engine.enqueue([own.request])
 
@@ -157,11 +119,13 @@ class EngineEndpoint:
 
     def forget(self, ticket: int) -> None:
         """The numbers of a row were not finite: no other prompt finds its pages."""
-        self._call_soon(ticket, lambda answer: self._core.scheduler.forget_pages(answer.row))
+        self._call_soon(ticket, lambda answer: self._core.scheduler.prefixes.uncache(answer.row))
 
     def cache_pages(self, ticket: int, ids: Sequence[int], first: int, contents: list[Any]) -> None:
-        """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
-        resets = self._resets.get(ticket)
+        """Keeps pages that another engine decoded in the prefix cache: of `ids`, the prompt and more in full
+        pages, those from `first` on, as `Device.copy_pages` gives them.
+        """
+        resets = self._answers[ticket].resets if ticket in self._answers else 0
 
         def cache(answer: Answer) -> None:
             row = answer.row
@@ -172,33 +136,33 @@ class EngineEndpoint:
 
     def drop(self, ticket: int) -> None:
         """Ends the work for a ticket, and frees what it has here."""
-        if answer := self._answers.get(ticket):
-            self._engine.cancel(answer.request)  # first: the row may be prefilled meanwhile
+        if work := self._answers.get(ticket):
+            self._engine.cancel(work.answer.request)  # first: the row may be prefilled meanwhile
             if self.role == "prefill":
                 self.release(ticket)
             del self._answers[ticket]
-        self._resets.pop(ticket, None)
 
     def _call_soon(self, ticket: int, call: Callable[[Answer], None]) -> None:
         """Calls a function with an answer that is here, on the engine's thread."""
-        if answer := self._answers.get(ticket):
-            self._engine.call_soon(lambda: call(answer))
+        if work := self._answers.get(ticket):
+            self._engine.call_soon(lambda: call(work.answer))
 
-    def _report(self, ticket: int, reported: _Reported) -> None:
+    def _report(self, ticket: int) -> None:
         """On the engine's thread: sends what is new of an answer."""
-        answer = self._answers.get(ticket)
-        if answer is None or reported.ended or self.error is not None:
+        work = self._answers.get(ticket)
+        if work is None or work.ended or self.error is not None:
             return
+        answer = work.answer
         request = answer.request
-        start = reported.tokens
-        prompt_start = reported.of_prompt
-        reported.tokens = len(answer.logprobs)
-        reported.of_prompt = len(request.prompt_logprobs)
-        reported.ended = answer.finish_reason is not None
-        if reported == _Reported(start, prompt_start):
+        start = work.tokens
+        prompt_start = work.of_prompt
+        work.tokens = len(answer.logprobs)
+        work.of_prompt = len(request.prompt_logprobs)
+        work.ended = answer.finish_reason is not None
+        if (start, prompt_start) == (work.tokens, work.of_prompt) and not work.ended:
             return
         if answer.finish_reason == PREFILLED:
-            self._resets[ticket] = self._core.scheduler.resets
+            work.resets = self._core.scheduler.resets
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         new = Progress(
@@ -226,3 +190,131 @@ def _copy(answer: Answer, engine: Any, is_prefilled: bool) -> Answer:
         own.alternatives += answer.alternatives
         request.times["first"] = time.monotonic()
     return own
+
+
+class RoleCore(EngineCore):
+    """What both roles need to move rows."""
+
+    def example_row(self) -> Any:
+        """What `PrefillCore.send` delivers: the state with recurrent states, and here one group of pages."""
+        return self.device.get_row(0), self.device.copy_pages([0])[0]
+
+    @cached_property
+    def placement(self) -> Any:
+        """The shardings of a row's state and recurrent states, and of a group of pages."""
+        return jax.tree.map(lambda x: x.sharding, self.example_row())
+
+
+class PrefillCore(RoleCore):
+    """Prefills prompts and samples the first token of each, which ends the answer here. Its row keeps slot
+    and pages until these have arrived at the engine that decodes it; while that is full, no more prompts get
+    a slot here.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
+
+    def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
+        """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
+        `placement` of the engine that decodes; None: of this one; deliver: is called with the copies.
+        """
+        if row not in self._prefilled:
+            return
+        contents = self._prefilled[row]
+        if contents is None:
+            pages = self.device.copy_pages(self.scheduler.swap(row, True).pages)
+            contents = self.device.get_row(row.slot), pages
+        ((state, recurrent), pages) = contents
+        ((of_state, of_recurrent), of_pages) = shardings or self.placement
+        if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
+            state, of_state = (
+                dataclasses.replace(row, alternatives=None, output_start_B=None) for row in (state, of_state)
+            )
+        slot = jax.device_put((state, recurrent), (of_state, of_recurrent))
+        deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
+
+    def release(self, row: Row) -> None:
+        if self._prefilled.pop(row, self) is not self:
+            self.scheduler.end(row)
+
+    def cache_pages(self, salt: bytes, ids: Sequence[int], first: int, contents: list[Any]) -> None:
+        """Keeps pages that another engine decoded, as `EngineEndpoint.cache_pages` says."""
+        actions, pages = self.scheduler.cache_pages_of_answer(salt, ids, first)
+        self._execute(actions)
+        if pages:
+            (_, of_pages) = self.placement
+            self.device.copy_pages_in(pages, [jax.device_put(part, of_pages) for part in contents])
+
+    def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
+        if not super()._append(answer, out, slot):
+            row = answer.row
+            del self._answers[row]
+            row.moving = True
+            self._prefilled[row] = None
+            answer.finish_reason = PREFILLED
+        return True
+
+    def _execute(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Swap) and action.row in self._prefilled:
+                pages = self.device.copy_pages_out(action.pages)
+                self._prefilled[action.row] = self.device.get_row(action.slot, True), pages
+                self.scheduler.end(action.row)
+            elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
+                super()._execute([action])
+
+
+class DecodeCore(RoleCore):
+    """Decodes rows that another engine prefilled. They come as preempted rows do, and their pages are pulled
+    once the scheduler gives them a slot; rows that decode go on meanwhile.
+    """
+
+    def lose(self, answer: Answer, error: BaseException) -> None:
+        """The state and pages of a row will not come: its request fails."""
+        if answer.swapped_pages is ELSEWHERE:
+            self._fail(answer.request, error)
+
+    def arrive(self, answer: Answer, contents: Any) -> None:
+        """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
+        it is an ordinary preempted row from now on.
+        """
+        if answer.swapped_pages is not ELSEWHERE:  # it arrived before, or has ended
+            return
+        ((state, recurrent), answer.swapped_pages) = contents
+        ((of_state, _), _) = self.placement
+        if of_state.alternatives is not None and state.alternatives is None:
+            own = self.device.new_row(answer.request.call, answer.key_1)
+            output = own.alternatives, own.output_start_B
+            output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
+            state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
+        answer.swapped_row = state, recurrent
+        answer.emit("arrived")
+        row = answer.row
+        if row.slot is not None:
+            row.moving = False
+            self._swap_in(self.scheduler.swap(row, False), answer)
+
+    def _swap_out(self, swap: Swap, answer: Answer) -> None:
+        if answer.swapped_pages is ELSEWHERE:  # it has not arrived yet
+            answer.row.moving = False
+        else:
+            super()._swap_out(swap, answer)
+
+    def _swap_in(self, swap: Swap, answer: Answer) -> None:
+        if answer.swapped_pages is ELSEWHERE:
+            answer.row.moving = True
+            answer.emit("pull", self.placement)
+        else:
+            super()._swap_in(swap, answer)
+
+    def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
+        row = answer.row
+        if not valid:
+            answer.emit("invalid")
+        elif row.share_answers and row.state == "running":
+            ids = [*row.ids, *answer.sampled][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
+            first = len(row.ids) // PAGE_SIZE
+            if pages := row.pages[first : len(ids) // PAGE_SIZE]:
+                answer.emit("return_pages", ids, first, self.device.copy_pages(pages))
+        super()._end(answer, reason, valid)

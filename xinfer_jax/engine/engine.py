@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,12 @@ from ..weights.params import Params, tree_bytes
 from .controller import Leader, control_channel_for, follow
 from .core import EngineCore
 from .dispatcher import Dispatcher
-from .endpoint import EngineEndpoint
+from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
 from .engine_loop import EngineLoop
 from .host_tier import HostTier
 from .page_files import PageFiles
-from .pages import SnapshotPool
-from .role_cores import DecodeCore, PrefillCore
-from .role_engines import Devices, create_role_engines
+from .pages import PagePool
+from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_host_pages, engine_shape, page_settings
 from .warm_up import create_device
@@ -144,7 +142,12 @@ class Engine(EngineLoop):
         self.weight_bytes = tree_bytes(self.model.params)
         self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
-        self._files = self._open_files(page_directory, page_directory_bytes)
+        page_directory_bytes = check_integer("page_directory_bytes", page_directory_bytes, 1)
+        if page_directory is not None and self._channel:
+            raise InputError(
+                "page_directory does not go with a model over several processes: leave it out, host_pages do"
+            )
+        self._files = None if page_directory is None else PageFiles(page_directory, page_directory_bytes)
         self._core = self._create_core(shape, prefix_cache, warm_up)
 
     def _dispatch(self, engines: Sequence["Engine"], prefix_cache: bool) -> None:
@@ -188,23 +191,12 @@ class Engine(EngineLoop):
             what = f"{self.host_pages} host pages" + (", weights and pages" if on_host else "")
             check_memory(int(own + on_host), what, "ask for fewer host_pages", host_memory_bytes())
 
-    def _open_files(self, directory: str | Path | None, max_bytes: int) -> PageFiles | None:
-        """The pages in files, if asked for."""
-        max_bytes = check_integer("page_directory_bytes", max_bytes, 1)
-        if directory is None:
-            return None
-        if self._channel:
-            raise InputError(
-                "page_directory does not go with a model over several processes: leave it out, host_pages do"
-            )
-        return PageFiles(directory, max_bytes)
-
     def _create_core(self, shape: EngineShape, prefix_cache: bool, warm_up: bool) -> EngineCore:
         """Compiles programs. Over several processes only process 0 takes requests."""
         config = self.model.config
         began = time.perf_counter()
-        queue = self._queue
-        is_busy = lambda: bool(queue.unfinished)  # noqa: E731  (it must not keep the engine alive)
+        unfinished = self._unfinished
+        is_busy = lambda: bool(unfinished)  # noqa: E731  (it must not keep the engine alive)
         device, self._warm_up = create_device(self.model.params, config, shape, warm_up, is_busy)
         rest = "" if self._warm_up.complete else "; further programs compile in the background"
         host_bytes = shape.host_pages * shape.page_bytes
@@ -223,7 +215,7 @@ class Engine(EngineLoop):
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
         files = self._files
         tier = HostTier(shape.host_pages, files) if shape.host_pages else None
-        snapshots = SnapshotPool(shape.snapshots) if shape.state_bytes else None
+        snapshots = PagePool(1 + shape.snapshots) if shape.state_bytes else None
         sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
         scheduler = Scheduler(*sizes, prefix_cache, tier, snapshots)
         core_class = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
@@ -260,7 +252,7 @@ class Engine(EngineLoop):
                 self._core.tiers.identify(page_settings(params, self._core.device.config, self._core.shape))
             done.set()
 
-        with self._queue.condition:
+        with self._condition:
             self._check_open()
             self.call_soon(replace)
         self.wait(done.is_set)
@@ -272,7 +264,7 @@ class Engine(EngineLoop):
         counts = self._core.scheduler.counts() | self.counters.sums
         warm_up = self._warm_up
         return counts | dict(
-            waiting=counts["waiting"] + len(self._queue.submitted) + self._core.num_held,
+            waiting=counts["waiting"] + len(self._submitted) + self._core.num_held,
             programs=warm_up.compiler.num_compiled,
             warming_up=int(not warm_up.complete),
             waiting_for_programs=self._core.num_held,
@@ -293,11 +285,9 @@ class Engine(EngineLoop):
         return self._roles[0].usable_capacity if self._roles else self._core.scheduler.usable_capacity
 
     def close(self) -> None:
-        """Ends the thread; unfinished requests get an error."""
         if self._roles:
             super().close()
-            with ThreadPoolExecutor(len(self._roles)) as pool:  # each ends its step first
-                list(pool.map(Engine.close, self._roles))
+            close_engines(self._roles, Engine.close)
             return
         self._warm_up.stop()
         super().close()

@@ -1,7 +1,7 @@
 """`EngineLoop`: takes requests from any thread, and lets a core answer them step by step on a thread of its
 own, or on the caller's.
 
-submit ─► queue ─ step: calls; new, cancelled and late requests; the core's step ─► answers
+submit ─► `_submitted` ─ step: calls; new, cancelled and late requests; the core's step ─► answers
 """
 
 import math
@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from ..errors import InputError
-from .request_queue import RequestQueue
-from .requests import Request
+from .requests import Answer, Request
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase
 
@@ -34,7 +33,13 @@ class EngineLoop(EngineBase):
     _core: Any  # `EngineCore` or `Dispatcher`
 
     def __init__(self) -> None:
-        self._queue = RequestQueue()
+        self._condition = threading.Condition()  # is notified of all changes, and of new tokens
+        self._unfinished: dict[Request, None] = {}  # in the order in which they came
+        self._next_deadline = math.inf  # of these, or earlier
+        # Until the next step:
+        self._submitted: list[Answer] = []
+        self._cancelled: list[Request] = []
+        self._calls: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
         self.error = None
@@ -44,18 +49,16 @@ class EngineLoop(EngineBase):
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine does now and did so far."""
         return collect_stats(self.engines, [self.counters])
 
     @property
     def load(self) -> int:
         """Answers of unfinished requests."""
-        with self._queue.condition:
-            return sum(len(request.answers) for request in self._queue.unfinished)
+        with self._condition:
+            return sum(len(request.answers) for request in self._unfinished)
 
     @property
     def started(self) -> bool:
-        """Whether it has a thread of its own."""
         return self._thread is not None
 
     def __enter__(self) -> Self:
@@ -64,7 +67,6 @@ class EngineLoop(EngineBase):
         return self
 
     def close(self) -> None:
-        """Ends the thread; unfinished requests get an error."""
         works = self.error is None
         self._fail(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -75,21 +77,20 @@ class EngineLoop(EngineBase):
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Calls a function before the next step, on the thread that takes the steps."""
-        with self._queue.condition:
-            self._queue.calls.append(function)
-            self._queue.condition.notify_all()
+        with self._condition:
+            self._calls.append(function)
+            self._condition.notify_all()
 
     def wake(self) -> None:
-        """Wakes all threads that wait for this engine."""
-        with self._queue.condition:
-            self._queue.condition.notify_all()
+        with self._condition:
+            self._condition.notify_all()
 
     def cancel(self, request: Request) -> None:
         """Ends a request at the next step."""
-        with self._queue.condition:
-            if request in self._queue.unfinished:
-                self._queue.cancelled.append(request)
-                self._queue.condition.notify_all()
+        with self._condition:
+            if request in self._unfinished:
+                self._cancelled.append(request)
+                self._condition.notify_all()
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
         """Waits until a condition holds or the engine has failed; without a thread it takes steps meanwhile.
@@ -103,8 +104,8 @@ class EngineLoop(EngineBase):
             return until() or self.error is not None
 
         if self.started:
-            with self._queue.condition:
-                self._queue.condition.wait_for(is_over, timeout)
+            with self._condition:
+                self._condition.wait_for(is_over, timeout)
         while not is_over():
             if time.monotonic() > end:
                 raise TimeoutError(f"no end after {timeout} seconds")
@@ -124,63 +125,68 @@ class EngineLoop(EngineBase):
                 self._last_step_time = time.monotonic()
 
     def _run(self) -> None:
-        """The engine's thread."""
-
-        def has_work() -> bool:
-            return self._queue.has_work or self.error is not None
-
         try:
             while self.error is None:
                 if not self.step():
-                    with self._queue.condition:
-                        self._queue.condition.wait_for(has_work, 1.0)
+                    with self._condition:
+                        self._condition.wait_for(self._has_work, 1.0)
         except BaseException as error:  # all requests have it, and later `submit`s raise it
             print(f"{self.name} has failed: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _fail(self, error: BaseException) -> None:
-        with self._queue.condition:
+        with self._condition:
             self.error = self.error or error
-            self._queue.clear()
-            self._notify(list(self._queue.unfinished))
+            self._submitted = []
+            self._notify(list(self._unfinished))
 
     def _step(self) -> bool:
-        with self._queue.condition:
-            work = self._queue.take()
-        for call in work.calls:
+        with self._condition:  # all at once: a request that ends in a step was submitted before that
+            late: list[Request] = []
+            if (now := time.monotonic()) > self._next_deadline:
+                late = [request for request in self._unfinished if request.deadline < now]
+                others = (request.deadline for request in self._unfinished if request.deadline >= now)
+                self._next_deadline = min(others, default=math.inf)
+            calls, self._calls = self._calls, []
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, []
+        for call in calls:
             call()
-        if work.calls:
+        if calls:
             self.wake()
-        self._core.add(work.submitted)
-        self._core.abort(work.cancelled, "cancelled")
-        self._core.abort(work.late, "deadline")
-        return self._core.step(lambda: bool(self._queue.submitted))
+        self._core.add(submitted)
+        self._core.abort(cancelled, "cancelled")
+        self._core.abort(late, "deadline")
+        return self._core.step(lambda: bool(self._submitted))
 
     def _notify(self, requests: Collection[Request]) -> None:
         """Marks answered and failed requests as ended, and wakes all that wait for these."""
-        with self._queue.condition:
-            unfinished = self._queue.unfinished
+        with self._condition:
             for request in requests:
-                if request not in unfinished:
-                    continue
                 error = request.error or self.error
-                if error or request.answered:
-                    del unfinished[request]
+                if request in self._unfinished and (error or request.answered):
+                    del self._unfinished[request]
                     request.end(error)
                     self.counters.add(request)
-            self._queue.condition.notify_all()
+            self._condition.notify_all()
         for request in requests:
             request.notify()
 
     def enqueue(self, requests: list[Request]) -> None:
-        with self._queue.condition:
+        with self._condition:
             self._check_open()
-            self._queue.add(answer for request in requests for answer in request.answers)
-            self._queue.condition.notify_all()
+            self._unfinished |= dict.fromkeys(requests)
+            self._next_deadline = min([self._next_deadline, *(request.deadline for request in requests)])
+            self._submitted += [answer for request in requests for answer in request.answers]
+            self._condition.notify_all()
 
     def _wait_for_work(self) -> None:
         """Waits a moment for calls and requests."""
-        with self._queue.condition:
-            self._queue.condition.wait_for(lambda: self._queue.has_work, _WAIT_SECONDS)
+        with self._condition:
+            self._condition.wait_for(self._has_work, _WAIT_SECONDS)
+
+    def _has_work(self) -> bool:
+        """Whether there is anything for a step but deadlines."""
+        return bool(self._submitted or self._cancelled or self._calls or self.error)
 
 
 @contextmanager

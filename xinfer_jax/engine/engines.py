@@ -3,14 +3,9 @@
 submit ─► route: the engine with most of the prompt in its prefix cache, unless it is much busier ─► its queue
 """
 
-import dataclasses
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Self, TypeAlias
-
-import jax
 
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
@@ -19,8 +14,7 @@ from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
 from .engine import Engine
 from .requests import Request
-from .routing import PromptRouter, check_copies, copy_params, create_in_parallel
-from .row import Row
+from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
 
 _WAIT_SECONDS = 0.1  # that `step` waits for new tokens
@@ -54,12 +48,8 @@ class Engines(EngineBase):
         mesh = concrete_mesh_of(model.params)
         own: Any = mesh.devices.flat if mesh else sharding and sharding.device_set
         groups = device_groups(data_parallel, own and list(own))
-        check_copies(model, groups[0], len(groups), "ask for fewer engines")
-
-        def create(group: list[jax.Device]) -> Engine:
-            return Engine(dataclasses.replace(model, params=copy_params(model.params, group)), **shape)
-
-        self.engines = create_in_parallel([partial(create, group) for group in groups])
+        each = [shape] * len(groups)
+        self.engines = create_engines(Engine, model, groups, each, "ask for fewer engines")
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.usable_capacity = engine.usable_capacity
@@ -79,7 +69,7 @@ class Engines(EngineBase):
         for engine in self.engines:
             engine.update(params)
             with self._lock:
-                self._router.clear(engine)
+                self._router.given.pop(engine, None)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
         """`Engine.generate`, by all engines."""
@@ -94,9 +84,7 @@ class Engines(EngineBase):
         return self
 
     def close(self) -> None:
-        """Ends the threads; unfinished requests get an error."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends its step first
-            list(pool.map(Engine.close, self.engines))
+        close_engines(self.engines, Engine.close)
 
     def step(self) -> bool:
         """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
@@ -112,27 +100,23 @@ class Engines(EngineBase):
         return busy
 
     def enqueue(self, requests: list[Request]) -> None:
-        """Queues checked requests, each in one of the engines."""
         with self._lock:
             self._check_open()
             routed: dict[Engine, list[Request]] = {engine: [] for engine in self.engines}
             loads = {engine: engine.load for engine in self.engines}
             for request in requests:
-                engine = self._route(request.answers[0].row, loads)
+                # Of the engines that are not clearly busier than another, the one that was given most of the
+                # prompt's pages before; then the one with the least load.
+                max_load = min(loads.values()) + self.engines[0].rows // 2
+                candidates = [engine for engine, load in loads.items() if load <= max_load]
+                order = lambda engine, hits: (-hits, loads[engine])  # noqa: E731
+                engine = self._router.route(request.answers[0].row, order, candidates)
                 loads[engine] += len(request.answers)
                 routed[engine].append(request)
                 request.engine = engine
                 request.listeners.append(self._updated.set)
             for engine, own in routed.items():
                 engine.enqueue(own)
-
-    def _route(self, row: Row, loads: dict[Engine, int]) -> Engine:
-        """The engine for a row: of those that are not clearly busier than another, the one that was given
-        most of the prompt's pages before; then the one with the least load.
-        """
-        max_load = min(loads.values()) + self.engines[0].rows // 2
-        candidates = [engine for engine, load in loads.items() if load <= max_load]
-        return self._router.route(row, lambda engine, hits: (-hits, loads[engine]), candidates)
 
 
 AnyEngine: TypeAlias = Engine | Engines

@@ -9,33 +9,24 @@ import numpy as np
 
 
 class HostPages:
-    """Pages in one block of host memory, which the system provides once they are written.
+    """Pages in one block of host memory, which the system provides once they are written: numbers from 1 to
+    `pages`.
 
     A page is a row of the block: its keys and values of all layers, one array after another, each as the
-    device has it. Over several processes each has the parts of its own devices.
-
-    Args:
-        pages: numbers from 1 to this one.
-        pools: arrays of all pages of the device, with pages in front.
+    device has it in `pools`. Over several processes each has the parts of its own devices.
     """
 
     def __init__(self, pages: int, pools: Any):
-        shapes = [shape[1:] for x in jax.tree.leaves(pools) for shape in _local_shapes(x)]
-        dtypes = [np.dtype(x.dtype) for x in jax.tree.leaves(pools) for _ in _local_shapes(x)]
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        parts = [(shape[1:], x.dtype) for x in jax.tree.leaves(pools) for shape in _local_shapes(x)]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
         self._block_PY = np.empty((pages + 1, sum(sizes)), np.uint8)  # Y: bytes
         self._arrays = []
         end = 0
-        for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
+        for (shape, dtype), size in zip(parts, sizes, strict=True):
             flat = self._block_PY[:, end : end + size].view(dtype)
             self._arrays.append(flat.reshape(pages + 1, *shape))  # a view
             end += size
         self._saved: tuple[np.ndarray, Any] | None = None  # pages whose copies the device still makes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self._block_PY.shape[1]
 
     def bytes_of(self, page: int) -> np.ndarray:
         """The bytes of a page, uint8, in place. `finish` comes first."""

@@ -6,7 +6,7 @@ evicted from the device ─ SavePages ─► host memory ─ LoadPages ─► pa
 
 from collections.abc import Collection, Sequence
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .pages import PagePool
 from .row import ReadPages, Row, SavePages
@@ -15,69 +15,45 @@ COPIED_PAGES = 8  # that one program copies to host memory, or back
 
 
 class FoundPrefix(NamedTuple):
-    """Where consecutive pages of a prompt are: first those on the device, then in host memory, then in files.
-
-    Attributes:
-        pages: of the device.
-        host_pages: of host memory.
-        names, hashes: of pages in files, as in `ReadPages`.
+    """Where consecutive pages of a prompt are: first those on the device, then in host memory, then in
+    files.
     """
 
     pages: list[int]
     host_pages: list[int]
-    names: list[bytes]
+    names: list[bytes]  # of pages in files, as in `ReadPages`, with their hashes
     hashes: list[bytes]
 
     @property
     def total(self) -> int:
-        """All pages."""
         return len(self.pages) + len(self.host_pages) + len(self.names)
 
     def first(self, count: int) -> "FoundPrefix":
-        """The first so many of them."""
         in_host = max(0, count - len(self.pages))
         in_files = max(0, in_host - len(self.host_pages))
         names = self.names[:in_files]
         return FoundPrefix(self.pages[:count], self.host_pages[:in_host], names, self.hashes[:in_files])
 
 
-class PageNames(Protocol):
-    """A set of the hashes of pages that are in files."""
-
-    def __contains__(self, page_hash: object, /) -> bool: ...
-    def discard(self, page_hash: bytes, /) -> None: ...
-
-
 class HostTier:
-    """Pages in host memory, as many as there is memory for: the least recently used one is evicted.
-
-    A page has the bits that its hash stands for, so the same page may be on the device as well.
+    """Pages in host memory, so many: the least recently used one is evicted. A page has the bits that its
+    hash stands for, so the same page may be on the device as well.
 
     Attributes:
         pool: of these pages. "Used" are those that a row still has to load, that are read from a file, and
             that are written to one.
-        files: what is in files.
-        epoch: how often the prefix cache was emptied.
-        read: pages that came from files, and were not loaded since.
-
-    Args:
-        pages: that host memory holds.
-        files: as above.
+        files: `PageFiles`, or another set of the hashes of pages that are in files.
     """
 
-    def __init__(self, pages: int, files: PageNames | None = None):
+    def __init__(self, pages: int, files: Any = None):
         self.pool = PagePool(pages + 1)  # page 0 is none of them
-        self.files: PageNames = set[bytes]() if files is None else files
-        self.epoch = 0
-        self.read: set[int] = set()
+        self.files = set[bytes]() if files is None else files
+        self.epoch = 0  # how often the prefix cache was emptied
+        self.read: set[int] = set()  # pages that came from files, and were not loaded since
 
     def find(self, hashes: Sequence[bytes], names: Sequence[bytes], in_files: bool) -> FoundPrefix:
-        """The first of these pages that are in host memory and then in files.
-
-        Args:
-            hashes: of pages in their order.
-            names: other hashes of the same pages, by which a file may be found.
-            in_files: whether to look for files.
+        """The first of these pages that are in host memory and then in files. names: other hashes of the same
+        pages, by which a file may be found; in_files: whether to look for files.
         """
         host_pages = self.pool.find(hashes)
         if not in_files:
@@ -97,23 +73,21 @@ class HostTier:
             if saved := self.pool.page_of_hash.get(hashes[0]):
                 for page_hash in hashes:
                     self.pool.cache(saved, page_hash)
-                self._touch([saved])
+                self.pool.touch([saved])
             else:
                 new.append((page, hashes))
         if not (new := new[max(0, len(new) - self.pool.num_available) :]):
             return []
-        host_pages = self._allocate(len(new))
-        for host_page, (_, hashes) in zip(host_pages, new, strict=True):
-            for page_hash in hashes:
-                self.pool.cache(host_page, page_hash)
-            self.pool.release([host_page])
+        host_pages = [self.pool.add(hashes) for _, hashes in new]
+        self.read.difference_update(host_pages)
         return [SavePages([page for page, _ in new], host_pages, [hashes[0] for _, hashes in new])]
 
     def begin_read(self, row: Row, found: FoundPrefix) -> ReadPages | None:
         """What reads the pages of a row's prompt that are in files; None if there is no memory for any."""
         self.pool.reuse(found.host_pages)  # they are not evicted for those in files
         count = min(len(found.names), self.pool.num_available)
-        host_pages = self._allocate(count)
+        host_pages = self.pool.allocate(count)
+        self.read.difference_update(host_pages)
         self.pool.release(found.host_pages)
         if not count:
             return None
@@ -144,13 +118,3 @@ class HostTier:
         """No page is found any more, for new weights. Rows load the pages that are kept for them."""
         self.epoch += 1
         self.pool.clear_cache()
-
-    def _allocate(self, count: int) -> list[int]:
-        pages = self.pool.allocate(count)
-        self.read.difference_update(pages)
-        return pages
-
-    def _touch(self, pages: Sequence[int]) -> None:
-        """These pages were used just now."""
-        self.pool.reuse(pages)
-        self.pool.release(pages)

@@ -8,31 +8,21 @@ last bits of log-probabilities would change. Only draft tokens need that loop.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, without_layers
-from ..cache.paged import PAGE_SIZE
-from ..generation.batch_arrays import token_matrix
+from ..generation.executor import PaddedTokens
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
 from ..grammar.automaton import Dfa
 from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
-from ..sampling.random_keys import FOLD_IN, key_from_seed
+from . import device_programs as programs
 from .device import Device
-from .device_programs import (
-    ALTERNATIVES,
-    REPEATED_LOGITS,
-    TARGET_LOGPROBS,
-    SampledTokens,
-    cache_pools,
-    cache_states,
-    paged_cache,
-    running_token,
-)
+from .device_programs import SampledTokens, cache_pools, cache_states, paged_cache, running_token
 
 # A step's tokens, log-probabilities, rows that continue, rows that sampled an EOS token; and `Alternatives`.
 _Step = tuple[tuple[Any, Any, Any, Any], Any]
@@ -43,22 +33,11 @@ class LayerwiseDevice(Device):
 
     _executor: LayerwiseExecutor
 
-    def prefill_with_logprobs(  # noqa: PLR0913
-        self,
-        slot: int,
-        pages: list[int],
-        ids: Sequence[int],
-        start: int,
-        longest: int,
-        targets: Sequence[int],
-    ) -> Any:
-        """Prefills at most a page; the log-probabilities of `targets` (`Device.prefill_with_logprobs`)."""
-        (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
-        chunk = self._padded(ids, PAGE_SIZE)
-        cache = self._cache(slot, pages, start, longest)
+    def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
         hidden_1TD, cache = self._executor.prefill_hidden(self._model, chunk, cache)
-        self._store(slot, cache)
-        return self._run(TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T)
+        return self._run(
+            programs.TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T
+        ), cache
 
     def sample_first(
         self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
@@ -89,7 +68,7 @@ class LayerwiseDevice(Device):
             if not continues_B.any() or (until_one_ends and (before_B & ~continues_B).any()):
                 break
         self.pools = cache_pools(cache)
-        self.states.layers = cache_states(cache)
+        self.states = cache_states(cache)
         return _sampled_tokens(done, running_B)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
@@ -98,28 +77,19 @@ class LayerwiseDevice(Device):
         sampled = dict(greedy=stages.pop("greedy"), sampled=lambda: self._run_short_request(greedy=False))
         return sampled | stages | dict(logprobs=self._run_alternatives)
 
-    def _run_short_request(self, greedy: bool = True) -> None:
-        call, key = self._empty_call
-        none_B = np.zeros(self._shape.rows, bool)
-        role = self._shape.role
-        if role != "prefill":
-            self._decode_step(self._decode_cache({}), none_B, greedy, False)  # first: it compiles longest
-        if role != "decode":
-            outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
-            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, False)
-        if role is not None:
-            self._run_moves()
-
     def _run_alternatives(self) -> None:
-        none_B = np.zeros(self._shape.rows, bool)
-        call, key = self._empty_call
         for greedy in (True, False):
-            if self._shape.role == "prefill":
-                outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
-                self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, True)
-            else:
-                self._decode_step(self._decode_cache({}), none_B, greedy, True)
+            self._run_short_request(greedy, with_alternatives=True)
+
+    def _run_decode(self, greedy: bool, with_alternatives: bool) -> None:
+        self._decode_step(self._decode_cache({}), self._no_rows_B, greedy, with_alternatives)
+
+    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool) -> None:
+        self._sample_first(0, outputs, row, self._no_rows_B, greedy, with_alternatives)
+
+    @property
+    def _no_rows_B(self) -> np.ndarray:
+        return np.zeros(self._shape.rows, bool)
 
     def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
         return dataclasses.replace(
@@ -131,7 +101,7 @@ class LayerwiseDevice(Device):
         rows = self._shape.rows
         table_BP = self._block_table(pages, rows)
         zeros_B = np.zeros(rows, np.int32)
-        pools = self.pools, self.states.layers
+        pools = self.pools, self.states
         cache = paged_cache(self.config, *pools, table_BP, self._shape.capacity, zeros_B, zeros_B)
         # A table for each layer: a step donates it.
         layers: Any = tuple(
@@ -153,7 +123,7 @@ class LayerwiseDevice(Device):
     ) -> _Step:  # fmt: skip
         self._put_row(slot, row)
         args = *without_model_layers(self._model), outputs, self._shape.rows
-        logits_B1V = self._run(REPEATED_LOGITS, *args)
+        logits_B1V = self._run(programs.REPEATED_LOGITS, *args)
         return self._append_token(logits_B1V, among_B, greedy, with_alternatives)
 
     def _append_token(
@@ -162,7 +132,7 @@ class LayerwiseDevice(Device):
         self.rows, sampled = self._executor.append_token(logits_B1V, self.rows, greedy, among_B)
         alternatives = None
         if with_alternatives:
-            alternatives = self._run(ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
+            alternatives = self._run(programs.ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
         return (sampled.token_B, *sampled[2:]), alternatives
 
 

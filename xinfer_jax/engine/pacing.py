@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from .scheduler import Scheduler
 
@@ -17,18 +16,8 @@ _FIRST_STEPS = 8  # decode steps of the first step, before their time is known
 _MAX_PREFILL_STEPS = 32  # consecutive steps without decoding, if no caller streams
 
 
-class DecodeCall(NamedTuple):
-    """One call of `Device.decode`: up to so many steps, and whether it ends when one row has ended."""
-
-    steps: int
-    until_one_ends: bool
-
-
 class Pacing:
     """Decides how long a step prefills and decodes.
-
-    Attributes:
-        step_seconds: of the last decode steps, each; 0 before the first.
 
     Args:
         chunk: tokens of a full chunk.
@@ -38,7 +27,7 @@ class Pacing:
     def __init__(self, chunk: int, tokens_per_step: int = 1):
         self._chunk = chunk
         self._tokens_per_step = tokens_per_step
-        self.step_seconds = 0.0
+        self.step_seconds = 0.0  # of the last decode steps, each; 0 before the first
         self._prefill_steps = 0  # since the last step that decoded
 
     def may_prefill(self, width: int) -> bool:
@@ -55,19 +44,16 @@ class Pacing:
 
     def decode_call(
         self, scheduler: Scheduler, left: Sequence[int], has_new_requests: bool, live: bool
-    ) -> DecodeCall:
-        """How the running rows decode: for a limited time; while others wait, until a row ends.
-
-        Args:
-            left: tokens that each running row may still sample.
-            has_new_requests: that the scheduler does not have yet.
-            live: whether a caller may stream one of the rows.
+    ) -> tuple[int, bool]:
+        """How the running rows decode: the most steps, for a limited time; and whether only until a row ends,
+        while others wait. left: tokens that each running row may still sample; has_new_requests: that the
+        scheduler does not have yet; live: whether a caller may stream one of the rows.
         """
         others = scheduler.has_waiting or len(scheduler.rows_with_slots) > len(scheduler.running)
         until_one_ends = others or has_new_requests
         most = min(left) if until_one_ends else max(left)
         steps = min(most, MAX_DECODE_TOKENS // self._tokens_per_step, self._affordable_steps(others, live))
-        return DecodeCall(steps, until_one_ends)
+        return steps, until_one_ends
 
     def record_decode(self, seconds: float, steps: int) -> None:
         """A call of so many decode steps took so long."""

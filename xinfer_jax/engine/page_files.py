@@ -13,11 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -32,25 +33,17 @@ _SCAN_SECONDS = 60.0  # between two looks at the directory, which other runs wri
 _PAUSE_SECONDS = 60.0  # without writing, after a write failed: the disk may be full
 _OLD_SECONDS = 600.0  # after which a file that was not finished is deleted
 
-_Job = Callable[["PageFiles"], None]
-
 
 class PageFiles:
     """The pages of one directory, as a set of the hashes whose pages are in it.
 
     The directory belongs to the user, with mode 0700. It has a secret, with which files are authenticated and
-    salts are hashed. Of all files, also those of other models, the least recently used are deleted.
+    salts are hashed. Of all files, also those of other models, the least recently used beyond `max_bytes` are
+    deleted. Raises InputError for a directory that is not the user's own, or cannot be used.
 
     Attributes:
         finished: a call for each read and write that ended, for the engine's thread.
         num_writing: pages that are being written.
-
-    Args:
-        directory: created if it is missing.
-        max_bytes: of all files.
-
-    Raises:
-        InputError: the directory is not the user's own, or cannot be used.
     """
 
     def __init__(self, directory: str | Path, max_bytes: int):
@@ -61,12 +54,14 @@ class PageFiles:
         self._sizes: OrderedDict[str, int] = OrderedDict()  # of files by name, the least recently used first
         self._lock = threading.Lock()
         self._paused_until = 0.0
+        self._next_scan = 0.0
         self._reported: set[str] = set()
-        self._jobs: dict[str, SimpleQueue[_Job | None]] = {}
+        self._reader, self._writer = (
+            ThreadPoolExecutor(1, f"xinfer_jax page {name}") for name in ("reader", "writer")
+        )
         self.finished: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.num_writing = 0
         self._scan()
-        self._start("writer", lambda files: None)  # it finds new files
 
     def identify(self, **settings: Any) -> None:
         """From now on, pages are those of a model and a form with these settings."""
@@ -83,80 +78,67 @@ class PageFiles:
         """Deletes a page's file, if there is one, also if it is being written now."""
         name = self._name(page_hash)
 
-        def job(files: "PageFiles") -> None:
-            files._forget(name)
-            files._delete(name)
+        def delete() -> None:
+            self._forget(name)
+            self._delete(name)
 
         if name in self._sizes or self.num_writing:
             self._forget(name)
-            self._start("writer", job)
+            _begin(self._writer, delete)
 
     def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
-        """Reads pages. then: is called with how many of the first ones were read, by `finished`.
-
-        Args:
-            hashes: of the pages.
-            pages: uint8, to read into.
+        """Reads into `pages`, uint8. then: is called with how many of the first ones were read, by
+        `finished`.
         """
         names = [self._name(page_hash) for page_hash in hashes]
 
-        def job(files: "PageFiles") -> None:
-            count = 0
-            for name, page in zip(names, pages, strict=True):
-                if not files._read(name, page):
-                    break
-                count += 1
-            files.finished.put(lambda: then(count))
+        def read_all() -> None:
+            count = sum(takewhile(bool, map(self._read, names, pages)))
+            self.finished.put(lambda: then(count))
 
-        self._start("reader", job)
+        _begin(self._reader, read_all)
 
     @property
     def can_write(self) -> bool:
-        """Whether one more page may be written now."""
         return self.num_writing < _MAX_WRITES and time.monotonic() >= self._paused_until
 
     def write(self, page_hash: bytes, page: np.ndarray, then: Callable[[], None]) -> None:
         """Writes a page, uint8. then: is called once it is not needed any more, by `finished`."""
         name = self._name(page_hash)
 
-        def job(files: "PageFiles") -> None:
-            if time.monotonic() >= files._paused_until:
-                files._write(name, page)
-            files.finished.put(ended)
+        def write() -> None:
+            if time.monotonic() >= self._paused_until:
+                self._write(name, page)
+            self.finished.put(ended)
 
         def ended() -> None:
             self.num_writing -= 1
             then()
 
         self.num_writing += 1
-        self._start("writer", job)
+        _begin(self._writer, write)
+
+    def find_new(self) -> None:
+        """Begins to look for files of other runs, once a minute. The engine calls it in each step."""
+        if (now := time.monotonic()) > self._next_scan:
+            self._next_scan = now + _SCAN_SECONDS
+            _begin(self._writer, self._scan)
 
     def close(self) -> None:
         """Ends the threads after what they have begun."""
-        for jobs in self._jobs.values():
-            jobs.put(None)
+        self._reader.shutdown(wait=False)
+        self._writer.shutdown(wait=False)
 
     def _name(self, page_hash: bytes) -> str:
         return hashlib.sha256(self._identity + page_hash).hexdigest() + _SUFFIX
-
-    def _start(self, thread: str, job: _Job) -> None:
-        """Queues a job for one of the threads."""
-        if thread not in self._jobs:
-            jobs = self._jobs[thread] = SimpleQueue()
-            args = weakref.ref(self), jobs
-            threading.Thread(
-                target=_run_jobs, args=args, name=f"xinfer_jax page {thread}", daemon=True
-            ).start()
-        self._jobs[thread].put(job)
 
     def _read(self, name: str, page: np.ndarray) -> bool:
         """Reads a page; a file that is not as it was written is forgotten."""
         path = self._directory / name
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
                 head = file.read(len(_HEAD) + SIGNATURE_SIZE)
-                size = _read_into(file, page)
-                is_whole = size == page.nbytes and not file.read(1)
+                is_whole = file.readinto(page.data) == page.nbytes and not file.read(1)
             with contextlib.suppress(OSError):
                 os.utime(path)  # it was used now
         except FileNotFoundError:  # another run deleted it
@@ -219,6 +201,7 @@ class PageFiles:
 
     def _scan(self) -> None:
         """Finds the files in the directory, and deletes old ones that were not finished."""
+        self._next_scan = time.monotonic() + _SCAN_SECONDS
         found = []
         with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
             for entry in entries:
@@ -245,27 +228,6 @@ class PageFiles:
             print(f"{line}; further ones are not reported\n", end="", file=sys.stderr)
 
 
-def _run_jobs(files: "weakref.ref[PageFiles]", jobs: "SimpleQueue[_Job | None]") -> None:
-    """A thread's work, until None comes or nobody has the files. Once a minute it looks for new ones."""
-    next_scan = time.monotonic() + _SCAN_SECONDS
-    while True:
-        job: _Job | None = PageFiles._scan
-        if (left := next_scan - time.monotonic()) > 0:
-            with contextlib.suppress(Empty):
-                job = jobs.get(timeout=left)
-        if job is PageFiles._scan:
-            next_scan = time.monotonic() + _SCAN_SECONDS
-        own = files()
-        if job is None or own is None:
-            return
-        job(own)
-        del own, job
-
-
-def _read_into(file: Any, page: np.ndarray) -> int:
-    """Reads into the whole page, or up to the end of the file; returns the bytes read."""
-    view = page.data
-    size = 0
-    while size < len(view) and (count := file.readinto(view[size:])):
-        size += count
-    return size
+def _begin(pool: ThreadPoolExecutor, job: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the process ends
+        pool.submit(job)

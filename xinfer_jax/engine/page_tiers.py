@@ -5,9 +5,10 @@ Several engines share files, but not host memory: that would need locks in every
 
 import time
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
-from .host_tier import COPIED_PAGES, HostTier
+from .host_tier import COPIED_PAGES
 from .page_files import PageFiles
 from .pages import num_pages_for
 from .row import LoadPages, ReadPages, Row, SavePages, Transfer
@@ -19,18 +20,13 @@ _FIRST_WAIT_SECONDS = 1.0  # for files, before it is known how long prefilling t
 
 
 class PageTiers:
-    """The prefix cache beyond the device. The engine's thread calls it.
-
-    Args:
-        device: as of `EngineCore`.
-        scheduler: decides.
-        files: None: no page goes to files.
-    """
+    """The prefix cache beyond the device. The engine's thread calls it."""
 
     def __init__(self, device: Any, scheduler: Scheduler, files: PageFiles | None):
         self._device = device
         self._scheduler = scheduler
-        self._files = files
+        self._host: Any = scheduler.host
+        self._files: Any = files
         self._unwritten: dict[int, bytes] = {}  # the file's hash of saved pages, the oldest first
         self._give_up: dict[Row, float] = {}  # when a row stops to wait for files
         self._page_seconds: float | None = None  # until a prompt's first token, for each page
@@ -44,7 +40,6 @@ class PageTiers:
         return bool(self._scheduler.waiting_for_files or is_writing)
 
     def execute(self, action: Transfer) -> None:
-        """Executes an action of the scheduler."""
         if isinstance(action, SavePages):
             self._device.save_pages(action.pages, action.host_pages)
             if self._files:
@@ -58,6 +53,7 @@ class PageTiers:
         """Handles reads and writes that ended, and begins to write saved pages."""
         if not self._files:
             return
+        self._files.find_new()
         while not self._files.finished.empty():
             self._files.finished.get()()
         now = time.monotonic()
@@ -68,7 +64,11 @@ class PageTiers:
             self._device.host.finish()
             while self._unwritten and self._files.can_write:
                 page = next(iter(self._unwritten))
-                self._begin_write(page, self._unwritten.pop(page))
+                name = self._unwritten.pop(page)
+                pool = self._host.pool
+                if name not in self._files and pool.page_of_hash.get(name) == page:  # not evicted meanwhile
+                    pool.reuse([page])
+                    self._files.write(name, self._device.host.bytes_of(page), partial(pool.release, [page]))
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """So long took a prompt of this many tokens: no row waits for files longer than it would prefill."""
@@ -77,8 +77,7 @@ class PageTiers:
     def identify(self, settings: dict[str, Any]) -> None:
         """The model has new weights: pages in files have other names."""
         self._unwritten.clear()
-        if self._files:
-            self._files.identify(**settings)
+        self._files.identify(**settings)
 
     def salt(self, salt: bytes) -> bytes:
         """The salt of a row's pages for that of its request."""
@@ -104,13 +103,7 @@ class PageTiers:
                 time.sleep(_POLL_SECONDS)
         self._files.close()
 
-    @property
-    def _host(self) -> HostTier:
-        assert self._scheduler.host is not None
-        return self._scheduler.host
-
     def _begin_read(self, read: ReadPages) -> None:
-        assert self._files is not None
         self._device.host.finish()  # or a page that was evicted would be copied into one that is read
         seconds = _FIRST_WAIT_SECONDS
         if self._page_seconds is not None:
@@ -122,12 +115,3 @@ class PageTiers:
             self._scheduler.record_read(read, count)
 
         self._files.read(read.names, [self._device.host.bytes_of(page) for page in read.host_pages], ended)
-
-    def _begin_write(self, page: int, name: bytes) -> None:
-        """Writes a saved page, unless it was evicted meanwhile, or is in a file already."""
-        assert self._files is not None
-        pool = self._host.pool
-        if name in self._files or pool.page_of_hash.get(name) != page:
-            return
-        pool.reuse([page])
-        self._files.write(name, self._device.host.bytes_of(page), lambda: pool.release([page]))

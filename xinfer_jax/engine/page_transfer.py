@@ -39,12 +39,9 @@ class PageTransfer:
             log(f"no transfer server ({error}): pages go through the host and the processes' messages")
 
     def offer(self, tree: Any, send_part: Callable[[int, bool, np.ndarray], None]) -> list[Any]:
-        """Makes arrays ready for one pull by another process. Returns what that gives to `pull`.
-
-        Args:
-            tree: of arrays on the devices of this process. They stay until `withdraw`, or until they expire.
-            send_part: sends bytes of the array of this number, where there is no server; whether they are the
-                first.
+        """Makes arrays of this process ready for one pull by another, until `withdraw` or until they expire.
+        Returns what that process gives to `pull`. send_part: sends bytes of the array of this number, where
+        there is no server; whether they are the first.
         """
         leaves = [_without_key(x) for x in jax.tree.leaves(tree) if x.size]  # an empty one never arrives
         if self._server is None:
@@ -70,13 +67,9 @@ class PageTransfer:
     def pull(
         self, offer: list[Any], like: Any, parts: dict[int, list[np.ndarray]], lost: Callable[[], bool]
     ) -> Any:
-        """The arrays of an offer, once they are here.
-
-        Args:
-            offer: from `offer` of the other process.
-            like: arrays of the same structure, shapes and types, where these have to be.
-            parts: what `send_part` sent.
-            lost: whether the other process is gone.
+        """The arrays of an offer of another process, once they are here. like: arrays of the same structure,
+        shapes and types, where these have to be; parts: what `send_part` sent; lost: whether the other
+        process is gone.
 
         Raises:
             ConnectionError: they have not come before they expired, or the other process is gone.

@@ -25,11 +25,7 @@ def usable_capacity(capacity: int, pages: int) -> int:
 
 def hash_pages(salt: bytes, ids: Sequence[int], programs: Sequence[int]) -> list[bytes]:
     """A hash for each page of `ids`: of the previous page's hash, the program that writes it and its tokens.
-
-    Args:
-        salt: hashes of different salts differ.
-        ids: tokens; pages beyond the end of `programs` get no hash.
-        programs: for each full page, a number that stands for the program that writes it.
+    programs: for each full page, a number that stands for its program; further pages get no hash.
     """
     hashes = [sha256(salt).digest()]
     for start, program in zip(range(0, len(ids), PAGE_SIZE), programs, strict=False):
@@ -38,65 +34,19 @@ def hash_pages(salt: bytes, ids: Sequence[int], programs: Sequence[int]) -> list
     return hashes[1:]
 
 
-class SnapshotPool:
-    """Which snapshots of recurrent states there are, by the hash of the page at whose end they were taken. A
-    new one replaces the least recently used.
-
-    Args:
-        size: snapshots at most.
-    """
-
-    def __init__(self, size: int):
-        self.size = size
-        self._of_hash: dict[bytes, int] = {}
-        self._used: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-
-    def __contains__(self, page_hash: bytes) -> bool:
-        return page_hash in self._of_hash
-
-    def find(self, page_hash: bytes) -> int:
-        """The snapshot of this hash, which is used now."""
-        snapshot = self._of_hash[page_hash]
-        self._used.move_to_end(snapshot)
-        return snapshot
-
-    def add(self, hashes: Iterable[bytes]) -> int | None:
-        """The number of a new snapshot, which these hashes find; None: all of them find one already."""
-        new = [page_hash for page_hash in hashes if page_hash not in self._of_hash]
-        if not new or not self.size:
-            return None
-        snapshot = len(self._used)
-        if snapshot == self.size:
-            snapshot, _ = self._used.popitem(last=False)
-            self._of_hash = {h: n for h, n in self._of_hash.items() if n != snapshot}
-        self._used[snapshot] = None
-        self._of_hash |= dict.fromkeys(new, snapshot)
-        return snapshot
-
-    def remove(self, hashes: Iterable[bytes]) -> None:
-        """The snapshots of these hashes are not found any more."""
-        for page_hash in hashes:
-            self._of_hash.pop(page_hash, None)
-
-    def clear(self) -> None:
-        """No snapshot is found any more."""
-        self._of_hash.clear()
-
-
 class PagePool:
-    """All pages of an engine, and the prefix cache over them.
+    """All pages of an engine, and the prefix cache over them; also those of host memory, and snapshots of
+    recurrent states, which have the hash of the page at whose end they were taken.
 
     A page is used by rows, or cached (no row uses it, but the prefix cache finds it), or free. Page 0 is none
     of these: rows without tokens write there.
 
     Attributes:
+        size: number of pages, page 0 included.
         ref_counts: of each page, the rows that use it.
         free: pages that nothing uses; the last one is allocated next.
         cached: the least recently used page first, which is evicted first.
         page_of_hash, hashes_of_page: the prefix cache.
-
-    Args:
-        size: number of pages, page 0 included.
     """
 
     def __init__(self, size: int):
@@ -137,6 +87,21 @@ class PagePool:
             self.ref_counts[page] += 1
             self.cached.pop(page, None)
 
+    def touch(self, pages: Sequence[int]) -> None:
+        self.reuse(pages)
+        self.release(pages)
+
+    def add(self, hashes: Iterable[bytes]) -> int:
+        """A new page, which is cached under those of these hashes that find none; 0 if all find one."""
+        new = [page_hash for page_hash in hashes if page_hash not in self.page_of_hash]
+        if not new:
+            return 0
+        (page,) = self.allocate(1)
+        for page_hash in new:
+            self.cache(page, page_hash)
+        self.release([page])
+        return page
+
     def allocate(self, count: int) -> list[int]:
         """Pages for one row; cached pages are evicted once no page is free. At most `num_available`."""
         pages = []
@@ -173,7 +138,6 @@ class PagePool:
             self.hashes_of_page.setdefault(page, []).append(page_hash)
 
     def uncache(self, page: int) -> None:
-        """Removes a page from the prefix cache."""
         for page_hash in self.hashes_of_page.pop(page, ()):
             del self.page_of_hash[page_hash]
         if page in self.cached:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from .host_tier import FoundPrefix, HostTier
-from .pages import PAGE_SIZE, PagePool, SnapshotPool, hash_pages
+from .pages import PAGE_SIZE, PagePool, hash_pages
 from .row import Row
 
 # What stands for a program in a hash: any program, that of prompt log-probabilities; else its tokens.
@@ -19,20 +19,13 @@ _LOGPROBS_PROGRAM = 1
 
 
 class PrefixCache:
-    """Finds pages of prompts on the device and, with a host tier, in host memory and files.
-
-    Args:
-        pool: the pages of the device.
-        host: those beyond the device; None: none.
-        chunk: tokens of a full prefill chunk.
-        enabled: False: finds nothing.
-        snapshots: of recurrent states; None: the model has none.
+    """Finds pages of prompts on the device and, with a host tier, in host memory and files. Arguments as of
+    `Scheduler`; enabled: False: it finds nothing.
     """
 
     def __init__(
-        self, pool: PagePool, host: HostTier | None, chunk: int, enabled: bool,
-        snapshots: SnapshotPool | None = None,
-    ):  # fmt: skip
+        self, pool: PagePool, host: HostTier | None, chunk: int, enabled: bool, snapshots: PagePool | None
+    ):
         self._pool = pool
         self._host = host
         self._chunk = chunk
@@ -76,22 +69,24 @@ class PrefixCache:
             if row.cacheable:
                 self._pool.cache(row.pages[at], row.token_hashes[at])
 
-    def take_snapshot(self, row: Row) -> int | None:
+    def take_snapshot(self, row: Row) -> int:
         """The snapshot into which a row's recurrent states are to be copied, as they are now at the end of a
-        chunk; None: into none.
+        chunk; 0: into none.
         """
         if self._snapshots is None or not row.cacheable or row.num_computed % self._chunk:
-            return None
-        if row.num_computed // self._chunk not in self._snapshot_ends(row, self._snapshots.size):
-            return None
+            return 0
+        if row.num_computed // self._chunk not in self._snapshot_ends(row, self._snapshots.size - 1):
+            return 0
         last = row.num_computed // PAGE_SIZE - 1
         return self._snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
 
-    def snapshot_at(self, row: Row, pages: int) -> int | None:
-        """The snapshot at the end of so many pages, found just now, of a row's prompt; None: of none."""
+    def snapshot_at(self, row: Row, pages: int) -> int:
+        """The snapshot at the end of so many pages, found just now, of a row's prompt; 0: of none."""
         if self._snapshots is None or not pages:
-            return None
-        return self._snapshots.find((row.page_hashes if row.exact else row.token_hashes)[pages - 1])
+            return 0
+        (snapshot,) = self._snapshots.find([(row.page_hashes if row.exact else row.token_hashes)[pages - 1]])
+        self._snapshots.touch([snapshot])
+        return snapshot
 
     def uncache(self, row: Row) -> None:
         """Lets no tier find the pages of a row and of its prompt."""
@@ -122,7 +117,7 @@ class PrefixCache:
         if self._host:
             self._host.clear()
         if self._snapshots:
-            self._snapshots.clear()
+            self._snapshots.clear_cache()
 
     def tokens_in_full_chunks(self, row: Row) -> int:
         """Tokens of the prompt that are prefilled in full chunks."""
@@ -142,7 +137,9 @@ class PrefixCache:
         """The first of these pages, up to the last one at whose end there is a snapshot of the states."""
         if self._snapshots is None:
             return found
-        ends = (count for count in range(found.total, 0, -1) if hashes[count - 1] in self._snapshots)
+        ends = (
+            count for count in range(found.total, 0, -1) if hashes[count - 1] in self._snapshots.page_of_hash
+        )
         return found.first(next(ends, 0))
 
     def _find(self, row: Row, hashes: Sequence[bytes], in_files: bool) -> FoundPrefix:

@@ -36,14 +36,13 @@ class Answer:
     """
 
     def __init__(self, request: "Request", row: Row, number: int):
-        """request: that it answers; row: for the scheduler; number: as below."""
         self.tokens: list[int] = []
         self.sampled: list[int] = []  # tokens, with the EOS or stop id
         self.logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.request = request
-        self.prefilled: Any = None  # its `PrefilledRow`, where another engine prefilled it
+        self.emit: Any = None  # where another engine prefilled it: reports an event of its row
         self.row = row
         self.number = number
         self.swapped_row: Any = None  # state of the row while it is preempted
@@ -55,24 +54,13 @@ class Answer:
 
     @property
     def key_1(self) -> jax.Array:
-        """The PRNG key of its row."""
         call = self.request.call
         number_1 = np.array([self.number], np.int32) if call.answers > 1 else None
         return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
 
     def append(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
-        """Appends sampled tokens. Called by the engine.
-
-        Args:
-            ids: the tokens.
-            logprobs: of each.
-            finished: the last is an EOS or stop id.
-
-        Returns:
-            Whether the answer has ended.
-
-        Raises:
-            InputError: numbers that are not finite, or a token that the grammar forbids, as in `generate`.
+        """Appends sampled tokens; finished: the last is an EOS or stop id. Returns whether the answer has
+        ended. Raises InputError for numbers that are not finite, or a token that the grammar forbids.
         """
         options = self.request.call.options
         ending = finished and ids[-1]
@@ -158,7 +146,6 @@ class Request:
         self, engine: Any, call: ValidatedCall, tokenizer: Tokenizer | None, stops: Sequence[str],
         number: int, skip_special_tokens: bool,
     ):  # fmt: skip
-        """engine: that will answer; call: from `validate_call`, with one prompt."""
         self.engine = engine
         self.call = call
         self.tokenizer = tokenizer
@@ -182,11 +169,9 @@ class Request:
         return iter(self._single_answer)
 
     def text(self) -> Iterator[str]:
-        """`Answer.text` of a request for one answer."""
         return self._single_answer.text()
 
     def text_async(self) -> AsyncIterator[str]:
-        """`Answer.text_async` of a request for one answer."""
         return self._single_answer.text_async()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
@@ -216,7 +201,6 @@ class Request:
 
     @property
     def answered(self) -> bool:
-        """Whether every answer has ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
     @property
@@ -225,7 +209,6 @@ class Request:
         return "ended" in self.times
 
     def new_detokenizer(self) -> AnswerDetokenizer:
-        """A detokenizer for one answer."""
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
         return AnswerDetokenizer(
@@ -237,7 +220,6 @@ class Request:
         )
 
     def raise_error(self) -> None:
-        """Raises `error`, if there is one."""
         if self.error is not None:
             raise self.error
 
@@ -249,7 +231,6 @@ class Request:
         self.times.setdefault("ended", time.monotonic())  # last, as waiting threads then read the others
 
     def notify(self) -> None:
-        """Calls the listeners."""
         for listener in list(self.listeners):
             with contextlib.suppress(RuntimeError):  # its event loop was closed
                 listener()
@@ -262,9 +243,8 @@ class Request:
 
     def _stats(self) -> GenerateStats:
         answers = self.answers
-        times = self.times
         engine = self.engine
-        prefill, first, end = (times.get(name, self.submitted) for name in ("prefill", "first", "ended"))
+        prefill, first, end = (self.times.get(name, self.submitted) for name in ("prefill", "first", "ended"))
         stats = GenerateStats(len(answers), len(self.ids), engine.weight_bytes, engine.cache_bytes)
         stats.reused_tokens = answers[0].row.hits
         stats.generated_tokens = sum(len(answer.logprobs) for answer in answers)

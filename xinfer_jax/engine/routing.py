@@ -1,112 +1,92 @@
-"""What several engines need: a copy of the parameters for each, creation in parallel, threads, and which of
-them knows the beginning of a prompt.
+"""What several engines need: their creation, each with a copy of the parameters, and which of them knows the
+beginning of a prompt.
 """
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
+from ..checks import is_sequence
+from ..errors import InputError, format_value
 from ..memory import check_memory
+from ..sharding import MODEL, concrete_mesh_of
+from ..weights.layout import shardings
 from ..weights.params import Params, tree_bytes
 from .pages import PAGE_SIZE, hash_pages
 from .row import Row
 
-
-class GivenPages:
-    """The pages of the prompts that an engine was given, as hashes, the least recent first.
-
-    Args:
-        most: hashes that are kept: pages of the engine, as its prefix cache cannot have more.
-    """
-
-    def __init__(self, most: int):
-        self._most = most
-        self._hashes: OrderedDict[bytes, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def hits(self, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's first pages were given before."""
-        return sum(1 for _ in takewhile(self._hashes.__contains__, hashes))
-
-    def add(self, hashes: Sequence[bytes]) -> None:
-        """The engine is given a prompt of these pages."""
-        for page_hash in reversed(hashes):  # a page is of no use without those before it, so they stay longer
-            self._hashes[page_hash] = None
-            self._hashes.move_to_end(page_hash)
-        while len(self._hashes) > self._most:
-            self._hashes.popitem(last=False)
+Devices: TypeAlias = Sequence[int | jax.Device | Sequence[int | jax.Device]]
 
 
 class PromptRouter:
-    """Which of several engines gets a prompt.
-
-    Attributes:
-        given: the pages of the prompts that each engine was given.
-
-    Args:
-        prefix_cache: False: no engine keeps any page.
-    """
+    """Which of several engines gets a prompt. prefix_cache: False: no engine keeps any page."""
 
     def __init__(self, prefix_cache: bool = True):
         self._prefix_cache = prefix_cache
-        self.given: dict[Any, GivenPages] = {}
+        # Hashes of the pages of the prompts that each engine was given, the least recent first; as many as it
+        # has pages, as its prefix cache cannot have more.
+        self.given: dict[Any, OrderedDict[bytes, None]] = {}
         self._last_routed: dict[Any, int] = {}  # of each engine, the number of its last request
 
     def route(self, row: Row, order: Callable[[Any, int], Any], engines: Iterable[Any]) -> Any:
-        """The engine for a row; of several that the order does not distinguish, the one that got no request
-        for the longest time.
-
-        Args:
-            order: of an engine, and the pages of the prompt that it was given before; the lowest is taken.
-            engines: to choose from, with `pages`.
+        """The engine for a row: that with the lowest order of itself and the pages of the prompt that it was
+        given before; then the one that got no request for the longest time.
         """
         full_pages = len(row.ids) // PAGE_SIZE  # their hashes are of any program
         hashes = hash_pages(row.salt, row.ids, [0] * full_pages) if self._prefix_cache else []
 
         def rank(engine: Any) -> tuple[Any, int]:
-            given = self.given.setdefault(engine, GivenPages(engine.pages))
-            return order(engine, given.hits(hashes)), self._last_routed.get(engine, 0)
+            given = self.given.setdefault(engine, OrderedDict())
+            hits = sum(1 for _ in takewhile(given.__contains__, hashes))
+            return order(engine, hits), self._last_routed.get(engine, 0)
 
         engine = min(engines, key=rank)
         self._last_routed[engine] = max(self._last_routed.values(), default=0) + 1
-        self.given[engine].add(hashes)
+        given = self.given[engine]
+        for page_hash in reversed(hashes):  # a page is of no use without those before it, so they stay longer
+            given[page_hash] = None
+            given.move_to_end(page_hash)
+        while len(given) > engine.pages:
+            given.popitem(last=False)
         return engine
-
-    def clear(self, engine: Any = None) -> None:
-        """Forgets the prompts of an engine, or of all."""
-        for one in [engine] if engine else list(self.given):
-            self.given.pop(one, None)
 
     def remove(self, engine: Any) -> None:
         """An engine is gone."""
-        self.clear(engine)
+        self.given.pop(engine, None)
         self._last_routed.pop(engine, None)
 
 
-def check_copies(model: Model, devices: Sequence[jax.Device], copies: int, remedy: str) -> None:
-    """Raises InputError where the memory of a CPU is too small for so many copies of the parameters. remedy:
-    the end of the error.
-    """
-    if devices[0].platform == "cpu":  # all engines share one memory
-        need = copies * tree_bytes(model.params)
-        check_memory(need, f"the weights, {copies} times,", remedy)
+def create_engines(
+    create: Callable[..., Any],
+    model: Model,
+    groups: Sequence[list[jax.Device]],
+    each: Sequence[dict],
+    remedy: str,
+) -> list[Any]:
+    """Creates engines in parallel, each with a copy of the parameters on a group of devices. If one fails,
+    the others are closed.
 
-
-def create_in_parallel(creators: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What these functions return, each called in a thread. If one raises, the engines that the others
-    created are closed.
+    Args:
+        create: makes an engine of a model and one of the further arguments in `each`.
+        remedy: the end of the error where the memory of a CPU is too small.
     """
-    with ThreadPoolExecutor(len(creators)) as pool:
-        creating = [pool.submit(create) for create in creators]
+    if groups[0][0].platform == "cpu":  # all engines share one memory
+        need = len(groups) * tree_bytes(model.params)
+        check_memory(need, f"the weights, {len(groups)} times,", remedy)
+
+    def create_on(group: list[jax.Device], how: dict[str, Any]) -> Any:
+        return create(dataclasses.replace(model, params=_place_params(model, group)), **how)
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        creating = [pool.submit(create_on, *arguments) for arguments in zip(groups, each, strict=True)]
     if any(future.exception() for future in creating):  # the others do not go on compiling
         for future in creating:
             if not future.exception():
@@ -114,8 +94,36 @@ def create_in_parallel(creators: Sequence[Callable[[], Any]]) -> list[Any]:
     return [future.result() for future in creating]
 
 
-def copy_params(params: Params, devices: list[jax.Device]) -> Params:
-    """A copy on these devices, sharded over them as the original is over its own."""
+def create_role_engines(
+    create: Callable[..., Any], model: Model, prefill_devices: Devices | None, decode_devices: Devices | None
+) -> list[Any]:
+    """Creates engines that prefill, then those that decode. If the model lies on a mesh of k devices, a list
+    of devices is taken in groups of k.
+    """
+    given = dict(prefill_devices=prefill_devices, decode_devices=decode_devices)
+    sides = {name: _device_groups(name, devices, model) for name, devices in given.items()}
+    roles = [name.partition("_")[0] for name, groups in sides.items() for _ in groups]
+    groups = [group for side in sides.values() for group in side]
+    engines = create_engines(create, model, groups, [dict(role=role) for role in roles], "give fewer devices")
+    for engine, role, group in zip(engines, roles, groups, strict=True):
+        engine.name = f"the {role} engine on {', '.join(map(str, group))}"
+    return engines
+
+
+def close_engines(engines: Sequence[Any], close: Callable[[Any], None]) -> None:
+    """Closes engines in parallel: each ends its step first."""
+    with ThreadPoolExecutor(len(engines)) as pool:
+        list(pool.map(close, engines))
+
+
+def _place_params(model: Model, devices: list[jax.Device]) -> Params:
+    """A copy of the parameters on these devices: sharded as the original is over as many, or divided over
+    them.
+    """
+    mesh = concrete_mesh_of(model.params)
+    if len(devices) != (mesh.size if mesh else 1):
+        mesh = jax.make_mesh((len(devices),), (MODEL,), devices=devices)
+        return jax.device_put(model.params, shardings(model.config, mesh, like=model.params))
 
     def sharding_of(x: Any) -> Any:
         old = getattr(x, "sharding", None)
@@ -125,4 +133,34 @@ def copy_params(params: Params, devices: list[jax.Device]) -> Params:
         mesh = Mesh(np.reshape(devices, old.mesh.devices.shape), axes[0], axis_types=axes[1])
         return NamedSharding(mesh, old.spec)
 
-    return jax.device_put(params, jax.tree.map(sharding_of, params))
+    return jax.device_put(model.params, jax.tree.map(sharding_of, model.params))
+
+
+def _device_groups(name: str, devices: Any, model: Model) -> list[list[jax.Device]]:
+    """The devices of each engine of a side. name: of the argument."""
+    if not is_sequence(devices) or not len(devices):
+        raise InputError(
+            f"{name} must be a list of devices, and so for the other side, got {format_value(devices)}"
+        )
+    own = model.params["final_norm"]
+    platform = next(iter(own.devices())).platform if isinstance(own, jax.Array) else None
+    local = jax.local_devices(backend=platform)
+
+    def find(device: Any) -> jax.Device:
+        if isinstance(device, jax.Device):
+            return device
+        if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < len(local):
+            virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={len(local) + 1} makes more of a CPU"
+            raise InputError(
+                f"{name}: device {format_value(device)} is not here, there are 0 to {len(local) - 1}: give"
+                f" one of them; {virtual}"
+            )
+        return local[device]
+
+    mesh = concrete_mesh_of(model.params)
+    size = mesh.size if mesh else 1
+    single = [find(device) for device in devices if not is_sequence(device)]
+    if len(single) % size:
+        raise InputError(f"{name}: {len(single)} devices cannot be divided into meshes of {size}: give more")
+    groups = [single[at : at + size] for at in range(0, len(single), size)]
+    return groups + [[find(device) for device in of_mesh] for of_mesh in devices if is_sequence(of_mesh)]

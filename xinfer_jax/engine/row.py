@@ -10,59 +10,35 @@ from .pages import num_pages_for
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """One answer of a request (vLLM: a sequence).
+    """One answer of a request (vLLM: a sequence)."""
 
-    Attributes:
-        ids: the prompt.
-        max_new_tokens: at most so many are sampled.
-        priority: higher goes first.
-        answer_group: answer j of a request is in group j // slots. Rows of a lower group go first, among the
-            requests of one client.
-        salt: pages are shared only between rows of equal salt.
-        client: whose row it is.
-        logprobs_from: None, or the first token of the prompt whose log-probability is asked for. Such a
-            prompt is prefilled by another program, and shares pages only with such prompts.
-        share_answers: reuses pages that any program wrote, and caches pages of its answer.
-        slot: None without one.
-        pages: in the order of its tokens.
-        num_computed: tokens whose keys are in its pages, or in host memory.
-        host_pages: pages of its prompt in host memory, to copy to its next pages before it prefills.
-        has_read: pages of its prompt were looked for in files.
-        hits: tokens of the prompt found in the prefix cache.
-        shared: tokens whose pages it has, also beyond the last snapshot of recurrent states.
-        arrival: its number in the order of `submit`.
-        overtaken: later rows of its client that got a slot before it.
-        exact: its keys have the bits that they have without other requests.
-        cacheable: its pages may be found by other rows.
-        moving: its pages are on the way from or to another engine, so it does not decode.
-        ended: it ended, failed or was cancelled.
-        page_hashes: of the prompt's full pages, over tokens and programs.
-        token_hashes: the same over tokens alone.
-    """
-
-    ids: Sequence[int]
+    ids: Sequence[int]  # the prompt
     max_new_tokens: int
-    priority: int = 0
+    priority: int = 0  # higher goes first
+    # Answer j of a request is in group j // slots. Rows of a lower group go first, among those of one client.
     answer_group: int = 0
-    salt: bytes = b""
+    salt: bytes = b""  # pages are shared only between rows of equal salt
     client: str = ""
+    # The first token of the prompt whose log-probability is asked for. Such a prompt is prefilled by another
+    # program, and shares pages only with such prompts.
     logprobs_from: int | None = None
-    share_answers: bool = False
+    share_answers: bool = False  # reuses pages that any program wrote, and caches pages of its answer
     slot: int | None = None
-    pages: list[int] = dataclasses.field(default_factory=list)
-    num_computed: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)  # in the order of its tokens
+    num_computed: int = 0  # tokens whose keys are in its pages, or in host memory
+    # Pages of its prompt in host memory, to copy to its next pages before it prefills.
     host_pages: list[int] = dataclasses.field(default_factory=list)
-    has_read: bool = False
-    hits: int = 0
-    shared: int = 0
-    arrival: int = 0
-    overtaken: int = 0
-    exact: bool = True
-    cacheable: bool = True
-    moving: bool = False
-    ended: bool = False
-    page_hashes: Sequence[bytes] = ()
-    token_hashes: Sequence[bytes] = ()
+    has_read: bool = False  # pages of its prompt were looked for in files
+    hits: int = 0  # tokens of the prompt found in the prefix cache
+    shared: int = 0  # tokens whose pages it has, also beyond the last snapshot of recurrent states
+    arrival: int = 0  # its number in the order of `submit`
+    overtaken: int = 0  # later rows of its client that got a slot before it
+    exact: bool = True  # its keys have the bits that they have without other requests
+    cacheable: bool = True  # its pages may be found by other rows
+    moving: bool = False  # its pages are on the way from or to another engine, so it does not decode
+    ended: bool = False  # it ended, failed or was cancelled
+    page_hashes: Sequence[bytes] = ()  # of the prompt's full pages, over tokens and programs
+    token_hashes: Sequence[bytes] = ()  # the same over tokens alone
 
     @property
     def is_prefilled(self) -> bool:
@@ -90,14 +66,10 @@ class Row:
         return len(self.ids) + (self.max_new_tokens if self.max_new_tokens > 1 else 0)
 
     @property
-    def max_pages(self) -> int:
-        """Pages that it needs at most."""
-        return num_pages_for(self.longest)
-
-    @property
     def pages_to_continue(self) -> int:
         """Pages that it needs soon: for its prompt or all computed tokens, and one more."""
-        return min(self.max_pages, num_pages_for(max(len(self.ids), self.num_computed)) + 1)
+        soon = num_pages_for(max(len(self.ids), self.num_computed)) + 1
+        return min(num_pages_for(self.longest), soon)
 
     @property
     def rank(self) -> tuple[bool, int, int, int]:
@@ -108,19 +80,14 @@ class Row:
 
 
 class Swap(NamedTuple):
-    """Copy pages to host memory, or back.
-
-    Attributes:
-        row: of these pages.
-        slot: that the row leaves, or gets. If it is prefilled, its state in this slot is copied too.
-        pages: to copy from, or to.
-        out: True: to host memory, after which pages and slot are free. False: back.
+    """Copy pages to host memory, after which they and the slot are free, or back. The state of a prefilled
+    row is copied too.
     """
 
     row: Row
-    slot: int
+    slot: int  # that the row leaves, or gets
     pages: list[int]
-    out: bool
+    out: bool  # to host memory
 
 
 class PrefillChunk(NamedTuple):
@@ -143,16 +110,11 @@ class Restore(NamedTuple):
 
 
 class SavePages(NamedTuple):
-    """Copy pages that the prefix cache evicted to host memory, before anything is written to them.
-
-    Attributes:
-        pages, host_pages: to copy from, and to.
-        names: hashes of these pages, by which files may have them.
-    """
+    """Copy pages that the prefix cache evicted to host memory, before anything is written to them."""
 
     pages: list[int]
     host_pages: list[int]
-    names: list[bytes]
+    names: list[bytes]  # hashes of these pages, by which files may have them
 
 
 class LoadPages(NamedTuple):
@@ -165,21 +127,15 @@ class LoadPages(NamedTuple):
 
 
 class ReadPages(NamedTuple):
-    """Begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row waits.
-
-    Attributes:
-        row: that waits; `Scheduler.stop_waiting_for_files` ends its waiting early.
-        names: the hashes that the files have.
-        hashes: by which these pages will be found.
-        host_pages: to read into.
-        epoch: of the prefix cache.
+    """Begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row waits;
+    `Scheduler.stop_waiting_for_files` ends that early.
     """
 
     row: Row
-    names: list[bytes]
-    hashes: list[bytes]
+    names: list[bytes]  # the hashes that the files have
+    hashes: list[bytes]  # by which these pages will be found
     host_pages: list[int]
-    epoch: int
+    epoch: int  # of the prefix cache
 
 
 Transfer = SavePages | LoadPages | ReadPages  # between the tiers of the prefix cache

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import clients
 from .clients import Clients
 from .host_tier import COPIED_PAGES, HostTier
-from .pages import PAGE_SIZE, PagePool, SnapshotPool, hash_pages, num_pages_for, usable_capacity
+from .pages import PAGE_SIZE, PagePool, hash_pages, num_pages_for, usable_capacity
 from .prefix_cache import ANY_PROGRAM, PrefixCache
 from .row import Action, LoadPages, PrefillChunk, ReadPages, Restore, Row, Swap
 
@@ -40,14 +40,14 @@ class Scheduler:
         capacity: tokens of a row at most.
         chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
         prefix_cache: whether rows share pages.
-        host: pages of the prefix cache beyond the device; None: none.
-        snapshots: of recurrent states; None: the model has none. They are taken at the end of some full
+        host: the prefix cache beyond the device.
+        snapshots: of recurrent states, of a model that has these. They are taken at the end of some full
             chunks, and cached pages are reused only up to one.
     """
 
     def __init__(  # noqa: PLR0913
         self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True,
-        host: HostTier | None = None, snapshots: SnapshotPool | None = None,
+        host: HostTier | None = None, snapshots: PagePool | None = None,
     ):  # fmt: skip
         self.capacity = capacity
         self.chunk = chunk
@@ -72,18 +72,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Row]:
-        """Rows without a slot."""
         return [*self.clients.waiting, *self.waiting_for_files]
 
     @property
     def has_waiting(self) -> bool:
-        """Whether any row waits for a slot."""
         return bool(self.waiting_for_files or self.clients.first_rows())
 
     @property
-    def running(self) -> list[tuple[int, Row]]:
-        """Rows that decode, with their slots."""
-        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.state == "running"]
+    def running(self) -> list[Row]:
+        """Rows that decode, in the order of their slots."""
+        return [row for row in self.slots if row and row.state == "running"]
 
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` about rows and pages."""
@@ -119,8 +117,7 @@ class Scheduler:
         self._preempt_for_share(actions)
         while (row := self.clients.next_row()) and row.is_swapped_out and self._admit(row, actions):
             self._allocate(row, row.num_computed, actions)
-            pages = row.pages[: num_pages_for(row.num_computed)]
-            actions.append(Swap(row, self.slots.index(row), pages, False))
+            actions.append(self.swap(row, False))
         prefilling = [row for row in self.rows_with_slots if not row.is_prefilled]
         ordered = self.clients.by_urgency(prefilling + self.clients.first_rows())
         if ordered and ordered[0].slot is None and not ordered[0].is_swapped_out:
@@ -137,13 +134,13 @@ class Scheduler:
                 return [*actions, chunk]
         return actions
 
-    def record_prefill(self, chunk: PrefillChunk) -> int | None:
+    def record_prefill(self, chunk: PrefillChunk) -> int:
         """A chunk's program was called: the prefix cache may find its pages from now on. Returns the
-        snapshot into which the row's recurrent states are to be copied; None: into none.
+        snapshot into which the row's recurrent states are to be copied; 0: into none.
         """
         row = chunk.row
         if row.ended:
-            return None
+            return 0
         self.clients.count_tokens(row, prefilled=chunk.width)
         row.num_computed = chunk.start + chunk.count
         self.prefixes.cache(row, chunk.start)
@@ -180,12 +177,9 @@ class Scheduler:
         self.clients.count_tokens(row, decoded=tokens)
 
     def end(self, row: Row, answer_ids: Sequence[int] = (), valid: bool = True) -> None:
-        """Frees the slot and the pages of a row in any state.
-
-        Args:
-            row: it ended, failed or was cancelled; a second call changes nothing.
-            answer_ids: the tokens that it sampled, to cache their pages.
-            valid: False if its numbers were not finite: none of its pages is found again.
+        """Frees the slot and the pages of a row in any state; a second call changes nothing. answer_ids: the
+        tokens that it sampled, to cache their pages; valid: False if its numbers were not finite: none of its
+        pages is found again.
         """
         if row.ended:
             return
@@ -209,14 +203,9 @@ class Scheduler:
         self, salt: bytes, ids: Sequence[int], first: int
     ) -> tuple[list[Action], list[int]]:
         """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
-
-        Args:
-            salt: of the row.
-            ids: the tokens from the first of the prompt on, in full pages.
-            first: the first of these pages that is new.
-
-        Returns:
-            Actions, and the pages, to be written after them before the next program; [] without enough pages.
+        ids: the tokens from the first of the prompt on, in full pages, of which those from `first` on are
+        new. Returns actions, and the pages, to be written after them before the next program; [] without
+        enough pages.
         """
         hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
         count = len(hashes) - first
@@ -228,10 +217,6 @@ class Scheduler:
             self.pool.cache(page, page_hash)
         self.pool.release(pages)
         return actions, pages
-
-    def forget_pages(self, row: Row) -> None:
-        """Removes the pages of a row's prompt from the prefix cache: its numbers were not finite."""
-        self.prefixes.uncache(row)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""
@@ -259,7 +244,7 @@ class Scheduler:
             row.hits = row.num_computed
             self.hits += row.hits
             self.prefixes.keep_host_pages(row, found.host_pages)
-        if (snapshot := self.prefixes.snapshot_at(row, len(hits))) is not None:
+        if snapshot := self.prefixes.snapshot_at(row, len(hits)):
             actions.append(Restore(row, row.slot, snapshot))
         self.pool.reuse(hits)
         others = [other for other in self.rows_with_slots if other.client == row.client]
@@ -371,11 +356,16 @@ class Scheduler:
 
     def _preempt(self, row: Row) -> Swap:
         """Frees a row's slot and pages, and queues it; the swap saves them first."""
-        swap = Swap(row, self.slots.index(row), row.pages[: num_pages_for(row.num_computed)], True)
+        swap = self.swap(row, True)
         self._free(row)
         self.clients.add(row, preempted=True)
         self.preemptions += 1
         return swap
+
+    def swap(self, row: Row, out: bool) -> Swap:
+        """The action that moves the computed pages of a row with a slot."""
+        assert row.slot is not None
+        return Swap(row, row.slot, row.pages[: num_pages_for(row.num_computed)], out)
 
     def _free(self, row: Row) -> None:
         self.slots[self.slots.index(row)] = None

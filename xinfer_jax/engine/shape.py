@@ -33,34 +33,23 @@ _LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
 
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
-    """Sizes of an engine, from `engine_shape`; the first four as `Engine` documents them.
-
-    Attributes:
-        num_draft_tokens: of each pass; 0: no speculative decoding.
-        cache_dtype: a float type, or a name in the table of cache dtypes.
-        page_bytes: of one page in all layers.
-        state_bytes: of one row's recurrent states in all layers; 0: the model has none.
-        snapshots: of such states, which the prefix cache keeps.
-        role: "prefill": rows are decoded elsewhere; "decode": they were prefilled elsewhere; None: neither.
-        host_pages: as `Engine` documents it.
-    """
+    """Sizes of an engine, from `engine_shape`; those that `Engine` has too are as it documents them."""
 
     rows: int
     capacity: int
     pages: int
     chunk: int
     num_draft_tokens: int
-    cache_dtype: Any
+    cache_dtype: Any  # a float type, or a name in the table of cache dtypes
     impl: str | None
-    page_bytes: int
-    state_bytes: int = 0
-    snapshots: int = 0
+    page_bytes: int  # of one page in all layers
+    state_bytes: int = 0  # of one row's recurrent states in all layers; 0: the model has none
+    snapshots: int = 0  # of such states, which the prefix cache keeps
     role: str | None = None
     host_pages: int = 0
 
     @property
     def cache_bytes(self) -> int:
-        """Of all pages, states and snapshots."""
         return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
 
 
@@ -68,11 +57,6 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
     draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None,
 ) -> EngineShape:  # fmt: skip
-    """The shape that these arguments of `Engine` ask for.
-
-    Raises:
-        InputError: a value that no engine can have.
-    """
     config = model.config
     mesh = concrete_mesh_of(model.params)
     if mesh is not None and mesh.size > mesh.shape[MODEL]:
@@ -91,7 +75,8 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     if chunk % PAGE_SIZE:
         raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {chunk}")
     num_draft_tokens = check_integer("draft_tokens", draft_tokens, 1, MAX_DRAFT_TOKENS) if draft else 0
-    dtype = _resolve_cache_dtype(model.params, cache_dtype)
+    check_page_dtype(cache_dtype)
+    dtype = default_cache_dtype(model.params) if cache_dtype is None else resolve_cache_dtype(cache_dtype)
     of_state = state_bytes(config)
     page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state
     keeps_prefixes = of_state and role != "decode"
@@ -163,9 +148,3 @@ def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: in
     left = max(0, part * memory_bytes() - own * (tree_bytes(params) + state_bytes))
     affordable = int(_PAGES_FRACTION * left / (own * max(1, page_bytes)))
     return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))
-
-
-def _resolve_cache_dtype(params: Params, dtype: Any) -> Any:
-    """The dtype of keys and values: a float type, or a name in the table of cache dtypes."""
-    check_page_dtype(dtype)
-    return default_cache_dtype(params) if dtype is None else resolve_cache_dtype(dtype)

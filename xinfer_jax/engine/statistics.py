@@ -94,7 +94,6 @@ class EngineCounters:
         return {name: value for name, value in vars(self).items() if name != "seconds"}
 
     def add(self, request: Request) -> None:
-        """Counts a request that has ended."""
         times = request.times
         tokens = len(request.answers[0].logprobs)
         self.requests += 1

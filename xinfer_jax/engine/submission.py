@@ -36,9 +36,6 @@ def make_request(
 ) -> Request:  # fmt: skip
     """A request to an engine, with the random draws of prompt i of `generate`. escape: as
     `escape_control_tokens` of `encode_prompt`; how: further arguments of `make_requests`.
-
-    Raises:
-        InputError: a request that this engine can never answer.
     """
     return next(make_requests(engine, [prompt], options, [key], i, escape, **how))
 
@@ -139,12 +136,26 @@ class EngineBase:
         """The engines that answer: this one."""
         return (self,)
 
-    def submit(  # noqa: PLR0913
+    def submit(
         self,
         prompt: Prompt | Sequence[int],
         options: GenerateOptions | None = None,
         *,
         key: jax.Array | None = None,
+        **how: Any,
+    ) -> Request:
+        """`submit_many` of one prompt, with the same arguments (`how`). Its tokens are those of
+        `generate([ids], options, key=key)`.
+        """
+        (request,) = self.submit_many([prompt], options, keys=None if key is None else [key], **how)
+        return request
+
+    def submit_many(  # noqa: PLR0913
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        options: GenerateOptions | None = None,
+        *,
+        keys: Sequence[jax.Array] | None = None,
         priority: int = 0,
         deadline: float | None = None,
         salt: str = "",
@@ -157,14 +168,14 @@ class EngineBase:
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
         content_after: str | None = None,
-    ) -> Request:
-        """Queues a request, from any thread. Its tokens are those of `generate([ids], options, key=key)`.
+    ) -> list[Request]:
+        """Queues a request for each prompt, from any thread.
 
         Args:
-            prompt: token ids, a text, or messages.
+            prompts: token ids, texts, or messages.
             options: None: `GenerateOptions()`. Options of a whole engine (capacity, impl, cache_dtype, draft)
                 are rejected.
-            key: as in `generate`.
+            keys: of each prompt, as in `generate`.
             priority: higher ones go first. A row goes first whatever its priority once 32 later rows of its
                 client got slots before it, or once its client waited without a slot while 32 rows of other
                 clients got one. A priority higher by 16 or more preempts another row, which continues later.
@@ -192,35 +203,6 @@ class EngineBase:
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
         """
-        keys = None if key is None else [key]
-        return self.submit_many(
-            [prompt], options, keys=keys, priority=priority, deadline=deadline, salt=salt, live=live,
-            share_answers=share_answers, prompt_logprobs=prompt_logprobs,
-            prompt_logprobs_from=prompt_logprobs_from, client=client, received=received,
-            escape_control_tokens=escape_control_tokens, skip_special_tokens=skip_special_tokens,
-            content_after=content_after,
-        )[0]  # fmt: skip
-
-    def submit_many(  # noqa: PLR0913
-        self,
-        prompts: Sequence[Prompt | Sequence[int]],
-        options: GenerateOptions | None = None,
-        *,
-        keys: Sequence[jax.Array] | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        salt: str = "",
-        share_answers: bool = False,
-        prompt_logprobs: int | None = None,
-        prompt_logprobs_from: int = 0,
-        live: bool = True,
-        client: str = "",
-        received: float | None = None,
-        escape_control_tokens: bool = True,
-        skip_special_tokens: bool = True,
-        content_after: str | None = None,
-    ) -> list[Request]:
-        """`submit` of several prompts at once with the same arguments. keys: one for each prompt."""
         self._check_open()
         if keys is not None and len(keys) != len(prompts):
             raise InputError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
@@ -317,5 +299,4 @@ class EngineBase:
                 raise InputError(f"{engine.name} is closed: {why}") from engine.error
 
     def enqueue(self, requests: list[Request]) -> None:
-        """Queues checked requests."""
         raise NotImplementedError

@@ -29,20 +29,15 @@ _POLL_SECONDS = 0.05
 class WarmUp:
     """Runs jitted functions. Their programs are compiled in stages, most of them in the background. A call
     whose program is not compiled yet waits for it.
-
-    Attributes:
-        compiler: of the programs.
-        complete: all programs are compiled.
-        is_waiting: a call waits for its program now.
     """
 
     def __init__(self) -> None:
         self.compiler = Precompiler()
-        self.complete = False
-        self.is_waiting = False
+        self.complete = False  # all programs are compiled
+        self.is_waiting = False  # a call waits for its program now
         self._left: dict[str, Stage] = {}  # the stages that are not compiled, the most likely first
         self._wanted: set[str] = set()  # requests wait for these
-        self._condition = threading.Condition()
+        self._news = threading.Event()  # a stage is wanted, or the background is to end
         self._stopped = False
 
     def __call__(self, program: Any, *args: Any) -> Any:
@@ -59,19 +54,15 @@ class WarmUp:
         """Whether these stages are compiled; if not, they come next."""
         if stages.isdisjoint(self._left):
             return True
-        with self._condition:
-            self._wanted |= stages
-            self._condition.notify_all()
+        self._wanted |= stages
+        self._news.set()
         return False
 
     def compile_in_background(self, stages: dict[str, Stage], is_busy: Callable[[], bool]) -> None:
         """Begins to compile these stages, one after another, and returns. A stage that no request waits for
         begins once the engine has been idle, or after some seconds: compiling takes the processors from
         requests. The end of the process waits for the programs that have begun: XLA cannot be interrupted.
-
-        Args:
-            stages: by name, in order of likelihood.
-            is_busy: whether the engine has requests.
+        is_busy: whether the engine has requests.
         """
         self._left = dict(stages)
 
@@ -96,27 +87,21 @@ class WarmUp:
 
     def stop(self) -> None:
         """Ends the background after the stage that has begun."""
-        with self._condition:
-            self._stopped = True
-            self._condition.notify_all()
-
-    @property
-    def _is_ending(self) -> bool:
-        """Whether the engine was closed, or the process ends."""
-        return self._stopped or not threading.main_thread().is_alive()
+        self._stopped = True
+        self._news.set()
 
     def _next_stage(self, is_busy: Callable[[], bool]) -> str | None:
         """The name of the stage to compile now, after waiting for an idle engine; None at the end."""
         began = idle_since = time.monotonic()
-        with self._condition:
-            while not self._is_ending:
-                if wanted := [name for name in self._left if name in self._wanted]:
-                    return wanted[0]
-                now = time.monotonic()
-                idle_since = now if is_busy() else idle_since
-                if now > min(idle_since + _IDLE_SECONDS, began + _PATIENCE):
-                    return next(iter(self._left))
-                self._condition.wait(_POLL_SECONDS)
+        while threading.main_thread().is_alive() and not self._stopped:
+            if wanted := [name for name in self._left if name in self._wanted]:
+                return wanted[0]
+            now = time.monotonic()
+            idle_since = now if is_busy() else idle_since
+            if now > min(idle_since + _IDLE_SECONDS, began + _PATIENCE):
+                return next(iter(self._left))
+            self._news.wait(_POLL_SECONDS)
+            self._news.clear()
         return None
 
 
@@ -126,10 +111,7 @@ def create_device(
     """A device that can answer a short greedy request, and what compiles its other programs.
 
     Over a mesh all programs compile when they run, here: only running them shows their output shardings.
-
-    Args:
-        warm_up: wait for all programs.
-        is_busy: whether the engine has requests.
+    warm_up: wait for all programs; is_busy: whether the engine has requests.
     """
     layerwise = executor_class(params) is LayerwiseExecutor and not shape.num_draft_tokens
     device_class = LayerwiseDevice if layerwise else Device

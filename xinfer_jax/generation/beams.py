@@ -176,7 +176,6 @@ class _Search:
         self.executor = executor_class(params)(impl)
 
     def new_cache(self) -> KVCache:
-        """An empty cache for the prompts."""
         call = self.call
         return new_cache(call, call.params, call.config, call.capacity, call.rows)
 
@@ -201,11 +200,8 @@ class _Search:
         return executor.prefill((self.call.params, self.call.config), self._tokens, cache)
 
     def search(self, executor: Executor, outputs: Any, caches: list[KVCache], steps: int) -> BeamResults:
-        """The sequences that ended, best first, and where the search stopped.
-
-        Args:
-            outputs: of `prefill`.
-            caches: the cache of `prefill`, which is taken out.
+        """The sequences that ended, best first, and where the search stopped. caches: that of `prefill`, to
+        take out.
         """
         logits = executor.logits((self.call.params, self.call.config), outputs)
         constants = self.call.params, self._request
@@ -262,10 +258,7 @@ def _possible(vocab_size: int, ends: int, max_new_tokens: int, enough: int) -> i
 
 def _lists(call: ValidatedCall, found: BeamResults, returned: int) -> tuple[list, list, int]:
     """Sequences without their EOS, and their scores, as nested lists; and the number of tokens of the best
-    ones.
-
-    Raises:
-        InputError: the scores are NaN.
+    ones. Raises InputError for scores that are NaN.
     """
     sequences = []
     scores = []

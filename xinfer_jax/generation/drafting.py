@@ -20,16 +20,11 @@ from .validation import ValidatedCall
 
 
 class Drafting:
-    """The draft model or function of a call.
-
-    Attributes:
-        params: of the draft model; None: a function proposes.
-        strategy: what decodes.
-        constants: which the strategy reads.
+    """The draft model or function of a call, whose draft `check` returned. params: of the draft model; None:
+    a function proposes.
     """
 
     def __init__(self, call: ValidatedCall):
-        """call: with a draft that `check` returned."""
         self._call = call
         draft = call.options.draft
         proposer = prompt_lookup if isinstance(draft, str) else draft
@@ -45,9 +40,6 @@ class Drafting:
     def check(call: ValidatedCall) -> Any:
         """The draft of a call. A draft model with longrope gets the factors of the longest sequence from the
         start: its tokens are only proposals, so the result stays.
-
-        Raises:
-            InputError: a draft that is not served.
         """
         draft = call.options.draft
         if isinstance(draft, str) and draft == "lookup":

@@ -120,15 +120,8 @@ def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> tup
 def verify(
     outputs: Any, state: DecodeState, draft_BT: jax.Array, counts: SpeculationState, impl: str | None
 ) -> tuple[DecodeState, SpeculationState]:
-    """Appends the tokens that the model samples itself as long as they equal the draft tokens, and one
-    more.
-
-    Args:
-        outputs: logits [B, T, V], or `Hidden` [B, T, D], of the last token and T - 1 draft tokens.
-        state: of the rows.
-        draft_BT: int32, T - 1 draft tokens.
-        counts: of passes and of accepted draft tokens.
-        impl: implementation of the argmax.
+    """Appends the tokens that the model samples itself as long as they equal the draft tokens, and one more.
+    outputs: logits [B, T, V], or `Hidden` [B, T, D], of the last token and the T - 1 tokens of draft_BT.
     """
     active_B = state.active_B
     length_B = state.length_B

@@ -156,7 +156,7 @@ class LayerwiseExecutor:
 
     def append_token(
         self, logits_B1V: Any, state: DecodeState, greedy: bool, among_B: np.ndarray | None = None
-    ) -> tuple[DecodeState, "SampledStep"]:
+    ) -> tuple[DecodeState, SampledStep]:
         """Chooses a token of each active row of `among_B` (None: of all), and appends it. greedy: none of
         these rows uses a sampling setting.
         """
@@ -168,8 +168,7 @@ class LayerwiseExecutor:
         alternatives = state.alternatives
         state = dataclasses.replace(state, alternatives=None)
         if alternatives is not None:
-            args = alternatives, logits_B1V, taken_BV, token_B, state, among_B
-            alternatives = self.run(RECORD, *args)
+            alternatives = self.run(RECORD, alternatives, logits_B1V, taken_BV, token_B, state, among_B)
         state, *of_token = self.run(APPEND, logits_B1V, token_B, state, among_B)
         state = dataclasses.replace(state, alternatives=alternatives)
         return state, SampledStep(token_B, taken_BV, *of_token)

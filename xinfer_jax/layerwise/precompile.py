@@ -74,17 +74,14 @@ class Precompiler:
 
     @property
     def num_programs(self) -> int:
-        """How many programs there are so far."""
         return len(self._compiling)
 
     @property
     def num_compiled(self) -> int:
-        """How many of them are compiled."""
         return sum(future.done() for future in self._compiling)
 
     @property
     def failed(self) -> bool:
-        """Whether any of them failed or was cancelled."""
         return any(_has_failed(future) for future in self._compiling if future.done())
 
     def close(self) -> None:
@@ -93,15 +90,11 @@ class Precompiler:
         self._seen.clear()
 
     def stop(self, wait: bool) -> None:
-        """Cancels what has not begun. wait: for the running compilations, so that jax's cache gets them
-        whole.
-        """
+        """Cancels what has not begun. wait: for what runs, so that jax's cache gets it whole."""
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def wait(self, programs: int | None = None) -> None:
-        """Waits until the first so many programs are compiled, or all. Raises what made a compilation
-        fail.
-        """
+        """Waits until the first so many programs are compiled, or all. Raises what made one fail."""
         try:
             for future in self._compiling[:programs]:
                 future.result()
@@ -163,13 +156,9 @@ def shape_struct(x: Any) -> Any:
 def call_signature(tree: Any) -> tuple:
     """The structure of a pytree, and what `shape_struct` keeps of each leaf."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, *map(_leaf_signature, leaves)
-
-
-def _leaf_signature(x: Any) -> Any:
-    if not hasattr(x, "dtype"):
-        return x
-    return x.shape, x.dtype, _committed_sharding(x)
+    return structure, *(
+        (x.shape, x.dtype, _committed_sharding(x)) if hasattr(x, "dtype") else x for x in leaves
+    )
 
 
 def _committed_sharding(x: Any) -> Any:

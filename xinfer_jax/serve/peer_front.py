@@ -126,9 +126,9 @@ class PeerEngines(EngineLoop):
 
     def wait_for_both(self, stop: Callable[[], bool]) -> None:
         """Waits until a process that prefills and one that decodes are connected, or `stop` returns True."""
-        with self._queue.condition:
+        with self._condition:
             while not stop() and self.missing:
-                self._queue.condition.wait(0.2)
+                self._condition.wait(0.2)
 
     def _check_open(self) -> None:
         super()._check_open()

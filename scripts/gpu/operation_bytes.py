@@ -1,26 +1,32 @@
-"""Bytes of HBM that one operation of a TPU program reads and writes.
+"""Bytes of device memory that one operation of a compiled program reads and writes, and the arrays that it
+copies whole.
 
-Only arrays in HBM count. Of an operand that a fusion only slices or gathers from, what is taken counts; of a
-result that it updates in place, the update. Padding of tiles counts.
+A fusion computes only what its results need: of an operand that it slices or gathers from, what is taken
+counts; of a result that it updates in place, the update. Only arrays in device memory count (HBM; a TPU has
+others), with the padding of their tiles; single numbers do not.
 """
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
-
-from gpu.fusion_bytes import needed_elements, results
-from gpu.hlo_text import Array, Computation, Instruction, Module
 
 from tpu.tile_bytes import box_bytes, is_in_hbm, is_whole_rows, stored_bytes
 
+from gpu.hlo_text import Array, Computation, Instruction, Module
+
+PALLAS = {  # targets of custom calls
+    "mosaic_gpu_v2": "mosaic", "mosaic_gpu": "mosaic", "__gpu$xla.gpu.triton": "triton",
+    "tpu_custom_call": "Pallas",
+}  # fmt: skip
 _TAKING = ("slice", "dynamic-slice", "gather")
 _UPDATING = ("dynamic-update-slice", "scatter")
 _RENAMING = ("bitcast", "reshape", "transpose")
+_COPIES = ("copy", "gather", "transpose", "slice", "dynamic-slice", "convert", "reshape")
 
 
-def hbm_bytes(module: Module, computation: Computation, operation: Instruction) -> tuple[float, float]:
-    """Bytes that an operation reads from HBM and writes to it; of one that runs beside others ("-start"),
-    the bytes until its end.
+def operation_bytes(module: Module, computation: Computation, operation: Instruction) -> tuple[float, float]:
+    """Bytes that an operation reads and writes; of one that runs beside others ("-start"), until its end.
 
     Args:
         module: of the program.
@@ -31,7 +37,7 @@ def hbm_bytes(module: Module, computation: Computation, operation: Instruction) 
     operands = [computation.by_name[name] for name in operation.operands if name in computation.by_name]
     if operation.opcode == "async-start":
         body = module.computations[operation.called("calls")]  # with one operation
-        return hbm_bytes(module, body, body.root)
+        return operation_bytes(module, body, body.root)
     written = _result_arrays(operation)
     if opcode == "fusion":
         return _of_fusion(module, operation, operands)
@@ -51,6 +57,8 @@ def _result_arrays(operation: Instruction) -> Sequence[Array]:
         return operation.arrays[:1]
     if operation.opcode.endswith("-start") and operation.opcode.startswith(_TAKING):
         return operation.arrays[-2:-1]
+    if operation.target.startswith("__cublas") and len(operation.arrays) > 1:
+        return operation.arrays[:-1]  # without its workspace
     return operation.arrays
 
 
@@ -67,12 +75,12 @@ def _of_box(array: Array, box: Sequence[int], times: float) -> float:
 
 def _of_fusion(module: Module, fusion: Instruction, operands: list[Instruction]) -> tuple[float, float]:
     body = module.computations[fusion.called("calls")]
-    needed = needed_elements(body, module)
+    needed = _needed_elements(module, body)
     updated = set()  # parameters that are changed in place
     written = 0.0
     read = 0.0
-    for result, array in zip(results(body), fusion.arrays, strict=False):
-        if not updates_an_operand(body, result):
+    for result, array in zip(_results(body), fusion.arrays, strict=False):
+        if not _updates_an_operand(body, result):
             written += _of_whole([array])
             continue
         update = _through(body, result)
@@ -103,7 +111,7 @@ def _read_of(body: Computation, parameter: Instruction, array: Array, needed: fl
     return stored_bytes(array) * min(1.0, needed / max(1, parameter.size)) if users else 0
 
 
-def updates_an_operand(body: Computation, result: Instruction) -> bool:
+def _updates_an_operand(body: Computation, result: Instruction) -> bool:
     """Whether a result of a fusion is an operand of it, changed in place."""
     update = _through(body, result)
     if update.opcode not in _UPDATING:
@@ -125,6 +133,56 @@ def _through(body: Computation, instruction: Instruction) -> Instruction:
     while instruction.opcode in _RENAMING and instruction.operands[0] in body.by_name:
         instruction = body.by_name[instruction.operands[0]]
     return instruction
+
+
+def _results(body: Computation) -> list[Instruction]:
+    """The results of a fusion."""
+    root = body.root
+    return [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+
+
+def _needed_elements(module: Module, body: Computation) -> dict[str, float]:
+    """How many elements of each instruction of a fusion its results need."""
+    needed: dict[str, float] = defaultdict(float)
+    in_place = set()
+    for result in _results(body):
+        needed[result.name] = result.size
+        if _updates_an_operand(body, result):
+            needed[result.name] = 0
+            in_place.add(_through(body, result).name)
+    for user in reversed(body.instructions):
+        if user.opcode == "tuple":
+            continue
+        amount = min(needed[user.name], user.size)
+        for at, name in enumerate(user.operands):
+            operand = body.by_name.get(name)
+            if operand is None:
+                continue
+            if user.opcode == "fusion":
+                demand = _needed_inside(module, user, at)
+            elif user.name in in_place:
+                demand = 0 if at == 0 else operand.size
+            else:
+                demand = _demand(user, at, operand, amount)
+            needed[name] = min(needed[name] + demand, operand.size)
+    return needed
+
+
+def _needed_inside(module: Module, fusion: Instruction, at: int) -> float:
+    """Elements of an operand that a fusion inside a fusion needs."""
+    body = module.computations[fusion.called("calls")]
+    needed = _needed_elements(module, body)
+    parameters = (i for i in body.instructions if i.opcode == "parameter" and int(i.inner) == at)
+    return sum(needed[parameter.name] for parameter in parameters)
+
+
+def _demand(user: Instruction, at: int, operand: Instruction, amount: float) -> float:
+    """Elements of an operand that `amount` elements of the result need."""
+    if amount == 0:
+        return 0
+    is_elementwise = operand.size == user.size or user.opcode == "concatenate"
+    takes = at == 0 and user.opcode in (*_TAKING, "pad")
+    return amount if is_elementwise or takes else operand.size
 
 
 # --- slices and updates -------------------------------------------------------------------------------------
@@ -167,3 +225,54 @@ def _of_update(
 def _numbers(operation: Instruction, attribute: str) -> list[int]:
     match = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", operation.attributes)
     return [int(number) for number in match[1].split(",") if number] if match else []
+
+
+# --- copies -------------------------------------------------------------------------------------------------
+
+
+def copied_arrays(module: Module, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
+    """The results that are copies, gathers or conversions of whole arrays that exist before the step. A
+    copy from HBM to VMEM as it is, or back, is none: whoever computes with the array has to load it.
+    """
+    arrays = operation.arrays if operation.opcode in _COPIES else ()
+    if operation.opcode == "copy-start" and all(map(is_in_hbm, operation.arrays[:2])):  # result and operand
+        arrays = operation.arrays[:1]
+    if operation.opcode == "fusion":
+        body = module.computations[operation.called("calls")]
+        if not any(i.opcode in ("dot", "reduce", "convolution", "sort") for i in body.instructions):
+            whole = [result for result in _results(body) if not _updates_an_operand(body, result)]
+            arrays = tuple(array for result in whole for array in result.arrays)
+    if not arrays:
+        return ()
+    stored = (_stored_size(module, computation, name) for name in operation.operands)
+    largest = 2 * max(stored, default=0)  # a byte may hold two numbers
+    return tuple(array for array in arrays if array.size <= largest)
+
+
+def _stored_size(module: Module, computation: Computation, name: str) -> float:
+    """Elements of an operand that is an argument of the computation, or a copy of one, or one updated in
+    place; else 0.
+    """
+    source = computation.by_name.get(name)
+    size = 0
+    while source is not None and source.opcode not in ("parameter", "get-tuple-element"):
+        size = max(size, max((array.size for array in source.arrays), default=0))
+        if not source.opcode.startswith(("copy", "bitcast", "slice-")) and source.target != "ConcatBitcast":
+            return size if _updates(module, source) else 0
+        source = computation.by_name.get(source.operands[0])
+    if source is None:
+        return 0
+    if source.opcode == "get-tuple-element":
+        of = computation.by_name[source.operands[0]]
+        if of.opcode not in ("parameter", "while") and not _updates(module, of):
+            return 0
+    return max(size, source.size)
+
+
+def _updates(module: Module, operation: Instruction) -> bool:
+    if operation.opcode in _UPDATING or operation.target in PALLAS:
+        return True
+    if operation.opcode != "fusion":
+        return False
+    body = module.computations[operation.called("calls")]
+    return any(_updates_an_operand(body, result) for result in _results(body))

@@ -1,0 +1,85 @@
+"""What a model has to read and to compute at least."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import xinfer_jax as xj
+from xinfer_jax.weights.params import Params, param_specs, tree_bytes
+
+
+class Work(NamedTuple):
+    """The least bytes and FLOP of a prefill or of one decode step."""
+
+    bytes: float  # bytes read: weights and, in a decode step, keys and values
+    flop: float
+
+
+def bytes_per_pass(params: Params) -> int:
+    """Weight bytes that every forward pass reads. A tied embedding matrix counts, because it is also the
+    head; of an untied one, and of one for the inputs of layers, a pass reads only a few rows.
+    """
+    rows_only = [params.get("layer_embed"), params["embed"] if "lm_head" in params else None]
+    return tree_bytes(params) - tree_bytes(rows_only)
+
+
+def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[int]) -> Work:
+    """Work of a prefill: (2 x non-embedding weights x tokens + attention + one vocabulary row for the last
+    position) FLOP; reads the weights once.
+    """
+    pairs = [
+        sum(int(np.minimum(np.arange(1, n + 1), config.layer_windows[layer] or n).sum()) for n in lengths)
+        for layer in config.attention_layers
+    ]
+    flop = (
+        2 * _layer_weights(config, sum(lengths)) * sum(lengths)
+        + _attention_flop(config, pairs)
+        + _head_flop(config) * len(lengths)
+    )
+    return Work(weight_bytes, flop)
+
+
+def decode_work(
+    config: xj.ModelConfig, weight_bytes: int, cache_itemsize: int, lengths: Sequence[int], new_tokens: int
+) -> Work:
+    """Work of one decode step of all rows, as the mean of the steps after the first token. It reads the
+    weights once, and each row's keys and values up to its length.
+    """
+    keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # includes the token of the step
+    layers = config.attention_layers
+    pairs = [float(np.minimum(keys, config.layer_windows[i] or keys).mean(1).sum()) for i in layers]
+    numbers = sum(config.kv_heads(i) * config.head_width(i) * n for i, n in zip(layers, pairs, strict=True))
+    cache_bytes = 2 * cache_itemsize * numbers
+    weights = _layer_weights(config, len(lengths))
+    flop = (2 * weights + _head_flop(config)) * len(lengths) + _attention_flop(config, pairs)
+    return Work(weight_bytes + cache_bytes, flop)
+
+
+def expert_fraction(config: xj.ModelConfig, tokens: int) -> float:
+    """The fraction of the experts that a pass over this many tokens reads. At 1 every expert computes every
+    token.
+    """
+    return min(1, tokens * config.num_experts_per_tok / max(config.num_experts, 1))
+
+
+def _layer_weights(config: xj.ModelConfig, tokens: int) -> float:
+    """Number of weights that each token of a pass is multiplied by."""
+    all_experts = expert_fraction(config, tokens) == 1
+    share = {2: 1, 3: 1 if all_experts else config.num_experts_per_tok / max(config.num_experts, 1)}
+    shapes = (spec.shape for spec in jax.tree.leaves(param_specs(config)["layers"]))
+    return sum(math.prod(shape) * share[len(shape)] for shape in shapes if len(shape) > 1)
+
+
+def _head_flop(config: xj.ModelConfig) -> int:
+    return 2 * config.vocab_size * config.hidden_size
+
+
+def _attention_flop(config: xj.ModelConfig, pairs: Sequence[float]) -> float:
+    """FLOP of the scores and weighted values of this many (query, key) pairs of each attention layer, all
+    heads.
+    """
+    widths = map(config.head_width, config.attention_layers)
+    return 4 * config.num_attention_heads * sum(w * n for w, n in zip(widths, pairs, strict=True))
