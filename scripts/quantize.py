@@ -33,7 +33,7 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.files import checkpoint_dir
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
-from xinfer_jax.compress.outliers import with_outliers
+from xinfer_jax.compress.awq import with_outliers
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
 from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.params import tree_bytes
