@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
+import tiny
+from safetensors.numpy import load_file
 
 import xinfer_jax as xj
 from xinfer_jax.families.writing import to_hf
@@ -68,6 +70,34 @@ def test_a_text_model_within_one_that_sees():
     within = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
     within |= {"model.visual.patch_embed.proj.weight": np.ones(3), "mtp.fc.weight": np.ones(3)}
     assert_same(xj.params_from_tensors(config, within), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors that are not read")
+def test_experts_with_inputs_first(tmp_path):
+    """As Qwen3-VL is published; a checkpoint that is written like it has them so too."""
+    config, tensors, want = published("moe-some-layers-dense")
+    fused = cases.fuse_tensors(config, cases.random_tensors(config, seed=1))
+    first = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in fused.items()}
+    assert_same(xj.params_from_tensors(config, first), want)
+    within = {
+        name.replace("model.", "model.language_model."): np.ascontiguousarray(x) for name, x in first.items()
+    }
+    text = cases.CASES["moe-some-layers-dense"].hf
+    outer = dict(model_type="qwen3_vl_moe", text_config=text | dict(model_type="qwen3_vl_moe_text"))
+    path = tiny.write(
+        tmp_path / "whole", outer | dict(tie_word_embeddings=False), weights=within, with_tokenizer=False
+    )
+    model = xj.load_model(path, "float32")
+    assert model.config == config
+    assert_same(model.params, want)
+    xj.save_model(tmp_path / "out", model.params, config, like=path)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), within)
+    apart = tiny.write(tmp_path / "apart", text, weights=tensors, with_tokenizer=False)
+    assert_same(*(xj.load_model(x, "float32", "int8").params for x in (path, apart)))
+    with pytest.raises(xj.InputError, match="inputs or with outputs first: these cannot be told apart"):
+        xj.from_hf(
+            outer | dict(text_config=text | dict(model_type="qwen3_vl_moe_text", moe_intermediate_size=48))
+        )
 
 
 def test_all_faults_are_one_error():

@@ -35,7 +35,7 @@ PACKAGES = {
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
-        "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "reading", "writing",
+        "phi3", "bitnet", "gpt_oss", "hybrids", "naming", "wrappers", "reading", "writing",
         "skipped_tensors", "conversion",
     ),
     "cache": (

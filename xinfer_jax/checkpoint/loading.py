@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..families.conversion import specs_and_leaves
-from ..families.naming import FileSpec, file_specs
-from ..families.reading import from_hf, text_settings
+from ..families.naming import TIED, FileSpec, file_specs
+from ..families.reading import from_hf
 from ..families.skipped_tensors import unused_names
+from ..families.wrappers import text_settings
 from ..formatting import format_mib
 from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
@@ -41,7 +42,6 @@ from .tensors import Tensors, TensorSpec, open_tensors
 from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
 from .tokenizer import Tokenizer, eos_ids
 
-_TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
 _FLOATS = {"F32", "F16", "BF16"}
 
 
@@ -178,8 +178,8 @@ def open_checkpoint(
         shardings(config, mesh)  # raises where the devices do not divide a size
     tensors = open_tensors(path)
     tensors = text_tensors(path, dequantized(tensors) if dequantize else tensors)
-    if config.tie_word_embeddings and _TIED[0] not in tensors and _TIED[1] in tensors:
-        tensors[_TIED[0]] = tensors.pop(_TIED[1])  # a tied matrix may be stored under either name
+    if config.tie_word_embeddings and TIED[0] not in tensors and TIED[1] in tensors:
+        tensors[TIED[0]] = tensors.pop(TIED[1])  # a tied matrix may be stored under either name
     loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs, read = _open_params(path, config_of_files, loader)
     dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
@@ -254,16 +254,16 @@ def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec]
 
 def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
     """Raises InputError where a tied model's matrix is stored twice with different values."""
-    if not config.tie_word_embeddings or not all(name in tensors for name in _TIED):
+    if not config.tie_word_embeddings or not all(name in tensors for name in TIED):
         return
-    embedding, head = (tensors[name] for name in _TIED)
+    embedding, head = (tensors[name] for name in TIED)
     same = [embedding.shape == head.shape and head.type in _FLOATS]
     if all(same):
         rows, width = head.shape
         run_in_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), rows, 4 * width)
     if not all(same):
         raise InputError(
-            f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {_TIED[1]}"
-            f" differs from {_TIED[0]}: set tie_word_embeddings to false there to use both, or remove"
-            f" {_TIED[1]}"
+            f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {TIED[1]}"
+            f" differs from {TIED[0]}: set tie_word_embeddings to false there to use both, or remove"
+            f" {TIED[1]}"
         )

@@ -16,6 +16,7 @@ import numpy as np
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.conversion import plan_tensors, specs_and_leaves
+from ..families.naming import TIED
 from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.writing import to_hf
@@ -28,7 +29,6 @@ from .tensors import DTYPES, StoredTensor, open_tensors
 from .text_tensors import other_tensors
 from .tokenizer import Tokenizer
 
-_TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _LARGE = re.compile(r"^\.|\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx)$|\.index\.json$")  # not copied
 _NORM = "model.norm.weight"  # a tensor of every family
 
@@ -151,20 +151,21 @@ def _tensors(
 ) -> dict[str, TensorToWrite]:
     """The tensors to write, by name. kept: those of the checkpoint that they are named after."""
     original = {text_name(name) or name: name for name in kept}
+    stored = {text_name(name) or name: tensor for name, tensor in kept.items()}
     specs, leaves = specs_and_leaves(params, config)
     is_float = [not is_quantized(leaf) for leaf in leaves]
-    floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), original if kept else None)
+    floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
     tensors = {
         name: tensor_of_leaves(tensor.shape, dtype or tensor.leaves[0].dtype, tensor.make)
         for name, tensor in floats.items()
     }
-    replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(original))}
+    replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}
     for spec, leaf in zip(specs, leaves, strict=True):
         if is_quantized(leaf):
             for name, array in quantized_tensors(spec, leaf).items():
                 make = lambda convert, array=array: convert(array)  # noqa: E731
                 tensors[name] = tensor_of_leaves(array.shape, array.dtype, make)
-    (embed, head) = _TIED
+    (embed, head) = TIED
     if config.tie_word_embeddings and head in original:  # under that name alone, or under both
         tied = {name: tensor for name, tensor in tensors.items() if name.startswith(embed)}
         tensors = {name: x for name, x in tensors.items() if embed in original or name not in tied}
@@ -181,6 +182,6 @@ def _tensors(
 def _name_like(original: Mapping[str, str], name: str) -> str:
     """The name of a text model's tensor in a checkpoint. original: its names by those of the text model."""
     within = "model." if name.startswith("model.") else ""
-    known = _NORM if within else _TIED[1]
+    known = _NORM if within else TIED[1]
     prefix = original.get(known, known).removesuffix(known.removeprefix(within))
     return original.get(name) or prefix + name.removeprefix(within)

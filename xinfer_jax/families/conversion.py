@@ -13,7 +13,7 @@ from ..sharding import RULES
 from ..weights.layout import partition_specs, shardings
 from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
-from .naming import FileSpec, file_specs
+from .naming import TIED, FileSpec, file_specs
 from .skipped_tensors import text_name, unused_names
 
 _SHOWN = 8  # names in an error
@@ -96,11 +96,11 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
 
 
 def plan_tensors(
-    specs: Iterable[FileSpec], leaves: Iterable[Any], like: Collection[str] | None = None
+    specs: Iterable[FileSpec], leaves: Iterable[Any], like: Mapping[str, Any] | None = None
 ) -> dict[str, TensorOfLeaves]:
     """Returns the tensors that hold these leaves, by name.
 
-    like: names of a checkpoint whose leaves are joined, or not, as there; None: as in published files.
+    like: tensors of a checkpoint; leaves are joined, or not, as there; None: as in published files.
     """
     tensors: dict[str, TensorOfLeaves] = {}
     joined: dict[str, list[tuple[FileSpec, Any]]] = {}
@@ -115,9 +115,11 @@ def plan_tensors(
             tensors[spec.hf_name] = TensorOfLeaves(leaf.shape, [leaf], partial(_itself, leaf))
     for name, parts in joined.items():
         parts.sort(key=lambda part: part[0].first_row)
-        shape = parts[0][0].tensor_shapes({name})[name]
+        spec = parts[0][0]
+        shape = spec.tensor_shapes({name} if like is None else like)[name]
         leaves = [leaf for _, leaf in parts]
-        tensors[name] = TensorOfLeaves(shape, leaves, partial(_join, parts[0][0], shape, leaves))
+        inputs_first = spec.has_inputs_first(like)
+        tensors[name] = TensorOfLeaves(shape, leaves, partial(_join, spec, shape, leaves, inputs_first))
     return tensors
 
 
@@ -138,6 +140,9 @@ def params_from_tensors(
         InputError: tensors that are missing, unknown or misshapen, all in one error.
     """
     named = {own: tensor for name, tensor in tensors.items() if (own := text_name(name))}
+    (embed, head) = TIED
+    if config.tie_word_embeddings and embed not in named and head in named:
+        named[embed] = named.pop(head)
     specs, tree = jax.tree.flatten(file_specs(config))
     expected: dict[str, tuple[int, ...]] = {}
     for spec in specs:
@@ -181,12 +186,20 @@ def _expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
     return convert(leaf[expert])
 
 
-def _join(spec: FileSpec, shape: tuple[int, ...], leaves: list[Any], convert: Callable[[Any], Any]) -> Any:
+def _join(
+    spec: FileSpec,
+    shape: tuple[int, ...],
+    leaves: list[Any],
+    inputs_first: bool,
+    convert: Callable[[Any], Any],
+) -> Any:
     """The tensor that holds these leaves. spec: of one of them."""
     arrays = [convert(leaf) for leaf in leaves]
     xp = arrays[0].__array_namespace__()  # NumPy or jax.numpy
     if spec.interleaved:
         return xp.stack([xp.moveaxis(x, 1, -1) for x in arrays], axis=-1).reshape(shape)
+    if inputs_first:
+        return xp.concat([xp.moveaxis(x, 1, 2) for x in arrays], axis=2)
     rest = spec.shape[spec.row_axis + 1 :]
     return xp.concat([x.reshape(_groups(spec), -1, *rest) for x in arrays], axis=1).reshape(shape)
 
@@ -201,6 +214,8 @@ def _split(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
             if "{}" in spec.hf_name
             else tensor
         )
+    if spec.has_inputs_first(tensors):
+        tensor = tensor.__array_namespace__().moveaxis(tensor, 1, 2)
     if spec.interleaved:
         return tensor.__array_namespace__().moveaxis(tensor[..., spec.first_row :: spec.interleaved], -1, 1)
     rows = spec.shape[spec.row_axis] // spec.fused_groups

@@ -12,6 +12,7 @@ from ..plugins import load
 from ..weights.param_specs import Params, ParamSpec, param_specs
 from .family import Joined
 
+TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
 # Names of leaves in the files, of families that have no others; those of a layer are within it.
 NAMES = dict(
     embed="model.embed_tokens", final_norm="model.norm.weight", lm_head="lm_head",
@@ -56,15 +57,30 @@ class FileSpec(ParamSpec):
             rows = self.fused_rows * self.fused_groups
             if self.depthwise:
                 return {self.fused_name: (rows, 1, self.shape[-1])}
+            if self.has_inputs_first(tensors):
+                return {self.fused_name: (self.shape[0], self.shape[2], rows)}
             return {self.fused_name: (*self.shape[:-2], rows, *self.shape[1:][-1:])}
         if "{}" in self.hf_name:
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
         return {self.hf_name: self.shape}
 
+    def has_inputs_first(self, tensors: Any) -> bool:
+        """Whether a checkpoint with these tensors has all experts in one, and their inputs first, as
+        published Qwen3-VL has: by the shape of down_proj.
+        """
+        if not isinstance(tensors, Mapping) or not self.fused_name or len(self.shape) < 3 or self.interleaved:
+            return False
+        down = tensors.get(self.fused_name.replace("gate_up_proj", "down_proj"))
+        is_down = self.fused_name.endswith("down_proj")
+        down_shape = self.shape[1:] if is_down else self.shape[:0:-1]  # [outputs, inputs]
+        return down is not None and tuple(down.shape[1:]) == down_shape[::-1] != down_shape
+
     def tensor_parts(self, tensors: Mapping[str, Any]) -> list[Any]:
         """Returns the `StoredTensor`s that contain it, as parts of equal size."""
         if self.fused_name and self.interleaved:
             return tensors[self.fused_name].transposed(self.first_row, self.interleaved)
+        if self.fused_name and self.has_inputs_first(tensors):
+            return tensors[self.fused_name].slice_axis(2, self.first_row, self.shape[1]).transposed(0, 1)
         if self.fused_name and self.fused_name in tensors:
             (*experts, rows, width) = self.shape if self.is_matrix else (*self.shape, 0)
             groups = self.fused_groups * math.prod(experts)

@@ -8,6 +8,7 @@ from ..errors import InputError, format_value
 from ..plugins import load, names
 from .rope_settings import read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
+from .wrappers import WRAPPERS, text_settings
 
 _ACTIVATIONS = dict(silu="silu", swish="silu", gelu_pytorch_tanh="gelu_pytorch_tanh", relu2="relu2")
 _DEFAULTS: dict[str, Any] = dict(  # of all families
@@ -18,8 +19,6 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
-_NESTED = ("qwen3_5", "qwen3_5_moe", "gemma4")  # model types of a text model beside a vision one
-_IMAGE_MODELS = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4"))
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -39,7 +38,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         raise InputError(
             f"model_type {format_value(model_type)} is not supported: use one of"
-            f" {', '.join(sorted(names('family')))}"
+            f" {', '.join(sorted({*names('family'), *WRAPPERS}))}"
         )
     hf = {**_DEFAULTS, **family.defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]
@@ -70,29 +69,6 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
     _check_consistency(config)
     return config
-
-
-def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
-    outer object has. Images are not served: the settings of a vision model are not read. Raises InputError.
-    """
-    if hf.get("model_type") not in _NESTED:
-        return dict(hf)
-    text = hf.get("text_config")
-    if not isinstance(text, Mapping):
-        raise InputError(
-            f"config.json: text_config of model_type {hf['model_type']!r} must be an object, got"
-            f" {format_value(text)}"
-        )
-    ties = {s["tie_word_embeddings"] for s in (hf, text) if type(s.get("tie_word_embeddings")) is bool}
-    if len(ties) > 1:
-        raise InputError("config.json: tie_word_embeddings differs between text_config and the outer object")
-    of_text = {k: v for k, v in text.items() if v is not None}
-    named = hf.get("architectures")
-    kept = [a for a in named if a not in _IMAGE_MODELS] if isinstance(named, list | tuple) else named
-    unread = ("text_config", "vision_config", "audio_config")
-    outer = {k: v for k, v in hf.items() if k not in unread} | dict(architectures=kept)
-    return outer | of_text | dict(model_type=text.get("model_type", f"{hf['model_type']}_text"))
 
 
 def _check_supported(hf: Mapping, activation: Any) -> None:

@@ -12,8 +12,11 @@ _PREFIXES = {
     "model.visual.": None,
     "visual.": None,
     "mtp.": None,
-    **dict.fromkeys(f"model.{part}_tower." for part in ("vision", "audio")),
-    **dict.fromkeys(f"model.embed_{part}." for part in ("vision", "audio")),
+    **dict.fromkeys(
+        f"{outer}{part}."
+        for outer in ("model.", "")
+        for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector")
+    ),
 }
 
 

@@ -1,0 +1,73 @@
+"""The text model within a model that also sees or hears: its settings in config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InputError, format_value
+
+# Model types of such models, and of their text model where config.json does not say it.
+WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+_FLAT = ("qwen2_vl", "qwen2_5_vl")  # published without `text_config`
+# For text all three positions of mrope are equal, so these are models of families without it.
+_SAME = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+_QWEN2_VL = dict(rms_norm_eps=1e-5, rope_theta=1e6, num_key_value_heads=8)
+_QWEN3_VL = dict(rope_theta=5e5, max_position_embeddings=128000)
+_DEFAULTS: dict[str, dict[str, Any]] = {  # where they are not the family's
+    "gemma3_text": dict(num_attention_heads=8, vocab_size=262208),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": _QWEN3_VL,
+    "qwen3_vl_moe_text": _QWEN3_VL | dict(num_key_value_heads=16, norm_topk_prob=True),
+}
+_NOT_READ = ("text_config", "vision_config", "audio_config")
+
+
+def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
+    outer object has. Images are not served: the settings of a vision model are not read. Raises InputError.
+    """
+    outer_type = hf.get("model_type")
+    if outer_type not in WRAPPERS:
+        return dict(hf)
+    text = {} if "text_config" not in hf and outer_type in _FLAT else hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise InputError(
+            f"config.json: text_config of model_type {outer_type!r} must be an object, got"
+            f" {format_value(text)}"
+        )
+    of_text = {k: v for k, v in text.items() if v is not None}
+    named = hf.get("architectures")
+    if isinstance(named, list | tuple):
+        named = [name for name in named if not str(name).endswith("ForConditionalGeneration")]
+    outer = {k: v for k, v in hf.items() if k not in _NOT_READ} | dict(architectures=named)
+    own_type = text.get("model_type", WRAPPERS[outer_type])
+    settings = _DEFAULTS.get(own_type, {}) | outer | of_text | dict(model_type=_SAME.get(own_type, own_type))
+    if "tie_word_embeddings" in outer:  # which transformers goes by
+        settings["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := settings.get(name), Mapping):
+            plain = {k: "default" for k in ("type", "rope_type") if rope.get(k) == "mrope"}
+            settings[name] = {**rope, **plain}
+    if own_type == "qwen3_vl_moe_text" and settings.get("hidden_size") == settings.get(
+        "moe_intermediate_size"
+    ):
+        raise InputError(
+            "config.json: moe_intermediate_size is hidden_size, and files of qwen3_vl_moe have experts with"
+            " inputs or with outputs first: these cannot be told apart"
+        )
+    return settings
