@@ -1,6 +1,7 @@
 """Converts text to ids and back: the `tokenizers` library, and the checkpoint's chat template."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 import warnings
@@ -32,6 +33,7 @@ _LONG = 4096  # ids
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Tokenizer:
     """A checkpoint's tokenizer, chat template and EOS ids.
 
@@ -39,29 +41,24 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer`.
         chat_template: Jinja source. Where the checkpoint has none, ChatML if the vocabulary has <|im_start|>,
             else None.
-        tool_template: of conversations with tools; None: chat_template.
         special_tokens: texts of the tokens that a template may use by name (bos_token, eos_token, …).
         eos_token_ids: ids that end an answer.
         response_template: how the checkpoint says that answers are written; None: it does not.
+        tool_template: of conversations with tools; None: chat_template.
     """
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        chat_template: str | None,
-        special_tokens: dict[str, str],
-        eos_token_ids: Sequence[int],
-        response_template: ResponseTemplate | None = None,
-        tool_template: str | None = None,
-    ):
-        self.backend = backend
-        chatml = CHATML if backend.token_to_id("<|im_start|>") is not None else None
-        self.chat_template = chat_template or chatml
-        self.tool_template = tool_template
-        self.special_tokens = special_tokens
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.response_template = response_template
+    backend: tokenizers.Tokenizer
+    _: dataclasses.KW_ONLY
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_ids: Sequence[int]
+    response_template: ResponseTemplate | None = None
+    tool_template: str | None = None
+
+    def __post_init__(self) -> None:
+        chatml = CHATML if self.backend.token_to_id("<|im_start|>") is not None else None
+        self.chat_template = self.chat_template or chatml
+        self.eos_token_ids = tuple(self.eos_token_ids)
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocabulary {self.backend.get_vocab_size()}, EOS ids {self.eos_token_ids})"
