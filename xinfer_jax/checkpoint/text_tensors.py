@@ -36,12 +36,10 @@ def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, S
         prefix = next((p for p in _PREFIXES if name.startswith(p)), "")
         renamed = _PREFIXES.get(prefix, "")
         if renamed is None:
-            unread[prefix] += 1
+            unread[f"{prefix}*"] += 1
         else:
             found[renamed + name.removeprefix(prefix)] = tensor
-    if unread:
-        names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in unread.items()))
-        warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=4)
+    _warn_of_unread(path, "only text is served", unread, 5)
     return found
 
 
@@ -56,6 +54,10 @@ def other_tensors(names: Iterable[str]) -> set[str]:
 def warn_of_other_tensors(path: Path, names: Iterable[str]) -> None:
     """One warning names the tensors that are not read, with how many there are for each pattern."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    _warn_of_unread(path, "no model has them", counts, 6)
+
+
+def _warn_of_unread(path: Path, why: str, counts: Counter[str], stacklevel: int) -> None:
     if counts:
-        shown = format_names(f"{name} ({count})" for name, count in sorted(counts.items()))
-        warnings.warn(f"{path}: tensors that are not read, since no model has them: {shown}", stacklevel=5)
+        names = format_names(f"{name} ({count})" for name, count in sorted(counts.items()))
+        warnings.warn(f"{path}: tensors that are not read, since {why}: {names}", stacklevel=stacklevel)
