@@ -76,44 +76,27 @@ jax.
   (`match_varying_axes`).
 """
 
-from . import reference
+from . import reference as reference
 from .dispatch import (
-    IMPLS,
-    KERNELS,
-    Selection,
-    assume_device,
-    default_platform,
-    device_impl,
-    match_varying_axes,
-    platform_of,
-    platforms,
-    run_kernel,
-    run_on_platform,
-    select,
-    unavailable_reason,
+    IMPLS as IMPLS,
+    KERNELS as KERNELS,
+    Selection as Selection,
+    assume_device as assume_device,
+    default_platform as default_platform,
+    device_impl as device_impl,
+    match_varying_axes as match_varying_axes,
+    platform_of as platform_of,
+    platforms as platforms,
+    run_kernel as run_kernel,
+    run_on_platform as run_on_platform,
+    select as select,
+    unavailable_reason as unavailable_reason,
 )
-from .key_layouts import BIAS_STRIDE, HeadNorms, KeyBias, Levels, SideBySide
-from .mxfp4 import Mxfp4
-
-__all__ = [
-    "BIAS_STRIDE",
-    "IMPLS",
-    "KERNELS",
-    "HeadNorms",
-    "KeyBias",
-    "Levels",
-    "Mxfp4",
-    "Selection",
-    "SideBySide",
-    "assume_device",
-    "default_platform",
-    "device_impl",
-    "match_varying_axes",
-    "platform_of",
-    "platforms",
-    "reference",
-    "run_kernel",
-    "run_on_platform",
-    "select",
-    "unavailable_reason",
-]
+from .key_layouts import (
+    BIAS_STRIDE as BIAS_STRIDE,
+    HeadNorms as HeadNorms,
+    KeyBias as KeyBias,
+    Levels as Levels,
+    SideBySide as SideBySide,
+)
+from .mxfp4 import Mxfp4 as Mxfp4

@@ -42,10 +42,8 @@ def assume_device(
     """Inside, this process selects kernels as one with such an NVIDIA GPU or TPU does, to compile for it.
     jax's traces are dropped at both ends, since they do not know for which device they are.
 
-    Args:
-        capability: compute capability of a GPU, (9, 0) for Hopper; None: of a TPU.
-        name: of the device, for the reasons of selections.
-        platform: "cuda" or "tpu".
+    capability: compute capability of a GPU, (9, 0) for Hopper; None: of a TPU. name: of the device, for the
+    reasons of selections.
     """
     global _assumed
     before = _assumed
@@ -100,13 +98,9 @@ def _first_device(platform: str) -> jax.Device | None:
 
 
 def _impl_of(capability: tuple[int, ...], name: str) -> Selection:
-    if capability == (9, 0):
-        return Selection("mosaic", name)
-    return (
-        Selection("triton", name)
-        if capability >= (8, 0)
-        else Selection("xla", f"{name}: kernels need 8.0 or newer")
-    )
+    if capability < (8, 0):
+        return Selection("xla", f"{name}: kernels need 8.0 or newer")
+    return Selection("mosaic" if capability == (9, 0) else "triton", name)
 
 
 def unavailable_reason(impl: str | None) -> str | None:
@@ -118,16 +112,11 @@ def unavailable_reason(impl: str | None) -> str | None:
     if impl not in ("mosaic", "triton", "tpu"):
         return None  # runs on any device
     here = device_impl()
-    if impl == "tpu":
-        hint = "use impl='xla', or None to choose automatically"
-        return None if here.impl == "tpu" else f"impl='tpu' needs a TPU ({here.reason}): {hint}"
-    if here.impl in ("xla", "tpu") or impl == "mosaic" and here.impl != "mosaic":
-        needs = "9.0" if impl == "mosaic" else "8.0 or newer"
-        return (
-            f"impl={impl!r} needs an NVIDIA GPU of compute capability {needs} ({here.reason}): use"
-            " impl='xla', or None to choose automatically"
-        )
-    return None
+    if here.impl == impl or (here.impl, impl) == ("mosaic", "triton"):
+        return None
+    gpu = "an NVIDIA GPU of compute capability"
+    needs = {"tpu": "a TPU", "mosaic": f"{gpu} 9.0", "triton": f"{gpu} 8.0 or newer"}[impl]
+    return f"impl={impl!r} needs {needs} ({here.reason}): use impl='xla', or None to choose automatically"
 
 
 def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None) -> Selection:
@@ -206,7 +195,7 @@ def match_varying_axes(tree: Any, *inputs: Any) -> Any:
     """The tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input varies.
     Constants are not marked by themselves.
     """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
+    axes = _varying_axes(inputs)
 
     def vary(x: jax.Array) -> jax.Array:
         more = axes - jax.typeof(x).manual_axis_type.varying
@@ -219,5 +208,9 @@ def result_type(shape: tuple[int, ...], dtype: Any, *inputs: jax.Array) -> jax.S
     """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input
     varies over.
     """
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+    varying = jax.sharding.ManualAxisType(varying=_varying_axes(inputs))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def _varying_axes(inputs: Any) -> frozenset:
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))

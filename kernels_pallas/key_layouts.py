@@ -16,6 +16,11 @@ class Levels(NamedTuple):
     values: jax.Array
     scale: jax.Array  # [P, K, S, 2]: step and low
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the levels."""
+        return self.values.shape
+
 
 class SideBySide(NamedTuple):
     """Keys and values of a head in one vector, keys first, as TPUs keep them: the last axis fills lanes in

@@ -29,10 +29,8 @@ class Mxfp4(NamedTuple):
 
 
 def dequantize_mxfp4(matrix: Any) -> jax.Array:
-    """Returns matrices, exact: float32 [..., O, I].
-
-    Args:
-        matrix: `Mxfp4`, or what has its fields and `shape`; the axis of experts may be absent.
+    """Returns matrices, exact: float32 [..., O, I], of `Mxfp4`, or of what has its fields and `shape`; the
+    axis of experts may be absent.
     """
     halves_QYO = [number(matrix.values, shift) for shift in (0, 4)]
     matrix_QY2O = jnp.stack(halves_QYO, -2) * power(matrix.scale)[..., None, None, :]

@@ -20,12 +20,13 @@ def prefill_attention(  # noqa: PLR0913
     ring=False, sink_N=None, key_bias=None,
 ) -> jax.Array:  # fmt: skip
     """Query t of row b, at position start_B[b] + t, sees the keys at positions up to its own (the last
-    `window` of them) below length_B[b].
+    `window` of them) below length_B[b]. Heads share keys in groups of G = N/K.
 
     Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
-    of page table_BP[b, p // S]. k and v are float numbers or `Levels`, or k is `SideBySide` and v None;
-    `KeyBias` is added to keys. A sink is one more score of a head, whose weight counts in the softmax but has
-    no value.
+    of page table_BP[b, p // S]. k and v are float numbers or `Levels`, or k is `SideBySide` and v None; those
+    past the length may be anything, NaN included. `KeyBias` is added to keys. Scores are multiplied by
+    `scale`, and with a soft_cap c they are c · tanh(score / c). A sink is one more score of a head, whose
+    weight counts in the softmax but has no value.
 
     A query that sees no key gives zeros. float32 [B, T, N, H].
     """
@@ -63,9 +64,7 @@ def prefill_attention(  # noqa: PLR0913
     return out.reshape(B, T, N, H)
 
 
-def decode_attention(*args, **kwargs) -> jax.Array:
-    """Attention of the last token of each row, or of a few; `prefill_attention` of so few queries."""
-    return prefill_attention(*args, **kwargs)
+decode_attention = prefill_attention  # of the last token of each row, or of a few
 
 
 def argmax(x_BV) -> jax.Array:
@@ -119,9 +118,9 @@ def summarize_logits(
 def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None
 ) -> jax.Array:
-    """Each token's weighted sum of the gated MLPs that it chose; experts outside 0 … X - 1 count as zeros.
-    The matrices are arrays or `Mxfp4`. biases: none, or [X, F], [X, F] and [X, D]; limit: as in `gated`.
-    float32 [M, D].
+    """Each token's weighted sum of the gated MLPs that it chose, Σ weight · down(activation(gate(x)) *
+    up(x)); experts outside 0 … X - 1 count as zeros. The matrices are arrays or `Mxfp4`. biases: none, or [X,
+    F], [X, F] and [X, D]; limit: as in `gated`. float32 [M, D].
     """
     matrices = (gate_XFD, up_XFD, down_XDF)
     is_packed = isinstance(gate_XFD, Mxfp4)

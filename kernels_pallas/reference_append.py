@@ -18,9 +18,9 @@ def rope_append(  # noqa: PLR0913
     on, without those at or past the capacity.
 
     Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
-    of page table_BP[b, p // S]. `Levels` are quantized to nearest. `SideBySide` is the
-    first cache, and the second is None. No angles (None): nothing is rotated. norms: None, or `HeadNorms`
-    before RoPE.
+    of page table_BP[b, p // S]. `Levels` are quantized to nearest, between the smallest and the largest
+    number of a vector. `SideBySide` is the first cache, and the second is None. No angles (None): nothing is
+    rotated. norms: None, or `HeadNorms` before RoPE.
     """
     B, T, _, H = q_BTNH.shape
     q_BTNH, k_BTKH = norm_heads(q_BTNH, k_BTKH, norms)
@@ -33,7 +33,7 @@ def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH = (rotate(x, cos_BTP, sin_BTP) for x in (q_BTNH, k_BTKH))
     position_BT = start_B[:, None] + jnp.arange(T)
     written_BT = (jnp.arange(T) < num_tokens_B[:, None]) & (position_BT < capacity)
-    S = (k_PKSH.values if isinstance(k_PKSH, Levels) else k_PKSH).shape[2]
+    S = k_PKSH.shape[2]
     owner_BT = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
     slot_BT = position_BT % S if ring or table_BP is not None else position_BT
     if table_BP is not None:

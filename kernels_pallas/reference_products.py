@@ -56,9 +56,10 @@ def product(  # noqa: PLR0913
     activation=None,
     dtype=None,
 ) -> list[jax.Array]:
-    """x · matrixᵀ + bias for each matrix, after an RMS norm of x where there is a weight norm_I; with an
-    activation, of two matrices, activation(first) * second. The residual is added to the only result. With
-    step_M x is int8, in steps of that size.
+    """x · matrixᵀ + bias for each matrix, [M, O], after an RMS norm of x where there is a weight norm_I (to
+    which the offset is added); with an activation, of two matrices of one kind and shape, activation(first) *
+    second. The residual is added to the only result. With step_M x is int8, in steps of that size. dtype: of
+    the results.
     """
     x_MI = x_MI.astype(jnp.float32)
     if step_M is not None:

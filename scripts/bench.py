@@ -16,15 +16,16 @@ and the keys and values. The limit of prefill is the same with (2 x non-embeddin
 from launcher import start
 
 # isort: split
+import contextlib
 import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -126,35 +127,17 @@ def _best_seconds(function: Callable, *args: jax.Array) -> float:
     return min(seconds)
 
 
-class AnonymousPeak:
-    """Peak anonymous memory of this process (RssAnon: without mapped files), sampled every 10 ms in a thread;
-    0 on systems that do not report it.
-    """
+def reset_peak() -> None:
+    with contextlib.suppress(OSError):  # of Linux
+        Path("/proc/self/clear_refs").write_text("5")
 
-    def __init__(self):
-        self.bytes = 0
-        threading.Thread(target=self._sample, daemon=True).start()
 
-    def reset(self) -> None:
-        self.bytes = 0
-
-    def peak(self) -> int:
-        """Peak bytes since the last reset."""
-        self.bytes = max(self.bytes, self._now())
-        return self.bytes
-
-    def _sample(self) -> None:
-        while self._now():
-            self.peak()
-            time.sleep(0.01)
-
-    @staticmethod
-    def _now() -> int:
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-        except OSError:
-            return 0
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+def peak_memory() -> int:
+    """Peak bytes of this process since `reset_peak`; 0 on systems that do not report it."""
+    try:
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    except OSError:
+        return 0
 
 
 # --- one case, in its own process ---------------------------------------------------------------------------
@@ -162,7 +145,6 @@ class AnonymousPeak:
 
 def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The kind of each result, and the result: "load", "rows" of each batch, "limits"."""
-    memory = AnonymousPeak()
     start = time.perf_counter()
     weights = None if quantize == "none" else quantize
     if MODEL.value:
@@ -175,7 +157,7 @@ def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
         "load",
         dict(
             load_s=time.perf_counter() - start,
-            load_peak_bytes=memory.peak(),
+            load_peak_bytes=peak_memory(),
             weight_bytes=tree_bytes(model.params),
             weight_bytes_per_pass=bytes_per_pass(model.params),
             backend=jax.default_backend(),
@@ -189,14 +171,14 @@ def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
         last = -(-prompt // 2) if RAGGED.value else prompt
         lengths = np.linspace(prompt, last, rows).round().astype(int).tolist()
         try:
-            yield "rows", named | measure_batch(model, lengths, dtype, memory, probes)
+            yield "rows", named | measure_batch(model, lengths, dtype, probes)
         except xj.InputError as error:
             yield "rows", named | dict(skipped=str(error))
     yield "limits", {kind: spread([x[kind] for x in probes]) for kind in probes[0]} | {"probes": len(probes)}
 
 
 def measure_batch(
-    model: xj.Model, lengths: list[int], dtype: str, memory: AnonymousPeak, probes: list[dict[str, float]]
+    model: xj.Model, lengths: list[int], dtype: str, probes: list[dict[str, float]]
 ) -> dict[str, Any]:
     """Prefill and decoding of one batch. probes: so far; others are added."""
     random = np.random.RandomState(0)
@@ -204,9 +186,9 @@ def measure_batch(
     options = xj.GenerateOptions(NEW.value, xj.SamplingConfig(temperature=0.0), eos_token_ids=())
 
     def generate() -> Any:
-        memory.reset()
+        reset_peak()
         stats = xj.generate(model.params, model.config, prompts, options).stats
-        peaks.append(memory.peak() or stats.peak_bytes)
+        peaks.append(peak_memory() or stats.peak_bytes)
         return stats
 
     peaks: list[int] = []

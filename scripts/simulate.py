@@ -18,8 +18,7 @@ import math
 
 import numpy as np
 from absl import flags
-from goodput.simulated_engine import EngineSizes
-from goodput.simulator import Deployment, simulate
+from goodput.simulator import Deployment, EngineSizes, simulate
 from goodput.step_times import read_step_times
 from goodput.workload import Lengths, attainment, draw_workload
 

@@ -2,8 +2,6 @@
 tensor cores.
 """
 
-from .argmax import argmax, lm_head_argmax
-from .decode import decode_attention
-from .prefill import prefill_attention
-
-__all__ = ["argmax", "decode_attention", "lm_head_argmax", "prefill_attention"]
+from .argmax import argmax as argmax, lm_head_argmax as lm_head_argmax
+from .decode import decode_attention as decode_attention
+from .prefill import prefill_attention as prefill_attention

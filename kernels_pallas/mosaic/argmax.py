@@ -11,23 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
-from .parts import (
-    LOWEST,
-    PROGRAMS,
-    ROWS,
-    WGMMA,
-    broadcast_along,
-    compiler_params,
-    pad_to_multiples,
-    row_index,
-    smem_tile,
-    tanh_capped,
-)
+from . import parts
 
 _BLOCK = 2048  # numbers per program of argmax
 _WIDE = 128  # columns of the vocabulary matrix per step
 _MAX_INT = np.int32(2**31 - 1)
-_LOWEST = np.float32(LOWEST).view(np.int32) ^ _MAX_INT  # the key of a finite number: no difference is NaN
+_LOWEST = (
+    np.float32(parts.LOWEST).view(np.int32) ^ _MAX_INT
+)  # the key of a finite number: no difference is NaN
 
 
 def float_to_key(x: jax.Array) -> jax.Array:
@@ -42,11 +33,8 @@ def key_to_float(key: jax.Array) -> jax.Array:
 
 
 def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """The argmax of each row, int32 [B]: the lowest index of equal numbers, the first NaN where there is one.
-
-    Args:
-        x_BV: float32, bfloat16 or float16. V that is not a multiple of 8 costs a copy.
-        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
+    """The index of each row's largest number, int32 [B], as in the reference. V that is not a multiple of 8
+    costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BV.shape[0]
     missing = max(_BLOCK - x_BV.shape[1], -x_BV.shape[1] % 8)
@@ -71,7 +59,7 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
         out_type=(jax.ShapeDtypeStruct((B, blocks), jnp.int32),) * 2,
         grid=(blocks, B),
         grid_names=("block", "row"),
-        compiler_params=compiler_params(),
+        compiler_params=parts.compiler_params(),
         interpret=interpret,
     )(x_BV)
     return _first_of_largest(*pairs)
@@ -80,35 +68,26 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 def lm_head_argmax(
     x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The greedy token of each row (`reference.lm_head_argmax`), without writing a logit. Reads the
-    vocabulary matrix once.
+    """The greedy token and its log-probability, as in the reference; logits are never written. Programs are
+    persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
 
-    Programs are persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
-
-    Args:
-        x_BD: bfloat16 or float16 hidden states; every 64 rows read the matrix once.
-        weight_VD: in the same dtype. V that is not a multiple of 8, or D not a multiple of 64, costs a copy.
-        soft_cap: as in `reference.lm_head_argmax`.
-        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
-
-    Returns:
-        ids int32 [B] and their log-probabilities float32 [B].
+    x and weight are bfloat16 or float16; every 64 rows read the matrix once. V that is not a multiple of 8,
+    or D not a multiple of 64, costs a copy. interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BD.shape[0]
     V = weight_VD.shape[0]
-    if B > ROWS:
+    if B > parts.ROWS:
         some = partial(lm_head_argmax, weight_VD=weight_VD, soft_cap=soft_cap, interpret=interpret)
-        ids, logprobs = zip(*(some(x_BD[i : i + ROWS]) for i in range(0, B, ROWS)), strict=True)
+        ids, logprobs = zip(*(some(x_BD[i : i + parts.ROWS]) for i in range(0, B, parts.ROWS)), strict=True)
         return jnp.concatenate(ids), jnp.concatenate(logprobs)
-    x_ND = pad_to_multiples(x_BD, 8, 64)
-    weight_VD = pad_to_multiples(weight_VD, 8, 64)
+    x_ND = parts.pad_to_multiples(x_BD, 8, 64)
+    weight_VD = parts.pad_to_multiples(weight_VD, 8, 64)
     N, D = x_ND.shape
     steps = pl.cdiv(D, _WIDE)
-    tiles = pl.cdiv(V, ROWS)
-    programs = min(PROGRAMS, tiles)
-    stages = min(
-        6, 104 * 1024 // (2 * _WIDE * (ROWS + N))
-    )  # of 113 KiB, half of a multiprocessor's shared memory
+    tiles = pl.cdiv(V, parts.ROWS)
+    programs = min(parts.PROGRAMS, tiles)
+    # Of 113 KiB, half of a multiprocessor's shared memory.
+    stages = min(6, 104 * 1024 // (2 * _WIDE * (parts.ROWS + N)))
 
     def kernel(x_ref, w_ref, *refs):
         best_refs = refs[:3]
@@ -118,9 +97,11 @@ def lm_head_argmax(
         mine = lax.div(tiles - program + (programs - 1), jnp.int32(programs))
 
         def fetch(i, slot):
-            token = (program + lax.div(i, jnp.int32(steps)) * programs) * ROWS
+            token = (program + lax.div(i, jnp.int32(steps)) * programs) * parts.ROWS
             wide = pl.ds(lax.rem(i, jnp.int32(steps)) * _WIDE, _WIDE)
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(token, ROWS), wide], w_smem.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(
+                w_ref.at[pl.ds(token, parts.ROWS), wide], w_smem.at[slot], loaded.at[slot]
+            )
             plgpu.copy_gmem_to_smem(x_ref.at[:, wide], x_smem.at[slot], loaded.at[slot])
 
         def logits(t):
@@ -136,28 +117,28 @@ def lm_head_argmax(
 
                 return acc_ref[...]
 
-            return pl.run_scoped(product, plgpu.ACC((ROWS, N), jnp.float32))
+            return pl.run_scoped(product, plgpu.ACC((parts.ROWS, N), jnp.float32))
 
         def one_tile(t, best):
             key, index, total = best
-            x = logits(t) if soft_cap is None else tanh_capped(logits(t), 1.0, soft_cap) * soft_cap
-            token = row_index(x.shape) + (program + t * programs) * ROWS
+            x = logits(t) if soft_cap is None else parts.tanh_capped(logits(t), 1.0, soft_cap) * soft_cap
+            token = parts.row_index(x.shape) + (program + t * programs) * parts.ROWS
             x = jnp.where(token < V, x, -jnp.inf)
             keys = float_to_key(x)
             largest = keys.max(axis=0)
-            first = jnp.where(keys == broadcast_along(largest, x.shape, 1), token, _MAX_INT).min(axis=0)
+            first = jnp.where(keys == parts.broadcast_along(largest, x.shape, 1), token, _MAX_INT).min(axis=0)
             new = jnp.maximum(key, largest)
             shrunk = total * jnp.exp(key_to_float(key) - key_to_float(new))
             return (
                 new,
                 jnp.where(largest > key, first, index),
-                shrunk + jnp.exp(x - broadcast_along(key_to_float(new), x.shape, 1)).sum(axis=0),
+                shrunk + jnp.exp(x - parts.broadcast_along(key_to_float(new), x.shape, 1)).sum(axis=0),
             )
 
         for i in range(stages):
             pl.when(i < mine * steps)(lambda i=i: fetch(jnp.int32(i), i))
         initial = [
-            plgpu.layout_cast(jnp.full((N,), *start), WGMMA.reduce(0))
+            plgpu.layout_cast(jnp.full((N,), *start), parts.WGMMA.reduce(0))
             for start in ((_LOWEST, jnp.int32), (0, jnp.int32), (0, jnp.float32))
         ]
         best = lax.fori_loop(0, mine, one_tile, tuple(initial))
@@ -172,14 +153,14 @@ def lm_head_argmax(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
         scratch_types=(
-            smem_tile((stages, N, _WIDE), x_BD.dtype),
-            smem_tile((stages, ROWS, _WIDE), x_BD.dtype),
+            parts.smem_tile((stages, N, _WIDE), x_BD.dtype),
+            parts.smem_tile((stages, parts.ROWS, _WIDE), x_BD.dtype),
             *(plgpu.SMEM((N,), dtype) for _, dtype in shapes),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ),
         grid=(programs,),
         grid_names=("program",),
-        compiler_params=compiler_params(),
+        compiler_params=parts.compiler_params(),
         interpret=interpret,
     )(x_ND, weight_VD)
     largest_PN = key_to_float(key_PN)

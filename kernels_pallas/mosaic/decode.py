@@ -3,7 +3,6 @@ of the tensor cores.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,88 +11,47 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..compat import store_scattered
-from .parts import (
-    LOG2_E,
-    LOWEST,
-    PROGRAMS,
-    ROWS,
-    WGMMA,
-    add_values,
-    attention_scores,
-    broadcast_along,
-    column_index,
-    compiler_params,
-    init_softmax,
-    key_capacity,
-    key_places,
-    load_block,
-    lowest_key,
-    pad_to_multiples,
-    smem_tile,
-    softmax_step,
-    zero_rows_outside,
-)
+from . import parts
 
 
 def decode_attention(  # noqa: PLR0913
-    q_BTNH: jax.Array,
-    k_PKSH: jax.Array,
-    v_PKSH: jax.Array,
-    start_B: jax.Array,
-    length_B: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    table_BP: jax.Array | None = None,
-    ring: bool = False,
-    sink_N: jax.Array | None = None,
-    splits: int | None = None,
-    block: int = 64,
-    stages: int | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """Attention of a few queries per row, as in Flash-Decoding (Dao et al. 2023).
+    q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
+    ring=False, sink_N=None, splits=None, block=64, stages=None, interpret=None,
+) -> jax.Array:  # fmt: skip
+    """Attention of a few queries per row, as in Flash-Decoding (Dao et al. 2023), in the dtype of q.
 
     The T · G queries that share a key head (G = N/K) are the rows of a tile, or of several tiles of 64. Each
     program takes an equal share of the key blocks that a query of its row sees. The partial results are
     merged by their log-sum-exp.
 
     Args:
-        q_BTNH: bfloat16 or float16; every 64 of the T · G queries read the keys once; H at most 256.
-        k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
-        start_B: int32, position of each row's first query.
-        length_B: int32, valid keys per row; 0 gives zeros.
-        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.decode_attention`. A page has 64
-            slots, a ring a multiple of 64.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the others as in the reference.
+            A page has 64 slots, a ring a multiple of 64.
         splits: programs per row, key head and tile; None: enough to fill the GPU.
         block: keys per step, a multiple of 64.
         stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to
             width 128.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
-
-    Returns:
-        [B, T, N, H] in the dtype of q; zeros where a query sees no key.
     """
     B, T, N, width = q_BTNH.shape
     K = k_PKSH.shape[1]
     G = N // K
     dtype = q_BTNH.dtype
-    capacity = key_capacity(k_PKSH, table_BP, ring)
-    k_PKSH = pad_to_multiples(k_PKSH, 8, 16)
-    v_PKSH = pad_to_multiples(v_PKSH, 8, 16)
+    capacity = parts.key_capacity(k_PKSH, table_BP, ring)
+    k_PKSH = parts.pad_to_multiples(k_PKSH, 8, 16)
+    v_PKSH = parts.pad_to_multiples(v_PKSH, 8, 16)
     H = k_PKSH.shape[-1]
-    tiles = pl.cdiv(T * G, ROWS)
+    tiles = pl.cdiv(T * G, parts.ROWS)
     seen = capacity if window is None else min(capacity, window + T - 2 + block)  # by the queries of a row
-    splits = splits or max(1, min(PROGRAMS // (B * K * tiles), pl.cdiv(seen, block)))
+    splits = splits or max(1, min(parts.PROGRAMS // (B * K * tiles), pl.cdiv(seen, block)))
     # Of 113 KiB, half of a multiprocessor's shared memory.
-    stages = stages or max(2, min(6, (109 * 1024 - 2 * ROWS * H) // (4 * block * H)))
+    stages = stages or max(2, min(6, (109 * 1024 - 2 * parts.ROWS * H) // (4 * block * H)))
     scattered = table_BP is not None or ring
     # Rows t · G + g, zero-padded.
     q_BKRH = q_BTNH.reshape(B, T, K, G, width).swapaxes(1, 2).reshape(B, K, T * G, width)
-    q_BKRH = pad_to_multiples(q_BKRH, 8, 16)
+    q_BKRH = parts.pad_to_multiples(q_BKRH, 8, 16)
     rows = q_BKRH.shape[2]
-    out_rows = min(rows, ROWS)  # rows of a tile that are written
+    out_rows = min(rows, parts.ROWS)  # rows of a tile that are written
 
     def kernel(  # noqa: PLR0913
         start_ref, length_ref, table_ref, sink_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch
@@ -103,20 +61,20 @@ def decode_attention(  # noqa: PLR0913
         part = lax.axis_index("part")
         row_tile = lax.axis_index("row_tile")
         row = lax.div(row_tile, jnp.int32(tiles))
-        tile = lax.rem(row_tile, jnp.int32(tiles)) * ROWS
+        tile = lax.rem(row_tile, jnp.int32(tiles)) * parts.ROWS
         position = start_ref[row]
         length = jnp.minimum(jnp.minimum(length_ref[row], position + T), capacity)
-        lowest = lowest_key(position, window)
+        lowest = parts.lowest_key(position, window)
         first = lax.div(lowest, jnp.int32(block))
         end = lax.div(length + (block - 1), jnp.int32(block))
         share = lax.div(end - first + (splits - 1), jnp.int32(splits))
         first = first + part * share
         count = jnp.clip(end - first, 0, share)
-        places = partial(key_places, block=block, row=row, k_ref=k_ref, table_ref=table_ref, ring=ring)
+        places = partial(parts.key_places, block=block, row=row, k_ref=k_ref, table_ref=table_ref, ring=ring)
 
         def fetch(where, slot):
-            load_block(k_ref, where, head, k_smem.at[slot], loaded.at[slot])
-            load_block(v_ref, where, head, v_smem.at[slot], loaded.at[slot])
+            parts.load_block(k_ref, where, head, k_smem.at[slot], loaded.at[slot])
+            parts.load_block(v_ref, where, head, v_smem.at[slot], loaded.at[slot])
 
         def step(i, carry):
             acc, largest, total = carry
@@ -127,40 +85,40 @@ def decode_attention(  # noqa: PLR0913
             left = length - key_0  # valid keys from this block on
             if window is not None and scattered:  # before the window may be another page, or newer keys
                 unseen = (left < block) | (key_0 < lowest)
-                pl.when(unseen)(lambda: zero_rows_outside(v_smem.at[slot], lowest - key_0, left))
+                pl.when(unseen)(lambda: parts.zero_rows_outside(v_smem.at[slot], lowest - key_0, left))
             else:
-                pl.when(left < block)(lambda: zero_rows_outside(v_smem.at[slot], None, left))
-            s = attention_scores(q_smem, k_smem.at[slot], scale, soft_cap)
-            key = column_index(s.shape) + key_0
+                pl.when(left < block)(lambda: parts.zero_rows_outside(v_smem.at[slot], None, left))
+            s = parts.attention_scores(q_smem, k_smem.at[slot], scale, soft_cap)
+            key = parts.column_index(s.shape) + key_0
             visible = key < length
             query = position
             if T > 1:
-                query = broadcast_along(lax.div(_rows(tile), jnp.int32(G)) + position, s.shape)
+                query = parts.broadcast_along(lax.div(_rows(tile), jnp.int32(G)) + position, s.shape)
                 visible &= key <= query
             if window is not None:
                 visible &= key > query - window
-            p, acc, largest, total = softmax_step(jnp.where(visible, s, -jnp.inf), acc, largest, total)
-            acc = add_values(acc, p.astype(dtype), v_smem.at[slot], bool(interpret))
+            p, acc, largest, total = parts.softmax_step(jnp.where(visible, s, -jnp.inf), acc, largest, total)
+            acc = parts.add_values(acc, p.astype(dtype), v_smem.at[slot], bool(interpret))
             pl.when(i + stages < count)(lambda: fetch(ahead, slot))
             return acc, largest, total
 
         # Rows beyond the last query are loaded as zeros.
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile, ROWS)], q_smem, q_loaded)
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile, parts.ROWS)], q_smem, q_loaded)
         for i in range(stages):
             pl.when(i < count)(lambda i=i: fetch(places(first + i), i))
         plgpu.barrier_wait(q_loaded)
-        acc, largest, total = init_softmax(H)
+        acc, largest, total = parts.init_softmax(H)
         if sink_N is not None:  # in the first split: a key without a value
             sinks = _sink_rows(sink_ref, head * G, tile, G)
             largest = jnp.where(jnp.full_like(sinks, part, jnp.int32) == 0, sinks, largest)
             total += jnp.where(part == 0, 1.0, 0.0)
         acc, largest, total = lax.fori_loop(0, count, step, (acc, largest, total))
         total = jnp.maximum(total, 1e-30)  # a split without keys: zeros, with a weight of zero
-        out_smem[...] = acc / broadcast_along(total, acc.shape)
+        out_smem[...] = acc / parts.broadcast_along(total, acc.shape)
         # Divided here, not in XLA: it may round max(x · c) and x · c differently, and the difference would be
         # huge between splits without keys.
-        lse = (largest + jnp.log2(total)) / LOG2_E
-        store_scattered(lse_ref.at[row, head, pl.ds(tile, ROWS), part], lse)
+        lse = (largest + jnp.log2(total)) / parts.LOG2_E
+        store_scattered(lse_ref.at[row, head, pl.ds(tile, parts.ROWS), part], lse)
         plgpu.commit_smem()
         out_tile = out_ref.at[row, head, part, pl.ds(tile, out_rows)]
         plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_rows)], out_tile)
@@ -170,18 +128,21 @@ def decode_attention(  # noqa: PLR0913
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((B, K, splits, rows, H), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, tiles * ROWS, splits), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, tiles * parts.ROWS, splits), jnp.float32),
         ),
         scratch_types=(
-            smem_tile((ROWS, H), dtype),
+            parts.smem_tile((parts.ROWS, H), dtype),
             # The result reuses the memory of the keys.
-            plgpu.RefUnion((smem_tile((stages, block, H), dtype),) * 2, smem_tile((ROWS, H), jnp.float32)),
-            plgpu.Barrier(num_arrivals=2 * (block // ROWS if scattered else 1), num_barriers=stages),
+            plgpu.RefUnion(
+                (parts.smem_tile((stages, block, H), dtype),) * 2,
+                parts.smem_tile((parts.ROWS, H), jnp.float32),
+            ),
+            plgpu.Barrier(num_arrivals=2 * (block // parts.ROWS if scattered else 1), num_barriers=stages),
             plgpu.Barrier(),
         ),
         grid=(K, splits, B * tiles),
         grid_names=("head", "part", "row_tile"),
-        compiler_params=compiler_params(),
+        compiler_params=parts.compiler_params(),
         interpret=interpret,
     )(start_B, length_B, table_BP, sink_N, q_BKRH, k_PKSH, v_PKSH)
     # With the split axis last XLA merges the partial results in one kernel.
@@ -192,14 +153,14 @@ def decode_attention(  # noqa: PLR0913
 
 def _rows(first) -> jax.Array:
     """int32 [64]: the rows of a tile, in the layout of a column of its scores."""
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1)) + first
+    return plgpu.broadcasted_iota(jnp.int32, (parts.ROWS,), 0, layout=parts.WGMMA.reduce(1)) + first
 
 
 def _sink_rows(sink_ref, first, tile, group: int) -> jax.Array:
     """float32 [64]: the sink of each row of a tile, times log2 e: row r has that of head first + r % G."""
     row = _rows(tile)
-    sinks = jnp.full((ROWS,), LOWEST, jnp.float32)
+    sinks = jnp.full((parts.ROWS,), parts.LOWEST, jnp.float32)
     for g in range(group):
-        sink = jnp.maximum(sink_ref[first + g] * LOG2_E, LOWEST)
+        sink = jnp.maximum(sink_ref[first + g] * parts.LOG2_E, parts.LOWEST)
         sinks = jnp.where(lax.rem(row, jnp.int32(group)) == g, sink, sinks)
     return sinks

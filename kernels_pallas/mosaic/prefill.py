@@ -9,79 +9,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .parts import (
-    LOG2_E,
-    PAGE,
-    ROWS,
-    add_values,
-    attention_scores,
-    broadcast_along,
-    column_index,
-    compiler_params,
-    init_softmax,
-    key_capacity,
-    key_places,
-    load_block,
-    lowest_key,
-    pad_to_multiples,
-    row_index,
-    smem_tile,
-    softmax_step,
-    zero_rows_outside,
-)
+from . import parts
 
 _COMPUTE = 2  # warpgroups that compute; a third one loads
-_QUERIES = _COMPUTE * ROWS  # per program
+_QUERIES = _COMPUTE * parts.ROWS  # per program
 
 
 def prefill_attention(  # noqa: PLR0913
-    q_BTNH: jax.Array,
-    k_PKSH: jax.Array,
-    v_PKSH: jax.Array,
-    start_B: jax.Array,
-    length_B: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    table_BP: jax.Array | None = None,
-    ring: bool = False,
-    sink_N: jax.Array | None = None,
-    block: int | None = None,
-    stages: int | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """Causal attention with the schedule of FlashAttention-3 (Shah et al. 2024).
-
-    While one warpgroup computes the softmax of its block, the other uses the tensor cores.
+    q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
+    ring=False, sink_N=None, block=None, stages=None, interpret=None,
+) -> jax.Array:  # fmt: skip
+    """Causal attention with the schedule of FlashAttention-3 (Shah et al. 2024), in the dtype of q. While one
+    warpgroup computes the softmax of its block, the other uses the tensor cores.
 
     Args:
-        q_BTNH: bfloat16 or float16; N a multiple of K, H at most 256.
-        k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
-        start_B: int32, position of each row's first query.
-        length_B: int32, valid keys per row.
-        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.prefill_attention`. A page has 64
-            slots, a ring a multiple of 64.
+        q_BTNH, k_PKSH, v_PKSH: bfloat16 or float16, H at most 256. These and the others as in the reference.
+            A page has 64 slots, a ring a multiple of 64.
         block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
-
-    Returns:
-        [B, T, N, H] in the dtype of q; zeros where a query sees no key.
     """
     B, T, N, width = q_BTNH.shape
     group = N // k_PKSH.shape[1]
     dtype = q_BTNH.dtype
-    q_BTNH = pad_to_multiples(q_BTNH, 8, 1, 16)
-    capacity = key_capacity(k_PKSH, table_BP, ring)
-    k_PKSH = pad_to_multiples(k_PKSH, 8, 16)
-    v_PKSH = pad_to_multiples(v_PKSH, 8, 16)
+    q_BTNH = parts.pad_to_multiples(q_BTNH, 8, 1, 16)
+    capacity = parts.key_capacity(k_PKSH, table_BP, ring)
+    k_PKSH = parts.pad_to_multiples(k_PKSH, 8, 16)
+    v_PKSH = parts.pad_to_multiples(v_PKSH, 8, 16)
     H = q_BTNH.shape[-1]
     block = block or (128 if H <= 128 else 64)
     stages = stages or (4 if H <= 64 else 2)
     blocks = pl.cdiv(T, _QUERIES)
     scattered = table_BP is not None or ring
-    copies = block // PAGE if scattered else 1  # of one block
+    copies = block // parts.PAGE if scattered else 1  # of one block
 
     def kernel(start_ref, length_ref, table_ref, sink_ref, q_ref, k_ref, v_ref, out_ref, *scratch):
         (q_smem, *kv_smem), (q_loaded, *kv_loaded), kv_used, turn = scratch
@@ -96,15 +56,15 @@ def prefill_attention(  # noqa: PLR0913
         position = start_ref[row] + first_query
         length = jnp.minimum(length_ref[row], capacity)
         end = lax.div(jnp.minimum(length, position + _QUERIES) + (block - 1), jnp.int32(block))
-        lowest = lowest_key(position, window)
+        lowest = parts.lowest_key(position, window)
         begin = lax.div(lowest, jnp.int32(block))
 
         @pl.when(warpgroup < _COMPUTE)
         def compute():
             plgpu.set_max_registers(232, action="increase")
-            tile_query = first_query + warpgroup * ROWS
-            tile_position = position + warpgroup * ROWS
-            queries = row, pl.ds(tile_query, ROWS), head
+            tile_query = first_query + warpgroup * parts.ROWS
+            tile_position = position + warpgroup * parts.ROWS
+            queries = row, pl.ds(tile_query, parts.ROWS), head
             q_tile = q_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(q_ref.at[queries], q_tile, q_loaded.at[warpgroup])
             plgpu.barrier_wait(q_loaded.at[warpgroup])
@@ -113,22 +73,22 @@ def prefill_attention(  # noqa: PLR0913
                 acc, largest, total = carry
                 slot = lax.rem(i - begin, jnp.int32(stages))
                 plgpu.barrier_wait(k_loaded.at[slot])
-                s = attention_scores(q_tile, k_smem.at[slot], scale, soft_cap, meanwhile=take_turn)
+                s = parts.attention_scores(q_tile, k_smem.at[slot], scale, soft_cap, meanwhile=take_turn)
                 plgpu.barrier_arrive(k_used.at[slot])
                 if masked:
-                    key = column_index(s.shape) + i * block
-                    query = row_index(s.shape) + tile_position
+                    key = parts.column_index(s.shape) + i * block
+                    query = parts.row_index(s.shape) + tile_position
                     visible = key <= jnp.minimum(query, length - 1)
                     if window is not None:
                         visible &= key > query - window
                     s = jnp.where(visible, s, -jnp.inf)
-                p, acc, largest, total = softmax_step(s, acc, largest, total)
+                p, acc, largest, total = parts.softmax_step(s, acc, largest, total)
                 # Keeps all of the softmax within the turn.
                 p, acc, largest, total = lax.optimization_barrier((p.astype(dtype), acc, largest, total))
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(v_loaded.at[slot])
                 plgpu.barrier_wait(turn)
-                acc = add_values(acc, p, v_smem.at[slot], bool(interpret))
+                acc = parts.add_values(acc, p, v_smem.at[slot], bool(interpret))
                 plgpu.barrier_arrive(v_used.at[slot])
                 return acc, largest, total
 
@@ -138,14 +98,14 @@ def prefill_attention(  # noqa: PLR0913
 
             ranges = _block_ranges((begin, end), tile_position, length, window, block, H)
             pl.when(warpgroup == 1)(take_turn)  # starts half a step later
-            carry = init_softmax(H)
+            carry = parts.init_softmax(H)
             for first, last, masked in ranges:
                 carry = lax.fori_loop(first, last, partial(step, masked), carry)
             (acc, largest, total) = carry
             pl.when(warpgroup == 0)(take_turn)
             if sink_N is not None:  # infinite where no key is seen: zeros
-                total += jnp.exp2(sink_ref[head] * LOG2_E - largest)
-            q_tile[...] = (acc / broadcast_along(jnp.maximum(total, 1e-30), acc.shape)).astype(dtype)
+                total += jnp.exp2(sink_ref[head] * parts.LOG2_E - largest)
+            q_tile[...] = (acc / parts.broadcast_along(jnp.maximum(total, 1e-30), acc.shape)).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, out_ref.at[queries])
             plgpu.wait_smem_to_gmem(0)
@@ -154,7 +114,9 @@ def prefill_attention(  # noqa: PLR0913
         def fetch():
             plgpu.set_max_registers(40, action="decrease")
 
-            places = partial(key_places, block=block, row=row, k_ref=k_ref, table_ref=table_ref, ring=ring)
+            places = partial(
+                parts.key_places, block=block, row=row, k_ref=k_ref, table_ref=table_ref, ring=ring
+            )
             # Before the window may be another page, or newer keys.
             valid = (lowest if window is not None and scattered else None, length)
             key_head = lax.div(head, jnp.int32(group))
@@ -165,9 +127,9 @@ def prefill_attention(  # noqa: PLR0913
         out_type=jax.ShapeDtypeStruct(q_BTNH.shape, dtype),
         scratch_types=(
             (
-                smem_tile((_COMPUTE, ROWS, H), dtype),
-                smem_tile((stages, block, H), dtype),
-                smem_tile((stages, block, H), dtype),
+                parts.smem_tile((_COMPUTE, parts.ROWS, H), dtype),
+                parts.smem_tile((stages, block, H), dtype),
+                parts.smem_tile((stages, block, H), dtype),
             ),
             (
                 plgpu.Barrier(num_barriers=_COMPUTE),
@@ -180,7 +142,7 @@ def prefill_attention(  # noqa: PLR0913
         grid_names=("block", "head", "row"),
         num_threads=_COMPUTE + 1,
         thread_name="warpgroup",
-        compiler_params=compiler_params(),
+        compiler_params=parts.compiler_params(),
         interpret=interpret,
     )(start_B, length_B, table_BP, sink_N, q_BTNH, k_PKSH, v_PKSH)
     return out_BTNH[:, :T, :, :width]
@@ -197,7 +159,7 @@ def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[
         return [(begin, outer, False), (outer, end, True)]
     if width > 128:  # three loops would spill registers
         return [(begin, end, True)]
-    inner = lax.div(jnp.maximum(position + (ROWS - window), 0) + (block - 1), jnp.int32(block))
+    inner = lax.div(jnp.maximum(position + (parts.ROWS - window), 0) + (block - 1), jnp.int32(block))
     inner = jnp.clip(inner, begin, end)
     outer = jnp.clip(diagonal, inner, end)
     return [(begin, inner, True), (inner, outer, False), (outer, end, True)]
@@ -227,17 +189,19 @@ def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:  # no
         if lowest is not None:
             ragged |= key_0 < lowest
         pl.when(reused)(lambda: plgpu.barrier_wait(k_used.at[slot]))
-        pl.when(wanted)(lambda: load_block(k_ref, where, head, k_smem.at[slot], k_loaded.at[slot]))
+        pl.when(wanted)(lambda: parts.load_block(k_ref, where, head, k_smem.at[slot], k_loaded.at[slot]))
         pl.when(reused)(lambda: plgpu.barrier_wait(v_used.at[slot]))
 
         @pl.when(wanted & ~ragged)
         def _():
-            load_block(v_ref, where, head, v_smem.at[slot], v_loaded.at[slot])
+            parts.load_block(v_ref, where, head, v_smem.at[slot], v_loaded.at[slot])
 
         @pl.when(wanted & ragged)
         def _():
-            load_block(v_ref, where, head, v_smem.at[slot], v_raw.at[0])
+            parts.load_block(v_ref, where, head, v_smem.at[slot], v_raw.at[0])
             plgpu.barrier_wait(v_raw)
-            zero_rows_outside(v_smem.at[slot], None if lowest is None else lowest - key_0, length - key_0)
+            parts.zero_rows_outside(
+                v_smem.at[slot], None if lowest is None else lowest - key_0, length - key_0
+            )
             for _ in where:
                 plgpu.barrier_arrive(v_loaded.at[slot])

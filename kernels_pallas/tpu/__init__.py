@@ -2,18 +2,8 @@
 `SideBySide`.
 """
 
-from .append import rope_append
-from .attention import decode_attention, prefill_attention
-from .experts import gated_experts
-from .head import int8_head_argmax, lm_head_argmax
-from .products import product
-
-__all__ = [
-    "decode_attention",
-    "gated_experts",
-    "int8_head_argmax",
-    "lm_head_argmax",
-    "prefill_attention",
-    "product",
-    "rope_append",
-]
+from .append import rope_append as rope_append
+from .attention import decode_attention as decode_attention, prefill_attention as prefill_attention
+from .experts import gated_experts as gated_experts
+from .head import int8_head_argmax as int8_head_argmax, lm_head_argmax as lm_head_argmax
+from .products import product as product

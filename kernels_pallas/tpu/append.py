@@ -19,7 +19,7 @@ from ..dispatch import result_type
 from ..key_layouts import HeadNorms, SideBySide, quantize
 from ..reference_append import norm_heads, rotate
 from .append_tokens import FEW_TOKENS, append_tokens, tile_slots
-from .calls import emulator, keep_in_hbm
+from .parts import emulator, keep_in_hbm
 from .tiles import Tiling, Update, insert, make_tiling, scale_tile, update_tiles
 
 _PROMPT_TILE = 64  # slots
@@ -30,26 +30,12 @@ def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, kv_PKSX, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False, norms=None, interpret=False,
 ) -> tuple[jax.Array, SideBySide, None]:  # fmt: skip
-    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache.
+    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache,
+    which XLA copies where it is used again. Of prompts XLA computes norms, RoPE and levels, before the
+    kernel.
 
-    Args:
-        q_BTNH, k_BTKH, v_BTKH: of the new tokens. N is a multiple of K.
-        cos_BTP, sin_BTP: float32, of the pairs (i, i + P) of a head; the rest of a head stays. None for both:
-            no RoPE.
-        kv_PKSX: the cache, `SideBySide`; XLA copies it where it is used again. Levels are quantized to
-            nearest, between the smallest and the largest number of a vector.
-        v_PKSH: None.
-        start_B: int32, the position of each row's first token.
-        num_tokens_B: int32, how many of the T tokens are written.
-        capacity: positions from it on are not written.
-        table_BP: int32, the block table: position p is in slot p % S of page table_BP[b, p // S].
-        ring: position p is in slot p % S.
-        norms: None, or `HeadNorms` of queries and keys before RoPE.
-        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
-
-    Returns:
-        The rotated queries of all tokens, in their dtype, the cache, and None. Of prompts XLA computes norms,
-        RoPE and levels, before the kernel.
+    Arguments and results as in the reference, with a cache `SideBySide`. interpret: emulate a TPU on a CPU,
+    slowly, and raise where accesses to memory race.
     """
     assert v_PKSH is None
     S = kv_PKSX.values.shape[2]

@@ -11,9 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES, HeadNorms, SideBySide
-from .calls import emulator, keep_in_hbm
-from .levels import to_levels
-from .rotation import Factors, rotate_lanes, rotation_factors
+from .parts import Factors, emulator, keep_in_hbm, rotate_lanes, rotation_factors, to_levels
 from .tiles import Tile, Tiling, Update, insert, make_tiling, scale_tile, select_type, update_tiles
 
 FEW_TOKENS = 17

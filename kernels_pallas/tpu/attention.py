@@ -14,9 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ..dispatch import result_type
 from ..key_layouts import LANES, SideBySide
 from .attention_kernel import attention_kernel
-from .attention_settings import Settings
-from .calls import emulator, keep_in_hbm
-from .rotation import rotation_factors
+from .attention_softmax import Settings
+from .parts import emulator, keep_in_hbm, rotation_factors
 
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
 _MAX_BLOCK = 1024  # keys
@@ -37,27 +36,12 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, kv_PKSX, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023).
+    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
+    q.
 
-    Args:
-        q_BTNH: queries, float32 or bfloat16. N is a multiple of K: heads share keys in groups of N/K. H is
-            64, 128 or 256.
-        kv_PKSX: keys and values, `SideBySide`. A row's keys are in row b of P = B, or in the pages of its
-            block table; S is then the size of a page, a multiple of 64.
-        v_PKSH: None.
-        start_B: position of the first query.
-        length_B: number of valid keys per row. Keys and values past it may hold anything, NaN included.
-        scale: factor on the scores.
-        window: None, or how many keys a query sees at most, itself included.
-        soft_cap: None, or c of c · tanh(score / c).
-        table_BP: int32, the block table: position p is in slot p % S of page table_BP[b, p // S].
-        ring: position p is in slot p % S.
-        sink_N: None, or one more score of each head, whose weight has no value.
-        key_bias: None, or `KeyBias`; then S is a multiple of its stride.
-        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
-
-    Returns:
-        [B, T, N, H] in the dtype of q; zeros for a query that sees no key.
+    Arguments as in the reference, with keys and values `SideBySide`; q is float32 or bfloat16, H 64, 128 or
+    256. With a bias of keys S is a multiple of its stride. interpret: emulate a TPU on a CPU, slowly, and
+    raise where accesses to memory race.
     """
     assert v_PKSH is None
     B, T, N, H = q_BTNH.shape
@@ -111,9 +95,7 @@ def prefill_attention(  # noqa: PLR0913
     return out.reshape(B, T, N, H)
 
 
-def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
-    """Attention of few tokens per row; `prefill_attention` has the arguments."""
-    return prefill_attention(*args, **kwargs)
+decode_attention = prefill_attention  # of few tokens per row
 
 
 def _settings(  # noqa: PLR0913

@@ -1,4 +1,6 @@
-"""The body of the TPU attention kernel: copies of keys and values to on-chip memory, and its loops."""
+"""The body of the TPU attention kernel: queries from the order of products, by token and then by head, to
+rows of each key head, and results back; copies of keys and values to on-chip memory; its loops.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,9 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .attention_queries import load_queries, store_queries
-from .attention_settings import Settings
-from .attention_softmax import Keys, Tile, add_keys, divide, for_each_head, join_scales, reset
+from ..key_layouts import LANES
+from .attention_softmax import Keys, Settings, Tile, add_keys, divide, for_each_head, join_scales, reset
 
 _NO_WINDOW = 2**30
 _UNROLLED = 8  # tiles of few rows that are not a loop
@@ -66,7 +67,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
         ref["count"][0] = 0
         _start_copies(ref, settings, item, first, 0)
 
-    load_queries(ref, settings, row)
+    _load_queries(ref, settings, row)
     reset(ref)
     done = ref["count"][0]
 
@@ -94,7 +95,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
     lax.fori_loop(first, end, one_block, 0)
     ref["count"][0] = done + end - first
     _for_each_tiles(ref, settings, partial(divide, ref))
-    store_queries(ref, settings, row)
+    _store_queries(ref, settings, row)
 
 
 def _item(ref, settings: Settings, row, tile) -> _Item:
@@ -266,3 +267,49 @@ def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:
         ref["kv_buffer"][buffer, head, slots] = cleared.astype(kv_SX.dtype)
 
     for_each_head(ref, clear)
+
+
+# --- queries and results ------------------------------------------------------------------------------------
+
+
+def _heads(ref, settings: Settings) -> list[tuple[int, Any]]:
+    """The key head and the rows in `query` of each query head."""
+    heads = ref["query"].shape[0]
+    group = ref["q"].shape[-1] // settings.width // heads
+    return [(i // group, pl.ds(i % group * settings.tokens, settings.tokens)) for i in range(heads * group)]
+
+
+def _load_queries(ref, settings: Settings, row) -> None:
+    """Puts the queries of each key head into rows, and zeros beside those that do not fill lanes."""
+    H = settings.width
+    flat_ref = ref["q"].at[0]
+    if settings.block_rows:
+        in_block = lax.rem(row, settings.block_rows)
+
+        @pl.when(in_block == 0)
+        def _unpack():
+            block = ref["q"][0].astype(jnp.float32)
+            for i in range(settings.block_rows):
+                ref["flat"][i] = block[i : i + 1]
+
+        flat_ref = ref["flat"].at[in_block]
+    for i, at in enumerate(_heads(ref, settings)):
+        x = flat_ref[:, i * H : (i + 1) * H].astype(jnp.float32)
+        if H % LANES:
+            x = jnp.concatenate([x, jnp.zeros((len(x), LANES - H), jnp.float32)], -1)
+        ref["query"][at] = x.astype(ref["query"].dtype)
+
+
+def _store_queries(ref, settings: Settings, row) -> None:
+    """The reverse of `_load_queries`, of the results: with a width below 128 the second half, p · v."""
+    H = settings.width
+    in_block = lax.rem(row, settings.block_rows) if settings.block_rows else 0
+    out_ref = ref["flat"].at[in_block] if settings.block_rows else ref["out"].at[0]
+    for i, at in enumerate(_heads(ref, settings)):
+        out_ref[:, i * H : (i + 1) * H] = ref["out_sum"][at][:, -H:].astype(out_ref.dtype)
+    if settings.block_rows:
+
+        @pl.when((in_block == settings.block_rows - 1) | (row + 1 == pl.num_programs(0)))
+        def _pack():
+            rows = [ref["flat"][i] for i in range(settings.block_rows)]
+            ref["out"][0] = jnp.concatenate(rows, 0).astype(ref["out"].dtype)

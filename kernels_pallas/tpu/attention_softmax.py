@@ -1,4 +1,4 @@
-"""The online softmax of a TPU attention kernel."""
+"""The online softmax of a TPU attention kernel, and the settings of the whole kernel."""
 
 import math
 from functools import reduce
@@ -10,13 +10,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..key_layouts import BIAS_STRIDE, LANES
-from .attention_settings import Settings
-from .calls import dot
-from .rotation import rotate_lanes
+from .parts import dot, rotate_lanes
 
 LOG2_E = math.log2(math.e)
 _MASKED = -1e30  # finite, and far below the first maximum: a query that sees no key gives zeros, not NaN
 _LOWEST = -1e29
+
+
+class Settings(NamedTuple):
+    """What is the same for every program."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    ring: bool
+    is_prompt: bool  # many queries of a row: they see most keys, all of them
+    width: int  # H
+    block_rows: int  # of one query each that a block of queries has; 0: it has queries of one row
+    tokens: int  # of a tile of queries
+    tiles: int
+    rows: int  # of queries that the softmax takes at a time
+    positions: int  # that the cache of a row holds
+    slots: int  # of a row or a page
+    table_pages: int  # of a row, 0 without a block table
+    chunk: int  # slots of one copy
+    step: int  # keys that the softmax takes at a time: a multiple of the chunk
+    block: int  # keys in one of the two buffers: a multiple of the step
+    pairs: int  # of a head that a bias of keys rotates; 0: there is none
 
 
 class Tile(NamedTuple):

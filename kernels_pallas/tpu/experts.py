@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES
-from .calls import dot, emulator
+from .parts import dot, emulator
 
 _FEW_TOKENS = 64
 _TILE_ROWS = 128
@@ -42,20 +42,11 @@ class _Tiles(NamedTuple):
 def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *, activation, num_experts=None, interpret=False
 ) -> jax.Array:  # fmt: skip
-    """The weighted sum of the gated MLPs that each token chose: Σ weight · down(activation(gate(x)) * up(x)).
+    """The sum of `reference.gated_experts`.
 
-    Args:
-        x_MD: tokens, float32 or bfloat16, in the dtype of the matrices. A token that is not finite gives NaN,
-            and so does one whose weights are not.
-        weight_MU: the weight of each choice.
-        expert_MU: its expert. Choices of experts outside 0 … X - 1 cost nothing and count as zeros.
-        gate_XFD, up_XFD, down_XDF: the matrices of the experts.
-        activation: an elementwise function of float32 arrays that Pallas can lower.
-        num_experts: experts that a token chooses from; not used.
-        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
-
-    Returns:
-        float32 [M, D].
+    x is float32 or bfloat16, in the dtype of the matrices. A token that is not finite gives NaN, and so does
+    one whose weights are not. The activation is an elementwise function of float32 arrays that Pallas can
+    lower. interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
     """
     matrices = (gate_XFD, up_XFD, down_XDF)
     is_sharded = num_experts not in (None, len(gate_XFD))

@@ -10,32 +10,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..key_layouts import LANES
 from ..reference_products import FEW_ROWS, Matrix
-from .streaming import (
-    Memory,
-    Operands,
-    Settings,
-    call,
-    multiply_tile,
-    operands_and_blocks,
-    prepare,
-    settings_of,
-)
+from . import streaming
 
 _NONE = 2**30  # no token
 
 
 def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, without logits in memory.
-
-    Args:
-        x_BD: hidden states, bfloat16 or float32. 64 rows read the matrix once.
-        weight_VD: of the same dtype.
-        soft_cap: None, or c of c · tanh(logit / c).
-        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
-
-    Returns:
-        The id of the largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any. And its
-        log-probability, float32 [B].
+    """The greedy token and its log-probability, as in the reference, without logits in memory. x and weight
+    are of one dtype, bfloat16 or float32; 64 rows read the matrix once. interpret: emulate a TPU on a CPU,
+    slowly, and raise where accesses to memory race.
     """
     return _head_argmax(x_BD, Matrix(weight_VD), soft_cap, interpret)
 
@@ -53,30 +36,29 @@ def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.A
         parts = [x_BD[i : i + FEW_ROWS] for i in range(0, B, FEW_ROWS)]
         results = [_head_argmax(part, matrix, soft_cap, interpret) for part in parts]
         return tuple(map(jnp.concatenate, zip(*results, strict=True)))  # type: ignore[return-value]
-    settings = settings_of(x_BD, [matrix], soft_cap=soft_cap)
-    operands, blocks = operands_and_blocks(settings, x_BD, [matrix], interpret)
+    settings = streaming.settings_of(x_BD, [matrix], soft_cap=soft_cap)
+    operands, blocks = streaming.operands_and_blocks(settings, x_BD, [matrix], interpret)
     shape = (settings.forms[0].rows, LANES)
     scratch = [pltpu.VMEM(shape, dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32, jnp.float32)]
     dtypes = (jnp.int32, jnp.float32)
     out_blocks = [pl.BlockSpec((B, 1), lambda i: (0, 0))] * 2
     kernel = partial(_kernel, outputs=matrix.outputs)
-    id_B1, logprob_B1 = call(
-        kernel,
-        settings,
-        operands,
-        blocks,
-        [(B, 1)] * 2,
-        dtypes,
-        out_blocks,
-        scratch,
-        interpret,
-        "head_argmax",
+    of_results = [(B, 1)] * 2, dtypes, out_blocks
+    id_B1, logprob_B1 = streaming.call(
+        kernel, settings, operands, blocks, *of_results, scratch, interpret, "head_argmax"
     )
     return id_B1[:, 0], logprob_B1[:, 0]
 
 
 def _kernel(  # noqa: PLR0913
-    step, settings: Settings, operands: Operands, results, memory: Memory, scratch, *, outputs: int
+    step,
+    settings: streaming.Settings,
+    operands: streaming.Operands,
+    results,
+    memory: streaming.Memory,
+    scratch,
+    *,
+    outputs: int,
 ) -> None:
     """scratch: the largest logit so far, its token, the first token whose logit is NaN, and the sum of
     exponentials relative to the largest logit; the same in all lanes.
@@ -85,12 +67,12 @@ def _kernel(  # noqa: PLR0913
 
     @pl.when(step == 0)
     def _start() -> None:
-        prepare(settings, operands, memory)
+        streaming.prepare(settings, operands, memory)
         for ref, value in zip(scratch, (-jnp.inf, 0, _NONE, 0), strict=True):
             ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
     first = step * settings.tiles[0]
-    logits_RO = multiply_tile(step, 0, settings, operands, memory)
+    logits_RO = streaming.multiply_tile(step, 0, settings, operands, memory)
     if settings.soft_cap is not None:
         logits_RO = settings.soft_cap * jnp.tanh(logits_RO / settings.soft_cap)
     token_RO = first + lax.broadcasted_iota(jnp.int32, logits_RO.shape, 1)

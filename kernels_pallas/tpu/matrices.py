@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..key_layouts import LANES
 from ..reference_products import Matrix
-from .calls import dot
+from .parts import dot
 
 _SPLIT = 254  # steps of the lower int8 number of x in one of the higher
 _DEPTH = 256  # inputs that a product of int4 sums up at once: those of a matrix unit

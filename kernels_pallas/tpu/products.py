@@ -22,57 +22,44 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..reference_products import ACTIVATIONS
-from .streaming import (
-    Memory,
-    Operands,
-    Settings,
-    call,
-    multiply_tile,
-    operands_and_blocks,
-    prepare,
-    rows_of_tile,
-    settings_of,
-)
+from . import streaming
 
 
 def product(  # noqa: PLR0913
     x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
     dtype=None, interpret=False,
 ) -> list[jax.Array]:  # fmt: skip
-    """x · matrixᵀ + bias for each matrix, in one launch.
+    """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
-    Args:
-        x_MI: activations, bfloat16, or float32 with matrices of float32. M is at most 64.
-        matrices: `Matrix`, all floats of x's dtype, all int8 with a scale per output, or all int4 in groups
-            of a multiple of 64 inputs.
-        norm_I: None, or the weight of an RMS norm of x.
-        residual_MO: None, or what is added to the only result.
-        step_M: None: TPU kernels have no int8 activations.
-        eps: of the norm.
-        offset: what is added to the norm's weight.
-        activation: None; or of two matrices of one shape the result is activation(first) * second.
-        dtype: of the results; None: that of x.
-        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
-
-    Returns:
-        [M, O] for each matrix; one with an activation.
+    x is bfloat16, or float32 with matrices of float32, of at most 64 rows; step_M is None. Matrices are all
+    floats of x's dtype, all int8 with a scale per output, or all int4 in groups of a multiple of 64 inputs.
+    interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
     """
     assert step_M is None
     M = len(x_MI)
-    settings = settings_of(x_MI, matrices, eps, offset, activation)
-    operands, blocks = operands_and_blocks(settings, x_MI, matrices, interpret, norm_I, residual_MO)
+    settings = streaming.settings_of(x_MI, matrices, eps, offset, activation)
+    operands, blocks = streaming.operands_and_blocks(settings, x_MI, matrices, interpret, norm_I, residual_MO)
     results = range(1 if activation else len(matrices))
     shapes = [(M, matrices[n].outputs) for n in results]
-    out_blocks = [rows_of_tile(M, settings, n) for n in results]
+    out_blocks = [streaming.rows_of_tile(M, settings, n) for n in results]
     dtypes = [dtype or x_MI.dtype] * len(shapes)
-    return call(_kernel, settings, operands, blocks, shapes, dtypes, out_blocks, [], interpret, "product")
+    return streaming.call(
+        _kernel, settings, operands, blocks, shapes, dtypes, out_blocks, [], interpret, "product"
+    )
 
 
-def _kernel(step, settings: Settings, operands: Operands, results, memory: Memory, _scratch) -> None:
-    pl.when(step == 0)(partial(prepare, settings, operands, memory))
+def _kernel(
+    step,
+    settings: streaming.Settings,
+    operands: streaming.Operands,
+    results,
+    memory: streaming.Memory,
+    _scratch,
+) -> None:
+    pl.when(step == 0)(partial(streaming.prepare, settings, operands, memory))
 
     def tile(n: int) -> jax.Array:
-        return multiply_tile(step, n, settings, operands, memory)
+        return streaming.multiply_tile(step, n, settings, operands, memory)
 
     def store(n: int) -> None:
         y_RO = tile(n)

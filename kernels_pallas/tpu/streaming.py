@@ -14,8 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ..dispatch import result_type
 from ..key_layouts import LANES
 from ..reference_products import Matrix
-from .calls import emulator, keep_in_hbm
 from .matrices import Form
+from .parts import emulator, keep_in_hbm
 
 RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
 STEP_BYTES = 2**22  # of matrices that a grid step takes

@@ -1,20 +1,8 @@
 """Kernels that Triton compiles, for any NVIDIA GPU from Ampere on, through `pl.pallas_call`."""
 
-from .append import rope_append
-from .argmax import argmax, int8_head_argmax, lm_head_argmax
-from .attention import decode_attention, prefill_attention
-from .experts import gated_experts
-from .logits import summarize_logits
-from .products import product
-
-__all__ = [
-    "argmax",
-    "decode_attention",
-    "gated_experts",
-    "int8_head_argmax",
-    "lm_head_argmax",
-    "prefill_attention",
-    "product",
-    "rope_append",
-    "summarize_logits",
-]
+from .append import rope_append as rope_append
+from .argmax import argmax as argmax, int8_head_argmax as int8_head_argmax, lm_head_argmax as lm_head_argmax
+from .attention import decode_attention as decode_attention, prefill_attention as prefill_attention
+from .experts import gated_experts as gated_experts
+from .logits import summarize_logits as summarize_logits
+from .products import product as product

@@ -32,25 +32,12 @@ def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, k_PKSH, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False, interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache.
-
-    Args:
-        q_BTNH, k_BTKH, v_BTKH: of the new tokens. N is a multiple of K.
-        cos_BTP, sin_BTP: float32, of the pairs (i, i + P) of a head; the rest of a head stays. None for both:
-            no RoPE.
-        k_PKSH, v_PKSH: the caches, in float numbers or `Levels`; XLA copies them where they are used again.
-        start_B: int32, the position of each row's first token.
-        num_tokens_B: int32, how many of the T tokens are written.
-        capacity: positions from it on are not written.
-        table_BP: int32, the block table: position p is in slot p % S of page table_BP[b, p // S].
-        ring: position p is in slot p % S.
-        interpret: run on any device, slowly, by Pallas's interpreter.
-
-    Returns:
-        The rotated queries of all tokens, in their dtype, and the caches.
+    """Rotates queries and keys by their angles, and writes the keys and values of new tokens to a cache,
+    which XLA copies where it is used again. Arguments and results as in the reference. interpret: run on any
+    device, slowly, by Pallas's interpreter.
     """
     B, T, N, H = q_BTNH.shape
-    K, S = (k_PKSH.values if isinstance(k_PKSH, Levels) else k_PKSH).shape[1:3]
+    K, S = k_PKSH.shape[1:3]
     if not ring:
         capacity = min(capacity, S if table_BP is None else S * table_BP.shape[1])
     inputs = {"start": start_B, "count": num_tokens_B, "new_k": k_BTKH, "new_v": v_BTKH}

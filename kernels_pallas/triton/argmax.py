@@ -15,14 +15,8 @@ BLOCK = 1024
 
 
 def argmax(x_BV, *, interpret=False) -> jax.Array:
-    """The index of each row's largest number, the lowest of equal ones, the first NaN where there is one.
-
-    Args:
-        x_BV: numbers.
-        interpret: run on any device, slowly, by Pallas's interpreter.
-
-    Returns:
-        int32 [B].
+    """The index of each row's largest number, int32 [B], as in the reference. interpret: run on any device,
+    slowly, by Pallas's interpreter.
     """
     B, V = x_BV.shape
     blocks = pl.cdiv(V, BLOCK)
@@ -59,17 +53,9 @@ def _of_best_block(best_Bi, of_block_Bi):
 
 
 def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
-    """The greedy token of the last hidden states and its log-probability; the logits x · weightᵀ are never
-    written.
-
-    Args:
-        x_BD: hidden states, in the dtype of the weight.
-        weight_VD: the output embedding. It is read once for up to 64 rows.
-        soft_cap: None, or c: the logits are c · tanh(x · weightᵀ / c).
-        interpret: run on any device, slowly, by Pallas's interpreter.
-
-    Returns:
-        Ids, int32 [B] (ties and NaN as in `argmax`), and their log-probabilities, float32 [B].
+    """The greedy token and its log-probability, as in the reference; logits are never written. x is in the
+    dtype of the weight, which is read once for up to 64 rows. interpret: run on any device, slowly, by
+    Pallas's interpreter.
     """
     return _head_argmax(x_BD, weight_VD, None, soft_cap, interpret)
 
@@ -77,8 +63,8 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
 def int8_head_argmax(
     x_BD, weight_VD, scale_V, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """`lm_head_argmax` of an int8 matrix: the logits are x · weightᵀ · scale. x_BD: bfloat16 or float16, in
-    which 8-bit numbers are exact. scale_V: float32, of each token.
+    """`lm_head_argmax` of an int8 matrix. x is bfloat16 or float16, in which 8-bit numbers are exact; the
+    scale is float32.
     """
     return _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret)
 

@@ -30,25 +30,11 @@ def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
     ring=False, sink_N=None, key_bias=None, interpret=False,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023).
+    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
+    q.
 
-    Args:
-        q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K. H is at most 256.
-        k_PKSH, v_PKSH: in the dtype of q, or `Levels`. A row's keys are in row b of P = B, or in the pages of
-            its block table; S is then the size of a page, and it and a ring's S are multiples of 64.
-        start_B: position of the first query.
-        length_B: number of valid keys per row. Keys and values past it may hold anything, NaN included.
-        scale: factor on the scores.
-        window: None, or how many keys a query sees at most, itself included.
-        soft_cap: None, or c of c · tanh(score / c).
-        table_BP: int32, the block table: position p is in slot p % S of page table_BP[b, p // S].
-        ring: position p is in slot p % S.
-        sink_N: None, or one more score of each head, whose weight has no value.
-        key_bias: None, or `KeyBias`.
-        interpret: run on any device, slowly, by Pallas's interpreter.
-
-    Returns:
-        [B, T, N, H] in the dtype of q; zeros for a query that sees no key.
+    Arguments as in the reference. Keys are in the dtype of q, or `Levels`; H is at most 256; a page and a
+    ring have a multiple of 64 slots. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
@@ -74,7 +60,7 @@ def decode_attention(  # noqa: PLR0913
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
     if splits is None:
         B, T, N, _ = q_BTNH.shape
-        K = _shape(k_PKSH)[1]
+        K = k_PKSH.shape[1]
         tiles = B * K * pl.cdiv(T * N // K, settings.rows)
         most = settings.slots if ring else settings.positions
         if window is not None:  # of the queries of a row, in whole blocks
@@ -94,14 +80,10 @@ def _vector_bytes(k: jax.Array | Levels) -> int:
     return k.shape[-1] * k.dtype.itemsize
 
 
-def _shape(k: jax.Array | Levels) -> tuple[int, ...]:
-    return (k.values if isinstance(k, Levels) else k).shape
-
-
 def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Settings:  # noqa: PLR0913
     k, _, table_BP, _ = layout
     B, T, N, H = q_BTNH.shape
-    _, K, slots, columns = _shape(k)
+    _, K, slots, columns = k.shape
     positions = slots if table_BP is None else slots * table_BP.shape[1]
     tile = _tiles(q_BTNH.dtype, H, T * N // K, isinstance(k, Levels))
     sizes = T, slots, _NO_LIMIT if ring else positions, H // columns, columns
@@ -110,7 +92,7 @@ def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Setti
 
 def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) -> jax.Array:
     B, T, N, H = q_BTNH.shape
-    K = _shape(layout[0])[1]
+    K = layout[0].shape[1]
     G = N // K
     inputs, specs = _inputs(q_BTNH, layout, start_B, length_B, settings)
     rows = settings.rows
@@ -149,7 +131,7 @@ def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict
     """The arrays that a program reads, by the names that `attention_kernel` uses, and their blocks."""
     k, v, table_BP, bias = layout
     B, T, N, H = q_BTNH.shape
-    P, K, S, _ = _shape(k)
+    P, K, S, _ = k.shape
     wide = settings.block_columns
     slots = max(S, settings.keys)
 

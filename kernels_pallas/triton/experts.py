@@ -35,36 +35,18 @@ class _Sizes(NamedTuple):
 
 
 def gated_experts(  # noqa: PLR0913
-    x_MD,
-    weight_MU,
-    expert_MU,
-    gate_XFD,
-    up_XFD,
-    down_XDF,
-    *biases,
-    activation: Callable[[jax.Array], jax.Array],
-    num_experts: int | None = None,
-    limit: float | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """The weighted sum of the gated MLPs that each token chose: Σ weight · down(activation(gate(x)) * up(x)).
-
-    A choice's bits depend neither on other choices nor on its place in a tile.
+    x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None,
+    limit=None, interpret=False,
+) -> jax.Array:  # fmt: skip
+    """The sum of `reference.gated_experts`. A choice's bits depend neither on other choices nor on its place
+    in a tile.
 
     Args:
         x_MD: tokens, in the dtype of the matrices, or of 16 bits with `Mxfp4`. D and F are multiples of 16.
-        weight_MU: the weight of each choice.
-        expert_MU: its expert. Choices of experts outside 0 … X - 1 cost nothing and count as zeros.
-        gate_XFD, up_XFD, down_XDF: the matrices of the experts: arrays or `Mxfp4`.
-        biases: none, or theirs, in their dtype: [X, F], [X, F] and [X, D].
         activation: an elementwise function of float32 arrays that Pallas can lower.
         num_experts: experts that a token chooses from, X or more where other devices have the others. It
             affects the sizes of tiles.
-        limit: None, or that of `reference.gated`.
         interpret: run on any device, slowly, by Pallas's interpreter.
-
-    Returns:
-        float32 [M, D].
     """
     M, U = expert_MU.shape
     X, F, D = gate_XFD.shape

@@ -18,11 +18,7 @@ def summarize_logits(
 ) -> tuple[jax.Array, jax.Array]:
     """The summary of `reference.summarize_logits`. The bias of rows without one, and the seen tokens of rows
     without a penalty, are not read. A NaN among the logits makes the second result NaN; the first may miss
-    it.
-
-    Args:
-        logits_BV, penalty_B, seen_BV, bias_BV, biased_B: as in the reference.
-        interpret: run on any device, slowly, by Pallas's interpreter.
+    it. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     B, V = logits_BV.shape
     groups = pl.cdiv(V, LOGITS_GROUP)

@@ -15,16 +15,13 @@ _COLUMNS = 64  # of a program
 def merge_splits(  # noqa: PLR0913
     out_BKRPH, lse_BKRP, sink_N, G: int, dtype, interpret: bool
 ) -> jax.Array:
-    """Returns the results of P splits as one, [B, K, R, H], in one kernel.
+    """The results of P splits as one, [B, K, R, H], in one kernel.
 
     Args:
         out_BKRPH: float32, of each split.
         lse_BKRP: float32, base-2 logarithms of the splits' sums; `LOWEST`: the split has no keys, and its
             values were not written.
-        sink_N: as in `prefill_attention`.
         G: heads that share a key head; R has them innermost.
-        dtype: of the result.
-        interpret: run on any device, slowly, by Pallas's interpreter.
     """
     B, K, R, splits, H = out_BKRPH.shape
     wide = min(tile_size(H), _COLUMNS)

@@ -7,7 +7,6 @@ that each half of its bytes is one product of 16 inputs.
 """
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..mxfp4 import GROUP, Mxfp4, number, power
-from .parts import dot, outer
+from .parts import convert_halves, dot, outer
 
 _HALF = GROUP // 2
 # Of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6: their high bytes and their low ones, four in a number.
@@ -82,11 +81,4 @@ def _numbers(values_YO: jax.Array, dtype, interpret: bool) -> list[jax.Array]:
         prmt.b32 $0, low, high, 0x5140;
         prmt.b32 $1, low, high, 0x7362;
     }}}}"""
-    convert = partial(
-        pltriton.elementwise_inline_asm,
-        args=[values_YO],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(values_YO.shape, dtype)],
-    )
-    return [convert(asm.format(shift=shift))[0] for shift in (0, 4)]
+    return convert_halves(asm, values_YO, dtype)

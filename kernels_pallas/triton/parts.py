@@ -1,6 +1,8 @@
 """Parts that the Triton kernels share: sizes of tiles, and products in full precision."""
 
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,3 +41,18 @@ def outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Indices of all these rows and columns, each [R, O]."""
     shape = len(row_R), len(column_O)
     return jnp.broadcast_to(row_R[:, None], shape), jnp.broadcast_to(column_O, shape)
+
+
+def convert_halves(asm: str, values_YO: jax.Array, dtype: Any) -> list[jax.Array]:
+    """The numbers of `dtype` in both halves of bytes. asm: of the half from bit {shift} on, four bytes at a
+    time.
+    """
+    kind = jax.ShapeDtypeStruct(values_YO.shape, dtype)
+    convert = partial(
+        pltriton.elementwise_inline_asm,
+        args=[values_YO],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[kind],
+    )
+    return [convert(asm.format(shift=shift))[0] for shift in (0, 4)]

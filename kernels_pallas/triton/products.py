@@ -30,7 +30,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
 from ..reference_products import ACTIVATIONS, FEW_ROWS
-from .parts import dot, tile_size
+from .parts import convert_halves, dot, tile_size
 
 PROGRAMS = 132  # multiprocessors of an H200
 _STAGE_BYTES = 8192  # of a matrix that one step of the loop reads
@@ -57,35 +57,14 @@ class _Settings(NamedTuple):
 
 
 def product(  # noqa: PLR0913
-    x_MI,
-    matrices,
-    norm_I=None,
-    residual_MO=None,
-    step_M=None,
-    *,
-    eps=0.0,
-    offset=0.0,
-    activation=None,
-    dtype=None,
-    interpret=False,
-) -> list[jax.Array]:
-    """x · matrixᵀ + bias for each matrix, in one launch.
+    x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
+    dtype=None, interpret=False,
+) -> list[jax.Array]:  # fmt: skip
+    """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
-    Args:
-        x_MI: activations, bfloat16 or float16; int8 for int8 matrices with a scale per output, whose sums are
-            then exact.
-        matrices: `Matrix` of x's dtype, int8 or packed. Groups have a multiple of 16 bytes.
-        norm_I: None, or the weight of an RMS norm of x; bfloat16 only.
-        residual_MO: None, or what is added to the only result.
-        step_M: None; with int8 activations, float32: what they were divided by.
-        eps: of the norm.
-        offset: what is added to the norm's weight.
-        activation: None; or of two matrices of one kind and shape the result is activation(first) * second.
-        dtype: of the results; None: that of x, which is not int8.
-        interpret: run on any device, slowly, by Pallas's interpreter.
-
-    Returns:
-        [M, O] for each matrix; one with an activation.
+    x is bfloat16 or float16, or int8 for int8 matrices with a scale per output, whose sums are then exact.
+    Matrices are of x's dtype, int8 or packed, in groups of a multiple of 16 bytes. A norm takes bfloat16
+    only. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     M = len(x_MI)
     tiles = _choose_tiles(x_MI, matrices, norm_I, activation)
@@ -287,15 +266,7 @@ def _levels(values_YO, dtype, interpret: bool) -> list[jax.Array]:
         prmt.b32 $0, level, {high}, 0x4140;
         prmt.b32 $1, level, {high}, 0x4342;
     }}}}"""
-    kind = jax.ShapeDtypeStruct(values_YO.shape, dtype)
-    convert = partial(
-        pltriton.elementwise_inline_asm,
-        args=[values_YO],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[kind],
-    )
-    return [convert(asm.format(shift=shift))[0] for shift in (0, 4)]
+    return convert_halves(asm, values_YO, dtype)
 
 
 def _magic(dtype) -> float:

@@ -13,7 +13,7 @@ from gpu.gpu_specs import CARDS, Card
 from gpu.plan_estimates import Job, Limits
 from tpu.tpu_specs import TPUS, Tpu
 
-from goodput.simulated_engine import EngineSizes
+from goodput.simulator import EngineSizes
 from goodput.step_times import StepTimes
 from xinfer_jax.cache.page_size import PAGE_SIZE
 from xinfer_jax.errors import InputError
@@ -33,11 +33,8 @@ def parse_devices(text: str) -> tuple[int, Card | Tpu]:
 
 
 def times_of_shape(model: str, devices: str, sizes: EngineSizes) -> StepTimes:
-    """Times of an engine of a model in bfloat16.
-
-    Args:
-        model: a built-in shape, or a directory with config.json.
-        devices: of the engine, COUNTxKIND.
+    """Times of an engine of a model in bfloat16, a built-in shape or a directory with config.json, on devices
+    COUNTxKIND.
     """
     n, card = parse_devices(devices)
     job = Job(from_hf(hf_config(model)), "bfloat16", "bfloat16", sizes.rows, sizes.capacity, sizes.chunk)
@@ -47,11 +44,8 @@ def times_of_shape(model: str, devices: str, sizes: EngineSizes) -> StepTimes:
 
 
 def computed_times(job: Job, n: int, card: Card | Tpu, move_gbs: float) -> StepTimes:
-    """Times of an engine on n devices. Each is the larger of two lines: memory, and compute, with links.
-
-    Args:
-        job: rows and chunk are those of the engine; its context is not used.
-        move_gbs: GB/s of the pages that move to or from this engine.
+    """Times of an engine on n devices, with the rows and the chunk of the job. Each is the larger of two
+    lines: memory, and compute, with links. move_gbs: GB/s of the pages that move to or from this engine.
     """
     page = page_bytes(job, n) * n
 

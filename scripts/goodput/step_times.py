@@ -15,21 +15,8 @@ Lines = Sequence[Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Times of an engine's device calls. A program has the same shape whatever its rows are, so each time
-    depends on one number of tokens alone.
-
-    Attributes:
-        chunk: a full chunk of a prompt, over the tokens before it.
-        page: a page of a prompt, over the tokens before it.
-        decode: a decode step, over the tokens in the pages of all rows that run.
-        first: seconds of a row's first token, after its last chunk.
-        call: seconds of a call of several decode steps beside these steps.
-        swap: seconds to copy a page to host memory, or back.
-        move: seconds of a page on the way from a prefill engine to a decode engine, which go on meanwhile.
-        move_call: seconds of each such move beside its pages.
-        send, place: seconds in which the prefill engine copies such a page, and the decode engine.
-        slowdown: factors of chunk, page and decode in each second of a measurement; after it, and if there
-            are none, 1.
+    """Times of an engine's device calls, as README.md describes them. A program has the same shape whatever
+    its rows are, so each time depends on one number of tokens alone.
     """
 
     chunk: Lines
@@ -56,10 +43,7 @@ def seconds_at(lines: Lines, tokens: float) -> float:
 
 def read_step_times(file: str) -> dict[str, StepTimes]:
     """The times of "prefill" and "decode" engines and of one "engine" in a JSON file: an object for each, or
-    one object for all.
-
-    Raises:
-        InputError: the file is missing, or is no such JSON.
+    one object for all. Raises InputError where it is no such file.
     """
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))

@@ -31,15 +31,8 @@ Lengths = tuple[int, int]  # tokens of the prompt and of the answer
 
 
 def draw_lengths(kind: str, count: int, most: int, rng: np.random.Generator) -> list[Lengths]:
-    """Lengths of so many requests: lognormal, or from the lines of a file in random order. Longer ones are
-    cut: together they have at most `most` tokens.
-
-    Args:
-        kind: one of `KINDS`; "lognormal", which is "chat"; "lognormal:P,A,SP,SA", the numbers of a
-            `Lognormal`; or a file with two whole numbers in each line.
-
-    Raises:
-        InputError: it is none of these.
+    """Lengths of so many requests. Longer ones are cut: together they have at most `most` tokens. Raises
+    InputError where the kind is none of those that --lengths of simulate.py describes.
     """
     if shape := _lognormal(kind):
         means = np.array([shape.prompt, shape.answer])
@@ -97,11 +90,7 @@ def draw_arrivals(count: int, cv: float, rng: np.random.Generator) -> np.ndarray
 
 @dataclasses.dataclass
 class SimulatedRequest:
-    """A request, and what became of it; times in seconds.
-
-    Attributes:
-        first, ended: when its first and its last token came.
-    """
+    """A request, and when its first and its last token came; in seconds."""
 
     arrival: float
     prompt: int

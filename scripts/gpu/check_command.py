@@ -35,12 +35,8 @@ MACHINE = Section("machine", 30)  # always runs: the device and its limits
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One of the two programs.
-
-    Attributes:
-        platform: of the device, as jax names it: "cuda" or "tpu".
-        sections: most important first; `tune` runs only where it is asked for.
-        packages: whose versions are recorded.
+    """One of the two programs, for devices of a platform as jax names it. Sections: most important first;
+    `tune` runs only where it is asked for. packages: whose versions are recorded.
     """
 
     platform: str

@@ -10,27 +10,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from gpu.kernel_refs import Ref, UncountableError, known_or_none, with_unknown
+from gpu.kernel_refs import Ref, Touched, UncountableError, known_or_none, with_unknown
 from gpu.known_values import Evaluator, Observer
-from gpu.memory_accesses import Touched
 
 _MOST_PROGRAMS = 64  # of a grid that is evaluated whole
 _MOST_STEPS = 20_000_000  # equations
 
 
 def kernel_bytes(equation: Any, values: list[Any]) -> tuple[float]:
-    """Bytes that a kernel's call moves, each element once: what memory has to deliver or take.
-
-    Args:
-        equation: a `pallas_call` of Triton's, or the call of a Mosaic kernel.
-        values: its operands; None: unknown.
-
-    Raises:
-        UncountableError: it reaches memory in a way that is not known here.
+    """Bytes that a kernel's call, a `pallas_call` of Triton's or the call of a Mosaic kernel, moves, each
+    element once: what memory has to deliver or take. values: its operands; None: unknown. Raises
+    UncountableError where it reaches memory in a way that is not known here.
     """
-    kernel = _Kernel(equation, values)
+    kernel = GridKernel(equation, values, KernelEvaluator(), _MOST_STEPS)
     sizes = [range(size) for size in kernel.grid]
-    scale = [1.0] * kernel.operands
+    scale = [1.0] * len(kernel.blocks)
     if math.prod(kernel.grid) > _MOST_PROGRAMS:
         sizes, scale = _without_alike(kernel)
     touched = kernel.run(sizes)
@@ -38,12 +32,12 @@ def kernel_bytes(equation: Any, values: list[Any]) -> tuple[float]:
     return (sum(min(t.distinct_bytes * s, math.prod(t.shape) * t.itemsize) for t, s in pairs),)
 
 
-def _without_alike(kernel: "_Kernel") -> tuple[list[Sequence[int]], list[float]]:
+def _without_alike(kernel: "GridKernel") -> tuple[list[Sequence[int]], list[float]]:
     """The grid with one index of each axis along which all programs do alike, as those of rows and heads; and
     factors on the elements that each operand then lacks.
     """
     sizes: list[Sequence[int]] = [range(size) for size in kernel.grid]
-    scale = [1.0] * kernel.operands
+    scale = [1.0] * len(kernel.blocks)
     for axis, size in enumerate(kernel.grid):
         if size < 3:
             continue
@@ -61,21 +55,22 @@ def _without_alike(kernel: "_Kernel") -> tuple[list[Sequence[int]], list[float]]
     return sizes, scale
 
 
-class _Kernel:
-    """A kernel's grid and body."""
+class GridKernel:
+    """A kernel's grid, blocks and body. values: its operands; None: unknown."""
 
-    def __init__(self, equation: Any, values: list[Any]):
-        self._values = values
+    def __init__(self, equation: Any, values: list[Any], evaluator: "KernelEvaluator", most_steps: int):
         params = equation.params
-        self._evaluator = KernelEvaluator()
+        self.evaluator = evaluator
+        self._most_steps = most_steps  # equations
         if equation.primitive.name == "pallas_call":
             mapping = params["grid_mapping"]
+            if getattr(mapping, "num_dynamic_grid_bounds", 0):
+                raise UncountableError("a grid of unknown size")
             self.grid = tuple(int(size) for size in mapping.grid)
-            self._names: tuple[Any, ...] = tuple(range(len(self.grid)))
+            self._names: Sequence[Any] = range(len(self.grid))
             self._body = params["jaxpr"]
-            self._blocks = mapping.block_mappings
-            self._index_operands = mapping.num_index_operands
-            self.operands = len(self._blocks)
+            scalars = mapping.num_index_operands
+            self.blocks = mapping.block_mappings
         else:
             if len(params["jaxprs"]) != 1:
                 raise UncountableError("several bodies")
@@ -84,61 +79,56 @@ class _Kernel:
             sizes = dict(mesh.shape)
             self.grid = tuple(sizes.values())
             self._names = tuple(sizes)
-            self._blocks = None
-            self._index_operands = 0
-            self.operands = len(getattr(self._body, "jaxpr", self._body).invars)
+            scalars = 0
+            self.blocks = [None] * len(getattr(self._body, "jaxpr", self._body).invars)
+        self.scalars = [Ref(None, value) for value in values[:scalars]]
+        self._arrays = values[scalars:]
+
+    def touched(self) -> list[Touched]:
+        """What has been touched of each operand: nothing yet."""
+        body = getattr(self._body, "jaxpr", self._body)
+        avals = [var.aval for var in body.invars[len(self.scalars) :]]
+        found = []
+        for aval, block in zip(avals, self.blocks, strict=False):
+            aval = aval if block is None else block.array_aval
+            dtype = jax.numpy.dtype(aval.dtype) if "barrier" not in str(aval.dtype) else np.dtype("int8")
+            itemsize = 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize
+            found.append(Touched(tuple(aval.shape), itemsize))
+        return found
+
+    def window(self, operand: int, index: tuple[int, ...]) -> tuple[tuple[int | None, int, bool], ...]:
+        """Start, size and whether the axis is dropped, of each axis of a block; start None: unknown."""
+        block = self.blocks[operand]
+        starts = Evaluator(Observer()).closed(block.index_map_jaxpr, [*index, *self.scalars], ())
+        window = []
+        for start, size in zip(starts, block.block_shape, strict=True):
+            dropped = type(size).__name__ == "Squeezed"
+            length = 1 if dropped else getattr(size, "block_size", size)
+            by_element = type(size).__name__ == "Element"
+            first = None if start is None else int(start) * (1 if by_element else length)
+            window.append((first, length, dropped))
+        return tuple(window)
+
+    def run_body(self, index: tuple[int, ...], refs: list[Ref]) -> None:
+        """One program, with references to the operands and results."""
+        body = getattr(self._body, "jaxpr", self._body)
+        scratch = [Ref(None)] * (len(body.invars) - len(refs) - len(self.scalars))
+        self.evaluator.axes = dict(zip(self._names, zip(index, self.grid, strict=True), strict=True))
+        self.evaluator.closed(self._body, [*self.scalars, *refs, *scratch], ())
+        if self.evaluator.steps > self._most_steps:
+            raise UncountableError("too many steps")
 
     def run(self, indices: Sequence[Sequence[int]]) -> list[Touched]:
         """What the programs at these indices of each axis touch of each operand."""
-        body = getattr(self._body, "jaxpr", self._body)
-        variables = body.invars[self._index_operands :][: self.operands]
-        touched = [
-            _touched_of(var, block) for var, block in zip(variables, self._blocks_or_none(), strict=True)
-        ]
+        touched = self.touched()
         for index in itertools.product(*indices):
-            refs = [self._ref(i, one, index) for i, one in enumerate(touched)]
-            scalars = [Ref(None, value) for value in self._values[: self._index_operands]]
-            scratch = [Ref(None)] * (len(body.invars) - len(refs) - len(scalars))
-            self._evaluator.axes = dict(zip(self._names, zip(index, self.grid, strict=True), strict=True))
-            self._evaluator.closed(self._body, [*scalars, *refs, *scratch], ())
-            if self._evaluator.steps > _MOST_STEPS:
-                raise UncountableError("too many steps")
+            refs = []
+            for i, (one, block) in enumerate(zip(touched, self.blocks, strict=True)):
+                whole = tuple((0, size, False) for size in one.shape)
+                value = self._arrays[i] if i < len(self._arrays) else None
+                refs.append(Ref(one, value, whole if block is None else self.window(i, index)))
+            self.run_body(index, refs)
         return touched
-
-    def _blocks_or_none(self) -> Sequence[Any]:
-        return self._blocks if self._blocks is not None else [None] * self.operands
-
-    def _ref(self, operand: int, touched: Touched, index: tuple[int, ...]) -> Ref:
-        at = operand + self._index_operands
-        value = self._values[at] if at < len(self._values) else None
-        if self._blocks is None:
-            return Ref(touched, value, tuple((0, size, False) for size in touched.shape))
-        block = self._blocks[operand]
-        args = [*index, *[Ref(None, value) for value in self._values[: self._index_operands]]]
-        return Ref(touched, value, block_window(block, args))
-
-
-def block_window(block: Any, args: list[Any]) -> tuple[tuple[int | None, int, bool], ...]:
-    """Start, size and whether the axis is dropped, of each axis of a block; start None: unknown.
-
-    args: of the block's index map: indices of the grid, then references to scalar operands.
-    """
-    starts = Evaluator(Observer()).closed(block.index_map_jaxpr, args, ())
-    window = []
-    for start, size in zip(starts, block.block_shape, strict=True):
-        dropped = type(size).__name__ == "Squeezed"
-        length = 1 if dropped else getattr(size, "block_size", size)
-        by_element = type(size).__name__ == "Element"
-        first = None if start is None else int(start) * (1 if by_element else length)
-        window.append((first, length, dropped))
-    return tuple(window)
-
-
-def _touched_of(var: Any, block: Any) -> Touched:
-    aval = var.aval if block is None else block.array_aval
-    dtype = jax.numpy.dtype(aval.dtype) if "barrier" not in str(aval.dtype) else np.dtype("int8")
-    itemsize = 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize
-    return Touched(tuple(aval.shape), itemsize)
 
 
 class KernelEvaluator(Evaluator):

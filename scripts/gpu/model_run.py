@@ -107,14 +107,9 @@ class ModelRun:
         }
 
     def step_figures(self, rows: int, seconds: float, length: int, new: int, logits: bool) -> dict[str, Any]:
-        """What a decode step of these rows moves at least (weights, valid keys and values, and logits, if it
-        makes them, written once and read once), and what a copy of as many bytes would take of its time.
-
-        Args:
-            rows: answers.
-            seconds: of a step.
-            length, new: tokens of each row before the first step, and those after it.
-            logits: whether the step has logits in memory; a greedy head may have none.
+        """What a decode step of these rows, `length` tokens long, moves at least (weights, valid keys and
+        values, and `logits`, if it makes them, written once and read once), and what a copy of as many bytes
+        would take of its time. new: steps that follow.
         """
         itemsize: Any = (
             cache_dtype_of(self.cache_dtype).vector_bytes(self.config.head_dim) / self.config.head_dim
@@ -140,7 +135,6 @@ class ModelRun:
 
     def agreement(self, rows: int = 2, want: Callable[[list, int], Forced] | None = None) -> dict[str, Any]:
         """Compares the logits of kernels and XLA along a forced sequence; also reports which kernels ran.
-
         want: gives the reference along tokens with a prompt of a number of them; None: this model with XLA.
         """
         draws = np.random.default_rng(self.plan.seed)

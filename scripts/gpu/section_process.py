@@ -61,10 +61,10 @@ def run_cases(plan: SimpleNamespace, end: float, add: Callable[..., None]) -> No
 
 def sections_of(platform: str) -> dict[str, Callable]:
     """The sections that such a device may run, by name."""
-    from gpu import decoding_sections, kernel_sections, layer_sections, model_sections, section_cases
+    from gpu import decoding_sections, kernel_sections, model_sections, section_cases
 
     sections = {"machine": section_cases.machine, **kernel_sections.SECTIONS[platform]}
-    for module in (model_sections, decoding_sections, layer_sections):
+    for module in (model_sections, decoding_sections):
         sections |= module.SECTIONS
     return sections
 

@@ -77,17 +77,9 @@ def run_sections(
     minutes: float,
     env: dict[str, str] | None = None,
 ) -> None:
-    """Runs the sections in order within a total time limit, and records how they ended.
-
-    Args:
-        sections: most important first.
-        command: gives the child's command line for a section, its first case and the seconds left.
-        out: file of the results.
-        minutes: total time limit.
-        env: environment of the children; None: that of this process.
-
-    Raises:
-        Unsupported: a child reports that nothing can run on this machine.
+    """Runs the sections in order within a total time limit, and records how they ended. command: gives the
+    child's command line for a section, its first case and the seconds left. Raises Unsupported where a child
+    reports that nothing can run on this machine.
     """
     end = time.monotonic() + 60 * minutes
     for section in sections:

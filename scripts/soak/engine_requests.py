@@ -99,11 +99,8 @@ def check(
     compared: int, margin: float, **further: Any,
 ) -> dict:  # fmt: skip
     """Submits the requests together and then alone. Counts those whose bits differ, and those of the first
-    `compared` whose tokens differ from `generate`.
-
-    Args:
-        further: arguments of the engine to which the requests come together, as devices of prompts; alone
-            they go to one without.
+    `compared` whose tokens differ from `generate`. further: arguments of the engine to which the requests
+    come together, as devices of prompts; alone they go to one without.
     """
     with ExitStack() as stack:
         engine = stack.enter_context(xj.Engine(model, **shape, **further))

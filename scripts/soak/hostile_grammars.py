@@ -11,6 +11,10 @@ Hostile = tuple[str, Any]
 AMBIGUOUS = "start: start start | start start start | T\nT: /(?s:.)/"
 
 
+def _json(**schema: Any) -> Hostile:
+    return "guided_json", schema
+
+
 def _chain(count: int, step: Callable[[dict], Any]) -> Hostile:
     """`$defs` of which each has a reference to the next."""
     defs = {f"d{i}": step({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
@@ -76,24 +80,27 @@ def corpus(count: int = 200, seed: int = 0) -> list[Hostile]:
     """So many hostile grammars, each of other sizes."""
     draw = random.Random(seed)
     makers = [_deep, _wide, _ambiguous, _huge, _contradictory]
-    return [makers[i % len(makers)](draw) for i in range(count)]
+    return [draw.choice(makers[i % len(makers)](draw))() for i in range(count)]
 
 
-def _deep(draw: random.Random) -> Hostile:
+Makers = list[Callable[[], Hostile]]
+
+
+def _deep(draw: random.Random) -> Makers:
     depth = draw.choice([50, 300, 1000, 3000])
-    kind = draw.randrange(7)
-    if kind == 0:
-        return _rules(depth)
-    if kind == 1:
-        return _chain(depth, lambda ref: {draw.choice(["anyOf", "allOf", "oneOf"]): [ref]})
-    if kind == 2:
-        return _chain(depth, lambda ref: dict(type="object", properties=dict(a=ref), required=["a"]))
-    if kind == 3:
-        return "guided_regex", "(" * depth + "a" + ")*" * depth
-    if kind == 4:
-        return "guided_grammar", f"start: {'(' * depth}A{')?' * depth}\nA: /a/"
-    if kind == 5:
-        return "guided_grammar", f"start: A\nA: /{'(' * depth}a{'|b)' * depth}/"
+    applied = draw.choice(["anyOf", "allOf", "oneOf"])
+    return [
+        lambda: _rules(depth),
+        lambda: _chain(depth, lambda ref: {applied: [ref]}),
+        lambda: _chain(depth, lambda ref: dict(type="object", properties=dict(a=ref), required=["a"])),
+        lambda: ("guided_regex", "(" * depth + "a" + ")*" * depth),
+        lambda: ("guided_grammar", f"start: {'(' * depth}A{')?' * depth}\nA: /a/"),
+        lambda: ("guided_grammar", f"start: A\nA: /{'(' * depth}a{'|b)' * depth}/"),
+        lambda: _nested(draw, depth),
+    ]
+
+
+def _nested(draw: random.Random, depth: int) -> Hostile:
     nested: Any = {"type": "null"}
     for _ in range(min(depth, 90)):
         nested = {draw.choice(["anyOf", "allOf"]): [nested, {"type": "array", "items": nested}]}
@@ -104,88 +111,62 @@ def _deep(draw: random.Random) -> Hostile:
     return "guided_json", nested
 
 
-def _wide(draw: random.Random) -> Hostile:
+def _wide(draw: random.Random) -> Makers:
     count = draw.choice([100, 600, 2000, 5000])
-    kind = draw.randrange(7)
-    if kind == 0:
-        return _optional(count)
-    if kind == 1:
-        return _objects(count)
-    if kind == 2:
-        return _names(count, draw.choice(["^q{i}$", "q{i}", "^(a|b)*{i}"]))
-    if kind == 3:
-        return "guided_choice", [f"choice {draw.random()}" for _ in range(count)]
-    if kind == 4:
-        return "guided_json", {"anyOf": [{"type": "array", "items": {"const": i}} for i in range(count)]}
-    if kind == 5:
-        return "guided_json", {"type": "array", "prefixItems": [{"type": ["string", "null"]}] * count}
-    return "guided_grammar", "start: " + " | ".join(f'"x{i}" start' for i in range(count)) + ' | "y"'
+    name = draw.choice(["^q{i}$", "q{i}", "^(a|b)*{i}"])
+    choices = "".join(f'"x{i}" start | ' for i in range(count))
+    return [
+        lambda: _optional(count),
+        lambda: _objects(count),
+        lambda: _names(count, name),
+        lambda: ("guided_choice", [f"choice {draw.random()}" for _ in range(count)]),
+        lambda: _json(anyOf=[{"type": "array", "items": {"const": i}} for i in range(count)]),
+        lambda: _json(type="array", prefixItems=[{"type": ["string", "null"]}] * count),
+        lambda: ("guided_grammar", f'start: {choices} "y"'),
+    ]
 
 
-def _ambiguous(draw: random.Random) -> Hostile:
-    kind = draw.randrange(6)
+def _ambiguous(draw: random.Random) -> Makers:
     times = draw.randint(2, 12)
-    if kind == 0:
-        forms = " | ".join(" ".join(["start"] * i) for i in range(2, times + 2))
-        return "guided_grammar", f"start: {forms} | T\nT: /(?s:.)/"
-    if kind == 1:
-        return "guided_grammar", f"start: x{times}\nx0: T | T x0\n" + "".join(
-            f"x{i + 1}: x{i} | x{i} x{i} | x{i} x{i + 1}\n" for i in range(times)
-        ) + "T: /[a-z ]+/"
-    if kind == 2:
-        return "guided_regex", f"(.*a){{{times * 8}}}.*"
-    if kind == 3:
-        return "guided_regex", f"(a|b)*a(a|b){{{times * 10}}}"
-    if kind == 4:
-        return (
-            "guided_grammar",
-            f"start: (A | B | C)*\nA: /.*{'x?' * times * 30}/\nB: /(.|\\n)*y/\nC: /[^q]*/",
-        )
-    return "guided_json", {"anyOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(times * 20)]}
+    forms = " | ".join(" ".join(["start"] * i) for i in range(2, times + 2))
+    rules = "".join(f"x{i + 1}: x{i} | x{i} x{i} | x{i} x{i + 1}\n" for i in range(times))
+    optional = "x?" * times * 30
+    return [
+        lambda: ("guided_grammar", f"start: {forms} | T\nT: /(?s:.)/"),
+        lambda: ("guided_grammar", f"start: x{times}\nx0: T | T x0\n{rules}T: /[a-z ]+/"),
+        lambda: ("guided_regex", f"(.*a){{{times * 8}}}.*"),
+        lambda: ("guided_regex", f"(a|b)*a(a|b){{{times * 10}}}"),
+        lambda: ("guided_grammar", f"start: (A | B | C)*\nA: /.*{optional}/\nB: /(.|\\n)*y/\nC: /[^q]*/"),
+        lambda: _json(anyOf=[{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(times * 20)]),
+    ]
 
 
-def _huge(draw: random.Random) -> Hostile:
+def _huge(draw: random.Random) -> Makers:
     number = draw.choice([1000, 20_000, 10**6, 10**9])
-    kind = draw.randrange(8)
-    if kind == 0:
-        return "guided_json", {"type": "string", "minLength": number, "maxLength": number * 2}
-    if kind == 1:
-        return "guided_json", {"type": "array", "items": {"type": "integer"}, "minItems": number}
-    if kind == 2:
-        return "guided_json", {"type": "integer", "multipleOf": number + draw.randrange(1, 999)}
-    if kind == 3:
-        return "guided_regex", f"[a-z]{{{number}}}(b{{{number}}})?"
-    if kind == 4:
-        return "guided_grammar", f"start: A~{number}..{number * 2}\nA: /a|b/"
-    if kind == 5:
-        return "guided_json", {"type": "number", "minimum": 10 ** -(number % 300), "maximum": 1e300}
-    if kind == 6:
-        return "guided_regex", r"[\w\W&&[^\d]]" * min(number, 3000)
-    return "guided_json", {"type": "object", "additionalProperties": {"const": "x" * min(number, 200_000)}}
+    return [
+        lambda: _json(type="string", minLength=number, maxLength=number * 2),
+        lambda: _json(type="array", items={"type": "integer"}, minItems=number),
+        lambda: _json(type="integer", multipleOf=number + draw.randrange(1, 999)),
+        lambda: ("guided_regex", f"[a-z]{{{number}}}(b{{{number}}})?"),
+        lambda: ("guided_grammar", f"start: A~{number}..{number * 2}\nA: /a|b/"),
+        lambda: _json(type="number", minimum=10 ** -(number % 300), maximum=1e300),
+        lambda: ("guided_regex", r"[\w\W&&[^\d]]" * min(number, 3000)),
+        lambda: _json(type="object", additionalProperties={"const": "x" * min(number, 200_000)}),
+    ]
 
 
-def _contradictory(draw: random.Random) -> Hostile:
-    kind = draw.randrange(7)
+def _contradictory(draw: random.Random) -> Makers:
     low = draw.randint(2, 40)
-    if kind == 0:
-        return "guided_json", {"type": "integer", "minimum": low, "maximum": low - 1}
-    if kind == 1:
-        return _multiples([draw.choice([2, 3, 5, 7, 11, 13, 17, 19, 23, 29]) for _ in range(low)])
-    if kind == 2:
-        return _patterns(low * 3, draw.choice(["^{c}", "^.{{{i}}}$", "^(.*[a-f]){{{i}}}[^{c}]*$"]))
-    if kind == 3:
-        return "guided_json", {"allOf": [{"type": "string"}, {"type": "integer"}, {"enum": list(range(low))}]}
-    if kind == 4:
-        return "guided_grammar", "start: A\nA: " + " & ".join(
-            f"/(.*[ab]){{{i}}}.*/" for i in range(low % 9 + 1)
-        )
-    if kind == 5:
-        return "guided_json", {
-            "type": "object",
-            "required": [f"r{i}" for i in range(low * 20)],
-            "maxProperties": 1,
-        }
-    properties = {f"{'a' * i}": {"type": "integer"} for i in range(1, low)}
-    return "guided_json", dict(
-        type="object", properties=properties, patternProperties={"^a+$": dict(type="null")}
-    )
+    primes = [draw.choice([2, 3, 5, 7, 11, 13, 17, 19, 23, 29]) for _ in range(low)]
+    pattern = draw.choice(["^{c}", "^.{{{i}}}$", "^(.*[a-f]){{{i}}}[^{c}]*$"])
+    repeats = " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(low % 9 + 1))
+    properties = {"a" * i: {"type": "integer"} for i in range(1, low)}
+    return [
+        lambda: _json(type="integer", minimum=low, maximum=low - 1),
+        lambda: _multiples(primes),
+        lambda: _patterns(low * 3, pattern),
+        lambda: _json(allOf=[{"type": "string"}, {"type": "integer"}, {"enum": list(range(low))}]),
+        lambda: ("guided_grammar", f"start: A\nA: {repeats}"),
+        lambda: _json(type="object", required=[f"r{i}" for i in range(low * 20)], maxProperties=1),
+        lambda: _json(type="object", properties=properties, patternProperties={"^a+$": {"type": "null"}}),
+    ]

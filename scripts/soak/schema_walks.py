@@ -38,13 +38,8 @@ def byte_matcher(source: str) -> Any:
 
 
 def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
-    """Draws schemas and answers to each, and validates those that end.
-
-    Returns:
-        How many schemas were served, and how many answers ended.
-
-    Raises:
-        InputError: an answer that is not valid for its schema.
+    """Draws schemas and answers to each, and validates those that end: how many schemas were served, and how
+    many answers ended. Raises InputError for an answer that is not valid for its schema.
     """
     inputs = SchemaInputs(seed)
     served = 0

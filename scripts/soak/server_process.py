@@ -18,8 +18,7 @@ from typing import Any
 
 from script_paths import SCRIPTS
 
-from soak.attacks import Attack
-from soak.raw_requests import HOST
+from soak.attacks import HOST, Attack
 from xinfer_jax.errors import InputError
 
 SHAPE = dict(rows=8, capacity=2048, pages=300)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from gpu.hlo_text import Array
-from gpu.kernel_bytes import KernelEvaluator, block_window
+from gpu.kernel_bytes import GridKernel, KernelEvaluator
 from gpu.kernel_refs import UNKNOWN, Ref, UncountableError, with_unknown
 from gpu.known_values import Observer, SourcePlace
 
@@ -60,18 +60,21 @@ class KernelWork(NamedTuple):
 
 
 def kernel_work(equation: Any, values: list[Any]) -> tuple[float, ...]:
-    """The fields of a `KernelWork`, then bytes of each operand and result, of one call.
-
-    Args:
-        equation: a `pallas_call` for TPUs.
-        values: its operands; None: unknown.
-
-    Raises:
-        UncountableError: a loop's end, or the size of a copy, depends on what is unknown.
+    """The fields of a `KernelWork`, then bytes of each operand and result, of one call of a `pallas_call`.
+    values: its operands; None: unknown. Raises UncountableError where a loop's end, or the size of a copy,
+    depends on what is unknown.
     """
     if equation.primitive.name != "pallas_call":
         raise UncountableError(f"the primitive {equation.primitive.name}")
-    return _Kernel(equation, values).run()
+    work = _TpuEvaluator()
+    kernel = GridKernel(equation, values, work, _MOST_STEPS)
+    arrays = [_HbmArray(_tiled(block.array_aval)) for block in kernel.blocks]
+    _run(kernel, arrays)
+    # Bytes of blocks of SMEM, VMEM and HBM alike.
+    done = KernelWork(*work.products[128], *work.products[256], work.vector_ops, math.prod(kernel.grid))
+    scalars = (var.aval for var in equation.invars[: len(kernel.scalars)])
+    scalar_bytes = [float(math.prod(aval.shape) * aval.dtype.itemsize) for aval in scalars]
+    return (*done, *scalar_bytes, *(array.moved for array in arrays))
 
 
 @dataclasses.dataclass
@@ -102,53 +105,21 @@ class _Loops(Observer):
             raise UncountableError("a loop of unknown length")
 
 
-class _Kernel:
-    """A kernel's grid, blocks and body."""
-
-    def __init__(self, equation: Any, values: list[Any]):
-        params = equation.params
-        mapping = params["grid_mapping"]
-        if getattr(mapping, "num_dynamic_grid_bounds", 0):
-            raise UncountableError("a grid of unknown size")
-        self._grid = tuple(int(size) for size in mapping.grid)
-        self._body = params["jaxpr"]
-        self._blocks = mapping.block_mappings
-        self._inputs = mapping.num_inputs
-        self._scalars = [Ref(None, value) for value in values[: mapping.num_index_operands]]
-        self._scalar_bytes = [
-            float(math.prod(var.aval.shape) * var.aval.dtype.itemsize)
-            for var in equation.invars[: mapping.num_index_operands]
-        ]
-        self._arrays = [_HbmArray(_tiled(block.array_aval)) for block in self._blocks]
-        self._evaluator = _TpuEvaluator()
-
-    def run(self) -> tuple[float, ...]:
-        """Runs all steps of the grid."""
-        before: list[Any] = [None] * len(self._blocks)
-        for index in itertools.product(*map(range, self._grid)):
-            refs = []
-            for i, (block, array) in enumerate(zip(self._blocks, self._arrays, strict=True)):
-                if _is_left_in_hbm(block):
-                    refs.append(Ref(array, None, tuple((0, size, False) for size in array.shape)))  # type: ignore
-                    continue
-                window = block_window(block, [*index, *self._scalars])
-                if window != before[i] or any(start is None for start, _, _ in window):
-                    array.add_box([start for start, _, _ in window], [size for _, size, _ in window])
-                before[i] = window
-                refs.append(Ref(None))
-            self._run_body(index, refs)
-        work = self._evaluator
-        # Bytes of blocks of SMEM, VMEM and HBM alike.
-        done = KernelWork(*work.products[128], *work.products[256], work.vector_ops, math.prod(self._grid))
-        return (*done, *self._scalar_bytes, *(array.moved for array in self._arrays))
-
-    def _run_body(self, index: tuple[int, ...], refs: list[Ref]) -> None:
-        body = getattr(self._body, "jaxpr", self._body)
-        scratch = [Ref(None)] * (len(body.invars) - len(refs) - len(self._scalars))
-        self._evaluator.axes = dict(enumerate(zip(index, self._grid, strict=True)))
-        self._evaluator.closed(self._body, [*self._scalars, *refs, *scratch], ())
-        if self._evaluator.steps > _MOST_STEPS:
-            raise UncountableError("too many steps")
+def _run(kernel: GridKernel, arrays: list[_HbmArray]) -> None:
+    """Runs all steps of the grid."""
+    before: list[Any] = [None] * len(arrays)
+    for index in itertools.product(*map(range, kernel.grid)):
+        refs = []
+        for i, (block, array) in enumerate(zip(kernel.blocks, arrays, strict=True)):
+            if _is_left_in_hbm(block):
+                refs.append(Ref(array, None, tuple((0, size, False) for size in array.shape)))  # type: ignore
+                continue
+            window = kernel.window(i, index)
+            if window != before[i] or any(start is None for start, _, _ in window):
+                array.add_box([start for start, _, _ in window], [size for _, size, _ in window])
+            before[i] = window
+            refs.append(Ref(None))
+        kernel.run_body(index, refs)
 
 
 def _tiled(aval: Any) -> Array:

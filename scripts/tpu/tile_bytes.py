@@ -50,11 +50,7 @@ def stored_bytes(array: Array) -> float:
 
 def box_bytes(array: Array, box: Sequence[int], whole: bool = False) -> float:
     """Bytes that a transfer of a box out of an array moves: whole rows of 128 lanes, of packed rows all.
-
-    Args:
-        array: with its layout.
-        box: sizes along its axes.
-        whole: round up to whole tiles instead, as a whole array is stored.
+    whole: round up to whole tiles instead, as a whole array is stored.
     """
     layout = parse_layout(array.layout)
     order = layout.order if len(layout.order) == len(array.dims) else range(len(array.dims))[::-1]

@@ -58,7 +58,7 @@ PACKAGES = {
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
         "compiler", "matcher", "served_schemas", "grammars", "worker", "pool",
     ),
-    "compress": ("outliers", "gptq", "awq"),
+    "compress": ("gptq", "awq"),
     "generation": (
         "state", "executor", "strategies", "loop", "executor_choice", "speculation", "beam_steps",
         "functional", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",

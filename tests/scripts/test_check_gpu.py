@@ -15,7 +15,6 @@ import pytest
 from gpu import (
     decoding_sections,
     kernel_sections,
-    layer_sections,
     model_sections,
     section_cases,
     section_process as child,
@@ -237,7 +236,7 @@ def test_bad_flags_of_check_gpu_exit_with_one_line(flags, words):
 def test_every_section_has_its_cases():
     (line,) = check_gpu("--sections=everything").stderr.splitlines()
     names = line.split("--sections knows ")[1].split(", got")[0].split(", ")
-    modules = (model_sections, decoding_sections, layer_sections)
+    modules = (model_sections, decoding_sections)
     found = [name for module in modules for name in module.SECTIONS]
     assert sorted(names) == sorted([*kernel_sections.SECTIONS["cuda"], *found])
 

@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import run_script
-from goodput.simulated_engine import EngineSizes
-from goodput.simulator import Deployment, simulate
+from goodput.simulator import Deployment, EngineSizes, simulate
 from goodput.step_times import StepTimes
 from goodput.workload import attainment, draw_arrivals, draw_lengths, draw_workload
 from paths import ROOT

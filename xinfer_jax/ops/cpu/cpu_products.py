@@ -45,11 +45,7 @@ def matrix_lhs_dot(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp
 
 def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns rows as int8 and the factors that they were multiplied by, float32 [M, 1], as transformers does
-    for BitNet.
-
-    Args:
-        x_MI: activations.
-        axis_name: an axis of a mesh along which I is divided; None: it is not.
+    for BitNet. axis_name: an axis of a mesh along which I is divided; None: it is not.
     """
     x_MI = x_MI.astype(jnp.float32)
     max_M1 = jnp.abs(x_MI).max(1, keepdims=True)
@@ -127,8 +123,6 @@ def tiled_product(
 
     Args:
         multiply_tile: (first output, number of outputs, *narrow) -> float32 [M, number of outputs].
-        x_MI: float32.
-        outputs: O.
         width: bytes of an output's weights as float32.
         narrow: the arrays of the matrix, or trees of them.
     """

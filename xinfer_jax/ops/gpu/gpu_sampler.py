@@ -147,7 +147,8 @@ def _summarize_logits(logits_BV, sampling_B, context, impl):
         chosen = kernels_pallas.select("summarize_logits", impl, logits_BV).impl
     if chosen == "xla":
         processed_BV = bias_and_repeat(logits_BV, sampling_B, context)
-        return top_candidates(processed_BV), _logsumexp_on_gpu(logits_BV)
+        summed = logsumexp if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass
+        return top_candidates(processed_BV), summed(logits_BV)
     bias = ()
     if has_all_settings(sampling_B):
         bias = sampling_B.logit_bias, context.biased_B
@@ -205,11 +206,6 @@ def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
 
     zeros = match_varying_axes(jnp.zeros((B * times, *shape.shape[1:]), shape.dtype), rows)
     return lax.fori_loop(0, -(-B // size), put, zeros)
-
-
-def _logsumexp_on_gpu(logits_BV: jax.Array) -> jax.Array:
-    """In one pass, but over a mesh as XLA does it."""
-    return logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
 
 
 def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:

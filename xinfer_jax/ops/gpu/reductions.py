@@ -49,13 +49,9 @@ def threshold_form(plain: Any, impl: str | None, operands: Any, static: Any) -> 
 
 
 def threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """int32 [B]: the largest threshold for which the weights at or above it sum to at least `least`; the
-    smallest integer where there is none. 8 passes, each with 15 sums in one reduction, find 4 bits each.
-
-    Args:
-        order_BV: int32.
-        weight_BV: float32, at least 0.
-        least_B: float32.
+    """int32 [B]: the largest threshold for which the weights (float32, at least 0) at or above it sum to at
+    least `least`; the smallest integer where there is none. 8 passes, each with 15 sums in one reduction,
+    find 4 bits each.
     """
     order_BIJ = _in_tiles(order_BV, 0)
     weight_BIJ = _in_tiles(weight_BV, 0)

@@ -87,12 +87,8 @@ def record_tokens(
 ) -> DecodeState:
     """`record_token` of the first `count_B` tokens of each row, for GPUs: one predicate for all.
 
-    Args:
-        logits_BTV: of T positions.
-        token_BT: int32, sampled there.
-        draft_BT: int32, T - 1 draft tokens: those before a position were in its context.
-        count_B: int32, 0 of rows that have ended.
-        state: before these tokens.
+    logits_BTV, token_BT: of T positions; draft_BT: T - 1 draft tokens: those before a position were in its
+    context; count_B: 0 of rows that have ended; state: before these tokens.
     """
     if state.alternatives is None:
         return state

@@ -1,10 +1,7 @@
 """Attention by a kernel."""
 
 import dataclasses
-from functools import partial
 from typing import Any
-
-import jax
 
 import kernels_pallas
 
@@ -39,14 +36,8 @@ def with_kernel_arrays(kv: Contiguous, k: Any, v: Any) -> Contiguous:
 
 
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
-    """The implementation for these queries and keys.
-
-    Args:
-        kernel: "decode_attention" or "prefill_attention".
-        impl, q_BTNH, kv: as in `model.attention.attention`; arrays may be shapes.
-
-    Raises:
-        InputError: the named implementation does not support them.
+    """The implementation for these queries and keys, which may be shapes, of "decode_attention" or
+    "prefill_attention". Raises InputError where the named one does not support them.
     """
     k, v = kernel_arrays(kv)
     return named(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=kernel_obstacle(kv))
@@ -65,24 +56,14 @@ def _select(impl: str | None, operands: Any, static: dict[str, Any]) -> kernels_
     return select_attention(_kernel(static["few"]), impl, *operands[:2])
 
 
-def _run(  # noqa: PLR0913
-    impl: str,
-    q_BTNH: jax.Array,
-    kv: Any,
-    start_B: Any,
-    length_B: Any,
-    sink_N: Any,
-    scoring: Scoring,
-    few: bool,
-) -> jax.Array:
-    options = kv.kernel_options()
+def _run(impl: str, q_BTNH, kv: Any, start_B, length_B, sink_N, scoring: Scoring, few: bool):  # noqa: PLR0913
+    options = kv.kernel_options() | dict(window=kv.window, scale=scoring.scale, soft_cap=scoring.soft_cap)
     if (bias := _key_bias(kv)) is not None:
         options["key_bias"] = bias
     if sink_N is not None:
         options["sink_N"] = sink_N
-    run = partial(kernels_pallas.run_kernel, impl, _kernel(few))
-    run = partial(run, scale=scoring.scale, window=kv.window, soft_cap=scoring.soft_cap)
-    return run(q_BTNH, *kernel_arrays(kv), start_B, length_B, **options)
+    args = q_BTNH, *kernel_arrays(kv), start_B, length_B
+    return kernels_pallas.run_kernel(impl, _kernel(few), *args, **options)
 
 
 ATTENTION = Kernel(_select, _run)

@@ -30,11 +30,7 @@ def _select_argmax(impl: str | None, operands: Any, static: Any) -> kernels_pall
     return chosen
 
 
-def _run_argmax(impl: str, logits_BV: jax.Array) -> jax.Array:
-    return kernels_pallas.run_kernel(impl, "argmax", logits_BV)
-
-
-ARGMAX = Kernel(_select_argmax, _run_argmax)
+ARGMAX = Kernel(_select_argmax, lambda impl, logits_BV: kernels_pallas.run_kernel(impl, "argmax", logits_BV))
 
 
 def can_fuse_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:

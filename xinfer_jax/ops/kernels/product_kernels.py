@@ -108,21 +108,15 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
         return _other_kind(matrices[0])
     if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
         return "int8 in groups, or groups that are no multiple of 64"
-    if any(matrix.zero is None for matrix in matrices) and any(
-        matrix.zero is not None for matrix in matrices
-    ):
+    if len({matrix.zero is None for matrix in matrices}) > 1:
         return "zero points of some matrices"
-    return _ordered_reason(matrices, norm_weight)
+    is_ordered = any(matrix.order is not None for matrix in matrices)
+    is_shared = norm_weight is not None or len(matrices) > 1
+    return "inputs in the order of one matrix" if is_ordered and is_shared else None
 
 
 def _other_kind(matrix: Any) -> str:
     return f"weights of the kind {type(matrix).__name__}"
-
-
-def _ordered_reason(matrices, norm_weight) -> str | None:
-    is_ordered = any(matrix.order is not None for matrix in matrices)
-    is_shared = norm_weight is not None or len(matrices) > 1
-    return "inputs in the order of one matrix" if is_ordered and is_shared else None
 
 
 def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:

@@ -1,0 +1,94 @@
+"""Parts that TPU kernels share: their calls, products, RoPE of vectors whose numbers are in lanes, and levels
+of 8 bits, the same as `key_layouts.to_levels` without numbers of type float16.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..key_layouts import LANES
+
+Factors = tuple[jax.Array, jax.Array, jax.Array]  # float32 [R or 1, W]
+_TOP = 255
+_SMALLEST = 2.0**-14  # normal float16
+_LARGEST = 65504.0
+
+
+def emulator(interpret: bool) -> Any:
+    """The `interpret` of a `pallas_call`: an emulator that raises where accesses to memory race; or none."""
+    return pltpu.InterpretParams(detect_races=True) if interpret else False
+
+
+def keep_in_hbm(arrays: Any, interpret: bool) -> Any:
+    """Operands that XLA does not copy to on-chip memory before the call, as it may with small ones. The
+    emulator has no such memory.
+    """
+    if interpret:
+        return arrays
+    return jax.tree.map(partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM), arrays)
+
+
+def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.Array:
+    """Contracts the last axis of a with an axis of b. float32 operands are not rounded to bfloat16."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=dtype)
+
+
+def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factors:
+    """Factors for `rotate_lanes` of these angles, for heads of that width; W: the width, or 128 lanes with as
+    many heads as they hold.
+    """
+    zeros = jnp.zeros_like(cos_RP)
+    rest = jnp.zeros((len(cos_RP), width - 2 * cos_RP.shape[1]), jnp.float32)
+
+    def lanes(*parts: jax.Array) -> jax.Array:
+        head = [part for part in parts if part.shape[1]]
+        return jnp.concatenate(head * pl.cdiv(LANES, width), -1)
+
+    same = lanes(cos_RP, cos_RP, rest + 1)
+    return same, lanes(-sin_RP, zeros, rest), lanes(zeros, sin_RP, rest)
+
+
+def rotate_lanes(x_RW: jax.Array, factors: Factors, pairs: int) -> jax.Array:
+    """float32 vectors with their pairs (i, i + P) rotated."""
+    same, up, down = factors
+    rotated = x_RW * same + pltpu.roll(x_RW, x_RW.shape[1] - pairs, 1) * up
+    return rotated + pltpu.roll(x_RW, pairs, 1) * down
+
+
+def to_levels(vectors: list[jax.Array], width: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Levels, int32, of keys and values: float32 [R, H] each, or one [R, 2H] of both; and [R, 1] each: step
+    and low of keys, then of values.
+    """
+    levels: list[jax.Array] = []
+    numbers: list[jax.Array] = []
+    for x in vectors:
+        is_key = lax.broadcasted_iota(jnp.int32, x.shape, 1) < width
+        parts = [is_key, ~is_key] if x.shape[1] > width else [is_key]
+        found = [_between(x, part) for part in parts]
+        levels.append(found[0][0] if len(found) == 1 else jnp.where(is_key, found[0][0], found[1][0]))
+        numbers += [number for _, *scale in found for number in scale]
+    return levels, numbers
+
+
+def _between(x: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    low = jnp.where(part, x, jnp.inf).min(-1, keepdims=True)
+    high = jnp.where(part, x, -jnp.inf).max(-1, keepdims=True)
+    step = round_to_float16(jnp.maximum((high - low) / _TOP, _SMALLEST))
+    low = round_to_float16(low)
+    return jnp.clip(jnp.round((x - low) / step), 0, _TOP).astype(jnp.int32), step, low
+
+
+def round_to_float16(x: jax.Array) -> jax.Array:
+    """float32 x rounded to a number that float16 has: nearest, half to even."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    rounded = lax.bitcast_convert_type(bits, jnp.float32)
+    rounded = jnp.where(jnp.abs(rounded) > _LARGEST, jnp.where(x < 0, -jnp.inf, jnp.inf), rounded)
+    return jnp.where(jnp.abs(x) < _SMALLEST, jnp.round(x * 2.0**24) * 2.0**-24, rounded)
