@@ -13,6 +13,7 @@ from paths import STORIES
 from tokenizers import decoders, models, normalizers
 
 import xinfer_jax as xj
+from xinfer_jax.api import bodies
 from xinfer_jax.api.bodies import ParsedBody, parse_request_body
 from xinfer_jax.api.fields import BodyError
 from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
@@ -49,7 +50,7 @@ def parse(model, kind="completion", max_length=MAX_LENGTH, **body) -> ParsedBody
 @pytest.mark.parametrize(
     ("tokens", "max_tokens"), [((20,), 12), ((31,), 1), ((40,), 60), ((90,), 10), ((20, 40), 12)]
 )
-def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens, max_tokens):
+def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens, max_tokens, monkeypatch):
     """Factors change beyond 32 tokens; a request has 100 at most. More than fits is an error."""
     rope = dataclasses.replace(
         model.config.rope, original_max_position_embeddings=32, short_factor=(1.0,), long_factor=(2.0,)
@@ -59,8 +60,8 @@ def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens,
     assert parse(switching, max_length=100, prompt=prompts).max_tokens == min(16, max_tokens)
     defaults = xj.GenerateOptions(64)
     if len(tokens) == 1:  # of a chat
-        encode = lambda *_, **__: prompts[0]  # noqa: E731
-        chat = parse_request_body(switching, "chat", dict(messages=TALK[:1]), defaults, 100, encode=encode)
+        monkeypatch.setattr(bodies, "prompt_ids", lambda *_, **__: prompts[0])
+        chat = parse_request_body(switching, "chat", dict(messages=TALK[:1]), defaults, 100)
         assert chat.max_tokens == max_tokens
     error = body_error(switching, prompt=prompts, max_tokens=max_tokens + 1, max_length=100)
     assert "exceeds the limit of" in str(error) and error.code == "context_length_exceeded"

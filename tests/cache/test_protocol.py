@@ -36,8 +36,8 @@ B = 3
 def empty_layer(kind, dtype, sizes, window=None):
     K, H, V = sizes
     if kind is not Paged:
-        return kind(*empty_pair((B, K, 64, H), dtype, False, V), window, 60)
-    pools = empty_pair((5, K, PAGE_SIZE, H), dtype, False, V)
+        return kind(*(cache_dtype_of(dtype).empty((B, K, 64, width)) for width in (H, V)), window, 60)
+    pools = (cache_dtype_of(dtype).empty((5, K, PAGE_SIZE, width)) for width in (H, V))
     return Paged(*pools, window, 2 * PAGE_SIZE, jnp.array([[4, 0], [1, 0], [3, 2]]))
 
 

@@ -1,4 +1,4 @@
-"""Text of models that also see: checkpoints that transformers' own classes write, with small vision towers."""
+"""Text of models that also see, as transformers' own classes write them, with small vision towers."""
 
 import jax
 import numpy as np

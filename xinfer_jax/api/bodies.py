@@ -1,7 +1,7 @@
 """Parses a request body: prompts as token ids, options, and what the response must contain."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..checkpoint.conversation import ends_in_reasoning, harmony_header, prompt_ids
@@ -84,7 +84,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     defaults: GenerateOptions,
     max_length: int,
     escape: bool = True,
-    encode: EncodePrompt | None = None,
+    check: Callable[[], None] = lambda: None,
     stop_in_reasoning: bool = False,
     **plain: Any,
 ) -> ParsedBody:
@@ -99,7 +99,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         defaults: for absent fields. max_new_tokens is the default of plain lines and the limit of chat's.
         max_length: most tokens of a prompt and its answer together.
         escape: control tokens that messages spell stay ordinary text.
-        encode: returns the ids of a prompt, called like `prompt_ids` without its tokenizer; None: the same.
+        check: called before each prompt is encoded; it raises if nobody needs the body.
         stop_in_reasoning: the default of the field of that name: stop strings of a chat count in the
             reasoning too.
         plain: defaults of the fields `raw` and `system`.
@@ -119,7 +119,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     prompts = PromptEncoder(
         fields,
         kind,
-        encode or _encoder(model),
+        _encoder(model, check),
         tools.tools if tools else None,
         config.vocab_size,
         config.context_length,
@@ -198,10 +198,11 @@ def _begun_template(tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[Re
     return template, template.begun(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _encoder(model: Model) -> EncodePrompt:
+def _encoder(model: Model, check: Callable[[], None]) -> EncodePrompt:
     """`prompt_ids` with the model's tokenizer."""
 
     def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
+        check()
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: give token ids")
         return prompt_ids(model.tokenizer, prompt, limit, **how)

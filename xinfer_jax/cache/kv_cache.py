@@ -1,7 +1,6 @@
 """The KV cache of a model: a layer cache for each layer, and the length of each row."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +15,10 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
 from .contiguous import Contiguous
-from .layer_cache import LayerCache, shard_heads
+from .layer_cache import LayerCache, sharded_pair
 from .ring import Ring, num_slots
 from .stored_kv import (
     Stored,
-    empty_pair,
     pair_bytes,
     quantized_dtype,
     resolve_cache_dtype,
@@ -137,17 +135,10 @@ def empty_layers(
         if config.is_linear(layer):
             return plugin("layer cache", "linear").empty(config, batch, capacity, mesh)
         shape = batch, config.kv_heads(layer), slots[window], config.head_width(layer)
-        return _empty_layer(shape, window, capacity, dtype, mesh, side_by_side)
+        k, v = sharded_pair(shape, dtype, side_by_side, mesh)
+        return (Ring if slots[window] < capacity else Contiguous)(k, v, window, capacity)
 
     return tuple(empty(layer, config.layer_windows[layer]) for layer in range(config.num_cached_layers))
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def _empty_layer(  # noqa: PLR0913
-    shape: tuple[int, ...], window: int | None, capacity: int, dtype: Any, mesh: Any, side_by_side: bool
-) -> Contiguous:
-    k, v = shard_heads(empty_pair(shape, dtype, side_by_side), mesh)
-    return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:

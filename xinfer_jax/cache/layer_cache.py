@@ -1,11 +1,13 @@
 """The protocol of a layer cache."""
 
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
 
 from .. import plugin
 from ..formatting import ShortRepr
+from .stored_kv import empty_pair
 
 
 class LayerCache(ShortRepr):
@@ -66,6 +68,12 @@ class LayerCache(ShortRepr):
     def fill(self, first: Any, second: Any) -> Self:
         """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
         raise NotImplementedError
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def sharded_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool, mesh: Any) -> tuple[Any, Any]:
+    """`empty_pair`, divided by heads over the mesh; None: on one device."""
+    return shard_heads(empty_pair(shape, dtype, side_by_side), mesh)
 
 
 def shard_heads(tree: Any, mesh: Any) -> Any:

@@ -1,7 +1,6 @@
 """Keys and values in pages of a pool that rows share (PagedAttention, Kwon et al. 2023)."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,9 +11,9 @@ from jax.sharding import Mesh
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from .contiguous import Contiguous
-from .layer_cache import shard_heads
+from .layer_cache import sharded_pair
 from .page_size import PAGE_SIZE as PAGE_SIZE
-from .stored_kv import empty_pair, map_slots, quantized_dtype, slice_slots, stores_side_by_side
+from .stored_kv import map_slots, quantized_dtype, slice_slots, stores_side_by_side
 
 _MAX_BLOCK = 512  # keys that are gathered at a time: 1,024 took three to six times as long on CPU
 
@@ -87,11 +86,4 @@ def empty_pools(
     def shape(layer: int) -> tuple[int, ...]:
         return pages, config.kv_heads(layer), PAGE_SIZE, config.head_width(layer)
 
-    return tuple(_empty_pools(shape(layer), dtype, mesh, side_by_side) for layer in config.layers_with_kv)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_pools(
-    shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, side_by_side: bool
-) -> tuple[Any, Any]:
-    return shard_heads(empty_pair(shape, dtype, side_by_side), mesh)
+    return tuple(sharded_pair(shape(layer), dtype, side_by_side, mesh) for layer in config.layers_with_kv)

@@ -123,14 +123,12 @@ def stores_side_by_side(dtype: Any) -> bool:
     return kind is not None and kind.serves(dtype)
 
 
-def empty_pair(
-    shape: tuple[int, ...], dtype: Any, side_by_side: bool, value_width: Any = None
-) -> tuple[Any, Any]:
-    """Keys and values that are zeros. shape: [B, K, S, H] of keys; value_width: None: H."""
+def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[Any, Any]:
+    """Keys and values that are zeros, [B, K, S, H]."""
     if side_by_side:
         return plugin("cache form", "side by side").empty(shape, dtype), None
     empty = cache_dtype_of(dtype).empty
-    return empty(shape), empty((*shape[:-1], value_width or shape[-1]))
+    return empty(shape), empty(shape)
 
 
 def pair_bytes(width: int, dtype: Any) -> int:

@@ -42,12 +42,21 @@ def render(source: str, variables: dict[str, Any]) -> str:
         ) from error
 
 
-class _AddCounting(NodeTransformer):
-    """Rewrites a template so that its costs are counted.
+# Of nodes that the sandbox does not intercept (output, ~, comparisons, keys): what they read, and what
+# divides its cost.
+_READ = {
+    nodes.Output: ("nodes", 1),
+    nodes.Concat: ("nodes", 1),
+    nodes.Compare: ("expr", 16),
+    nodes.Operand: ("expr", 16),
+    nodes.Pair: ("key", 16),
+}
 
-    Each pass through a loop or a macro spends the cost of its nodes. Operations that the sandbox does not
-    intercept (output, ~, comparisons, slices, keys) go through filters; a template cannot call these, as
-    their names end in "!".
+
+class _AddCounting(NodeTransformer):
+    """Rewrites a template so that its costs are counted. Each pass through a loop or a macro spends the cost
+    of its nodes; what `_READ` names, and slices, go through filters, which a template cannot call: their
+    names end in "!".
     """
 
     def visit_For(self, node: Any) -> nodes.Node:  # noqa: N802
@@ -61,29 +70,17 @@ class _AddCounting(NodeTransformer):
 
     visit_Macro = visit_CallBlock = visit_For
 
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.nodes = [_apply_filter("output!", child) for child in node.nodes]
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return _apply_filter("concat!", *node.nodes)
-
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _apply_filter("slice!", node) if isinstance(node.arg, nodes.Slice) else node
 
-    def visit_Compare(self, node: Any) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.expr = _apply_filter("compare!", node.expr)
-        return node
-
-    visit_Operand = visit_Compare
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.key = _apply_filter("compare!", node.key)
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if type(node) in _READ:
+            field, share = _READ[type(node)]
+            read = getattr(node, field)
+            count = lambda x: _apply_filter("read!", x, nodes.Const(share))  # noqa: E731
+            setattr(node, field, list(map(count, read)) if isinstance(read, list) else count(read))
         return node
 
 
@@ -124,9 +121,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.tests[name] = self._counting_test(self.tests[name])
         counting = {
             "spend_nodes!": self._spend_nodes,
-            "output!": self._concat,
-            "concat!": self._concat,
-            "compare!": self._compare,
+            "read!": self._read,
             "slice!": self.budget.spend_result,
         }
         for name, function in counting.items():
@@ -141,12 +136,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.budget.spend(NODE * count)
         return True
 
-    def _concat(self, *values: Any) -> str:
-        self.budget.spend_read(*values)
-        return "".join(map(str, values))
-
-    def _compare(self, value: Any) -> Any:
-        self.budget.spend_read(value, share=16)
+    def _read(self, value: Any, share: int) -> Any:
+        self.budget.spend_read(value, share=share)
         return value
 
     def template(self, source: str) -> jinja2.Template:

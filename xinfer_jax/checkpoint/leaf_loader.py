@@ -117,8 +117,9 @@ class LeafLoader:
         """A leaf, or a part of one, on the host."""
         if self.quant_format and quantized:
             return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
-        rotation = self.rotations.get(spec.name)
-        tensor = rotate_tensor(stored[0], rotation, self._read_norm) if rotation else stored[0]
+        tensor = stored[0]
+        if rotation := self.rotations.get(spec.name):
+            tensor = rotate_tensor(tensor, rotation, lambda name: self.tensors[name].array())
         if self.quantize is not None and spec.is_quantizable:
             if len(spec.shape) > 2:
                 return device_form(quantized_stack(stored, spec.hf_name, self.quantize, group))
@@ -133,9 +134,6 @@ class LeafLoader:
 
     def _mark_int8(self, weight: Any) -> Any:
         return with_int8_activations(weight) if self.rotations else weight
-
-    def _read_norm(self, name: str) -> np.ndarray:
-        return self.tensors[name].array()
 
 
 def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..config.layer_spec import AttentionSpec
+from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.naming import FileSpec
@@ -36,12 +36,12 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
             check_divisible("kv_heads", heads, devices)
         return max(heads, devices)
 
-    def of_layer(spec: AttentionSpec) -> AttentionSpec:
-        own = spec.num_key_value_heads
-        return dataclasses.replace(spec, num_key_value_heads=own and repeated(own))
+    def of_layer(layer: LayerSpec) -> LayerSpec:
+        own = getattr(layer.mixer, "num_key_value_heads", None)
+        return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
 
-    config = dataclasses.replace(config, num_key_value_heads=repeated(config.num_key_value_heads))
-    return config.with_attention(of_layer)
+    heads = repeated(config.num_key_value_heads)
+    return dataclasses.replace(config, num_key_value_heads=heads, layers=tuple(map(of_layer, config.layers)))
 
 
 class LeafPartition(NamedTuple):

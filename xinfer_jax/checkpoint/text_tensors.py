@@ -25,10 +25,8 @@ def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, S
         if own := text_name(name):
             found[own] = tensor
         else:
-            skipped[find_prefix(name)] += 1
-    if skipped:
-        names = format_names(sorted(f"{prefix}* ({count})" for prefix, count in skipped.items()))
-        warnings.warn(f"{path}: tensors that are not read, since only text is served: {names}", stacklevel=4)
+            skipped[f"{find_prefix(name)}*"] += 1
+    _warn_of_skipped(path, "only text is served", skipped, 5)
     return found
 
 
@@ -43,6 +41,10 @@ def other_tensors(names: Iterable[str]) -> set[str]:
 def warn_of_other_tensors(path: Path, names: Iterable[str]) -> None:
     """One warning names the tensors that are not read, with how many there are for each pattern."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    _warn_of_skipped(path, "no model has them", counts, 6)
+
+
+def _warn_of_skipped(path: Path, why: str, counts: Counter[str], stacklevel: int) -> None:
     if counts:
-        shown = format_names(f"{name} ({count})" for name, count in sorted(counts.items()))
-        warnings.warn(f"{path}: tensors that are not read, since no model has them: {shown}", stacklevel=5)
+        names = format_names(f"{name} ({count})" for name, count in sorted(counts.items()))
+        warnings.warn(f"{path}: tensors that are not read, since {why}: {names}", stacklevel=stacklevel)

@@ -1,6 +1,7 @@
 """Converts text to ids and back: the `tokenizers` library, and the checkpoint's chat template."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -33,6 +34,7 @@ _LONG = 4096  # ids
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Tokenizer:
     """A checkpoint's tokenizer, chat template and EOS ids.
 
@@ -40,32 +42,26 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer`.
         chat_template: Jinja source. Where the checkpoint has none, ChatML if the vocabulary has <|im_start|>,
             else None.
-        tool_template: of conversations with tools; None: chat_template.
         special_tokens: texts of the tokens that a template may use by name (bos_token, eos_token, …).
         eos_token_ids: ids that end an answer.
         response_template: how the checkpoint says that answers are written; None: it does not.
+        tool_template: of conversations with tools; None: chat_template.
         directory: that it was read from; None: none.
     """
 
+    backend: tokenizers.Tokenizer
+    _: dataclasses.KW_ONLY
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_ids: Sequence[int]
+    response_template: ResponseTemplate | None = None
+    tool_template: str | None = None
     directory: Path | None = None
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        chat_template: str | None,
-        special_tokens: dict[str, str],
-        eos_token_ids: Sequence[int],
-        response_template: ResponseTemplate | None = None,
-        tool_template: str | None = None,
-    ):
-        self.backend = backend
-        chatml = CHATML if backend.token_to_id("<|im_start|>") is not None else None
-        self.chat_template = chat_template or chatml
-        self.tool_template = tool_template
-        self.special_tokens = special_tokens
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.response_template = response_template
+    def __post_init__(self) -> None:
+        chatml = CHATML if self.backend.token_to_id("<|im_start|>") is not None else None
+        self.chat_template = self.chat_template or chatml
+        self.eos_token_ids = tuple(self.eos_token_ids)
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocabulary {self.backend.get_vocab_size()}, EOS ids {self.eos_token_ids})"
@@ -83,12 +79,10 @@ class Tokenizer:
         special = _add_declared_tokens(backend, path, settings)
         template, tool_template = read_chat_templates(path, settings)
         ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
-        tokenizer = cls(
+        return cls(
             backend, chat_template=template, special_tokens=special, eos_token_ids=ends,
-            tool_template=tool_template, response_template=_response_template(settings),
+            tool_template=tool_template, response_template=_response_template(settings), directory=path,
         )  # fmt: skip
-        tokenizer.directory = path
-        return tokenizer
 
     def files(self) -> dict[str, str]:
         """The texts of files that `from_dir` reads, by name, for one that was made otherwise."""

@@ -1,7 +1,6 @@
 """`ModelConfig`, frozen and hashable: all numbers of a model."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import cached_property
 
 from ..errors import InputError
@@ -174,21 +173,11 @@ class ModelConfig:
         """The distinct rotary embeddings of all layers."""
         return tuple(dict.fromkeys(filter(None, map(self.layer_rope, range(self.num_hidden_layers)))))
 
-    def with_attention(self, change: Callable[[AttentionSpec], AttentionSpec]) -> "ModelConfig":
-        """The config with the attention of each layer changed."""
-        layers = (
-            dataclasses.replace(x, mixer=change(x.mixer)) if isinstance(x.mixer, AttentionSpec) else x
-            for x in self.layers
-        )
-        return dataclasses.replace(self, layers=tuple(layers))
-
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
     """Returns the config with fixed longrope factors, for a batch whose rows have between `shortest` and
-    `longest` tokens.
-
-    Raises:
-        InputError: the factors would change during generation, and cached keys would be wrong.
+    `longest` tokens. Raises InputError where the factors would change during generation: cached keys would be
+    wrong.
     """
     limit = config.rope.switches_at
     if limit is None:

@@ -144,16 +144,16 @@ class EngineCore:
                 self._swap_in(action, answer)
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
-        answer.swapped_pages = self.device.copy_pages_out(swap.pages)
-        if answer.row.is_prefilled or self.shape.state_bytes:
-            answer.swapped_row = self.device.get_row(swap.slot, True)
+        has_state = answer.row.is_prefilled or self.shape.state_bytes
+        row = self.device.get_row(swap.slot, True) if has_state else None
+        answer.swapped = row, self.device.copy_pages_out(swap.pages)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
-        self.device.copy_pages_in(swap.pages, answer.swapped_pages)
-        if answer.swapped_row is not None:
-            self.device.set_row(swap.slot, answer.swapped_row)
-        answer.swapped_pages = None
-        answer.swapped_row = None
+        row, pages = answer.swapped
+        self.device.copy_pages_in(swap.pages, pages)
+        if row is not None:
+            self.device.set_row(swap.slot, row)
+        answer.swapped = None
 
     def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
         row = chunk.row
@@ -309,8 +309,7 @@ class EngineCore:
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         answer.finish_reason = answer.finish_reason or reason
-        answer.swapped_row = None
-        answer.swapped_pages = None
+        answer.swapped = None
         if self._held.pop(answer, None) is None:  # the scheduler has it
             self.scheduler.end(answer.row, answer.sampled, valid)
         del self._answers[answer.row]

@@ -26,7 +26,7 @@ from .requests import Answer
 from .row import Action, PrefillChunk, Row, Swap
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
-ELSEWHERE = object()  # in place of a preempted row's pages: those of a row that another engine prefilled
+ELSEWHERE = object()  # stands for the state and pages of a row that another engine prefilled
 
 
 class Progress(NamedTuple):
@@ -92,7 +92,7 @@ class EngineEndpoint:
         own = _copy(answer, self._engine, self.role == "decode")
         if self.role == "decode":
             own.emit = lambda name, *args: self._emit(name, ticket, *args)
-            own.swapped_pages = ELSEWHERE
+            own.swapped = ELSEWHERE
         self._answers[ticket] = _Work(own, len(own.logprobs))
         own.request.listeners.append(partial(self._report, ticket))
         with suppress(InputError):  # it has failed: the dispatcher sees its error
@@ -272,23 +272,23 @@ class DecodeCore(RoleCore):
 
     def lose(self, answer: Answer, error: BaseException) -> None:
         """The state and pages of a row will not come: its request fails."""
-        if answer.swapped_pages is ELSEWHERE:
+        if answer.swapped is ELSEWHERE:
             self._fail(answer.request, error)
 
     def arrive(self, answer: Answer, contents: Any) -> None:
         """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
         it is an ordinary preempted row from now on.
         """
-        if answer.swapped_pages is not ELSEWHERE:  # it arrived before, or has ended
+        if answer.swapped is not ELSEWHERE:  # it arrived before, or has ended
             return
-        ((state, recurrent), answer.swapped_pages) = contents
+        ((state, recurrent), pages) = contents
         ((of_state, _), _) = self.placement
         if of_state.alternatives is not None and state.alternatives is None:
             own = self.device.new_row(answer.request.call, answer.key_1)
             output = own.alternatives, own.output_start_B
             output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
             state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
-        answer.swapped_row = state, recurrent
+        answer.swapped = (state, recurrent), pages
         answer.emit("arrived")
         row = answer.row
         if row.slot is not None:
@@ -296,13 +296,13 @@ class DecodeCore(RoleCore):
             self._swap_in(self.scheduler.swap(row, False), answer)
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
-        if answer.swapped_pages is ELSEWHERE:  # it has not arrived yet
+        if answer.swapped is ELSEWHERE:  # it has not arrived yet
             answer.row.moving = False
         else:
             super()._swap_out(swap, answer)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
-        if answer.swapped_pages is ELSEWHERE:
+        if answer.swapped is ELSEWHERE:
             answer.row.moving = True
             answer.emit("pull", self.placement)
         else:

@@ -45,8 +45,7 @@ class Answer:
         self.emit: Any = None  # where another engine prefilled it: reports an event of its row
         self.row = row
         self.number = number
-        self.swapped_row: Any = None  # state of the row while it is preempted
-        self.swapped_pages: Any = None  # contents of its pages while they are in host memory
+        self.swapped: Any = None  # of a preempted row: its state (None: it has none yet), and its pages
         self.passes = 0
         self.accepted = 0
         self._detokenizer = request.new_detokenizer() if request.stop_strings else None

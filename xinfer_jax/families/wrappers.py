@@ -42,7 +42,7 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     outer object has. Images are not served: the settings of a vision model are not read. Raises InputError.
     """
     outer_type = hf.get("model_type")
-    if outer_type not in WRAPPERS:
+    if not isinstance(outer_type, str) or outer_type not in WRAPPERS:
         return dict(hf)
     text = {} if "text_config" not in hf and outer_type in _FLAT else hf.get("text_config")
     if not isinstance(text, Mapping):

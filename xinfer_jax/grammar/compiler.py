@@ -1,9 +1,9 @@
 """Grammars compiled by llguidance, once for each tokenizer and vocabulary."""
 
-import contextlib
 import threading
 import weakref
 from collections import OrderedDict
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
@@ -46,9 +46,8 @@ class Vocabulary:
         self.size = vocab_size
         self.tokens, self.special = token_bytes(tokenizer, vocab_size)  # no grammar allows special ones
         self._generation_prompt = _thinking_prompt(tokenizer)
-        self._llguidance: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        self._automata: OrderedDict[str, Dfa | None] = OrderedDict()
+        self._automaton_of = lru_cache(_MOST_AUTOMATA)(self._make_automaton)
         self._lock = threading.Lock()
 
     def matcher(self, grammar: "Grammar") -> Any:
@@ -59,7 +58,7 @@ class Vocabulary:
             if compiled is not None:
                 self._compiled.move_to_end(key)
         if compiled is None:
-            compiled = self._compile(grammar)  # without the lock: others do not wait
+            compiled = compile_matcher(self._llguidance, self.size, *key)  # without the lock: no one waits
             with self._lock:
                 keep_latest(self._compiled, key, compiled, _MOST_GRAMMARS)
                 while sum(len(source) for _, source in self._compiled) > _MOST_CHARACTERS:
@@ -68,24 +67,17 @@ class Vocabulary:
 
     def automaton(self, grammar: "Grammar") -> Dfa | None:
         """The grammar as an automaton; None where it is not regular, or too large."""
-        if grammar.kind != "regex":
-            return None
-        with self._lock:
-            if grammar.source in self._automata:
-                self._automata.move_to_end(grammar.source)
-                return self._automata[grammar.source]
-        found = None
-        with contextlib.suppress(NotRegularError):
-            found = Dfa(*token_automaton(grammar.source, self.tokens, self.special))
-        with self._lock:
-            keep_latest(self._automata, grammar.source, found, _MOST_AUTOMATA)
-        return found
+        return self._automaton_of(grammar.source) if grammar.kind == "regex" else None
 
-    def _compile(self, grammar: "Grammar") -> Any:
-        with self._lock:
-            if self._llguidance is None:
-                self._llguidance = make_tokenizer(self.tokens, self.special)
-        return compile_matcher(self._llguidance, self.size, grammar.kind, grammar.source)
+    def _make_automaton(self, pattern: str) -> Dfa | None:
+        try:
+            return Dfa(*token_automaton(pattern, self.tokens, self.special))
+        except NotRegularError:
+            return None
+
+    @cached_property
+    def _llguidance(self) -> Any:
+        return make_tokenizer(self.tokens, self.special)
 
     def reasoning_end(self, grammar: "Grammar", prompt: list[int]) -> "ReasoningEnd | None":
         """After what a grammar begins in the answer to a prompt; None: with the answer."""

@@ -87,6 +87,11 @@ class Reservation:
         """
         self._admission.update(self, amounts)
 
+    def check(self) -> None:
+        """Raises ClientDisconnect after `release`."""
+        if self.released:
+            raise ClientDisconnect
+
     def release(self) -> None:
         """Ends the reservation. Further calls do nothing."""
         self.released = True  # before `update`, so that no other thread can reserve after it

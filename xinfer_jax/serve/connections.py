@@ -169,46 +169,28 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with limits on connections, and without tracebacks in the log."""
+    """uvicorn's server, with limits on connections, and without tracebacks in the log. It accepts connections
+    itself: uvicorn's `asyncio.Server` counts none, and logs a traceback for each connection of its backlog
+    when `accept` fails.
+    """
 
     def __init__(self, config: uvicorn.Config, settings: ServerSettings, log: Callable[[str], None]):
         super().__init__(config)
-        self.settings = settings
+        self._settings = settings
         self._log = log
-        # For each kind of line, the time from which it may be logged again.
-        self._next_log = dict[str, float]()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._log_loop_error)
-        await super().startup(sockets=[])
-        connections = Connections(self.settings)
-        self.servers = [_Listener(listening, connections, self) for listening in sockets or ()]  # type: ignore
-
-    def log_rarely(self, kind: str, line: str) -> None:
-        """Logs a line, at most one of each kind a minute."""
-        now = time.monotonic()
-        if now >= self._next_log.get(kind, now):
-            self._next_log[kind] = now + _LOG_SECONDS
-            self._log(format_message(line))
-
-    def _log_loop_error(self, _: Any, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        self.log_rarely(type(error).__name__, f"{context['message']}: {type(error).__name__}: {error}")
-
-
-class _Listener:
-    """Accepts the connections of a socket. It replaces uvicorn's `asyncio.Server`, which counts no
-    connections, and which logs a traceback for each connection of its backlog when `accept` fails.
-    """
-
-    def __init__(self, listening: socket.socket, connections: Connections, server: Server):
-        self._socket = listening
-        self._connections = connections
-        self._server = server
-        self._loop = asyncio.get_running_loop()
+        self._next_log = dict[str, float]()  # when a line of each kind may be logged again
+        self._connections = Connections(settings)
         self._opening = set[asyncio.Task[None]]()
         self._retry: asyncio.TimerHandle | None = None
-        listening.setblocking(False)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._log_loop_error)
+        await super().startup(sockets=[])
+        self.servers = [self]  # type: ignore[list-item]
+        assert sockets
+        (self._socket,) = sockets
+        self._socket.setblocking(False)
         self._start()
 
     def close(self) -> None:
@@ -219,6 +201,17 @@ class _Listener:
 
     async def wait_closed(self) -> None:
         """Does nothing: uvicorn calls this after it has waited for all connections itself."""
+
+    def _log_rarely(self, kind: str, line: str) -> None:
+        """Logs a line, at most one of each kind a minute."""
+        now = time.monotonic()
+        if now >= self._next_log.get(kind, now):
+            self._next_log[kind] = now + _LOG_SECONDS
+            self._log(format_message(line))
+
+    def _log_loop_error(self, _: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._log_rarely(type(error).__name__, f"{context['message']}: {type(error).__name__}: {error}")
 
     def _start(self) -> None:
         self._loop.add_reader(self._socket, self._accept)
@@ -234,14 +227,14 @@ class _Listener:
                 self._loop.remove_reader(self._socket)
                 self._retry = self._loop.call_later(_RETRY_SECONDS, self._start)
                 why = f"no connection can be accepted: {error.strerror}"
-                self._server.log_rarely("accept", f"{why}; raise ulimit -n, or lower --max_connections")
+                self._log_rarely("accept", f"{why}; raise ulimit -n, or lower --max_connections")
                 return
             address = self._connections.add(peer[0])
             if address is None:
                 self._reject(accepted, peer[0])
                 continue
-            own = dict(config=self._server.config, server_state=self._server.server_state, app_state={})
-            connection = Connection(self._connections, address, self._server.settings.stall_seconds, **own)
+            own = dict(config=self.config, server_state=self.server_state, app_state={})
+            connection = Connection(self._connections, address, self._settings.stall_seconds, **own)
             task = self._loop.create_task(self._open(accepted, connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
@@ -250,7 +243,7 @@ class _Listener:
         with accepted, suppress(OSError):
             accepted.setblocking(False)
             accepted.send(_REJECTED)
-        self._server.log_rarely(
+        self._log_rarely(
             "full", f"a connection of {host} is rejected: too many are open, and all have requests in flight"
         )
 

@@ -41,7 +41,6 @@ class PeerWorker:
         """Connects to the front process, and says who this is. engine: with a role and a thread."""
         self._engine = engine
         self._endpoint = engine.endpoint(self._emit)
-        self._log = log
         self._lengths: dict[int, int] = {}  # of the prompts of all tickets
         self._targets: dict[int, int] = {}  # the tickets of rows that are sent, where they are decoded
         self._offers: dict[int, list[Any]] = {}  # by the ticket where a row is decoded

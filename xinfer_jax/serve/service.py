@@ -19,7 +19,6 @@ from starlette.responses import Response
 from ..api.bodies import ParsedBody, StreamOptions, parse_request_body, pop_stream_options
 from ..api.fields import BodyError, with_field_names
 from ..api.grammar_fields import grammar_field
-from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..engine.engines import AnyEngine, make_engine
 from ..engine.requests import Request, request_updates
@@ -154,11 +153,21 @@ class Service:
         self, served: ServedRequest, kind: str, data: list[bytes]
     ) -> tuple[ParsedBody, StreamOptions, str]:
         """The body, how to stream its answers, and the field of its grammar. Runs in a thread."""
+        assert self.model is not None and self.engine is not None
         reservation = served.reservation
+        settings = self.settings
         body = self.load_body(data)
-        parsed, stream = self._parse_fields(kind, body, reservation)
+        self.check_model(body)
+        stream = pop_stream_options(body)
+        how: Any = dict(check=reservation.check, stop_in_reasoning=settings.stop_in_reasoning)
+        most = self.engine.usable_capacity
+        parsed = parse_request_body(self.model, kind, body, self._defaults, most, settings.escape, **how)
+        if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
+            self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
+        if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):
+            raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
         if parsed.seed is None:
-            parsed.seed = _derive_seed(self.settings.seed, served.number)
+            parsed.seed = _derive_seed(settings.seed, served.number)
         parsed.call_prefix = f"call_{served.request_id}_{served.number}"
         reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
         return parsed, stream, grammar_field(body)
@@ -168,8 +177,7 @@ class Service:
         assert self.engine is not None and parsed.seed is not None
         reservation = served.reservation
         settings = self.settings
-        if reservation.released:
-            raise ClientDisconnect
+        reservation.check()
         key = key_from_seed(parsed.seed)
         keys = [jax.random.fold_in(key, i) if i else key for i in range(len(parsed.prompts))]
         arguments = parsed.submit_args | dict(deadline=settings.deadline or None, client=reservation.client)
@@ -190,17 +198,13 @@ class Service:
     def _format(self, parsed: ParsedBody, served: ServedRequest, head: dict[str, Any]) -> bytes:
         """The body of the response. Runs in a thread."""
         requests = served.requests
-
-        def check() -> None:
-            if served.reservation.released:
-                raise ClientDisconnect
-
         for request in requests:
             for answer in request.answers:
                 check_answer(answer)
         outs = [request.result() for request in requests]
         prompt_logprobs = [request.prompt_logprobs for request in requests]
         head = dict(head, usage=usage_with_cached(parsed, requests))
+        check = served.reservation.check
         return response_to_json(parsed, outs, prompt_logprobs, self.tokenizer, check, **head)
 
     def to_api_error(self, error: Exception, submitted: bool = False) -> APIError:
@@ -219,27 +223,6 @@ class Service:
             status = 503
         message = with_field_names(format_message(error)) or type(error).__name__
         return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
-
-    def _parse_fields(
-        self, kind: str, body: dict[str, Any], reservation: Reservation
-    ) -> tuple[ParsedBody, StreamOptions]:
-        assert self.model is not None and self.engine is not None
-        self.check_model(body)
-        stream = pop_stream_options(body)
-
-        def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
-            if reservation.released:  # the client has disconnected
-                raise ClientDisconnect
-            return prompt_ids(self.tokenizer, prompt, limit, **how)
-
-        how: Any = dict(encode=encode, stop_in_reasoning=self.settings.stop_in_reasoning)
-        most = self.engine.usable_capacity
-        parsed = parse_request_body(self.model, kind, body, self._defaults, most, self.settings.escape, **how)
-        if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
-            self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
-        if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):
-            raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
-        return parsed, stream
 
     def check_model(self, body: dict[str, Any]) -> None:
         """Raises APIError if the body names another model."""

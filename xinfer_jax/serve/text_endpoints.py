@@ -44,11 +44,11 @@ class TextEndpoints:
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         """The token ids of a text, or of messages."""
-        return await self._respond(request, partial(self._run, work=self._tokenize))
+        return await self._respond(request, partial(self._run, self._tokenize))
 
     async def detokenize(self, request: HTTPRequest) -> Response:
         """The text of token ids."""
-        return await self._respond(request, partial(self._run, work=self._detokenize))
+        return await self._respond(request, partial(self._run, self._detokenize))
 
     async def embeddings(self, request: HTTPRequest) -> Response:
         """A vector for each text."""
@@ -57,7 +57,7 @@ class TextEndpoints:
         return await self._respond(request, self._embed)
 
     async def _respond(
-        self, request: HTTPRequest, work: Callable[[Reservation, list[bytes]], Coroutine[Any, Any, bytes]]
+        self, request: HTTPRequest, work: Callable[..., Coroutine[Any, Any, bytes]]
     ) -> Response:
         """Sends the JSON that the work makes of a body, unless the client disconnects."""
         settings = self._service.settings
@@ -71,7 +71,7 @@ class TextEndpoints:
         return json_response(body, reservation.release, settings.stall_seconds)
 
     async def _run(
-        self, reservation: Reservation, data: list[bytes], work: Callable[[Model, dict[str, Any]], bytes]
+        self, work: Callable[[Model, dict[str, Any]], bytes], reservation: Reservation, data: list[bytes]
     ) -> bytes:
         """Runs the work on a parsed body in a thread."""
 

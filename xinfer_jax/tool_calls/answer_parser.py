@@ -140,7 +140,10 @@ class AnswerParser:
         self._names = None if tools is None else parameter_schemas(check_tools(tools))
         self._formats = formats
         self._new_calls = partial(
-            ToolCallParser, parameters=self._names, most_calls=most_calls, new_id=new_id or _random_id
+            ToolCallParser,
+            parameters=self._names,
+            most_calls=most_calls,
+            new_id=new_id or (lambda _: f"call_{secrets.token_hex(12)}"),
         )
         self._calls: Any = splitter
         self._parts: Any = splitter
@@ -213,7 +216,3 @@ def parse_tool_calls(
 def reasoning_fields(reasoning: str) -> dict[str, str]:
     """The fields of a message or delta with the reasoning: by vLLM's name, and by DeepSeek's older one."""
     return dict(reasoning=reasoning, reasoning_content=reasoning)
-
-
-def _random_id(index: int) -> str:
-    return f"call_{secrets.token_hex(12)}"

@@ -214,12 +214,10 @@ class HarmonySplitter:
     """Splits an answer into parts that are content, and others, in the order of the text."""
 
     def __init__(self, header: str):
-        """header: as in `HarmonyParser`."""
-        calls = ToolCallParser([HARMONY], None, None, str)
-        self._parser = HarmonyParser(calls, None, header)
+        self._parser = HarmonyParser(ToolCallParser([HARMONY], None, None, str), None, header)
 
     def push(self, text: str, ended: bool) -> list[tuple[str, bool]]:
-        """The new parts, each with whether it is content. ended: this is the last text."""
+        """The new parts, each with whether it is content."""
         parts = []
         for part in _MARK_OR_TEXT.findall(text):
             parts.append((part, self._parser.in_content))
