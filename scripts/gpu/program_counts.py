@@ -88,11 +88,6 @@ class Counts:
         return sum(operation.times * operation.seconds for operation in self.operations)
 
     @property
-    def seconds_apart(self) -> float:
-        """The sum of the times of all operations, as if none ran beside another."""
-        return sum(operation.times * operation.alone for operation in self.operations)
-
-    @property
     def by_kind(self) -> dict[str, tuple[float, float, float]]:
         """How often, bytes and seconds of each kind of operation."""
         found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])

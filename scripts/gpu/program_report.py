@@ -188,7 +188,6 @@ _PARTS = ("per_layer", "beside", "whole")
 _FIGURES: dict[str, Callable[[_Compiled], float]] = {
     "bytes": lambda c: c.step.bytes,
     "seconds": lambda c: c.step.seconds,
-    "seconds_apart": lambda c: c.step.seconds_apart,
     "kernels": lambda c: c.step.launches,
     "copies": lambda c: sum(o.times for o in c.step_copies),
     "copied_bytes": lambda c: sum(o.bytes for o in c.step_copies),
@@ -196,17 +195,14 @@ _FIGURES: dict[str, Callable[[_Compiled], float]] = {
     "predicates": lambda c: c.step.predicates,
     "around_copies": lambda c: sum(o.times for o in c.around_copies),
     "around_copied_bytes": lambda c: sum(o.bytes for o in c.around_copies),
-    "around_bytes": lambda c: c.around.bytes,
-    "around_seconds": lambda c: c.around.seconds,
     "temporaries": lambda c: c.program.temporaries,
 }
 _TITLES = {
     "bytes": ("MB moved", 1e6), "seconds": ("us, estimated", 1e-6),
-    "seconds_apart": ("us, nothing runs beside", 1e-6), "kernels": ("operations launched", 1),
+    "kernels": ("operations launched", 1),
     "copies": ("copies of weights or cache", 1), "copied_bytes": ("  MB", 1e6),
     "unknown_loops": ("loops, unknown trip count", 1), "predicates": ("predicates on a GPU's host", 1),
     "around_copies": ("around the loop: such copies", 1), "around_copied_bytes": ("  MB", 1e6),
-    "around_bytes": ("around the loop: MB moved", 1e6), "around_seconds": ("  us", 1e-6),
     "temporaries": ("MiB of temporaries", MIB),
 }  # fmt: skip
 
