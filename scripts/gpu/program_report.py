@@ -59,9 +59,7 @@ def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
     params = jax.tree.map(partial(sharded_shapes, mesh=mesh, devices=n), param_specs(config), part)
     config = with_repeated_kv_heads(config, n)
     of_device = dataclasses.replace(
-        config,
-        num_key_value_heads=config.num_key_value_heads // n,
-        vocab_size=-(-config.vocab_size // n),
+        config, num_key_value_heads=config.num_key_value_heads // n, vocab_size=-(-config.vocab_size // n)
     )
     return _Jobs(
         dataclasses.replace(full, config=config, params=params),

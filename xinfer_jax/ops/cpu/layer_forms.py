@@ -1,4 +1,4 @@
-"""Parts of layers on CPUs: attention row by row, a mixture of experts by tiles, the step of linear attention."""
+"""Parts of layers on CPUs: attention row by row, experts by tiles, the step of linear attention."""
 
 from collections.abc import Callable
 from functools import partial
