@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gpu.gpu_specs import CARDS
+from gpu.card_specs import CARDS
 from gpu.kernel_cases import KernelCase, kernel_cases
 from gpu.machine_code import assemble, empty, pallas_ptx
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from bench.model_work import bytes_per_pass, expert_fraction, prefill_work
 from jax.sharding import Mesh
-from tpu.tpu_specs import Tpu
 
 import kernels_pallas
-from gpu.gpu_specs import Card
+from gpu.card_specs import Card, Tpu
 from gpu.hlo_text import Module, parse_module
 from gpu.known_choices import KnownChoices
 from gpu.machine_code import assemble, empty, pallas_ptx
