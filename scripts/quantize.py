@@ -34,7 +34,7 @@ from xinfer_jax.checkpoint.files import checkpoint_dir, read_json
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
-from xinfer_jax.compress.outliers import with_outliers
+from xinfer_jax.compress.awq import with_outliers
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
 from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.params import tree_bytes

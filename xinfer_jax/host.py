@@ -25,13 +25,8 @@ def aligned_empty(struct: Any) -> np.ndarray:
 
 
 def run_in_blocks(work: Callable[[slice], object], rows: int, width: int, block: int = _BLOCK) -> None:
-    """Calls `work` with slices of rows, on all cores: NumPy and file reads release the interpreter's lock.
-
-    Args:
-        work: takes a slice. Of several errors that of the first slice is raised.
-        rows: number of rows.
-        width: bytes of a row.
-        block: bytes of a slice.
+    """Calls `work` with slices of rows, on all cores: NumPy and file reads release the interpreter's lock. Of
+    several errors that of the first slice is raised. width, block: bytes of a row, and of a slice.
     """
     size = max(64, block // width // 64 * 64)  # full cache lines where rows become columns
     slices = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]

@@ -15,8 +15,7 @@ from tokenizers import decoders, models, normalizers
 import xinfer_jax as xj
 from xinfer_jax.api.bodies import ParsedBody, parse_request_body
 from xinfer_jax.api.fields import BodyError
-from xinfer_jax.api.responses import answer_text, format_logprobs, response_body
-from xinfer_jax.api.token_texts import TokenTextDecoder
+from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
 from xinfer_jax.checkpoint import template_budget
 from xinfer_jax.checkpoint.conversation import prompt_ids
 from xinfer_jax.checkpoint.tokenizer import Tokenizer

@@ -52,13 +52,13 @@ PACKAGES = {
     "ops.mesh": (),
     "tool_calls": (
         "call_parser", "json_scanner", "json_call", "xml_call", "gemma_call", "tool_call_parser",
-        "reasoning", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
+        "reasoning", "harmony", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
         "compiler", "matcher", "served_schemas", "grammars", "worker", "pool",
     ),
-    "compress": ("outliers", "gptq", "awq"),
+    "compress": ("gptq", "awq"),
     "generation": (
         "state", "executor", "strategies", "loop", "executor_choice", "speculation", "beam_steps",
         "functional", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
@@ -87,7 +87,7 @@ PACKAGES = {
         "engine", "engines",
     ),
     "api": (
-        "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
+        "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",
         "responses", "score_body",
     ),
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
@@ -96,8 +96,8 @@ PACKAGES = {
         "startup", "answer", "chat", "answer_flags", "batch", "chat_flags", "batch_flags",
     ),
     "serve": (
-        "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
-        "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
+        "server_settings", "http_responses", "metrics", "page", "ip_addresses", "connections", "admission",
+        "request_body", "worker_pool", "json_encoding", "chunks",
         "peer_messages", "peer_worker", "peer_front", "served_request", "service",
         "text_endpoints", "app", "command",
     ),

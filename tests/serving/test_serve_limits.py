@@ -22,7 +22,7 @@ import xinfer_jax as xj
 from xinfer_jax.api.bodies import parse_request_body
 from xinfer_jax.serve import service as service_module, text_endpoints
 from xinfer_jax.serve.admission import count_tokens
-from xinfer_jax.serve.api_errors import APIError
+from xinfer_jax.serve.http_responses import APIError
 from xinfer_jax.serve.request_body import load_json_body, scan_json
 from xinfer_jax.serve.worker_pool import WorkerPool
 

@@ -14,9 +14,9 @@ import xinfer_jax as xj
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.tool_calls.call_grammar import call_grammar
 from xinfer_jax.tool_calls.call_parser import GEMMA_TOKENS
-from xinfer_jax.tool_calls.descriptions import check_tools, parameter_schemas
 from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS
 from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
+from xinfer_jax.tool_calls.tool_messages import check_tools, parameter_schemas
 
 pytestmark = pytest.mark.oldest
 

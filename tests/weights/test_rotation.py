@@ -11,8 +11,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.own_format import save_checkpoint
-from xinfer_jax.compress.awq import quantized_params
-from xinfer_jax.compress.outliers import with_outliers
+from xinfer_jax.compress.awq import quantized_params, with_outliers
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rotated_params
 from xinfer_jax.weights.int8_weight import Int8Weight

@@ -2,8 +2,8 @@
 
 In the order to read: `fields` lists the known fields and reads them by type; `sampling_fields` reads those of
 sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `prompts` those of prompts;
-`bodies` parses a whole body; `token_texts` decodes single tokens and `responses` builds the response;
-`score_body` parses and answers the bodies that score given texts.
+`bodies` parses a whole body; `responses` builds the response; `score_body` parses and answers the bodies that
+score given texts.
 
 - The sampling fields, vLLM's additional ones included, mean what they mean in `SamplingConfig`. A field that
   is known but not served is rejected by its name, unless its value asks for nothing. No known field that

@@ -89,9 +89,7 @@ def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], li
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables for the template in `chat_template_kwargs`. BodyError: a name that is a field of its own,
-    or is not served.
-    """
+    """The variables in `chat_template_kwargs`. BodyError: one that is a field of its own, or not served."""
     variables = {name: value for name, value in given.items() if value is not None}
     fields = set.union(_SERVED, _NO_VARIABLES, *_OF_KIND.values())
     kwargs = "chat_template_kwargs"
@@ -104,9 +102,7 @@ def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
-    """The variables for the template of `reasoning_effort`: one of that name. "none" also turns thinking off
-    where a template has a switch.
-    """
+    """The variables of `reasoning_effort`; "none" also turns thinking off by a template's switch."""
     if effort is None:
         return {}
     if effort not in _EFFORTS:
@@ -132,18 +128,15 @@ class Fields:
         value = self._checked(name, lambda x: isinstance(x, bool), "true or false")
         return default if value is None else bool(value)
 
-    def integer(self, name: str, least: int, most: int) -> int | None:
-        description = f"a whole number from {least} to {most}"
-        value: int | None = self._checked(name, lambda x: type(x) is int and least <= x <= most, description)
-        return value
+    def integer(self, name: str, least: int, most: int) -> Any:
+        is_valid = lambda x: type(x) is int and least <= x <= most  # noqa: E731
+        return self._checked(name, is_valid, f"a whole number from {least} to {most}")
 
-    def number(self, name: str) -> float | None:
-        value: float | None = self._checked(name, lambda x: type(x) in (int, float), "a number")
-        return value
+    def number(self, name: str) -> Any:
+        return self._checked(name, lambda x: type(x) in (int, float), "a number")
 
-    def string(self, name: str) -> str | None:
-        value: str | None = self._checked(name, _is_text, "a text")
-        return value
+    def string(self, name: str) -> Any:
+        return self._checked(name, _is_text, "a text")
 
     def strings(self, name: str, default: Sequence[str], most: int, longest: int) -> tuple[str, ...]:
         """A text or a list of texts, without duplicates. most: texts; longest: characters of each."""
@@ -170,9 +163,8 @@ class Fields:
         except InputError as error:
             raise BodyError(name, error) from error
 
-    def mapping(self, name: str) -> dict[str, Any]:
-        value: dict[str, Any] | None = self._checked(name, lambda x: isinstance(x, dict), "an object")
-        return value or {}
+    def mapping(self, name: str) -> Any:
+        return self._checked(name, lambda x: isinstance(x, dict), "an object") or {}
 
 
 def _is_text(value: Any) -> bool:

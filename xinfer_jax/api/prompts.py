@@ -1,5 +1,6 @@
 """Encodes the prompts of a body as token ids."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,43 +13,20 @@ _MOST_ANSWERS = 1024  # of one request
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+@dataclasses.dataclass
 class PromptEncoder:
-    """Turns the prompt fields of one body into token ids.
+    """Turns the prompt fields of one body into token ids."""
 
-    Args:
-        fields: of the body.
-        kind: as in `ParsedBody`.
-        encode: returns the ids of a text or of messages; called like `prompt_ids` without its tokenizer.
-        tools: that a conversation describes; None: it has none.
-        vocab_size: ids must be below it.
-        limit: tokens of the model's context.
-        escape: control tokens that a conversation spells stay ordinary text.
-    """
-
-    def __init__(  # noqa: PLR0913  what ids depend on
-        self,
-        fields: Fields,
-        kind: str,
-        encode: EncodePrompt,
-        tools: Sequence[Mapping[str, Any]] | None,
-        vocab_size: int,
-        limit: int,
-        escape: bool,
-    ):
-        self._fields = fields
-        self._kind = kind
-        self._encode = encode
-        self._tools = tools
-        self._vocab_size = vocab_size
-        self._limit = limit
-        self._escape = escape
+    _fields: Fields
+    _kind: str  # as in `ParsedBody`
+    _encode: EncodePrompt
+    _tools: Sequence[Mapping[str, Any]] | None  # that a conversation describes
+    _vocab_size: int
+    _limit: int  # tokens of the model's context
+    _escape: bool  # control tokens that a conversation spells stay ordinary text
 
     def encode(self, max_prompt_tokens: int) -> list[list[int]]:
-        """Returns the ids of each prompt. max_prompt_tokens: most that `truncate_prompt_tokens: -1` leaves.
-
-        Raises:
-            BodyError: with the name of the field at fault.
-        """
+        """The ids of each prompt. max_prompt_tokens: most that `truncate_prompt_tokens: -1` leaves."""
         fields = self._fields
         kind = self._kind
         prompt: Any = fields.values.get("prompt")
@@ -65,9 +43,8 @@ class PromptEncoder:
                 return [self._truncate(self._encode_prompt(prompt), max_prompt_tokens)]
             answers = len(prompt) * max(fields.integer(name, 1, 128) or 1 for name in ("n", "best_of"))
             if answers > _MOST_ANSWERS:
-                raise InputError(
-                    f"{answers} answers are more than the {_MOST_ANSWERS} of one request: send several"
-                )
+                said = f"{answers} answers are more than the {_MOST_ANSWERS} of one request"
+                raise InputError(f"{said}: send several")
             return [self._truncate(self._encode_prompt(one), max_prompt_tokens) for one in prompt]
         except BodyError:
             raise
@@ -77,10 +54,10 @@ class PromptEncoder:
     def _encode_prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list):
             if len(prompt) > self._limit and not self._truncates:
-                raise ContextLengthError(
-                    f"the prompt has {len(prompt)} tokens, more than the {self._limit} of the model's"
-                    " context: shorten it"
+                said = (
+                    f"the prompt has {len(prompt)} tokens, more than the {self._limit} of the model's context"
                 )
+                raise ContextLengthError(f"{said}: shorten it")
             ids = check_token_ids("prompt", prompt, self._vocab_size)
             if not ids:
                 raise InputError("the prompt is an empty list: give at least one token id")
@@ -96,10 +73,8 @@ class PromptEncoder:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise InputError(f"messages must be a list of objects, got {format_value(messages)}")
         if len(messages) > self._limit:
-            raise ContextLengthError(
-                f"{len(messages)} messages are more than the {self._limit} tokens of the model's context:"
-                " send fewer"
-            )
+            said = f"{len(messages)} messages are more than the {self._limit} tokens of the model's context"
+            raise ContextLengthError(f"{said}: send fewer")
         if self._fields.boolean("raw"):
             raise InputError("raw takes a text without the chat template: it does not go with messages")
         return self._encode_conversation([self._template_message(message) for message in messages])
@@ -111,23 +86,14 @@ class PromptEncoder:
         add_generation_prompt = fields.values.get("add_generation_prompt")
         continues = fields.boolean("continue_final_message")
         if fields.boolean("add_special_tokens"):
-            raise BodyError(
-                "add_special_tokens",
-                "add_special_tokens is not served with a chat template, which writes them: leave it out",
-            )
+            said = "add_special_tokens is not served with a chat template, which writes them: leave it out"
+            raise BodyError("add_special_tokens", said)
         if continues and add_generation_prompt:
-            raise BodyError(
-                "continue_final_message",
-                "continue_final_message does not go with add_generation_prompt: true, leave one out",
-            )
+            said = "continue_final_message does not go with add_generation_prompt: true, leave one out"
+            raise BodyError("continue_final_message", said)
         variables["add_generation_prompt"] = fields.boolean("add_generation_prompt", not continues)
-        return self._tokenize(
-            prompt,
-            system=fields.string("system"),
-            variables=variables,
-            continue_final_message=continues,
-            tools=self._tools,
-        )
+        how: dict[str, Any] = dict(variables=variables, continue_final_message=continues, tools=self._tools)
+        return self._tokenize(prompt, system=fields.string("system"), **how)
 
     def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as templates expect it: its content is one text, and no value is null."""
@@ -152,15 +118,13 @@ class PromptEncoder:
         count = self._fields.integer(name, -1, self._limit)
         side = self._fields.string("truncation_side") or "left"
         if side not in ("left", "right"):
-            raise BodyError(
-                "truncation_side", f"truncation_side must be left or right, got {format_value(side)}"
-            )
+            said = f"truncation_side must be left or right, got {format_value(side)}"
+            raise BodyError("truncation_side", said)
         if count is None:
             return ids
         if count == 0 or max_prompt_tokens < 1:
-            raise BodyError(
-                name, f"{name} leaves no token of the prompt: give 1 or more, or ask for fewer tokens"
-            )
+            said = f"{name} leaves no token of the prompt: give 1 or more, or ask for fewer tokens"
+            raise BodyError(name, said)
         if count == -1:
             count = min(max_prompt_tokens, self._limit)
         return ids[-count:] if side == "left" else ids[:count]

@@ -6,18 +6,58 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..checkpoint.answer_detokenizer import AnswerDetokenizer
+from ..checkpoint.detokenizer import IncrementalDetokenizer
 from ..checkpoint.template_splitter import TemplateSplitter
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
 from ..tool_calls.answer_parser import AnswerParser
-from ..tool_calls.descriptions import parameter_schemas
+from ..tool_calls.tool_messages import parameter_schemas
 from .bodies import ParsedBody
-from .token_texts import TokenTextDecoder, prompt_text
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
+
+
+class TokenTextDecoder:
+    """Decodes the tokens of one answer one by one, and finds where each begins in the answer's text."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        """skip_special_tokens: the answer's text leaves them out; `text` returns theirs all the same."""
+        self.tokenizer = tokenizer
+        self._offset = 0
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+
+    def text(self, token: int) -> str:
+        """The text that a token has as the next one of the answer; part of a character is U+FFFD.
+
+        At the start of the text it has no leading space, which SentencePiece puts before the first word.
+        """
+        if self._offset:
+            return self.tokenizer.token_text(token)
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def push(self, token: int) -> int:
+        """Appends the next token, and returns the offset at which its text begins."""
+        offset = self._offset
+        self._offset += len(self._detokenizer.push(token))
+        return offset
+
+
+def prompt_text(
+    tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool
+) -> str:
+    """The text of an echoed prompt, with the space before the answer's tokens, whose own text lacks it."""
+    if tokenizer is None:
+        return ""
+    text = tokenizer.decode(prompt, skip_special_tokens)
+    if not text or not tokens:
+        return text
+    first = tokenizer.decode(tokens[:1], skip_special_tokens)
+    after_others = tokenizer.token_text(tokens[0])
+    space = after_others.removesuffix(first) if after_others.endswith(first) else ""
+    return text + (space if space.isspace() else "")
 
 
 def response_body(
@@ -27,9 +67,7 @@ def response_body(
     tokenizer: Tokenizer | None,
     **head: Any,
 ) -> dict[str, Any]:
-    """Returns the body of a whole response. The arguments are those of `response_choices`; head: id, created,
-    model.
-    """
+    """The body of a whole response; arguments as of `response_choices`. head: id, created, model."""
     choices = []
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         if parsed.logprobs is not None and tokenizer:

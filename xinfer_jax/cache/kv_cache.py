@@ -1,7 +1,6 @@
 """The KV cache of a model: a layer cache for each layer, and the length of each row."""
 
 import dataclasses
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -155,15 +154,11 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
     """Bytes of the layers that `init_cache` makes; dtype: of keys and values, as in `cache_dtype_of`."""
     side_by_side = stores_side_by_side(dtype)
 
-    def of_layer(window: int | None, heads: int, width: int) -> int:
-        return heads * num_slots(window, capacity, side_by_side) * pair_bytes(width, dtype)
+    def of_layer(layer: int) -> int:
+        slots = num_slots(config.layer_windows[layer], capacity, side_by_side)
+        return config.kv_heads(layer) * slots * pair_bytes(config.head_width(layer), dtype)
 
-    layers = Counter(
-        (config.layer_windows[layer], config.kv_heads(layer), config.head_width(layer))
-        for layer in config.layers_with_kv
-    )
-    of_row = sum(count * of_layer(*sizes) for sizes, count in layers.items())
-    return batch * (of_row + state_bytes(config))
+    return batch * (sum(map(of_layer, config.layers_with_kv)) + state_bytes(config))
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -233,19 +228,15 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
     possible_B = can_truncate(cache, new_B)
     if not isinstance(possible_B, jax.core.Tracer) and not np.all(possible_B):
         b = int(np.argmin(possible_B))
+        limited = (layer for layer in cache.layers if layer.limits)
+        limit = min(limited, key=lambda layer: layer.most_at_once).describe_limits()
         raise InputError(
-            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: {_limit(cache)};"
+            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: {limit};"
             " truncate it to 0 and prefill again"
         )
     reached_B = jnp.where(new_B == 0, 0, cache.reached_B)  # an empty row needs no old keys
     overflow_B = cache.overflow_B | ~possible_B
     return dataclasses.replace(cache, length_B=new_B, overflow_B=overflow_B, reached_B=reached_B)
-
-
-def _limit(cache: KVCache) -> str:
-    """How far rows can go back, for errors."""
-    limited = (layer for layer in cache.layers if layer.limits)
-    return min(limited, key=lambda layer: layer.most_at_once).describe_limits()
 
 
 def _shorter(cache: KVCache, length_B: Any) -> jax.Array:

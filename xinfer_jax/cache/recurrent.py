@@ -90,13 +90,12 @@ class Recurrent(LayerCache):
     def after(
         self, inputs: Inputs, state: jax.Array, steps: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array
     ) -> Self:
-        """The cache after a call; rows without tokens stay as they are.
+        """The cache after a call from position start_B on; rows without tokens stay as they are.
 
         Args:
             inputs: W inputs before the call, and the T of its tokens.
             state: after its tokens; where `holds_drafts`, before them.
             steps: of its tokens, [B, N, T, 2]: 0 of padding.
-            start_B, num_tokens_B: the position of the first of T tokens, and how many are real.
         """
         T = steps.shape[2]
         P = self.draft_slots

@@ -33,9 +33,7 @@ class SideBySideKV(StoredKV):
     @classmethod
     def serves(cls, dtype: Any) -> bool:
         """Whether new caches of this process are side by side: on TPUs, in a float type or "int8". No TPU
-        kernel reads the other formats.
-
-        Like the choice of kernels, this is a property of the process, not of the device of a call.
+        kernel reads the other formats. Like the choice of kernels, this does not depend on a call's device.
         """
         if not _is_int8(dtype) and quantized_dtype(dtype) is not None:
             return False

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ContextLengthError, InputError, format_value
-from ..tool_calls.descriptions import check_tools
 from ..tool_calls.harmony import MESSAGE, START
 from ..tool_calls.reasoning import THINK_END, THINK_START
-from ..tool_calls.tool_messages import template_message
+from ..tool_calls.tool_messages import check_tools, template_message
 from .escaping import ControlTokenEscaper
 from .tokenizer import Tokenizer
 

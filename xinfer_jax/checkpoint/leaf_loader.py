@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -142,12 +141,12 @@ class LeafLoader:
 def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:
     """Reads tensors of equal shape into one array. name: of the leaf, for errors."""
     out = aligned_empty(struct)
-    for tensor, flat in zip(stored, out.reshape(len(stored), -1), strict=True):
-        run_in_blocks(partial(_fill, name, tensor, flat), flat.size, tensor.struct.dtype.itemsize)
+    for tensor, part in zip(stored, out.reshape(len(stored), *stored[0].shape), strict=True):
+
+        def fill(rows: slice, tensor=tensor, part=part) -> None:
+            tensor.read_into(part[rows], rows.start)
+            if part.dtype == np.float16 and tensor.type != "F16" and not np.isfinite(part[rows]).all():
+                raise InputError(f"{name} holds values beyond float16's range: use dtype bfloat16 or float32")
+
+        run_in_blocks(fill, len(part), max(1, part[:1].size) * tensor.struct.dtype.itemsize)
     return out
-
-
-def _fill(name: str, tensor: StoredTensor, flat: np.ndarray, run: slice) -> None:
-    tensor.read_into(flat[run], run.start)
-    if flat.dtype == np.float16 and tensor.type != "F16" and not np.isfinite(flat[run]).all():
-        raise InputError(f"{name} holds values beyond float16's range: use dtype bfloat16 or float32")

@@ -170,6 +170,8 @@ def open_checkpoint(
         shardings(config, mesh)  # raises where the devices do not divide a size
     tensors = open_tensors(path)
     tensors = text_tensors(path, dequantized(tensors) if dequantize else tensors)
+    if config.tie_word_embeddings and _TIED[0] not in tensors and _TIED[1] in tensors:
+        tensors[_TIED[0]] = tensors.pop(_TIED[1])  # a tied matrix may be stored under either name
     loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs, read = _open_params(path, config_of_files, loader)
     dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
@@ -182,7 +184,7 @@ def _open_params(path: Path, config: ModelConfig, loader: LeafLoader) -> tuple[P
     """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
     tensors = loader.tensors
     quant_format = loader.quant_format
-    specs, tree = _named_specs(path, config, tensors)
+    specs, tree = _checked_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
     expected: dict[str, TensorSpec] = {}
     for spec in specs:
@@ -190,11 +192,8 @@ def _open_params(path: Path, config: ModelConfig, loader: LeafLoader) -> tuple[P
         quantized.append(found)
         float_shapes = spec.tensor_shapes(tensors)
         expected |= found or {name: (shape, _FLOATS) for name, shape in float_shapes.items()}
-    unused = {_TIED[1]} if config.tie_word_embeddings else set()
-    unused |= _empty_experts(config, tensors) | _unused_kv(config)
-    for name in tensors:
-        if name.endswith(_NOT_WEIGHTS) or quant_format and quant_format.is_unused(name, tensors):
-            unused.add(name)
+    unused = _unused_tensors(config, tensors)
+    unused |= {name for name in tensors if quant_format and quant_format.is_unused(name, tensors)}
     others = other_tensors(tensors.keys() - expected.keys() - unused)
     _check_tensors(path, tensors, expected, unused | others)
     warn_of_other_tensors(path, others)
@@ -212,17 +211,14 @@ def _open_params(path: Path, config: ModelConfig, loader: LeafLoader) -> tuple[P
     return jax.tree.unflatten(tree, structs), read
 
 
-def _named_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:
-    """All specs with their names in these files, and their tree. Raises InputError where the config has far
-    more tensors than the files.
-    """
+def _checked_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[list[FileSpec], Any]:
+    """All specs, and their tree. Raises InputError where the config has far more tensors than the files."""
     if config.num_hidden_layers > len(tensors):
         raise InputError(
             f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
             f" {len(tensors)} tensors: these weights are not of this config"
         )
     specs, tree = jax.tree.flatten(file_specs(config))
-    specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
     expected = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
     if expected > 2 * len(tensors):
         raise InputError(
@@ -232,26 +228,20 @@ def _named_specs(path: Path, config: ModelConfig, tensors: Tensors) -> tuple[lis
     return specs, tree
 
 
-def _empty_experts(config: ModelConfig, tensors: Tensors) -> set[str]:
-    """The tensors of shared experts of width 0, which a checkpoint has all the same."""
-    has_shared = "shared_gate" in load("family", config.model_type).names.leaves
-    if not has_shared or config.experts and config.experts.shared_intermediate_size:
-        return set()
-    return {name for name in tensors if ".mlp.shared_expert" in name}
-
-
-def _unused_kv(config: ModelConfig) -> set[str]:
-    """The tensors of keys and values of layers that use those of other layers: a checkpoint may have them."""
+def _unused_tensors(config: ModelConfig, tensors: Tensors) -> set[str]:
+    """What a checkpoint may have and the model does not use: a copy of a tied matrix, tables, shared experts
+    of width 0, and keys and values of layers that use those of other layers.
+    """
     layers = range(config.num_cached_layers, config.num_hidden_layers)
     parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
-    return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
-
-
-def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Tensors) -> str:
-    """The name in the files: a tied matrix may be stored under either of its names."""
-    embedding, head = _TIED
-    is_tied = config.tie_word_embeddings and spec.hf_name == embedding
-    return head if is_tied and embedding not in tensors and head in tensors else spec.hf_name
+    unused = {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
+    unused |= {_TIED[1]} if config.tie_word_embeddings else set()
+    has_shared = "shared_gate" in load("family", config.model_type).names.leaves
+    is_empty = has_shared and not (config.experts and config.experts.shared_intermediate_size)
+    for name in tensors:
+        if name.endswith(_NOT_WEIGHTS) or is_empty and ".mlp.shared_expert" in name:
+            unused.add(name)
+    return unused
 
 
 def _check_tensors(path: Path, tensors: Tensors, expected: dict[str, TensorSpec], unused: set[str]) -> None:

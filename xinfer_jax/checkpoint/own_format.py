@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from ..errors import InputError
 from ..families.naming import file_specs
@@ -21,13 +23,12 @@ from ..weights.layout import partition_specs
 from ..weights.params import Params, ParamSpec
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
-from .files import TEXT_FILES
-from .tensors import DTYPES, QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
+from .files import TEXT_FILES, WEIGHTS
+from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
 VERSION = 1
 VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
 _FIELDS = ("values", "scale", "zero", "order")
-_NAME_OF_DTYPE = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def save_checkpoint(
     *,
     rotated: bool,
 ) -> None:
-    """Writes a checkpoint, tensor by tensor. `load_model` loads the same bits in every leaf.
+    """Writes a checkpoint. `load_model` loads the same bits in every leaf.
 
     Args:
         path: the directory, created if needed.
@@ -124,9 +125,10 @@ def save_checkpoint(
         path.mkdir(parents=True, exist_ok=True)
         if model_dir is not None:
             _copy_small_files(Path(model_dir), path)
-        _write_safetensors(path / "model.safetensors", tensors)
+        arrays = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+        save_file(arrays, path / WEIGHTS, {"format": "pt"})
         (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(f"{path} cannot be written: {error}") from error
 
 
@@ -147,21 +149,3 @@ def _copy_small_files(model_dir: Path, path: Path) -> None:
         copy = path / file.relative_to(model_dir)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
-
-
-def _write_safetensors(file: Path, tensors: Mapping[str, jax.Array]) -> None:
-    """Writes header length, header and data. The library's own writer would hold the data twice."""
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        x = tensors[name]
-        start = end
-        end += x.nbytes
-        header[name] = dict(dtype=_NAME_OF_DTYPE[x.dtype], shape=x.shape, data_offsets=[start, end])
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            out.write(np.ascontiguousarray(tensors[name]).view(np.uint8).data)

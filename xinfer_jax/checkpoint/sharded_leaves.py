@@ -120,13 +120,7 @@ def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition, packe
 
 
 def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_parts: int = 1) -> Any:
-    """The shapes of a leaf over the mesh.
-
-    Args:
-        spec: of the leaf.
-        part: shapes of what each device has, times `num_parts`.
-        mesh, devices: of the shardings.
-    """
+    """The shapes of a leaf over the mesh. part: of what each device has, times `num_parts`."""
 
     def shard_struct(struct: Any, places: PartitionSpec) -> Any:
         sizes = zip(struct.shape, places, strict=True)
@@ -155,13 +149,8 @@ def device_part(spec: FileSpec, leaf: Any, i: int, num_parts: int) -> Any:
 
 
 def shard_leaf(spec: FileSpec, get_part: Callable[[int], Any], struct: Any, mesh: Mesh) -> Any:
-    """Puts a leaf on this process's devices of the mesh.
-
-    Args:
-        spec: of the leaf.
-        get_part: returns a device's part as host arrays, by the device's index along "model".
-        struct: shapes of the whole leaf.
-        mesh: the mesh.
+    """Puts a leaf of these shapes on this process's devices of the mesh. get_part: returns a device's part as
+    host arrays, by the device's index along "model".
     """
     places = jax.tree.leaves(
         partition_specs(spec, struct, mesh, RULES), is_leaf=lambda x: isinstance(x, PartitionSpec)

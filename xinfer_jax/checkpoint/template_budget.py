@@ -72,11 +72,8 @@ def limit_error(what: str) -> jinja2.TemplateError:
 
 
 class TemplateBudget:
-    """What a template may still spend.
-
-    Attributes:
-        left: units of cost.
-        until: the thread's CPU time at which rendering is stopped.
+    """What a template may still spend: units of cost, and the thread's CPU time. All methods raise
+    jinja2.TemplateError where one is used up.
     """
 
     def __init__(self, variables: dict[str, Any]):
@@ -85,11 +82,6 @@ class TemplateBudget:
         self.until = time.thread_time() + min(_MAX_SECONDS, _SECONDS + _SECONDS_PER_UNIT * self.left)
 
     def spend(self, units: float) -> None:
-        """Spends the units.
-
-        Raises:
-            jinja2.TemplateError: the budget or the time is used up; here and in all methods below.
-        """
         self.left -= max(units, 0) + NODE
         if self.left < 0 or time.thread_time() > self.until:
             raise limit_error("the time or memory that it takes")

@@ -58,6 +58,7 @@ class TemplateSplitter:
 
     @property
     def has_content(self) -> bool:
+        """Whether the answer has content, or nothing else."""
         return "content" in self._begun or not (self.found or self.calls)
 
     def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:

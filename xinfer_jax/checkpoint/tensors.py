@@ -69,22 +69,24 @@ class StoredTensor:
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, end, _ = rows.indices(self.shape[0])
-        shape = (max(0, end - first), *self.shape[1:])
-        out = np.empty(shape, self.struct.dtype)
-        self.view(first, shape).read_into(out.reshape(-1))
+        out = np.empty((max(0, end - first), *self.shape[1:]), self.struct.dtype)
+        self.read_into(out, first)
         return out
 
-    def read_into(self, out: np.ndarray, first: int = 0) -> None:
-        """Fills a flat array with the elements from `first` on, converted to the type of `out`.
-
-        Raises:
-            InputError: the file has become shorter, or cannot be read.
+    def read_into(self, out: np.ndarray, first: int) -> None:
+        """Fills an array with rows (of the first axis) from `first` on, converted to its type. Raises
+        InputError where the file has become shorter, or cannot be read.
         """
         dtype = self.struct.dtype
         data = out if out.dtype == dtype else np.empty(out.shape, dtype)
+        start = self.view(first, out.shape).start
+        step = (self.stride or 0) * dtype.itemsize
+        num_bytes = 0
         try:
             with open(self.file, "rb") as file:
-                num_bytes = self._read_bytes(file, data, first)
+                for i, run in enumerate(data.reshape(-1, out.shape[-1]) if step else data.reshape(1, -1)):
+                    file.seek(start + i * step)
+                    num_bytes += file.readinto(run.view(np.uint8).data)
         except OSError as error:
             raise InputError(f"{self.file} cannot be read: {error}") from error
         if num_bytes < data.nbytes:
@@ -93,27 +95,12 @@ class StoredTensor:
             with np.errstate(over="ignore"):
                 np.copyto(out, data, casting="unsafe")
 
-    def _read_bytes(self, file: Any, out: np.ndarray, first: int) -> int:
-        """Fills `out` and returns how many bytes were read."""
-        if not self.stride:
-            file.seek(self.start + first * out.itemsize)
-            return file.readinto(out.view(np.uint8).data)
-        width = self.shape[-1]
-        at = 0
-        num_bytes = 0
-        while at < out.size:  # a row, or the rest of one
-            row, column = divmod(first + at, width)
-            size = min(width - column, out.size - at)
-            file.seek(self.start + (row * self.stride + column) * out.itemsize)
-            num_bytes += file.readinto(out[at : at + size].view(np.uint8).data)
-            at += size
-        return num_bytes
-
     def array(self) -> np.ndarray:
         """The whole tensor, in memory that a device array can keep."""
         out = aligned_empty(self.struct)
-        flat = out.reshape(-1)
-        run_in_blocks(lambda run: self.read_into(flat[run], run.start), flat.size, flat.itemsize, _COPY_BLOCK)
+        rows = np.atleast_1d(out)
+        width = max(1, rows[:1].nbytes)
+        run_in_blocks(lambda at: self.read_into(rows[at], at.start), len(rows), width, _COPY_BLOCK)
         return out
 
 
@@ -125,14 +112,11 @@ class RowsAsTensor:
         matrix: Any = self
         return jax.ShapeDtypeStruct(matrix.shape, DTYPES[matrix.type])
 
-    def read_into(self, out: np.ndarray, first: int = 0) -> None:
-        """Fills a flat array with the elements from `first` on, which whole rows are computed for."""
+    def read_into(self, out: np.ndarray, first: int) -> None:
+        """Fills an array with the rows from `first` on, converted to its type."""
         matrix: Any = self
-        width = matrix.shape[1]
-        row = first // width
-        read = matrix[row : -(-(first + out.size) // width)].reshape(-1)
         with np.errstate(over="ignore"):
-            np.copyto(out, read[first - row * width :][: out.size], casting="unsafe")
+            np.copyto(out, matrix[first : first + len(out)], casting="unsafe")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -273,38 +273,29 @@ def _add_declared_tokens(
     present = backend.get_added_tokens_decoder()
     try:
         order = dict.fromkeys((*_NAMED_TOKENS, *settings))  # the order in which new tokens get ids
-        named_values = {name: settings.get(name) for name in order if name.endswith("_token")}
-        if isinstance(extra, dict):
-            named_values = named_values | extra
-            extra = []
-        named = {
+        values = {name: settings.get(name) for name in order if name.endswith("_token")}
+        values |= extra if isinstance(extra, dict) else {}
+        tokens_by_name = {
             name: _added_token(value, special=True)
-            for name, value in named_values.items()
-            if _is_token(value)
+            for name, value in values.items()
+            if isinstance(value, str | dict)  # not a bool, such as add_bos_token
         }
-        if declared is None:
-            declared = present
-        else:
-            declared = {int(i): _added_token(declared[i]) for i in declared}
-        tokens = [declared[i] for i in sorted(declared)]
-        known = {token.content for token in (*present.values(), *tokens)}
-        for token in (*named.values(), *(_added_token(value, special=True) for value in extra)):
-            if token.content not in known:
-                known.add(token.content)
-                tokens.append(token)
-        names = {token.content for token in named.values()}
-        for token in tokens:
-            token.special = token.special or token.content in names
-        backend.add_tokens(tokens)
+        named = {name: token.content for name, token in tokens_by_name.items()}
+        by_id = present if declared is None else {int(i): _added_token(declared[i]) for i in declared}
+        tokens = {by_id[i].content: by_id[i] for i in sorted(by_id)}
+        unnamed = [] if isinstance(extra, dict) else [_added_token(value, special=True) for value in extra]
+        in_file = {token.content for token in present.values()}
+        for token in (*tokens_by_name.values(), *unnamed):
+            if token.content not in in_file:
+                tokens.setdefault(token.content, token)
+        for token in tokens.values():
+            token.special = token.special or token.content in named.values()
+        backend.add_tokens([*tokens.values()])
     except Exception as error:  # of another type, or not Unicode
         raise InputError(
             f"{path / 'tokenizer_config.json'}: its special tokens cannot be read: {error}"
         ) from error
-    return {name: token.content for name, token in named.items()}
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, str | dict)  # not a bool, such as add_bos_token
+    return named
 
 
 def _added_token(value: Any, **options: bool) -> tokenizers.AddedToken:

@@ -9,8 +9,8 @@ from ..grammar.grammars import Grammar
 from ..grammar.served_schemas import served_schema
 from ..grammar.token_masks import lark_text
 from ..tool_calls.call_grammar import call_grammar
-from ..tool_calls.descriptions import parameter_schemas
 from ..tool_calls.tool_call_parser import HARMONY
+from ..tool_calls.tool_messages import parameter_schemas
 from .conversation import check_template_tools
 from .tokenizer import Tokenizer
 

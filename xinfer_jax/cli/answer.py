@@ -90,19 +90,16 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
 
 def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
     """The checkpoint's sampling defaults, with the flags that are set."""
-    names = {f.name: f.name for f in dataclasses.fields(SamplingConfig) if f.name in flags}
+    names = {field.name: field.name for field in dataclasses.fields(SamplingConfig)}
     names["min_new_tokens"] = "min_tokens"
-    given = {field: flags[name].value for field, name in names.items() if flags[name].value is not None}
+    values = {field: flags[name].value for field, name in names.items() if name in flags}
+    given = {field: value for field, value in values.items() if value is not None}
     defaults = SamplingConfig.from_hf(model.generation_config if flags.generation_config else {})
     return dataclasses.replace(defaults, **given).validate()
 
 
 def grammar_from_flags(flags: Flags) -> Grammar | None:
-    """The grammar that the flags ask for.
-
-    Raises:
-        InputError: a file that cannot be read, or is not a schema.
-    """
+    """The grammar that the flags ask for."""
     if flags.json_schema is not None:
         path = Path(flags.json_schema)
         try:

@@ -3,6 +3,7 @@ the work; it and jax are imported once the flags are right.
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import InputError
@@ -48,15 +49,18 @@ def define_model(parser: FlagParser) -> None:
         "dequantize", "Experts of an MXFP4 checkpoint become numbers of --dtype, or of --quantize."
     )
     parser.add_choice(
-        "activations",
-        "int8, with --quantize=int8: faster prompts and batches on CPU, less exact.",
-        "int8",
+        "activations", "int8, with --quantize=int8: faster prompts and batches on CPU, less exact.", "int8"
     )
     parser.add_text("mesh", "model=N: shards the model over N devices. Default: one.", empty="give model=N")
     parser.add_text(
         "compilation_cache",
         "Directory for compiled programs of earlier runs; empty: none. Default: the user's cache directory.",
     )
+
+
+def define_cache_dtype(parser: FlagParser, dtypes: Iterable[str]) -> None:
+    text = "Keys and values in fewer bytes, or a float type. Default: float32 on CPU."
+    parser.add_choice("cache_dtype", text, *dtypes)
 
 
 def define_engine(parser: FlagParser) -> None:
@@ -98,10 +102,16 @@ def define_engine(parser: FlagParser) -> None:
         "Size of its files; the least recently used are deleted.",
         default=2**34, least=1, most=2**60,
     )  # fmt: skip
+    define_cache_dtype(parser, (name for name in _CACHE_DTYPES if name != "gear"))
+
+
+def define_kernels(parser: FlagParser, *more: str) -> None:
+    """more: implementations beside those of devices."""
     parser.add_choice(
-        "cache_dtype", "Keys and values in fewer bytes, or a float type. Default: float32 on CPU.",
-        *(name for name in _CACHE_DTYPES if name != "gear"),
-    )  # fmt: skip
+        "impl",
+        "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
+        *("mosaic", "triton", "tpu", "xla", *more),
+    )
 
 
 def engine_sizes(flags: Any) -> dict[str, Any]:
@@ -226,14 +236,8 @@ define_grammar(PARSER)
 define_model(PARSER)
 define_processes(PARSER)
 PARSER.group = "cache, kernels and output"
-PARSER.add_choice(
-    "cache_dtype", "Keys and values in fewer bytes, or a float type. Default: float32 on CPU.",
-    *_CACHE_DTYPES,
-)  # fmt: skip
-PARSER.add_choice(
-    "impl", "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
-    "mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu",
-)  # fmt: skip
+define_cache_dtype(PARSER, _CACHE_DTYPES)
+define_kernels(PARSER, "interpret", "interpret_tpu")
 PARSER.add_switch("use_cache", "Use a KV cache; false: recompute all for every token, for comparison.", True)
 PARSER.add_switch(
     "verbose", "Print on standard error the implementation of each kernel, and the reason for it."

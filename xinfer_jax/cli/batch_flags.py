@@ -8,6 +8,7 @@ from .answer_flags import (
     define_engine,
     define_escaping,
     define_grammar,
+    define_kernels,
     define_model,
     define_sampling,
     define_temperature,
@@ -33,14 +34,9 @@ PARSER.add_text(
 )
 PARSER.add_text("output", "File for the answers, a line for each as it is finished.", empty="give a file")
 PARSER.add_switch("in_order", "Write answers in the order of the input.")
-PARSER.add_switch(
-    "score",
-    'Score given texts: lines are {"prompt": …, "completions": […]} or {"text": …}.',
-)
+PARSER.add_switch("score", 'Score given texts: lines are {"prompt": …, "completions": […]} or {"text": …}.')
 PARSER.add_text(
-    "shard",
-    "i/n: only the lines i, i + n, i + 2n …, counted from 0, into OUTPUT.i-of-n.",
-    empty="give i/n",
+    "shard", "i/n: only the lines i, i + n, i + 2n …, counted from 0, into OUTPUT.i-of-n.", empty="give i/n"
 )
 PARSER.add_integer("merge", "Only merge the outputs of this many shards into --output, in order.", least=1)
 PARSER.group = "prompts and answers"
@@ -57,10 +53,7 @@ define_engine(PARSER)
 define_processes(PARSER)
 PARSER.group = "engine"
 PARSER.add_choice("draft", "Speculative decoding: lookup (prompt lookup).", "lookup", "none")
-PARSER.add_choice(
-    "impl", "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
-    "mosaic", "triton", "tpu", "xla",
-)  # fmt: skip
+define_kernels(PARSER)
 PARSER.group = "files"
 PARSER.add_integer("grace", "Seconds for running answers to end at SIGTERM and Ctrl-C.", default=30)
 PARSER.add_text(

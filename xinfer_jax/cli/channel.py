@@ -25,22 +25,13 @@ Receive = Callable[["Channel", dict[str, Any]], None]
 
 
 class Channel:
-    """One end of a connection. It calls `receive` with itself and each message that comes; at the end with
-    {"gone": why}.
+    """One end of a connection. It calls `receive`, on a thread of its own, with itself and each message that
+    comes; at the end with {"gone": why}.
     """
 
     def __init__(self, connection: socket.socket, receive: Receive, secret: bytes, listens: bool):
-        """Both ends prove to each other that they know the secret.
-
-        Args:
-            connection: is closed if that fails.
-            receive: is called on a thread of this connection.
-            secret: of the run.
-            listens: this end accepted the connection, and the other one opened it.
-
-        Raises:
-            InputError: the other end does not know the secret.
-            OSError: the connection was lost.
+        """Both ends prove to each other that they know the secret, or InputError. listens: this end
+        accepted the connection. If this fails, the connection is closed.
         """
         self._connection = connection
         self._on_message = receive
@@ -106,14 +97,11 @@ class Channel:
 class Listener:
     """Accepts connections, and makes a `Channel` of each whose other end proves that it knows the secret. Of
     those that have not proved it yet the oldest is closed, so they lock nobody out.
-
-    Attributes:
-        rejected: connections that did not know the secret.
     """
 
     def __init__(self, server: socket.socket, secret: bytes, receive: Receive):
         """server: from `listen`; secret: of the run; receive: of the channels."""
-        self.rejected = 0
+        self.rejected = 0  # connections that did not know the secret
         self._server = server
         self._secret = secret
         self._on_message = receive
@@ -157,11 +145,7 @@ class Listener:
 
 
 def listen(host: str, port: int, flag: str = "coordinator") -> socket.socket:
-    """A server socket at the address of a flag, and at no other.
-
-    Raises:
-        InputError: the address is not of this machine, others cannot reach it, or the port is in use.
-    """
+    """A server socket at the address of a flag, and at no other; it must be one that the others can reach."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if is_local(str(address[0])) and not is_local(host):

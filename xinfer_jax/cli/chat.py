@@ -12,10 +12,10 @@ from ..checkpoint.conversation import harmony_header
 from ..errors import InputError
 from ..generation.options import GenerateOptions, GenerateOutput
 from ..sampling.random_keys import key_from_seed
-from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_text_from_ids
 from ..tool_calls.answer_parser import AnswerParser
+from .answer import sampling_from_flags
 from .process import capture_signals
 from .startup import chunks_with_status, load_and_compile, open_model, use_compilation_cache
 from .terminal import status, write
@@ -25,11 +25,7 @@ _COMMANDS = "there are /exit, /reset and /stats"
 
 
 def chat_loop(flags: Any) -> int:
-    """Answers the lines of standard input until it ends; the exit code.
-
-    Args:
-        flags: the values that chat_flags.py defines.
-    """
+    """Answers the lines of standard input until it ends; the exit code."""
     use_compilation_cache("xinfer-jax-chat", flags.compilation_cache)
     conversation = Conversation(flags)
     show_stats = flags.stats
@@ -71,9 +67,7 @@ class Conversation:
     def __init__(self, flags: Any):
         checkpoint = open_model(flags.model, flags)
         self._model = checkpoint.model
-        sampling = SamplingConfig.from_hf(self._model.generation_config if flags.generation_config else {})
-        if flags.temperature is not None:
-            sampling = dataclasses.replace(sampling, temperature=flags.temperature)
+        sampling = sampling_from_flags(flags, self._model)
         new = flags.max_tokens
         capacity = min(flags.capacity or 4096, self._model.config.context_length)
         if capacity <= new:
@@ -81,7 +75,7 @@ class Conversation:
                 f"--max_tokens={new} leaves no tokens for a question in a capacity of {capacity}: lower it"
             )
         self._capacity = capacity
-        self._options = GenerateOptions(new, sampling.validate(), capacity=capacity, keep_prefix=True)
+        self._options = GenerateOptions(new, sampling, capacity=capacity, keep_prefix=True)
         self._key = key_from_seed(flags.seed)
         self._escape = flags.escape_control_tokens
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
@@ -99,11 +93,7 @@ class Conversation:
         self._prefix: Prefix | None = None
 
     def answer(self, question: str) -> str:
-        """Prints the answer to a question and adds both to the chat; a line of statistics.
-
-        Raises:
-            InputError: it cannot be answered; then the chat stays as it was.
-        """
+        """Prints the answer to a question; a line of statistics. After an error the chat is as it was."""
         turns, ids = self._fit_to_capacity([*self._turns, {"role": "user", "content": question}])
         if left_out := (len(self._turns) + 1 - len(turns)) // 2:
             write(f"[dropped the {left_out} earliest exchanges: the chat exceeds {self._capacity} tokens]\n")

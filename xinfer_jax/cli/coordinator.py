@@ -84,9 +84,8 @@ class Coordinator:
 
     def _register(self, channel: Channel, number: int, host: str) -> None:
         if number in self._channels:
-            channel.send(
-                end=2, line=f"--process_id={number} is given twice, on {self._hosts[number]} and {host}"
-            )
+            where = f"{self._hosts[number]} and {host}"
+            channel.send(end=2, line=f"--process_id={number} is given twice, on {where}")
             return
         self._channels[number] = channel
         self._hosts[number] = host

@@ -56,23 +56,21 @@ class FlagParser:
         self._define(name, help, default, int, lambda number: least <= number <= most, remedy)
 
     def add_number(
-        self,
-        name: str,
-        help: str,
-        is_valid: Callable[[float], bool],
-        range: str,
-        default: float | None = None,
+        self, name: str, help: str, is_valid: Any, range: str, default: float | None = None
     ) -> None:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
     def add_switch(self, name: str, help: str, default: bool = False) -> None:
-        self._groups.setdefault(self.group, []).append(name)
-        flags.DEFINE_boolean(name, default, help, flag_values=self.values)
-        self.values[name].parser = _ValueParser(_boolean, lambda _: True, "give true or false")
+        flag = flags.BooleanFlag(name, default, help)
+        flag.parser = _ValueParser(_boolean, lambda _: True, "give true or false")
+        self._add(flag)
 
     def _define(self, name: str, help: str, default: Any, *rule: Any) -> None:
-        self._groups.setdefault(self.group, []).append(name)
-        flags.DEFINE(_ValueParser(*rule), name, default, help, flag_values=self.values)
+        self._add(flags.Flag(_ValueParser(*rule), flags.ArgumentSerializer(), name, default, help))
+
+    def _add(self, flag: Any) -> None:
+        self._groups.setdefault(self.group, []).append(flag.name)
+        self.values[flag.name] = flag
 
     def parse(self, argv: Sequence[str]) -> None:
         """Parses the flags; --help and --version print their text and exit.

@@ -103,9 +103,7 @@ def _flush() -> None:
 
 
 def _fill_closed_streams() -> None:
-    """Opens /dev/null for standard streams that are closed. Otherwise the next file that is opened would get
-    such a descriptor, and XLA's messages with it.
-    """
+    """Opens /dev/null for closed standard streams: else the next file would get such a descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

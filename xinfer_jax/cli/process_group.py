@@ -60,11 +60,7 @@ def define_processes(parser: FlagParser) -> None:
 
 
 def member_from_flags(flags: Any) -> GroupMember | None:
-    """The group and this process's number in it, from flags or the cluster; None: it runs alone.
-
-    Raises:
-        InputError: a flag is missing, or flags contradict each other.
-    """
+    """The group and this process's number in it, from flags or the cluster; None: it runs alone."""
     known = flags.coordinator, flags.num_processes, flags.process_id
     if known[0] is None:
         peers = "peers" in flags and (flags.peers or flags.peer)
@@ -89,11 +85,7 @@ def member_from_flags(flags: Any) -> GroupMember | None:
 
 
 def parse_address(flag: str, text: str, least_port: int = 0, more: str = "") -> tuple[str, int]:
-    """HOST:PORT of a flag.
-
-    Raises:
-        InputError: it is none; more: what else the flag may be.
-    """
+    """HOST:PORT of a flag. more: what else the flag may be, for an error."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and least_port <= int(port) < 2**16):
         raise InputError(f"--{flag}={text} must be HOST:PORT{more}")
@@ -113,12 +105,7 @@ def _detect_cluster(given: Any) -> tuple[str, int, int]:
 
 
 def shared_settings(parser: FlagParser) -> dict[str, str]:
-    """The settings that must be the same in all processes, by name: flags, versions, digests of checkpoint
-    files.
-
-    Raises:
-        InputError: a checkpoint cannot be found.
-    """
+    """The settings that must be the same in all processes, by name: flags, versions, digests of files."""
     flags = parser.values
     same = {f"--{name}": str(flags[name].value) for name in flags if name not in _OWN}
     same["the version"] = version()
@@ -137,10 +124,10 @@ def _digest(file: Path) -> str:
     size = file.stat().st_size
     sha = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
-        is_safetensors = file.suffix == ".safetensors"
-        sha.update(
-            opened.read(min(size, 8 + int.from_bytes(opened.read(8), "little")) if is_safetensors else size)
-        )
+        if file.suffix == ".safetensors":
+            sha.update(opened.read(min(size, 8 + int.from_bytes(opened.read(8), "little"))))
+        else:
+            sha.update(opened.read(size))
         for at in range(opened.tell(), size, max(_SAMPLE, size // 64)):
             opened.seek(at)
             sha.update(opened.read(_SAMPLE))

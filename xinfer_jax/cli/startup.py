@@ -30,9 +30,7 @@ def join_processes() -> int:
 
 
 def open_model(name: str | None, flags: Any) -> Checkpoint:
-    """`open_checkpoint` with the settings of flags. A download from the hub comes first, with its own
-    progress bar.
-    """
+    """`open_checkpoint` with the settings of flags, after a download with its own progress bar."""
     path = name and checkpoint_dir(name)
     mesh = flags.mesh
     if distributed_args() and not mesh:
@@ -112,9 +110,7 @@ def compile_status(work: str, prepare: Callable[[], Precompiler]) -> Iterator[No
 
 
 def use_compilation_cache(command: str, directory: str | None) -> None:
-    """Sets the directory of jax's compilation cache. None: that of its environment variable, or the user's;
-    "": none.
-    """
+    """Sets jax's compilation cache. None: its environment variable's, or the user's; "": none."""
     if directory is None:
         user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "xinfer_jax")
         directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or user
@@ -129,10 +125,8 @@ def use_compilation_cache(command: str, directory: str | None) -> None:
         except OSError as error:
             jax.config.update("jax_compilation_cache_dir", None)
             why = "not a directory" if isinstance(error, FileExistsError) else error.strerror
-            line = format_message(
-                f"compilation cache {directory} cannot be used ({why}): going on without it"
-            )
-            status.log(f"{command}: {line}")
+            line = f"compilation cache {directory} cannot be used ({why}): going on without it"
+            status.log(f"{command}: {format_message(line)}")
             return
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

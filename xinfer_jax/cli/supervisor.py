@@ -42,13 +42,8 @@ _child: dict[str, Any] = {}  # settings from the parent; empty: this process is 
 
 
 def supervise(parser: FlagParser) -> int | None:
-    """Runs the command in a child until all processes have ended, where flags make it one of several.
-
-    Returns:
-        The exit code. None: go on in this process, which is such a child or alone.
-
-    Raises:
-        InputError: flags that contradict each other, an address that cannot be used, or no secret.
+    """Runs the command in a child until all processes have ended, where flags make it one of several; the
+    exit code. None: go on in this process, which is such a child or alone.
     """
     if _CHILD in os.environ:
         _become_child(json.loads(os.environ.pop(_CHILD)))
@@ -76,9 +71,7 @@ def distributed_args() -> dict[str, Any]:
 
 
 def _become_child(settings: dict[str, Any]) -> None:
-    """Makes this process a child: its standard streams are replaced, so what C++ and libraries write goes to
-    its log, and it ends with its parent.
-    """
+    """Makes this process a child, whose standard streams are its log, and which ends with its parent."""
     _child.update(settings)
     with open(settings["secret"], "rb") as pipe:
         set_secret(pipe.read())
@@ -139,9 +132,8 @@ class _Supervisor:
                 try:
                     return Channel(connection, receive, self._secret, listens=False)
                 except InputError as error:
-                    raise GroupEnd(
-                        2, f"{self._process_0} has another secret: give all the same file"
-                    ) from error
+                    why = f"{self._process_0} has another secret: give all the same file"
+                    raise GroupEnd(2, why) from error
             if self._stop.wait(0.2):
                 raise GroupEnd(128 + self._stop.number)
         raise GroupEnd(1, f"{self._process_0} did not answer within {self._seconds} s")

@@ -16,12 +16,7 @@ _CACHE_WARNING = "persistent compilation cache entry"  # jax warns once for each
 
 
 def write(text: str) -> None:
-    """Writes to standard output and flushes it.
-
-    Raises:
-        InputError: it cannot be written, as on a full disk.
-        BrokenPipeError: the reader has gone.
-    """
+    """Writes to standard output and flushes it. BrokenPipeError: the reader has gone."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -74,9 +69,7 @@ class StatusLine:
             self._replace("".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
-        """Erases the line for good. Gives up after 0.2 s, since a stopped terminal may block a thread that
-        writes.
-        """
+        """Erases the line for good. Gives up after 0.2 s: a stopped terminal may block a writing thread."""
         if self._lock.acquire(timeout=0.2):
             self._replace("")
 
@@ -90,26 +83,23 @@ status = StatusLine()  # one for the process, as its terminal is
 
 @contextmanager
 def one_line_warnings(name: str) -> Iterator[None]:
-    """Within, a warning is one line that begins with the program's name. Of jax's many warnings about its
-    compilation cache only the first is shown.
-    """
-    seen = set()
+    """Within, a warning is one line with the program's name; of jax's about its cache only the first."""
+    warned_of_cache = False
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
+        nonlocal warned_of_cache
         text = str(message)
-        kind = None
         if _CACHE_WARNING in text:
-            kind = _CACHE_WARNING
+            if warned_of_cache:
+                return
+            warned_of_cache = True
             reason = text.partition("': ")[2]
             done = "read" if "reading" in text else "written"
             text = (
                 f"the compilation cache has an entry that cannot be {done} ({format_message(reason)[:100]}):"
                 " compiled without it; delete the cache's directory if this comes again"
             )
-        if kind not in seen:
-            status.log(f"{name}: {format_message(text)}")
-        if kind is not None:
-            seen.add(kind)
+        status.log(f"{name}: {format_message(text)}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show

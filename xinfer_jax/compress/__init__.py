@@ -1,10 +1,9 @@
 """Quantization that runs the model on a calibration text; `scripts/quantize.py` is the command. Rounding to
 nearest, without a text, is in `weights.quantization`.
 
-In the order to read: `outliers` makes a model that is hard to quantize, for measurements; `gptq` quantizes a
-matrix on the device, to nearest or by GPTQ, which compensates its own errors; `awq` scales up input channels
-with large activations (AWQ), folds the scales into the matrices and norms before, and quantizes the model
-layer by layer.
+In the order to read: `gptq` quantizes a matrix on the device, to nearest or by GPTQ, which compensates its
+own errors; `awq` scales up input channels with large activations (AWQ), folds the scales into the matrices
+and norms before, and quantizes the model layer by layer; it also makes a model that is hard to quantize.
 
 - In int4 the vocabulary's matrix stays int8, as in other 4-bit formats: its errors are in every logit.
 - A layer is fitted to the actual outputs of the quantized layers before it.

@@ -59,7 +59,8 @@ def awq_params(  # noqa: PLR0913
     group: int | None = None,
     activations: str | None = None,
 ) -> Params:
-    """Returns parameters scaled by AWQ on a calibration text, then quantized by `gptq_matrix`.
+    """Returns parameters scaled by AWQ on a calibration text, then quantized by `gptq_matrix`. Raises
+    InputError.
 
     AWQ alone, without GPTQ: `quantized_params(scaled_params(...), ...)`. Rotated models are not scaled.
 
@@ -69,10 +70,6 @@ def awq_params(  # noqa: PLR0913
         quantize: "int8" or "int4".
         group: inputs that share a scale; None: `group_size`.
         activations: "int8": activations are quantized too, with quantize="int8" and a scale per output.
-
-    Raises:
-        InputError: no token ids, an unknown method, activations with int4 or a group, or a model whose norms
-            or experts cannot be scaled.
     """
     check_activations(activations, quantize, group)
     group = _ALL_INPUTS if activations else group
@@ -181,18 +178,14 @@ def _calibration_batch(config: ModelConfig, token_rows: _TokenRows) -> tuple[jax
 
 def _keyed_layers(params: Params, config: ModelConfig) -> list[tuple[_LayerKey, Params]]:
     """Returns each layer with its key."""
-    return [
-        ((config, kind), layer) for kind, layer in zip(layer_kinds(config), params["layers"], strict=True)
-    ]
+    keys = [(config, kind) for kind in layer_kinds(config)]
+    return list(zip(keys, params["layers"], strict=True))
 
 
 def _to_float32(layer: Params) -> Params:
     """Returns the layer in float32; quantized matrices are dequantized."""
-
-    def leaf_float32(leaf: Any) -> jax.Array:
-        return leaf.dequantize() if is_quantized(leaf) else leaf.astype(jnp.float32)
-
-    return jax.tree.map(leaf_float32, layer, is_leaf=is_quantized)
+    to_float32 = lambda x: x.dequantize() if is_quantized(x) else x.astype(jnp.float32)  # noqa: E731
+    return jax.tree.map(to_float32, layer, is_leaf=is_quantized)
 
 
 def _bits(quantize: str, group: int | None) -> int:
@@ -289,3 +282,21 @@ def _fold_scales(layer: Params, config: ModelConfig, scales: dict[str, jax.Array
     for part, names in _SHARED_INPUTS.items():
         layer |= {name: layer[name] | {"weight": layer[name]["weight"] * scales[part]} for name in names}
     return layer
+
+
+def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
+    """Returns float parameters of the same function, in which one in 64 input channels of every matrix has
+    activations larger by a factor, to measure what quantization loses to them. Raises InputError where the
+    model has a part with which that is not supported.
+    """
+    check_supported(config, "rotations", "artificial outliers are", "leave them out")
+
+    def scales_of(size: int) -> jax.Array:
+        return 1 / jnp.where(jnp.arange(size) % 64 == 5, factor, 1.0)
+
+    by_key_head = scales_of(config.num_key_value_heads * config.head_dim).reshape(-1, config.head_dim)
+    by_head = jnp.repeat(by_key_head, config.num_attention_heads // config.num_key_value_heads, 0).reshape(-1)
+    by_D = scales_of(config.hidden_size)
+    scales = dict(attn=by_D, o=by_head, mlp=by_D, down=scales_of(config.intermediate_size))
+    layers = tuple(_fold_scales(layer, config, dict(scales)) for layer in params["layers"])
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), params | {"layers": layers}, params)

@@ -37,13 +37,8 @@ _UNSUPPORTED = {  # by feature: the parts of a model with which it is not
 
 
 def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -> None:
-    """Raises InputError where the model has a part with which a feature is not supported.
-
-    Args:
-        config: the model.
-        feature: a key of the table.
-        what: the feature in the message, with its verb.
-        remedy: what to do instead.
+    """Raises InputError where the model has a part with which a feature, a key of the table, is not
+    supported. what: the feature in the message, with its verb.
     """
     for part in _UNSUPPORTED[feature]:
         if _PARTS[part](config):

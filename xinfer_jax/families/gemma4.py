@@ -14,7 +14,7 @@ from ..errors import InputError, format_value
 from .family import Family, Names
 from .layer_fields import EXPERTS, FULL, SLIDING, STACKED, attention_bias, read_layer_types
 from .rope_settings import read_rope, rope_per_layer_type
-from .values import get_boolean, get_integer, get_integer_at_most, get_object, get_optional_number
+from .values import get_boolean, get_count, get_integer, get_integer_at_most, get_object, get_optional_number
 
 _ROPE_TYPES = ("default", "linear", "proportional")
 _ROPES: dict[str, dict[str, Any]] = {  # where config.json has none
@@ -41,7 +41,7 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
     types = _layer_types(hf, layers)
     sizes: dict[str, dict[str, Any]] = _sizes_per_layer_type(hf, types)
     window = get_integer(hf, "sliding_window")
-    shared = _get_count(hf, "num_kv_shared_layers", layers - 1)
+    shared = get_count(hf, "num_kv_shared_layers", layers - 1)
     own = types[: layers - shared]
     if missing := [kind for kind in types if kind not in own]:
         raise InputError(
@@ -135,7 +135,7 @@ def _experts(hf: Mapping) -> ExpertsSpec | None:
 
 def _per_layer_input(hf: Mapping) -> dict[str, int]:
     name = "hidden_size_per_layer_input"
-    width = 0 if hf[name] is None else _get_count(hf, name, 2**16)
+    width = 0 if hf[name] is None else get_count(hf, name, 2**16)
     if not width:
         return {}
     vocab = get_integer(hf, "vocab_size_per_layer_input")
@@ -145,15 +145,6 @@ def _per_layer_input(hf: Mapping) -> dict[str, int]:
             " input of each layer"
         )
     return dict(hidden_size_per_layer_input=width, vocab_size_per_layer_input=vocab)
-
-
-def _get_count(hf: Mapping, name: str, most: int) -> int:
-    value = hf[name]
-    if type(value) is not int or not 0 <= value <= most:
-        raise InputError(
-            f"config.json: {name} must be an integer from 0 to {most}, got {format_value(value)}"
-        )
-    return value
 
 
 _EXPERTS = {leaf: name.removeprefix("mlp.") for leaf, name in EXPERTS.items()}

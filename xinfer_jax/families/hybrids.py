@@ -19,7 +19,7 @@ from .layer_fields import (
     with_experts,
 )
 from .rope_settings import read_rope
-from .values import get_boolean, get_integer
+from .values import get_boolean, get_count, get_integer
 
 _LINEAR = "linear_attention"
 _ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
@@ -55,7 +55,7 @@ def read_hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
 def read_qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
     fields = read_hybrid(hf, layers)
     sparse = read_sparse_layers(hf, layers)
-    if _is_zero(hf["num_experts"]) or not any(sparse):
+    if not get_count(hf, "num_experts") or not any(sparse):
         return fields
     experts = _read_shared_experts(hf, get_boolean(hf, "norm_topk_prob"))
     return fields | dict(layers=with_experts(fields["layers"], sparse, experts))
@@ -69,14 +69,8 @@ def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def _read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
     """Experts, one of which all tokens use."""
-    name = "shared_expert_intermediate_size"
-    shared = 0 if _is_zero(hf[name]) else get_integer(hf, name)
+    shared = get_count(hf, "shared_expert_intermediate_size")
     return read_experts(hf, norm_topk_prob=norm_topk_prob, shared_intermediate_size=shared)
-
-
-def _is_zero(value: Any) -> bool:
-    """Whether it is the integer 0, by which config.json leaves something out."""
-    return type(value) is int and value == 0
 
 
 _PARTS = dict(q="query", k="key", v="value")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec
-from ..errors import InputError, format_value
 from .family import Family, Names
 from .layer_fields import (
     EXPERTS,
@@ -19,16 +18,12 @@ from .layer_fields import (
     with_experts,
     with_windows,
 )
-from .values import get_boolean
+from .values import get_boolean, get_count
 
 
 def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on have a sliding window."""
-    first = hf["max_window_layers"]
-    if type(first) is not int or first < 0:
-        raise InputError(
-            f"config.json: max_window_layers must be an integer from 0 on, got {format_value(first)}"
-        )
+    first = get_count(hf, "max_window_layers")
     return layer_windows(hf, [i >= first for i in range(layers)])
 
 

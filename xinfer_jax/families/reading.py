@@ -74,10 +74,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
-    outer object has. Images are not served: the settings of a vision model are not read.
-
-    Raises:
-        InputError: `text_config` is not an object, or both say something else about the tied matrix.
+    outer object has. Images are not served: the settings of a vision model are not read. Raises InputError.
     """
     if hf.get("model_type") not in _NESTED:
         return dict(hf)

@@ -13,15 +13,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False) -> RopeConfig:
-    """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from `rope_parameters`.
-
-    Args:
-        hf: config.json.
-        rope_types: types that the family supports.
-        partial: whether the family may rotate only a part of each head.
-
-    Raises:
-        InputError: a type, a part or a value that is not supported.
+    """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from `rope_parameters`: one of
+    these types, where `partial` also of a part of each head. Raises InputError.
     """
     scaling = flat_rope_settings(hf)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -40,9 +33,8 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
         if hf.get("original_max_position_embeddings") is not None:
             given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     if rope_type in ("yarn", "longrope") and "factor" not in given:
-        given["factor"] = hf["max_position_embeddings"] / get_integer(
-            given, "original_max_position_embeddings"
-        )
+        original = get_integer(given, "original_max_position_embeddings")
+        given["factor"] = hf["max_position_embeddings"] / original
     return _rope(rope_type, {"truncate": True, **given})
 
 
@@ -84,10 +76,7 @@ def read_rope_per_layer_type(hf: Mapping, sliding_theta: float) -> tuple[RopeCon
     """Returns the embeddings of full and of sliding layers, where they may differ; None: they are equal.
 
     Older files have `rope_scaling` for the full layers; newer ones have `rope_parameters` per layer type.
-
-    Args:
-        hf: config.json.
-        sliding_theta: rope_theta of the sliding layers, where `rope_parameters` has none.
+    sliding_theta: rope_theta of the sliding layers, where `rope_parameters` has none.
     """
 
     def layer_type_rope(parameters: Mapping, theta: float) -> RopeConfig:

@@ -44,6 +44,16 @@ def get_integer(hf: Mapping, name: str) -> int:
     return value
 
 
+def get_count(hf: Mapping, name: str, most: int = _INTEGER[1]) -> int:
+    """Returns an integer from 0 on."""
+    value = hf[name]
+    if type(value) is not int or not 0 <= value <= most:
+        raise InputError(
+            f"config.json: {name} must be an integer from 0 to {most}, got {format_value(value)}"
+        )
+    return value
+
+
 def get_boolean(hf: Mapping, name: str) -> bool:
     value = hf.get(name)
     if not isinstance(value, bool):

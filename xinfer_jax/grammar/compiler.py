@@ -134,9 +134,7 @@ class ReasoningEnd:
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:
-    """What the chat template puts before an answer that begins with reasoning, or with a header of Harmony;
-    None: the model does not reason.
-    """
+    """What the chat template puts before an answer that begins with reasoning; None: none does."""
     template = tokenizer.chat_template or ""
     in_harmony = tokenizer.writes_harmony
     if THINK_END not in template and not in_harmony:

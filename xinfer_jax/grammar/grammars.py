@@ -50,11 +50,7 @@ class Grammar:
             raise InputError(f"reasoning_end must be a text, 'auto' or None, got {format_value(end)}")
 
     def compile(self, vocab_size: int) -> CompiledGrammar:
-        """What follows answers of a model with V logits; what `generate` needs of a grammar.
-
-        Raises:
-            InputError: no tokenizer, or a grammar that is not served.
-        """
+        """What follows answers of a model with V logits. InputError: no tokenizer, or it is not served."""
         if self.tokenizer is None:
             raise InputError("a grammar needs the tokenizer: give tokenizer=model.tokenizer beside it")
         return CompiledGrammar(self, vocab_size)

@@ -1,6 +1,7 @@
 """`Matcher`: follows one answer through its grammar on the host, and says which tokens may come next."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +59,13 @@ class CompiledGrammar:
         return LocalMasks(self._vocabulary.matcher(self._grammar), self._vocabulary.size)
 
 
+@dataclasses.dataclass
 class DfaMatcher:
     """Checks on the host what an answer sampled by its automaton on the device."""
 
-    def __init__(self, dfa: Dfa, end_ids: Sequence[int]):
-        self.dfa = dfa
-        self._end_ids = end_ids
-        self._state = 0
+    dfa: Dfa
+    _end_ids: Sequence[int]
+    _state: int = 0
 
     def append(self, ids: Sequence[int]) -> None:
         """Follows the next tokens of the answer; one that is not allowed raises."""
@@ -97,10 +98,7 @@ class LocalMasks:
 
 
 class Matcher:
-    """One answer's way through its grammar.
-
-    Masks are uint32 [ceil(V / 32)]: token v has bit v % 32 of word v // 32.
-    """
+    """One answer's way through its grammar. Token v has bit v % 32 of word v // 32 of a mask."""
 
     dfa = None
 
@@ -126,9 +124,7 @@ class Matcher:
         return self._masks.seconds
 
     def start(self, draft_ids: Sequence[int] = ()) -> None:
-        """Begins to compute the masks of the next token, and after each draft token. Does nothing until
-        tokens were appended after the last call.
-        """
+        """Begins to compute the masks of `fill`; does nothing if no token was appended since."""
         if self._started:
             return
         self._started = True

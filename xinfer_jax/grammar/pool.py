@@ -169,9 +169,7 @@ class GrammarPool:
         self._closed = False
 
     def prepare(self, client: str, grammar: Grammar) -> PooledGrammar:
-        """A grammar that was compiled elsewhere. Its masks come from this pool; a regular expression is
-        compiled, and waited for.
-        """
+        """A grammar that was compiled elsewhere; of a regular expression the automaton is waited for."""
         if grammar.kind == "regex":
             return self._checked(client, grammar, self._check(client, grammar).result())
         return self._checked(client, grammar, (0.0, ("masks", None)))

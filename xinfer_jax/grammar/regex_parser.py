@@ -4,6 +4,7 @@ The syntax is the part of Rust's (and llguidance's) that is regular and common: 
 groups, `|`, `* + ? {m,n}`, and ^ and $ around the whole. `\d`, `\w` and `\s` are those of ASCII.
 """
 
+import dataclasses
 import re
 from typing import Any
 
@@ -53,11 +54,11 @@ def complement(ranges: Ranges) -> Ranges:
     return tuple(found)
 
 
+@dataclasses.dataclass
 class _Parser:
-    def __init__(self, pattern: str):
-        self._pattern = pattern
-        self._depth = 0  # of groups
-        self.at = 0
+    _pattern: str
+    _depth: int = 0  # of groups
+    at: int = 0
 
     def alternatives(self) -> Tree:
         trees = [self._sequence()]

@@ -8,7 +8,7 @@ stand in no answer, but llguidance leaves them out of texts instead of failing. 
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, TypeGuard
 
@@ -55,26 +55,19 @@ def served_schema(schema: Any, strict: bool) -> Any:
     if isinstance(schema, Mapping) and "x-guidance" in schema:
         raise InputError("x-guidance in a JSON schema is not served: leave it out")
     try:
-        nodes = [*_schemas(schema)]
+        nodes: list[Mapping[str, Any]] = []
+
+        def collect(node: Mapping[str, Any]) -> Mapping[str, Any]:
+            nodes.append(node)
+            return node
+
+        _changed(schema, collect)
         merges = any(map(_merges, nodes))
         if merges:
             _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
-        return _rewrite(schema, strict, merges)
+        return _changed(schema, lambda node: _node(node, strict, merges))
     except RecursionError as error:
         raise InputError("a JSON schema is nested too deeply to be served") from error
-
-
-def _schemas(value: Any, is_map: bool = False) -> Iterator[Mapping[str, Any]]:
-    """The objects of a schema that may be schemas."""
-    if isinstance(value, list):
-        for one in value:
-            yield from _schemas(one)
-    elif isinstance(value, Mapping):
-        if not is_map:
-            yield value
-        for key, one in value.items():
-            if is_map or key not in _VALUES:
-                yield from _schemas(one, not is_map and key in _MAPS)
 
 
 def _merges(node: Mapping[str, Any]) -> bool:
@@ -86,18 +79,17 @@ def _merges(node: Mapping[str, Any]) -> bool:
     return bool(applied and _MERGED & {*node})
 
 
-def _rewrite(value: Any, strict: bool, merges: bool, is_map: bool = False) -> Any:
+def _changed(
+    value: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], is_map: bool = False
+) -> Any:
+    """A schema in which objects that may be schemas are changed, each before those in it."""
     if isinstance(value, list):
-        return [_rewrite(one, strict, merges) for one in value]
+        return [_changed(one, change) for one in value]
     if not isinstance(value, Mapping):
         return value
-    if not is_map:
-        value = _node(value, strict, merges)
     return {
-        key: one
-        if key in _VALUES and not is_map
-        else _rewrite(one, strict, merges, key in _MAPS and not is_map)
-        for key, one in value.items()
+        key: one if key in _VALUES and not is_map else _changed(one, change, key in _MAPS and not is_map)
+        for key, one in (value if is_map else change(value)).items()
     }
 
 
@@ -236,8 +228,7 @@ def _check_multiples(multiples: list[int | float]) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern in Rust's syntax whose classes are those of ECMA-262 and Python, without what no
-    string has."""
+    """A pattern in Rust's syntax with the classes of ECMA-262, without what no string has."""
     parts = _PATTERN_PART.findall(pattern)
     found = []
     at = 0

@@ -2,6 +2,7 @@
 `worker` start with it.
 """
 
+import dataclasses
 import random
 import re
 import time
@@ -29,18 +30,13 @@ _NOT_ALLOWED = (
 _LARK_TEXT = re.compile(r'"(?:\\.?+|[^"\\])*+("?+)', re.DOTALL)
 
 
+@dataclasses.dataclass
 class TokenMasks:
-    """The masks of one answer.
+    """The masks of one answer."""
 
-    Args:
-        matcher: an `LLMatcher` of its own, at the grammar's beginning.
-        vocab_size: V.
-    """
-
-    def __init__(self, matcher: Any, vocab_size: int):
-        self._matcher = matcher
-        self._size = vocab_size
-        self.count = 0  # tokens that it followed
+    _matcher: Any  # an `LLMatcher` of its own, at the grammar's beginning
+    _size: int  # V
+    count: int = 0  # tokens that it followed
 
     def after(self, ids: Sequence[int], draft_ids: Sequence[int] = ()) -> np.ndarray:
         """uint32 [1 + n, words of V + 1 bits]: the tokens that may come after all `ids` of the answer, and
@@ -76,14 +72,9 @@ class TokenMasks:
 def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str) -> Any:
     """An `LLMatcher` at the beginning of a grammar, which was tried with a few random texts.
 
-    Args:
-        tokenizer: from `make_tokenizer`.
-        vocab_size: V.
-        kind, source: of the `Grammar`.
-
     Raises:
         InputError: llguidance is not installed.
-        GrammarError: llguidance does not serve the grammar.
+        GrammarError: llguidance does not serve the grammar: its own words.
     """
     llguidance = _import_llguidance()
     limits = llguidance.LLParserLimits(**_LIMITS)
@@ -136,9 +127,7 @@ def check_allowed(is_allowed: bool) -> None:
 
 
 def error_words(error: str) -> str:
-    """llguidance's words, without the grammar and the expressions that it repeats, the place in them, and its
-    own measures.
-    """
+    """llguidance's words, without what it repeats, the place in it, and its own measures."""
     if re.search(r"Current row has|too many items", error, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
     text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]

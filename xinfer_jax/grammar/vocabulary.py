@@ -35,9 +35,7 @@ def keep_latest(kept: OrderedDict, key: Any, value: Any, most: int) -> None:
 
 
 def _token_decoder(backend: Any) -> Callable[[str], bytes]:
-    """What gives the bytes of a token that was not added: of a byte-level vocabulary, or of one with ▁ for
-    spaces and <0xNN> for bytes.
-    """
+    """What gives the bytes of a token that was not added: byte-level, or with ▁ and <0xNN>."""
     settings = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else dict(decoders=[])
     )

@@ -68,9 +68,7 @@ class Jobs:
         self, key: str, grammar: tuple[str, str] | None, number: int | None, ids: array.array,
         drafts: list[int],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """`TokenMasks.after` of the answer with this number, which is followed from its beginning where it is
-        not known.
-        """
+        """`TokenMasks.after` of the answer with this number, followed anew if it is not known."""
         masks = self._answers.get(number) if number is not None else None
         if masks is None or masks.count > len(ids):
             if key not in self._compiled:

@@ -1,15 +1,14 @@
 """`xinfer-jax-serve`: the OpenAI HTTP API over an engine. Nothing imports this package.
 
-In the order to read: `server_settings` are the arguments of a server; `api_errors` are errors as responses;
-`metrics` are Prometheus'; `page` makes the chat page of page.html, page.css and four scripts; `ip_addresses`
-finds the client behind a proxy; `connections` limits open and idle connections; `admission` limits what
-clients have in flight; `request_body` receives and checks a body; `worker_pool` runs slow work in threads;
-`json_encoding` encodes a response in slices, `chunks` makes those of a stream, `http_responses` sends them;
-`peer_worker` is a process that only prefills or only decodes, `peer_front` has a dispatcher over them,
-`peer_messages` is what they tell each other;
-`served_request` is one request to the engine; `service` handles completions, `text_endpoints` what needs no
-engine; `app` has the routes and checks the key; `command` is the process. `xinfer_jax/api/fields.py` lists
-the fields that are served.
+In the order to read: `server_settings` are the arguments of a server; `http_responses` sends responses,
+errors too; `metrics` are Prometheus'; `page` makes the chat page of page.html, page.css and four scripts;
+`ip_addresses` finds the client behind a proxy; `connections` limits open and idle connections; `admission`
+limits what clients have in flight; `request_body` receives and checks a body; `worker_pool` runs slow work in
+threads; `json_encoding` encodes a response in slices, `chunks` makes those of a stream; `peer_worker` is a
+process that only prefills or only decodes, `peer_front` has a dispatcher over them, `peer_messages` is what
+they tell each other; `served_request` is one request to the engine; `service` handles completions,
+`text_endpoints` what needs no engine; `app` has the routes and checks the key; `command` is the process.
+`xinfer_jax/api/fields.py` lists the fields that are served.
 
 - A request without a seed gets one, which the response and the log have. An answer has the same tokens with
   the same seed, beside any other requests.

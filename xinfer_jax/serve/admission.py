@@ -2,13 +2,14 @@
 requests get 429.
 """
 
+import dataclasses
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 
 from starlette.requests import ClientDisconnect
 
 from ..api.bodies import ParsedBody
-from .api_errors import APIError
+from .http_responses import APIError
 from .server_settings import ServerSettings
 
 _BODIES = 4  # of the largest size, that one client may have in flight
@@ -24,9 +25,7 @@ class AdmissionControl:
         self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}  # by client
 
     def admit(self, client: str) -> "Reservation":
-        """Admits a request of this client, or raises APIError 429. It counts as one answer until its body is
-        parsed.
-        """
+        """Admits a request of this client, or APIError 429. It counts as one answer until it is parsed."""
         reservation = Reservation(self, client)
         reservation.reserve(answers=1)
         return reservation
@@ -45,7 +44,7 @@ class AdmissionControl:
                 self.used[unit][client] += more[unit]
                 if not self.used[unit][client]:
                     del self.used[unit][client]
-            reservation.amounts |= amounts
+            reservation.amounts.update(amounts)
 
     def _check(self, unit: str, client: str, count: int, more: int) -> None:
         settings = self._settings
@@ -73,14 +72,14 @@ class AdmissionControl:
             raise APIError(429, f"too many requests wait ({used.total()} {unit} of {total}): try again later")
 
 
+@dataclasses.dataclass(eq=False)
 class Reservation:
     """What one request has reserved of the limits."""
 
-    def __init__(self, admission: AdmissionControl, client: str):
-        self._admission = admission
-        self.client = client
-        self.released = False
-        self.amounts = dict.fromkeys(admission.used, 0)
+    _admission: AdmissionControl
+    client: str
+    released: bool = False
+    amounts: dict[str, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
 
     def reserve(self, **amounts: int) -> None:
         """Sets the number of answers, tokens or bytes. Raises ClientDisconnect after `release`; APIError 429,

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import __version__
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
-from .api_errors import APIError
 from .connections import Connection, Server
+from .http_responses import APIError
 from .ip_addresses import forwarded_client, is_within, parse_networks
 from .page import HEADERS, PAGE
 from .request_body import SLOW_SECONDS

@@ -8,18 +8,19 @@ from typing import Any
 from ..api.bodies import ParsedBody
 from ..api.responses import (
     FINISH_REASONS,
+    TokenTextDecoder,
     answer_detokenizer,
     answer_parser,
     chat_finish_reason,
     echo_entries,
     format_logprobs,
+    prompt_text,
     usage_counts,
 )
-from ..api.token_texts import TokenTextDecoder, prompt_text
 from ..checkpoint.tokenizer import Tokenizer
 from ..engine.requests import Answer, Request, request_updates
 from ..tool_calls.answer_parser import AnswerDelta, reasoning_fields
-from .api_errors import APIError
+from .http_responses import APIError
 
 _QUIET_SECONDS = 5.0  # after which a comment keeps the connection open, for the client and for proxies
 _SLICE = 64  # tokens of a chunk at most, so that formatting it takes a bounded time

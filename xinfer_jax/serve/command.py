@@ -212,9 +212,7 @@ def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
 
 @contextmanager
 def _exit_deadline(stop: SignalEvent, grace: float) -> Iterator[None]:
-    """Within, the process exits with code 0 at most `grace` and a few seconds after a signal, even in a long
-    call.
-    """
+    """Within, the process exits with 0 some seconds after a signal's grace, even in a long call."""
     ended = threading.Event()
 
     def exit_late() -> None:

@@ -43,14 +43,14 @@ class Connections:
         self._proxies = parse_networks(settings.trusted_proxies)
         self._total = 0
         self._open = Counter[str]()
-        self._waiting: dict[str, dict[Connection, None]] = {}  # in the order in which they began to wait
+        self._waiting: dict[Connection, None] = {}  # in the order in which they began to wait
 
     def add(self, host: str) -> str | None:
         """Counts a new connection. Returns the address under which it counts; None: it must be rejected."""
-        is_proxy = is_within(host, self._proxies)
+        is_proxy = self.is_proxy(host)
         address = host if is_proxy else address_group(host)
         if not is_proxy and self._open[address] >= self._most_per_address:
-            if not self._abort_waiting_of(address):
+            if not self.abort_waiting(address):
                 return None
         elif self._total >= self._most and not self.abort_waiting():
             return None
@@ -58,27 +58,24 @@ class Connections:
         self._total += 1
         return address
 
-    def abort_waiting(self) -> bool:
-        """Aborts a waiting connection, of the address that has the most connections; a proxy's only if no
-        other waits. Returns whether there was one.
+    def is_proxy(self, address: str) -> bool:
+        return is_within(address, self._proxies)
+
+    def abort_waiting(self, address: str | None = None) -> bool:
+        """Aborts a waiting connection of this address, or of that which has the most connections; a proxy's
+        only if no other waits. Returns whether there was one.
         """
-        if not self._waiting:
-            return False
-        address = max(
-            self._waiting, key=lambda address: (not is_within(address, self._proxies), self._open[address])
-        )
-        return self._abort_waiting_of(address)
+        waiting = [one for one in self._waiting if address in (None, one.address)]
+        if waiting:
+            max(waiting, key=lambda one: (not one.is_proxy, self._open[one.address])).abort()
+        return bool(waiting)
 
     def set_waiting(self, connection: "Connection", waits: bool) -> None:
         """Sets whether a connection waits."""
-        waiting = self._waiting.get(connection.address, {})
         if not waits:
-            waiting.pop(connection, None)
+            self._waiting.pop(connection, None)
         elif not connection.aborted:
-            waiting.setdefault(connection)
-            self._waiting[connection.address] = waiting
-        if not waiting:
-            self._waiting.pop(connection.address, None)
+            self._waiting.setdefault(connection)
 
     def remove(self, address: str) -> None:
         """Removes a connection from the counts."""
@@ -86,13 +83,6 @@ class Connections:
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]
-
-    def _abort_waiting_of(self, address: str) -> bool:
-        if not (waiting := self._waiting.get(address)):
-            return False
-        connection = next(iter(waiting))
-        connection.abort()
-        return True
 
 
 class Connection(H11Protocol):
@@ -103,6 +93,7 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, address: str, stall_seconds: float, **more: Any):
         super().__init__(**more)
         self.address = address
+        self.is_proxy = connections.is_proxy(address)
         self.aborted = False
         self._connections = connections
         self._stall_seconds = stall_seconds
@@ -182,7 +173,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, settings: ServerSettings, log: Callable[[str], None]):
         super().__init__(config)
-        self._settings = settings
+        self.settings = settings
         self._log = log
         # For each kind of line, the time from which it may be logged again.
         self._next_log = dict[str, float]()
@@ -190,13 +181,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._log_loop_error)
         await super().startup(sockets=[])
-        connections = Connections(self._settings)
+        connections = Connections(self.settings)
         self.servers = [_Listener(listening, connections, self) for listening in sockets or ()]  # type: ignore
-
-    def make_connection(self, connections: Connections, address: str) -> Connection:
-        """The protocol of a new connection."""
-        own = dict(config=self.config, server_state=self.server_state, app_state={})
-        return Connection(connections, address, self._settings.stall_seconds, **own)
 
     def log_rarely(self, kind: str, line: str) -> None:
         """Logs a line, at most one of each kind a minute."""
@@ -254,7 +240,8 @@ class _Listener:
             if address is None:
                 self._reject(accepted, peer[0])
                 continue
-            connection = self._server.make_connection(self._connections, address)
+            own = dict(config=self._server.config, server_state=self._server.server_state, app_state={})
+            connection = Connection(self._connections, address, self._server.settings.stall_seconds, **own)
             task = self._loop.create_task(self._open(accepted, connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)

@@ -1,4 +1,4 @@
-"""Sends responses: JSON bodies and server-sent events. A client that reads nothing is disconnected; a
+"""Sends responses: errors, JSON bodies and server-sent events. A client that reads nothing is disconnected; a
 disconnected client is noticed at once.
 
 Waits are bounded by `asyncio.timeout`: `asyncio.wait_for` may swallow a cancellation on Python 3.11, and then
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import format_message
@@ -20,6 +20,24 @@ from ..formatting import json_line
 _SLICE_BYTES = 2**16  # of a body that are sent at a time; the client must read each within the stall time
 
 _Result = TypeVar("_Result")
+
+
+class APIError(Exception):
+    """An HTTP error: its status, a message, and the field at fault."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def response(self) -> Response:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = dict(message=str(self), type=kind, param=self.param, code=self.code)
+        headers = {"retry-after": "1"} if self.status in (429, 503) else {}
+        if self.status in (408, 413):  # the rest of the body stays unread
+            headers["connection"] = "close"
+        return JSONResponse(dict(error=error), self.status, headers)
 
 
 class TimedResponse(Response):
@@ -86,9 +104,7 @@ def event_stream(
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive) -> _Result:
-    """Returns what the work returns. If the client disconnects first, the work is cancelled, and this raises
-    ClientDisconnect.
-    """
+    """What the work returns. If the client disconnects first, it is cancelled: ClientDisconnect."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -37,9 +37,7 @@ def is_within(host: str, trusted: Networks) -> bool:
 
 
 def address_group(host: str) -> str:
-    """The name under which an address is counted. An IPv6 address counts as its /64, which one host often has
-    as a whole.
-    """
+    """The name under which an address is counted: of IPv6 its /64, which one host often has as a whole."""
     try:
         address = _peer_address(host)
     except ValueError:

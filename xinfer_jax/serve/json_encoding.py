@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..api.bodies import ParsedBody
-from ..api.responses import format_logprobs, response_choices, response_object
-from ..api.token_texts import TokenTextDecoder
+from ..api.responses import TokenTextDecoder, format_logprobs, response_choices, response_object
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
@@ -46,9 +45,7 @@ def response_to_json(
     check: Callable[[], None],
     **head: Any,
 ) -> bytes:
-    """Encodes the `response_body`. check: called after each choice; it raises if no one needs the response.
-    head: further fields, `usage` among them.
-    """
+    """Encodes the `response_body`. check: raises if no one needs it; head: more fields, as `usage`."""
     choices = list[bytes]()
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         check()

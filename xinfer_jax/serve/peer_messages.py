@@ -45,11 +45,7 @@ def answer_to_message(answer: Answer) -> dict[str, Any]:
 
 
 def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPool) -> Answer:
-    """The answer, of a request to this engine.
-
-    Raises:
-        InputError: the engine cannot answer it, as it may have fewer pages.
-    """
+    """The answer, of a request to this engine; InputError where it cannot answer it."""
     options = fields["options"]
     row_fields = fields["row"]
     if options.grammar is not None:

@@ -114,9 +114,7 @@ class PeerWorker:
         self._endpoint.send(ticket, target)
 
     def _receive(self, ticket: int, contents: list[Any]) -> None:
-        """Keeps a part of the pages of a row, or pulls them all in a thread, as their process may end
-        meanwhile.
-        """
+        """Keeps a part of the pages of a row, or pulls them in a thread: their process may end meanwhile."""
         if ticket not in self._lengths:  # it has ended
             return
         kind, *args = contents

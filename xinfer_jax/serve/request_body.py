@@ -13,7 +13,7 @@ from starlette.requests import Request as HTTPRequest
 
 from ..errors import format_value
 from .admission import Reservation
-from .api_errors import APIError
+from .http_responses import APIError
 
 SLOW_SECONDS = 30  # within which the head, and then the body, of a request must arrive
 BYTES_PER_TOKEN = 64  # of the context, for each prompt of a body

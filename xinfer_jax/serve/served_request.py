@@ -1,5 +1,6 @@
 """An HTTP request that the engine answers: its engine requests, its reservation and its line of the log."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -11,20 +12,19 @@ from ..engine.requests import Request
 from .admission import Reservation
 
 
+@dataclasses.dataclass(eq=False)
 class ServedRequest:
     """An HTTP request, until its response is sent or its client disconnects. Thread-safe."""
 
-    def __init__(self, server: Any, request_id: str, reservation: Reservation, number: int, received: float):
-        """server: a `Service`; number: of this request for completions; received: by time.monotonic()."""
-        self._server = server
-        self.request_id = request_id
-        self.reservation = reservation
-        self.number = number
-        self.received = received
-        self._finished = False
-        self._lock = threading.Lock()
-        self.parsed: ParsedBody | None = None  # until it is submitted
-        self.requests: list[Request] = []  # to the engine
+    _server: Any  # a `Service`
+    request_id: str
+    reservation: Reservation
+    number: int  # of this request for completions
+    received: float  # by time.monotonic()
+    parsed: ParsedBody | None = None  # until it is submitted
+    requests: Sequence[Request] = ()  # to the engine
+    _finished: bool = False
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def set_submitted(self, parsed: ParsedBody, requests: list[Request]) -> None:
         """Sets the engine requests, from any thread. If the client has disconnected they are cancelled."""

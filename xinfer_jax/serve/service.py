@@ -28,9 +28,8 @@ from ..generation.options import GenerateOptions
 from ..grammar.pool import GrammarPool
 from ..sampling.random_keys import key_from_seed
 from .admission import AdmissionControl, Reservation, count_answers, count_tokens
-from .api_errors import APIError
 from .chunks import check_answer, stream_chunks
-from .http_responses import event_stream, json_response, until_disconnect
+from .http_responses import APIError, event_stream, json_response, until_disconnect
 from .ip_addresses import address_group
 from .json_encoding import response_to_json
 from .metrics import Metrics

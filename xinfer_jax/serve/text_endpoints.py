@@ -21,8 +21,7 @@ from ..embedding import POOLINGS, embed_texts, text_token_ids
 from ..errors import InputError, format_value
 from ..generation.executor import bucket
 from .admission import Reservation
-from .api_errors import APIError
-from .http_responses import json_response, until_disconnect
+from .http_responses import APIError, json_response, until_disconnect
 from .json_encoding import embeddings_to_json, list_to_json, object_to_json, to_json
 from .request_body import receive_body
 from .service import Service
@@ -58,9 +57,7 @@ class TextEndpoints:
         return await self._respond(request, self._embed)
 
     async def _respond(
-        self,
-        request: HTTPRequest,
-        work: Callable[[Reservation, list[bytes]], Coroutine[Any, Any, bytes]],
+        self, request: HTTPRequest, work: Callable[[Reservation, list[bytes]], Coroutine[Any, Any, bytes]]
     ) -> Response:
         """Sends the JSON that the work makes of a body, unless the client disconnects."""
         settings = self._service.settings
@@ -74,10 +71,7 @@ class TextEndpoints:
         return json_response(body, reservation.release, settings.stall_seconds)
 
     async def _run(
-        self,
-        reservation: Reservation,
-        data: list[bytes],
-        work: Callable[[Model, dict[str, Any]], bytes],
+        self, reservation: Reservation, data: list[bytes], work: Callable[[Model, dict[str, Any]], bytes]
     ) -> bytes:
         """Runs the work on a parsed body in a thread."""
 

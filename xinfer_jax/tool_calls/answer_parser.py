@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError, format_value
-from .descriptions import check_tools, parameter_schemas
 from .harmony import HarmonyParser, SpelledControlTokens, begins_in_harmony
 from .reasoning import ReasoningParser
 from .tool_call_parser import HARMONY, TOOL_FORMATS, ToolCallDelta, ToolCallParser
+from .tool_messages import check_tools, parameter_schemas
 
 _SLICE = 4096  # characters of a whole text that are parsed at a time: the rest is not copied for each call
 

@@ -4,6 +4,7 @@ The text is in llguidance's Lark syntax: a terminal is a regular expression, & a
 complement, %json is a JSON Schema.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -155,9 +156,8 @@ def _searched(where: str, pattern: Any) -> str:
 
 def _check_keywords(where: str, schema: Mapping[str, Any], known: set[str]) -> None:
     if others := sorted({*schema} - known):
-        raise InputError(
-            f"{where}: {others[0]!r} cannot be required of a call in this model's form: leave it out"
-        )
+        said = f"{others[0]!r} cannot be required of a call in this model's form"
+        raise InputError(f"{where}: {said}: leave it out")
 
 
 def _gemma_grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -> str:
@@ -186,17 +186,19 @@ _GEMMA_ANY = (
 )
 
 
+@dataclasses.dataclass
 class _GemmaValues:
     """The rules of values as Gemma 4 writes them: keys without quotes, texts between marks, no spaces."""
 
-    def __init__(self, name: str, prefix: str, root: Mapping[str, Any]):
-        """name: of the function; prefix: of the rules' names; root: has the definitions."""
-        self.rules: list[str] = []  # that the expressions need
-        self._name = name
-        self._where = f"tool {name!r}"
-        self._prefix = prefix
-        self._root = root
-        self._references: dict[str, str] = {}
+    _name: str  # of the function
+    _prefix: str  # of the rules' names
+    _root: Mapping[str, Any]  # has the definitions
+    rules: list[str] = dataclasses.field(default_factory=list)  # that the expressions need
+    _references: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def _where(self) -> str:
+        return f"tool {self._name!r}"
 
     def _rule(self, text: str, is_terminal: bool = False) -> str:
         name = f"{self._prefix}{len(self.rules)}"
@@ -240,10 +242,8 @@ class _GemmaValues:
         if isinstance(value, str):
             return f"{GEMMA_QUOTE} {_text(value) if value else ''} {GEMMA_QUOTE}"
         if isinstance(value, dict | list):
-            raise InputError(
-                f"{self._where}: the constant {format_value(value)} cannot be required of a call in this"
-                " model's form: leave it out"
-            )
+            said = f"the constant {format_value(value)} cannot be required of a call in this model's form"
+            raise InputError(f"{self._where}: {said}: leave it out")
         return _text(json.dumps(value))
 
     def _typed(self, kind: Any, schema: Mapping[str, Any], types: Sequence[Any]) -> str:
@@ -259,9 +259,8 @@ class _GemmaValues:
         if kind == "object":
             return self.object(own) if "properties" in own else "any_object"
         if kind not in ("integer", "number", "boolean", "null"):
-            raise InputError(
-                f"{self._where}: type {format_value(kind)} is not one of JSON Schema: correct it"
-            )
+            said = f"type {format_value(kind)} is not one of JSON Schema"
+            raise InputError(f"{self._where}: {said}: correct it")
         return self._rule(_json(self._name, {**own, "type": kind}))
 
     def _array(self, schema: Mapping[str, Any]) -> str:

@@ -254,9 +254,7 @@ class _ArgumentsParser(CallParser):
 
 
 def call_rules(functions: Mapping[str, str]) -> list[str]:
-    """The Lark rules of a call after some reasoning, or at once. functions: the rule of the arguments of each
-    name.
-    """
+    """The Lark rules of a call, perhaps after reasoning. functions: the rule of each one's arguments."""
     heads = (
         f'{json.dumps(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|> {rule}'
         for name, rule in functions.items()

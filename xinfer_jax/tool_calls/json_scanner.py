@@ -1,5 +1,6 @@
 """`JSONObjectScanner`: finds where a JSON object ends in a text that is still being generated."""
 
+import dataclasses
 import re
 
 _LITERAL = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -31,21 +32,16 @@ _NEXT = {
 }
 
 
+@dataclasses.dataclass
 class JSONObjectScanner:
-    """Checks the characters of one object as they arrive, each of them once.
+    """Checks the characters of one object as they arrive, each of them once."""
 
-    Attributes:
-        ended: the object is complete.
-        failed: the text is not a JSON object.
-    """
-
-    def __init__(self) -> None:
-        self.ended = False
-        self.failed = False
-        self._state = "start"
-        self._open: list[str] = []  # "{" and "[" that are not closed yet
-        self._is_key = False  # of a string
-        self._literal = ""
+    ended: bool = False  # the object is complete
+    failed: bool = False  # the text is not a JSON object
+    _state: str = "start"
+    _open: list[str] = dataclasses.field(default_factory=list)  # "{" and "[" that are not closed yet
+    _is_key: bool = False  # of a string
+    _literal: str = ""
 
     def push(self, text: str) -> int:
         """How many characters of the text belong to the object, up to its end or to what is not JSON."""

@@ -1,19 +1,16 @@
 """Hadamard rotations that remove outliers from activations: QuaRot (Ashkboos et al. 2024).
 
-The rotated model is the same function. A large value of one channel is spread over many channels, so int8
-keeps the others precise.
-
-If a vector and a matrix's rows are rotated by the same matrix, their products stay the same. The residual
-stream is rotated, and the rotation is folded into every matrix that reads or writes it. Values are rotated
-head by head, by folding into v's rows and o's columns. Norms commute with rotations once their gains are
-folded into the columns of the next matrices. At run time only down_proj's input is rotated, and the residual
-stream at the final norm and before lm_head: so tied embeddings stay tied, and hidden states equal those of
-the plain model.
+A large value of one channel is spread over many channels, so int8 keeps the others precise.
+The rotated model is the same function: if a vector and a matrix's rows are rotated by the same matrix, their
+products stay the same. The residual stream is rotated, and the rotation is folded into every matrix that
+reads or writes it. Values are rotated head by head, by folding into v's rows and o's columns. Norms commute
+with rotations once their gains are folded into the columns of the next matrices. At run time only down_proj's
+input is rotated, in blocks, and the residual stream at the final norm and before lm_head: so tied embeddings
+stay tied, and hidden states equal those of the plain model.
 
 A rotation first multiplies by signs, without which the common part of all channels would become an outlier.
 Then it multiplies by a Kronecker product of small symmetric matrices: Hadamard matrices for the power of two
-in the width, and a Hartley matrix, [cos + sin](2 pi i j / m), for the remaining factor m. down_proj's input
-is rotated in blocks of 64: this is one matrix product and takes less time than its quantization.
+in the width, and a Hartley matrix, [cos + sin](2 pi i j / m), for the remaining factor m.
 """
 
 import dataclasses

@@ -2,13 +2,9 @@
 
 A matrix has O outputs and I inputs, in Q groups of 32 inputs. A number has a sign, two bits of exponent and
 one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with both signs. Its bits become those of a float,
-which is exact and needs no table: of float32 (`kernels_pallas.mxfp4`), or for a row on CPUs of float16, since
-they convert subnormal numbers of that type to float32 exactly.
-
-The experts of one token in a layer of gpt-oss-20b, 100 million weights, on 2 Zen 4 cores beside other work:
-by float16 10.7 ms (jax 0.10) and 9.4 (0.12), by float32 15 and 13, int4 7.4 and 10.1. One matrix by a table
-takes four times as long as by float32, by integers more. Fewer partial sums (one of a group, or of several)
-are four times as slow in one version or both: LLVM no longer unrolls the loop.
+which is exact and needs no table (a table takes four times as long): of float32 (`kernels_pallas.mxfp4`), or
+for a row on CPUs of float16, since they convert subnormal numbers of that type to float32 exactly. With fewer
+partial sums (one of a group, or of several) LLVM no longer unrolls the loop, and it is four times as slow.
 """
 
 import dataclasses
