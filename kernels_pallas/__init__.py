@@ -1,15 +1,11 @@
-"""Pallas kernels for attention, the append to a cache, matrix products, the greedy token and a sampler's
-pass over the logits. Each has a plain jnp reference of the same name in `reference`, `reference_products` or
+"""Pallas kernels for attention, the append to a cache, matrix products, the greedy token and a sampler's pass
+over the logits. Each has a plain jnp reference of the same name in `reference`, `reference_products` or
 `reference_append`. This package does not import the library that uses it.
 
-`dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
-`run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU or TPU that is not here. `support`
-says what each kernel supports. `key_layouts` says where keys are, and has their quantized form, `mxfp4` that
-of experts. `mosaic` has
-kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
-JAX has deprecated (`triton/products.py` says how products work). `tpu` has kernels for TPUs: attention, the
-append, products of few rows, experts and the greedy token. `compat` has the differences between versions of
-jax.
+`dispatch` chooses the implementation of a call (`select`, `run_kernel`, and `assume_device`, to compile for a
+GPU or TPU that is not here), `support` says what each kernel takes; `key_layouts` and `mxfp4` have the forms
+of keys and of experts. `mosaic` has kernels for Hopper (TMA, wgmma), `triton` for Ampere and newer, through a
+backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences between versions of jax.
 
 - Shapes, dtypes and the NVIDIA GPU or TPU of the process (all its devices are taken to be alike) decide,
   never the default device. With a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`, with
@@ -28,8 +24,8 @@ jax.
   blocks that a row needs, not the capacity, among its programs. There are two programs per multiprocessor
   over all rows and heads, a static number. Triton's are not split where rows and heads give about one: small
   keys would gain a tenth of their bytes in partial results. Then one program has to keep enough loads in
-  flight, so it has up to 8 stages. The G queries of a key head, of all tokens, are rows of one tile:
-  this wastes arithmetic, which is free while memory is the limit.
+  flight, so it has up to 8 stages. The G queries of a key head, of all tokens, are rows of one tile: this
+  wastes arithmetic, which is free while memory is the limit.
 - Values beyond the length are zeros: a weight of 0 does not remove a NaN. Triton loads them with a mask.
   Mosaic writes zeros to shared memory, in the one block that contains the end; in prefill the warpgroup that
   loads does it before it passes the block on, so there is no race.

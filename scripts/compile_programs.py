@@ -35,11 +35,10 @@ import jax  # noqa: E402
 from absl import flags  # noqa: E402
 from bench.model_shapes import SHAPES, hf_config  # noqa: E402
 from gpu import plan_estimates as estimates  # noqa: E402
+from gpu.card_specs import CARDS, TPUS  # noqa: E402
 from gpu.compile_kernels import compile_kernels  # noqa: E402
-from gpu.gpu_specs import CARDS  # noqa: E402
 from gpu.program_report import print_report, report  # noqa: E402
 from gpu.programs import PROGRAMS, ProgramJob  # noqa: E402
-from tpu.tpu_specs import TPUS  # noqa: E402
 
 from xinfer_jax.cache.stored_kv import resolve_cache_dtype  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402

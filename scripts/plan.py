@@ -24,8 +24,7 @@ from absl import flags  # noqa: E402
 from bench.model_shapes import SHAPES, hf_config  # noqa: E402
 from goodput.device_times import KINDS, parse_devices  # noqa: E402
 from gpu import plan_estimates as estimates  # noqa: E402
-from gpu.gpu_specs import Card  # noqa: E402
-from tpu.tpu_specs import Tpu  # noqa: E402
+from gpu.card_specs import Card, Tpu  # noqa: E402
 
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.families.reading import from_hf  # noqa: E402

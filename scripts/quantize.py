@@ -84,9 +84,7 @@ CALIBRATION_TOKENS = flags.DEFINE_integer(
     "calibration_tokens", 16384, "Largest number of calibration tokens.", lower_bound=1
 )
 EVAL = flags.DEFINE_string(
-    "eval",
-    None,
-    "Report perplexity and top-1 agreement with float32 on a text file, capitals or sampled.",
+    "eval", None, "Report perplexity and top-1 agreement with float32 on a text file, capitals or sampled."
 )
 EVAL_SEED = flags.DEFINE_integer(
     "eval_seed", 12, "Seed of capitals and sampled for --eval; calibration has seed 11.", lower_bound=12

@@ -125,11 +125,8 @@ def train(
         params, state, loss = update(params, state, *batch)
         losses.append(loss)
         if step % 100 == 0 or step == steps:
-            print(
-                f"step {step:5}  loss {np.mean(jax.device_get(losses)):.4f} "
-                f" {time.perf_counter() - start:.0f} s",
-                flush=True,
-            )
+            loss = np.mean(jax.device_get(losses))
+            print(f"step {step:5}  loss {loss:.4f}  {time.perf_counter() - start:.0f} s", flush=True)
             losses = []
     return params
 
@@ -163,24 +160,18 @@ def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
     groups = {}
     first = tiny_data.evaluation_set(tiny_data.PHRASINGS[0])
     for phrasing in tiny_data.EVALUATION_PHRASINGS:
+        turns = tiny_data.evaluation_set(phrasing)
         group = phrasing + (" (phrasing never trained)" if phrasing == tiny_data.HELD_OUT else "")
-        groups[group] = render(tiny_data.evaluation_set(phrasing))
-        groups[group + ", other system message"] = render(
-            tiny_data.evaluation_set(phrasing), tiny_data.OTHER_SYSTEMS[0]
-        )
+        groups[group] = render(turns)
+        groups[group + ", other system message"] = render(turns, tiny_data.OTHER_SYSTEMS[0])
     groups["system message never trained"] = render(first, tiny_data.HELD_OUT_SYSTEM)
-    groups["lower case, no question mark"] = render(
-        [(question.lower().rstrip("?"), right) for question, right in first]
-    )
-    groups["other names of countries"] = render(
-        [
-            (tiny_data.question(tiny_data.PHRASINGS[0], name), tiny_data.answer(name))
-            for name in tiny_data.ALIASES
-        ]
-    )
-    groups["small talk"] = render(
-        [(question, reply) for reply, questions in tiny_data.SMALL_TALK.items() for question in questions]
-    )
+    lower = [(question.lower().rstrip("?"), right) for question, right in first]
+    groups["lower case, no question mark"] = render(lower)
+    asked = {name: tiny_data.question(tiny_data.PHRASINGS[0], name) for name in tiny_data.ALIASES}
+    aliases = [(question, tiny_data.answer(name)) for name, question in asked.items()]
+    groups["other names of countries"] = render(aliases)
+    talk = tiny_data.SMALL_TALK.items()
+    groups["small talk"] = render([(question, reply) for reply, asked in talk for question in asked])
     sentences = [tiny_data.raw_sentence(name) for name in tiny_data.CAPITALS]
     groups["The capital of {c} is, without the chat template"] = [
         (start, end.removesuffix(tiny_data.END_OF_TEXT)) for start, end in sentences
@@ -196,21 +187,13 @@ def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
     results = {}
     options = xj.GenerateOptions(max_new_tokens=32, eos_token_ids=tokenizer.eos_token_ids)
     for group, pairs in questions(tokenizer).items():
-        out = xj.generate(
-            model.params,
-            model.config,
-            [tokenizer.encode(text, add_special_tokens=False) for text, _ in pairs],
-            options,
-        )
-        answers = [
-            tokenizer.decode(ids) if reason == "eos" else None
-            for ids, reason in zip(out.tokens, out.finish_reason, strict=True)
-        ]
-        wrong = [
-            f"    {right!r}: {answer!r}"
-            for (_, right), answer in zip(pairs, answers, strict=True)
-            if answer != right
-        ]
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text, _ in pairs]
+        out = xj.generate(model.params, model.config, prompts, options)
+        wrong = []
+        for (_, right), ids, reason in zip(pairs, out.tokens, out.finish_reason, strict=True):
+            answer = tokenizer.decode(ids) if reason == "eos" else None
+            if answer != right:
+                wrong.append(f"    {right!r}: {answer!r}")
         results[group] = (len(pairs) - len(wrong), len(pairs))
         print(f"{results[group][0]:4} of {len(pairs):3} right  {group}", *wrong[:5], sep="\n", flush=True)
     return results
@@ -258,12 +241,9 @@ def main(argv: list[str]) -> None:
         seconds = time.process_time() - start
         write_checkpoint(directory, settings, params)
         results = evaluate(xj.load_model(directory, dtype=jnp.float32))
-        if low := {
-            group: f"{right} of {total}"
-            for group, (right, total) in results.items()
-            if right < _LEAST.value * total
-        }:
-            sys.exit(f"nothing written, below {_LEAST.value:.0%}: {low}; train with more --steps")
+        least = _LEAST.value
+        if low := {group: f"{n} of {total}" for group, (n, total) in results.items() if n < least * total}:
+            sys.exit(f"nothing written, below {least:.0%}: {low}; train with more --steps")
         (directory / "README.md").write_text(model_card(params, seconds, results), encoding="utf-8")
         for file in sorted(directory.iterdir()):
             complete = shutil.copyfile(file, output / f".{file.name}.new")

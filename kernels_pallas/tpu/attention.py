@@ -86,8 +86,7 @@ def prefill_attention(  # noqa: PLR0913
         ),
         out_shape=result_type(q.shape, q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True,
-            vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt else None,
+            disable_bounds_checks=True, vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt else None
         ),
         interpret=emulator(interpret),
         name="attention",

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from bench.model_shapes import hf_config
 from bench.model_work import prefill_work
 from gpu import plan_estimates as estimates
-from gpu.gpu_specs import CARDS, Card
+from gpu.card_specs import CARDS, TPUS, Card, Tpu
 from gpu.plan_estimates import Job, Limits
-from tpu.tpu_specs import TPUS, Tpu
 
 from goodput.simulator import EngineSizes
 from goodput.step_times import StepTimes

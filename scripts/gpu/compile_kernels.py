@@ -1,7 +1,6 @@
 """Compiles every kernel for an NVIDIA GPU that is not here: registers, spills, memory, instructions."""
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gpu.gpu_specs import CARDS
+from gpu.card_specs import CARDS
 from gpu.kernel_cases import KernelCase, kernel_cases
 from gpu.machine_code import assemble, empty, pallas_ptx
 
@@ -36,18 +35,15 @@ def compile_kernels(gpu: str, only: Sequence[str], folder: str) -> list[dict[str
 def _compile(gpu: str, case: KernelCase, sharding: Any, folder: str) -> Iterator[dict[str, Any]]:
     name, impl, function, shapes = case
     empty(folder)
-    start = time.perf_counter()
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     # Mosaic takes the target from the default device, Triton from the abstract mesh.
     with (
         jax.default_device(sharding.mesh.devices.flat[0]),
         jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh),
     ):
-        compiled = jax.jit(function).lower(*args).compile()
+        jax.jit(function).lower(*args).compile()
     resources = next(Path(folder).glob("*.resources.txt"), None)  # only Mosaic of the newest jax writes it
     shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())[1]) if resources else None
-    temporaries = compiled.memory_analysis().temp_size_in_bytes // 1024
-    seconds = time.perf_counter() - start
     for entry, path in pallas_ptx(folder):
         text = path.read_text(errors="ignore")
         figures = assemble(CARDS[gpu].capability, path)
@@ -58,8 +54,8 @@ def _compile(gpu: str, case: KernelCase, sharding: Any, folder: str) -> Iterator
         exact = "float32" in name
         without_products = impl is None or entry.startswith("merge")
         as_written = without_products or (exact or tensor > 0) and copies > 0
-        result = dict(gpu=gpu, kernel=name, **figures, shared_bytes=shared, temporaries_kib=temporaries)
-        result |= dict(tensor=tensor, async_copies=copies, as_written=as_written, seconds=round(seconds, 1))
+        result = dict(gpu=gpu, kernel=name, **figures, shared_bytes=shared)
+        result |= dict(tensor=tensor, async_copies=copies, as_written=as_written)
         problems = " SPILLS" if figures["spill_bytes"] else ""
         problems += "" if as_written else " LACKS INSTRUCTIONS"
         print(", ".join(f"{key} {value}" for key, value in result.items()) + problems, flush=True)

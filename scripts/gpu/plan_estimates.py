@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from bench.model_work import bytes_per_pass, decode_work, expert_fraction, prefill_work
 from jax.sharding import Mesh
-from tpu.tpu_specs import Tpu
 
 import kernels_pallas
-from gpu.gpu_specs import Card
+from gpu.card_specs import Card, Tpu
 from gpu.programs import Call, ProgramJob, find_call, target_card, to_shapes
 from xinfer_jax.cache.kv_cache import cache_bytes, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE

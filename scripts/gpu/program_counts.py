@@ -10,9 +10,9 @@ from typing import Any
 
 from tpu.kernel_dma import KernelWork
 from tpu.tile_bytes import is_in_hbm
-from tpu.tpu_specs import Tpu
 from tpu.tpu_time import Timeline, kernel_seconds
 
+from gpu.card_specs import Tpu
 from gpu.hlo_text import Array, Computation, Instruction, Module
 from gpu.operation_bytes import PALLAS, copied_arrays, operation_bytes
 
@@ -86,11 +86,6 @@ class Counts:
     @property
     def seconds(self) -> float:
         return sum(operation.times * operation.seconds for operation in self.operations)
-
-    @property
-    def seconds_apart(self) -> float:
-        """The sum of the times of all operations, as if none ran beside another."""
-        return sum(operation.times * operation.alone for operation in self.operations)
 
     @property
     def by_kind(self) -> dict[str, tuple[float, float, float]]:

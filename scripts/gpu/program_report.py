@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from bench.model_work import bytes_per_pass, expert_fraction, prefill_work
 from jax.sharding import Mesh
-from tpu.tpu_specs import Tpu
 
 import kernels_pallas
-from gpu.gpu_specs import Card
+from gpu.card_specs import Card, Tpu
 from gpu.hlo_text import Module, parse_module
 from gpu.known_choices import KnownChoices
 from gpu.machine_code import assemble, empty, pallas_ptx
@@ -59,9 +58,7 @@ def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
     params = jax.tree.map(partial(sharded_shapes, mesh=mesh, devices=n), param_specs(config), part)
     config = with_repeated_kv_heads(config, n)
     of_device = dataclasses.replace(
-        config,
-        num_key_value_heads=config.num_key_value_heads // n,
-        vocab_size=-(-config.vocab_size // n),
+        config, num_key_value_heads=config.num_key_value_heads // n, vocab_size=-(-config.vocab_size // n)
     )
     return _Jobs(
         dataclasses.replace(full, config=config, params=params),
@@ -188,7 +185,6 @@ _PARTS = ("per_layer", "beside", "whole")
 _FIGURES: dict[str, Callable[[_Compiled], float]] = {
     "bytes": lambda c: c.step.bytes,
     "seconds": lambda c: c.step.seconds,
-    "seconds_apart": lambda c: c.step.seconds_apart,
     "kernels": lambda c: c.step.launches,
     "copies": lambda c: sum(o.times for o in c.step_copies),
     "copied_bytes": lambda c: sum(o.bytes for o in c.step_copies),
@@ -196,17 +192,14 @@ _FIGURES: dict[str, Callable[[_Compiled], float]] = {
     "predicates": lambda c: c.step.predicates,
     "around_copies": lambda c: sum(o.times for o in c.around_copies),
     "around_copied_bytes": lambda c: sum(o.bytes for o in c.around_copies),
-    "around_bytes": lambda c: c.around.bytes,
-    "around_seconds": lambda c: c.around.seconds,
     "temporaries": lambda c: c.program.temporaries,
 }
 _TITLES = {
     "bytes": ("MB moved", 1e6), "seconds": ("us, estimated", 1e-6),
-    "seconds_apart": ("us, nothing runs beside", 1e-6), "kernels": ("operations launched", 1),
+    "kernels": ("operations launched", 1),
     "copies": ("copies of weights or cache", 1), "copied_bytes": ("  MB", 1e6),
     "unknown_loops": ("loops, unknown trip count", 1), "predicates": ("predicates on a GPU's host", 1),
     "around_copies": ("around the loop: such copies", 1), "around_copied_bytes": ("  MB", 1e6),
-    "around_bytes": ("around the loop: MB moved", 1e6), "around_seconds": ("  us", 1e-6),
     "temporaries": ("MiB of temporaries", MIB),
 }  # fmt: skip
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu.tpu_specs import Tpu
 
 import kernels_pallas
-from gpu.gpu_specs import Card
+from gpu.card_specs import Card, Tpu
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of

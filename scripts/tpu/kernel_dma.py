@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from gpu.card_specs import Tpu
 from gpu.hlo_text import Array
 from gpu.kernel_bytes import GridKernel, KernelEvaluator
 from gpu.kernel_refs import UNKNOWN, Ref, UncountableError, with_unknown
 from gpu.known_values import Observer, SourcePlace
 
 from tpu.tile_bytes import box_bytes
-from tpu.tpu_specs import Tpu
 
 VECTOR_SLOTS = 4  # instructions of a cycle for the vector unit
 _MOST_STEPS = 4_000_000  # equations

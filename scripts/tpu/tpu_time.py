@@ -19,8 +19,9 @@ gathers and scatters of single rows, have none.
 
 import dataclasses
 
+from gpu.card_specs import Tpu
+
 from tpu.kernel_dma import KernelWork
-from tpu.tpu_specs import Tpu
 
 _START_CYCLES = 2100
 _STEP_SECONDS = 0.35e-6

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu import agreement
-from gpu.agreement import (
-    Forced,
-    checking_params,
-    float32_params,
-    forced,
-    greedy_agreement,
-    sampled_agreement,
-)
+from gpu.agreement import Forced, checking_params, float32_params, forced, greedy_agreement, sampled_agreement
 from layer_changes import with_mixer, with_windows
 
 import xinfer_jax as xj

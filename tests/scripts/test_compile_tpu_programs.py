@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu.card_specs import TPUS
 from gpu.hlo_text import parse_arrays, parse_module
 from gpu.kernel_refs import UncountableError
 from gpu.known_values import Evaluator, Observer, known_leaf
@@ -15,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from tpu.kernel_dma import KernelWork, kernel_work
 from tpu.tile_bytes import box_bytes, is_in_hbm, stored_bytes
-from tpu.tpu_specs import TPUS
 from tpu.tpu_time import kernel_seconds
 
 import kernels_pallas

@@ -153,7 +153,7 @@ def test_computed_times_are_the_lower_bounds_of_plan():
     from goodput.device_times import computed_times
     from goodput.step_times import seconds_at
     from gpu import plan_estimates as estimates
-    from gpu.gpu_specs import CARDS
+    from gpu.card_specs import CARDS
 
     from xinfer_jax.families.reading import from_hf
 

@@ -12,7 +12,7 @@ import pytest
 import run_script
 from bench.model_shapes import hf_config
 from gpu import plan_estimates as estimates
-from gpu.gpu_specs import CARDS
+from gpu.card_specs import CARDS
 from gpu.programs import to_shapes
 from mesh_cases import FAMILIES, collectives, mesh_of, write_checkpoint
 from small_models import QWEN

@@ -7,7 +7,7 @@ import re
 
 import jax
 import numpy as np
-from gpu.gpu_specs import CARDS
+from gpu.card_specs import CARDS
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kernels_pallas

@@ -93,12 +93,7 @@ def _vocabulary_specs(
 
 
 def summed_linear(  # noqa: PLR0913
-    x: jax.Array,
-    leaf: Params,
-    over: str,
-    dtype: Any,
-    residual: jax.Array | None,
-    impl: str | None,
+    x: jax.Array, leaf: Params, over: str, dtype: Any, residual: jax.Array | None, impl: str | None
 ) -> jax.Array:
     """`model.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
     weight = leaf["weight"]

@@ -1,0 +1,136 @@
+"""Data sheets of GPUs and TPUs, and their descriptions with which XLA compiles on a machine without them.
+
+TPUs: memory, bandwidth, bfloat16 and int8 rates and links are those of Google's pages on v5e, v5p, v6e and
+TPU7x ("System architecture", per chip). A link's figure there is of both directions: here it is halved. A
+chip of TPU7x is two devices, each with half of the chip's figures; the two cores of a v5p chip are one
+device.
+
+No page states the clock. It is computed: the bfloat16 rate by the FLOP that the matrix units do in a cycle
+(v5e 4 units of 128 x 128, v5p 8 of them, v6e and a device of TPU7x four times 256 x 256). XLA's own schedule
+of a product of 4,096 x 4,096 matrices reaches 97%, 96%, 87% and 81% of that many per cycle, so its cycles are
+of this clock. What is computed from these figures is an estimate.
+"""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """The data sheet of a GPU; rates without sparsity."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int  # per block
+    l2_mib: int
+    ghz: float
+    memory_gib: float  # usable by a program
+    memory_gbs: float
+    link_gbs: float  # to other GPUs, in each direction
+    tflops: float  # bfloat16 matmuls
+    float32_tflops: float
+    round_us: float = 0  # latency of an all-reduce; not measured
+
+    platform = "cuda"
+
+    def mesh(self, devices: int = 1, axis: str = "one") -> jax.sharding.Mesh:
+        """A mesh of such GPUs to compile for."""
+        major, minor = self.capability
+        config = f"""
+          gpu_device_info {{
+            name: "{self.name}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
+            cuda_compute_capability {{
+              major: {major} minor: {minor} {"feature_extension: ACCELERATED_FEATURES" * (major >= 9)}
+            }}
+            threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+            thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+            block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+            registers_per_core_limit: 65536 registers_per_block_limit: 65536
+            shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_bytes}
+            shared_memory_per_core: {self.shared_bytes + 1024}
+            core_count: {self.multiprocessors} fpus_per_core: 128 clock_rate_ghz: {self.ghz}
+            memory_bandwidth: {int(self.memory_gbs * 1e9)} l2_cache_size: {self.l2_mib * 2**20}
+            device_memory_size: {int(self.memory_gib * 2**30)}
+            runtime_version: "12.8.0" driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0"
+            dnn_version: "9.10.0"
+          }}
+          platform_name: "CUDA" device_description_str: "{self.name}"
+          dnn_version_info {{ major: 9 minor: 10 }}"""
+        shape = f"1x1x{devices}"
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
+        return topologies.make_mesh(topology, (devices,), (axis,))
+
+
+CARDS = {
+    "b200": Card("NVIDIA B200", (10, 0), 148, 232448, 126, 1.96, 179, 8000, 900, 2250, 75),
+    "h200": Card("NVIDIA H200", (9, 0), 132, 232448, 50, 1.98, 140, 4800, 450, 989, 67),
+    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 50, 1.98, 79, 3350, 450, 989, 67),
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 40, 1.41, 79, 2039, 300, 312, 19.5),
+    "l40s": Card("NVIDIA L40S", (8, 9), 142, 101376, 96, 2.52, 44, 864, 32, 362, 91.6),
+    "l4": Card("NVIDIA L4", (8, 9), 58, 101376, 48, 2.04, 22, 300, 32, 121, 30.3),
+    "rtx4090": Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 72, 2.52, 23, 1008, 32, 165, 82.6),
+}
+
+
+# With these libtpu looks for no TPU, minds no other process that compiles, and does not complain.
+_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """The data sheet of a TPU device; fields that a `Card` has too have the same meaning."""
+
+    name: str  # jax's device_kind
+    topology: str  # one chip, with {} for its name
+    memory_gib: float
+    memory_gbs: float
+    link_gbs: float  # all links, in each direction
+    tflops: float  # bfloat16 matmuls
+    int8_tops: float
+    float32_tflops: float  # in full precision: six products of bfloat16
+    ghz: float
+    vmem_mib: int
+    matrix_size: int  # of its matrix units, rows and columns
+    round_us: float = 0  # latency of an all-reduce; not measured
+
+    platform = "tpu"
+    capability = (0, 0)
+
+    def mesh(self, devices: int = 1, axis: str = "one") -> jax.sharding.Mesh:
+        """A mesh of such TPUs to compile for.
+
+        Raises:
+            RuntimeError: libtpu is not installed.
+        """
+        for name, value in _WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=self._topology(devices))
+        return jax.sharding.Mesh(np.array(topology.devices[:devices]), (axis,))
+
+    def _topology(self, devices: int) -> str:
+        name, _, chip = self.topology.partition(":")
+        per_chip = 2 if name == "tpu7x" else 1
+        sizes = [1] * (chip.count("x") + 1)
+        at = 0
+        while np.prod(sizes) * per_chip < devices:
+            sizes[at % len(sizes)] *= 2
+            at += 1
+        return f"{name}:{'x'.join(str(size) for size in sorted(sizes))}"
+
+
+TPUS = {
+    "v5e": Tpu("TPU v5 lite", "v5e:1x1", 16, 819, 200, 197, 393, 197 / 6, 1.50, 128, 128),
+    "v5p": Tpu("TPU v5", "v5p:1x1x1", 95, 2765, 600, 459, 918, 459 / 6, 1.75, 128, 128),
+    "v6e": Tpu("TPU v6 lite", "v6e:1x1", 32, 1640, 400, 918, 1836, 918 / 6, 1.75, 128, 256),
+    "tpu7x": Tpu("TPU7x", "tpu7x:1x1x1", 96, 3690, 300, 1153.5, 1153.5, 1153.5 / 6, 2.20, 64, 256),
+}
