@@ -462,6 +462,27 @@ def odd_tree_of_a_user() -> None:
         jax.tree.map(lambda a, b: assert_close(a, b, 2e-5), found, wanted)
 
 
+def tensors_by_name() -> None:
+    """Trees that are divided become tensors by name, trees again and files, and stay divided."""
+    mesh = mesh_of(2)
+    for name in ("phi3-defaults", "moe-some-layers-dense", "qwen3-next-sparse-step"):
+        config = CASES[name].config
+        params = xj.init_params(config, jax.random.key(0), "float32")
+        over = jax.device_put(params, xj.shardings(config, mesh))
+        tensors = xj.params_to_tensors(over, config)
+        jax.tree.map(np.testing.assert_array_equal, tensors, xj.params_to_tensors(params, config))
+        divided = [x for name, x in tensors.items() if name.endswith(("_proj.weight", "ba.weight"))]
+        assert divided and not any(x.sharding.is_fully_replicated for x in divided)
+        back = xj.params_from_tensors(config, tensors, mesh=mesh)
+        for leaf, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(over), strict=True):
+            np.testing.assert_array_equal(leaf, wanted)
+            assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+        with tempfile.TemporaryDirectory() as folder:
+            xj.save_model(Path(folder) / "out", over, config, max_shard_bytes=100_000)
+            saved = xj.load_model(Path(folder) / "out", "float32").params
+        jax.tree.map(np.testing.assert_array_equal, saved, params)
+
+
 def gradients() -> None:
     """Gradients of every leaf, over data and model and with fully sharded parameters, in a caller's jit."""
     config = from_hf(FAMILIES["qwen3_moe"] | dict(num_key_value_heads=8))
@@ -563,7 +584,7 @@ CALLS = {
     for call in (
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, an_engine,
         caches, gradients, kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats,
-        odd_tree_of_a_user,
+        odd_tree_of_a_user, tensors_by_name,
     )
 }  # fmt: skip
 

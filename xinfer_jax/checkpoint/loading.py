@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
-from ..families.conversion import specs_and_leaves
+from ..families.conversion import check_leaves
 from ..families.naming import TIED, FileSpec, file_specs
 from ..families.reading import from_hf
 from ..families.skipped_tensors import unused_names
@@ -68,7 +68,7 @@ class Model:
     name: str = ""
 
     def __post_init__(self) -> None:
-        specs_and_leaves(self.params, self.config)
+        check_leaves(self.params, self.config)
         if self.load_stats is None:
             dtype = jnp.dtype(activation_dtype(self.params)).name
             object.__setattr__(self, "load_stats", LoadStats(0.0, tree_bytes(self.params), dtype))

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
@@ -16,6 +17,7 @@ from ..weights.quantized_weight import is_quantized
 from .naming import TIED, FileSpec, file_specs
 from .skipped_tensors import text_name, unused_names
 
+Shape = tuple[int, ...]
 _SHOWN = 8  # names in an error
 
 
@@ -82,17 +84,23 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
     Raises:
         InputError: leaves that are missing, unknown or misshapen, all in one error.
     """
+    leaves = check_leaves(params, config)
+    specs = jax.tree.leaves(file_specs(config))
+    return specs, [_without_padding(spec, leaves[spec.name]) for spec in specs]
+
+
+def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
+    """Returns the leaves by their paths; they may be shapes. Errors as in `specs_and_leaves`."""
     check_params(params, config)
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    specs = {spec.name: spec for spec in jax.tree.leaves(file_specs(config))}
     leaves = {
         ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys): x for keys, x in found
     }
-    leaves = {
-        name: _without_padding(specs[name], leaf) if name in specs else leaf for name, leaf in leaves.items()
-    }
-    _check_shapes("params", {name: spec.shape for name, spec in specs.items()}, leaves)
-    return [*specs.values()], [leaves[name] for name in specs]
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    specs = jax.tree.leaves(file_specs(config))
+    padded = {spec.name: spec.shape for spec in specs if _is_padded(spec, shapes.get(spec.name, ()))}
+    _check_shapes("params", {spec.name: spec.shape for spec in specs}, shapes | padded)
+    return leaves
 
 
 def plan_tensors(
@@ -147,7 +155,8 @@ def params_from_tensors(
     expected: dict[str, tuple[int, ...]] = {}
     for spec in specs:
         expected |= spec.tensor_shapes(named)
-    _check_shapes("tensors", expected, named, unused_names(config, named))
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    _check_shapes("tensors", expected, shapes, unused_names(config, named))
     leaves = [_split(spec, named) for spec in specs]
     if dtype is not None:
         leaves = [leaf.astype(resolve_dtype(dtype)) for leaf in leaves]
@@ -156,23 +165,27 @@ def params_from_tensors(
 
 
 def _check_shapes(
-    what: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Any], unused: Collection[str] = ()
+    what: str, expected: Mapping[str, Shape], found: Mapping[str, Shape], unused: Collection[str] = ()
 ) -> None:
     """Raises one InputError for all names that are missing, unknown or misshapen."""
     faults = [f"missing {name} {list(expected[name])}" for name in expected.keys() - found.keys()]
     faults += [f"unknown {name}" for name in found.keys() - expected.keys() - {*unused}]
     faults += [
-        f"{name} has shape {list(found[name].shape)}, the config asks for {list(expected[name])}"
+        f"{name} has shape {list(found[name])}, the config asks for {list(expected[name])}"
         for name in found.keys() & expected.keys()
-        if found[name].shape != expected[name]
+        if found[name] != expected[name]
     ]
     if faults:
         raise InputError(f"the {what} do not fit the config: {format_names(sorted(faults), _SHOWN)}")
 
 
+def _is_padded(spec: FileSpec, shape: Shape) -> bool:
+    """Whether it is the shape of a matrix of the vocabulary with more rows, which divide it over a mesh."""
+    return spec.axes[0] == "vocab" and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
+
+
 def _without_padding(spec: FileSpec, leaf: Any) -> Any:
-    """A leaf of the vocabulary without the rows that pad it over a mesh; others unchanged."""
-    if spec.axes[0] != "vocab" or leaf.shape[1:] != spec.shape[1:] or leaf.shape[0] <= spec.shape[0]:
+    if not _is_padded(spec, leaf.shape):
         return leaf
     cut = lambda x, places: x[tuple(slice(spec.shape[0] if place else None) for place in places)]  # noqa: E731
     return jax.tree.map(cut, leaf, partition_specs(spec, leaf, None, RULES))
@@ -187,40 +200,63 @@ def _expert(leaf: Any, expert: int, convert: Callable[[Any], Any]) -> Any:
 
 
 def _join(
-    spec: FileSpec,
-    shape: tuple[int, ...],
-    leaves: list[Any],
-    inputs_first: bool,
-    convert: Callable[[Any], Any],
+    spec: FileSpec, shape: Shape, leaves: list[Any], inputs_first: bool, convert: Callable[[Any], Any]
 ) -> Any:
     """The tensor that holds these leaves. spec: of one of them."""
     arrays = [convert(leaf) for leaf in leaves]
     xp = arrays[0].__array_namespace__()  # NumPy or jax.numpy
     if spec.interleaved:
-        return xp.stack([xp.moveaxis(x, 1, -1) for x in arrays], axis=-1).reshape(shape)
-    if inputs_first:
-        return xp.concat([xp.moveaxis(x, 1, 2) for x in arrays], axis=2)
-    rest = spec.shape[spec.row_axis + 1 :]
-    return xp.concat([x.reshape(_groups(spec), -1, *rest) for x in arrays], axis=1).reshape(shape)
+        joined = xp.stack([xp.moveaxis(x, 1, -1) for x in arrays], axis=-1).reshape(shape)
+    elif inputs_first:
+        joined = xp.concat([xp.moveaxis(x, 1, 2) for x in arrays], axis=2)
+    else:
+        rest = spec.shape[spec.row_axis + 1 :]
+        joined = xp.concat([x.reshape(_groups(spec), -1, *rest) for x in arrays], axis=1).reshape(shape)
+    axes = _axes_in_tensor(spec, inputs_first)
+    return _divided_like(arrays[0], [axes.index(i) if i in axes else None for i in range(len(shape))], joined)
 
 
 def _split(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
     """A leaf from the tensors that hold it."""
     names = [*spec.tensor_shapes(tensors)]
     tensor = tensors[names[0]]
+    xp = tensor.__array_namespace__()
     if names[0] != spec.fused_name:
-        return (
-            tensor.__array_namespace__().stack([tensors[name] for name in names])
-            if "{}" in spec.hf_name
-            else tensor
-        )
-    if spec.has_inputs_first(tensors):
-        tensor = tensor.__array_namespace__().moveaxis(tensor, 1, 2)
+        return xp.stack([tensors[name] for name in names]) if "{}" in spec.hf_name else tensor
+    inputs_first = spec.has_inputs_first(tensors)
+    whole = xp.moveaxis(tensor, 1, 2) if inputs_first else tensor
     if spec.interleaved:
-        return tensor.__array_namespace__().moveaxis(tensor[..., spec.first_row :: spec.interleaved], -1, 1)
-    rows = spec.shape[spec.row_axis] // spec.fused_groups
-    groups = tensor.reshape(_groups(spec), spec.fused_rows, *spec.shape[spec.row_axis + 1 :])
-    return groups[:, spec.first_row : spec.first_row + rows].reshape(spec.shape)
+        leaf = xp.moveaxis(whole[..., spec.first_row :: spec.interleaved], -1, 1)
+    else:
+        rows = spec.shape[spec.row_axis] // spec.fused_groups
+        groups = whole.reshape(_groups(spec), spec.fused_rows, *spec.shape[spec.row_axis + 1 :])
+        leaf = groups[:, spec.first_row : spec.first_row + rows].reshape(spec.shape)
+    return _divided_like(tensor, _axes_in_tensor(spec, inputs_first), leaf)
+
+
+def _axes_in_tensor(spec: FileSpec, inputs_first: bool) -> list[int | None]:
+    """Of each axis of a leaf the one of the tensor that holds it."""
+    if spec.depthwise:
+        return [0, 2]
+    swapped = inputs_first or spec.interleaved and len(spec.shape) > 2
+    return [0, 2, 1] if swapped else [*range(len(spec.shape))]
+
+
+def _divided_like(source: Any, axes: list[int | None], result: Any) -> Any:
+    """The result, divided over a mesh as the source is: eager programs may replicate it. axes: of each of its
+    axes the source's; None: it is not divided.
+    """
+    sharding = getattr(source, "sharding", None)
+    if isinstance(source, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return result
+    places = [*sharding.spec, *[None] * source.ndim]
+    spec = PartitionSpec(*(None if axis is None else places[axis] for axis in axes))
+    wanted = NamedSharding(sharding.mesh, spec)
+    try:
+        wanted.shard_shape(result.shape)
+    except ValueError:  # the devices do not divide it
+        return result
+    return jax.device_put(result, wanted)
 
 
 def _groups(spec: FileSpec) -> int:
