@@ -93,7 +93,6 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     The field `priority` has vLLM's meaning, lower goes first; `Engine.submit` takes the negated value.
 
     Args:
-        model: whose tokenizer and chat template are used.
         kind: as in `ParsedBody`.
         body: the JSON object; null counts as absent.
         defaults: for absent fields. max_new_tokens is the default of plain lines and the limit of chat's.
@@ -103,9 +102,6 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         stop_in_reasoning: the default of the field of that name: stop strings of a chat count in the
             reasoning too.
         plain: defaults of the fields `raw` and `system`.
-
-    Raises:
-        BodyError: with the name of the field at fault.
     """
     given = {name: value for name, value in body.items() if value is not None}
     given, unknown = check_fields(kind, plain | given)

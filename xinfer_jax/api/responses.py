@@ -185,12 +185,8 @@ def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetoke
 
 
 def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequence[Any]) -> dict[str, Any]:
-    """Log-probabilities in the form of chat or of completions.
-
-    Args:
-        texts: decodes the tokens of this answer; the entries' tokens are pushed to it.
-        parsed: the request's body.
-        entries: of the next tokens: `TokenLogprobs`, or an id without log-probabilities.
+    """Log-probabilities in the form of chat or of completions. entries: of the next tokens, which are pushed
+    to `texts`: `TokenLogprobs`, or an id without log-probabilities.
     """
     form = _chat_logprobs if parsed.kind == "chat" else _completion_logprobs
     return form(texts, entries, parsed.logprobs or 0)

@@ -115,7 +115,7 @@ class _Stream:
     """An answer that is printed while it is generated."""
 
     def __init__(self, flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key):
-        self._flags = flags
+        self._as_text = flags.output == "text"
         self._model = model
         self._ids = ids
         self._answer = stream_text_from_ids(model, ids, options, key=key)
@@ -124,21 +124,18 @@ class _Stream:
     def run(self) -> Result:
         """Prints the answer, then the probabilities of its tokens if asked for; nothing with JSON output."""
         text = ""
-        as_text = self._flags.output == "text"
         for chunk in chunks_with_status(self._answer):
             text += chunk
-            if as_text:
+            if self._as_text:
                 write(chunk)
         out = self._answer.output
-        prompt_tokens = len(self._ids)
-        result = dict(
-            text=text, tokens=out.tokens[0], prompt_tokens=prompt_tokens, finish_reason=out.finish_reason[0]
-        )
+        result = dict(text=text, tokens=out.tokens[0], prompt_tokens=len(self._ids))
+        result["finish_reason"] = out.finish_reason[0]
         logprobs = []
         if out.alternatives is not None:
             texts = alternatives_text(self._model, out)
             result["logprobs"] = logprobs = list(map(_token, out.alternatives[0], texts))
-        if as_text:
+        if self._as_text:
             write("\n")
             for token in logprobs:
                 candidates = ((t["text"], 100 * math.exp(t["logprob"])) for t in (token, *token["top"]))

@@ -88,14 +88,11 @@ class _Parts:
 
 
 def byte_automaton(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton of a tree; state 0 is the first.
+    """The automaton of a tree; state 0 is the first. Raises NotRegularError for more than 512.
 
     Returns:
         int16 [states, 256]: the next state; below 0: no text that matches goes on so. bool [states]: the text
         may end.
-
-    Raises:
-        NotRegularError: more than 512 states.
     """
     parts = _Parts()
     start = parts.state()

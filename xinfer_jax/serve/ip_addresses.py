@@ -46,12 +46,8 @@ def address_group(host: str) -> str:
 
 
 def forwarded_client(peer: str, headers: Sequence[str], trusted: Networks) -> str:
-    """The address of the client behind a trusted proxy: the right-most address that is no trusted proxy. The
-    client itself may have written whatever is to the left of it.
-
-    Args:
-        peer: the proxy's address; returned if the header has no address.
-        headers: values of `X-Forwarded-For`, in order.
+    """The client behind a trusted proxy: the right-most address in `X-Forwarded-For` that is no such proxy,
+    or the peer. The client itself may have written whatever is to the left of it.
     """
     client = peer
     for text in reversed(",".join(headers).split(",") if headers else []):
