@@ -98,14 +98,21 @@ def test_experts_with_inputs_first(tmp_path):
 def test_all_faults_are_one_error():
     config, tensors, params = published("qwen2-gqa-tied-old")
     norm, up = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
-    wrong = {name: x for name, x in tensors.items() if name != norm} | {up: tensors[up].T, "model.odd": norm}
+    wrong = {name: x for name, x in tensors.items() if name != norm} | {
+        up: tensors[up].T,
+        "model.odd": np.ones(2),
+    }
     with pytest.raises(xj.InputError) as caught:
         xj.params_from_tensors(config, wrong)
     assert str(caught.value) == (
         "the tensors do not fit the config: missing model.norm.weight [48], model.layers.0.mlp.up_proj.weight"
         " has shape [48, 80], the config asks for [80, 48], unknown model.odd"
     )
-    layer = {**params["layers"][0], "up": {"weight": params["layers"][0]["up"]["weight"].T}, "odd": norm}
+    layer = {
+        **params["layers"][0],
+        "up": {"weight": params["layers"][0]["up"]["weight"].T},
+        "odd": np.ones(2),
+    }
     with pytest.raises(xj.InputError, match=r"params do not .*: layers.0.up.weight .*, unknown layers.0.odd"):
         xj.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
 

@@ -16,6 +16,7 @@ FROM_THE_HUB = '"Qwen/Qwen2.5-0.5B-Instruct"'  # stands for the bundled checkpoi
 # A pattern of what each block prints, in order; None: what the README shows.
 PRINTED = {
     "README.md": (r".+", r"\[\[.+\]\]\n", r"\(2, 16\) \[\d+ \d+\]\n"),
+    "xinfer_jax/README.md": (r"True\n",),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
     "xinfer_jax/tool_calls/README.md": (None,),
     "xinfer_jax/generation/README.md": (None, r"\[\[.+\]\]\n", None),
@@ -40,7 +41,8 @@ def test_every_block_is_tested():
     ("name", "number"),
     full_except([("README.md", 0)], [(name, i) for name in PRINTED for i in range(len(PRINTED[name]))]),
 )
-def test_block_prints(name, number, capsys):
+def test_block_prints(name, number, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (block, shown) = blocks(name)[number]
     pattern = PRINTED[name][number]
     exec(compile(block.replace(FROM_THE_HUB, ""), name, "exec"), {})

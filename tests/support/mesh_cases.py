@@ -471,7 +471,11 @@ def tensors_by_name() -> None:
         over = jax.device_put(params, xj.shardings(config, mesh))
         tensors = xj.params_to_tensors(over, config)
         jax.tree.map(np.testing.assert_array_equal, tensors, xj.params_to_tensors(params, config))
-        divided = [x for name, x in tensors.items() if name.endswith(("_proj.weight", "ba.weight"))]
+        divided = [
+            x
+            for name, x in tensors.items()
+            if name.endswith("self_attn.o_proj.weight") or "gate_up_proj" in name or "in_proj" in name
+        ]
         assert divided and not any(x.sharding.is_fully_replicated for x in divided)
         back = xj.params_from_tensors(config, tensors, mesh=mesh)
         for leaf, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(over), strict=True):
