@@ -114,7 +114,7 @@ def test_all_faults_are_one_error():
         "odd": np.ones(2),
     }
     with pytest.raises(xj.InputError, match=r"params do not .*: layers.0.up.weight .*, unknown layers.0.odd"):
-        xj.params_to_tensors({**params, "layers": (layer, *rest)}, config)
+        xj.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
 
 
 def test_a_model_of_ones_own_arrays():
