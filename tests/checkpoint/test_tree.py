@@ -20,7 +20,8 @@ OTHERS = (
     "phi3-defaults", "moe-some-layers-dense", "gemma4-experts", "gpt-oss-published", "qwen3-next-sparse-step",
     "qwen3-5-tied",
 )  # fmt: skip
-APART = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text")  # published with a tensor for each expert
+# Published with a tensor for each expert.
+APART = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral")
 
 
 def published(name: str) -> tuple[xj.ModelConfig, dict[str, np.ndarray], xj.ModelConfig]:

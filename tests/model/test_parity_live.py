@@ -33,7 +33,8 @@ GENERATED = (
     "llama-dynamic-old", "mistral-window-linear",
     "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma2-long-caps",
     "gemma3-two-ropes-new",
-    "phi3-partial-attention-factor", "bitnet-defaults",
+    "phi3-partial-attention-factor", "bitnet-defaults", "gemma-mqa-old", "mixtral-window-tied-new",
+    "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")

@@ -52,7 +52,9 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
     architecture = {
         "smollm3": "SmolLM3",
         "bitnet": "BitNet",
+        "qwen2_moe": "Qwen2Moe",
         "qwen3_moe": "Qwen3Moe",
+        "seed_oss": "SeedOss",
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
         "gpt_oss": "GptOss",
@@ -293,6 +295,26 @@ _CASES = {
         shared_expert_intermediate_size=0, hidden_act="gelu_pytorch_tanh",
     ),
     # smollm3: layers without rotary embedding
+    "gemma-mqa-old": _hf("gemma", **_old(), hidden_act="gelu", num_key_value_heads=1, head_dim=20),
+    "gemma-bias-untied-new": _hf("gemma", **_new(rope_theta=3e4), attention_bias=True, head_dim=16,
+        hidden_act="gelu_pytorch_tanh", tie_word_embeddings=False),
+    "mixtral-old": _hf("mixtral", **_old(1e6), num_local_experts=6, num_experts_per_tok=2,
+        intermediate_size=24, head_dim=None),
+    "mixtral-window-tied-new": _hf("mixtral", **_new(rope_theta=1e4), num_local_experts=4,
+        num_experts_per_tok=3, intermediate_size=40, sliding_window=9, head_dim=16, tie_word_embeddings=True),
+    "qwen2-moe-sparse-step": _hf("qwen2_moe", **_old(1e6), **_MOE, shared_expert_intermediate_size=20,
+        decoder_sparse_step=2, tie_word_embeddings=True),
+    "qwen2-moe-windows-no-bias": _hf("qwen2_moe", **_new(rope_theta=1e4), **_MOE | dict(norm_topk_prob=True),
+        shared_expert_intermediate_size=36, mlp_only_layers=[1], qkv_bias=False, use_sliding_window=True,
+        sliding_window=8, max_window_layers=2),
+    "seed-oss-defaults": _hf("seed_oss", **_old(1e7), head_dim=16),
+    "seed-oss-out-bias-tied": _hf("seed_oss", **_new(rope_theta=1e4), head_dim=20, attention_bias=False,
+        attention_out_bias=True, mlp_bias=True, num_key_value_heads=1, tie_word_embeddings=True),
+    "exaone4-windows": _hf("exaone4", **_old(1e6), num_hidden_layers=4, sliding_window=8, head_dim=16),
+    "exaone4-all-full-tied": _hf("exaone4", **_new("llama3", 1e6, **_LLAMA3), sliding_window=None,
+        layer_types=["full_attention"] * 3, tie_word_embeddings=True),
+    "exaone4-layer-types": _hf("exaone4", **_new(rope_theta=1e5), sliding_window=30,
+        layer_types=["full_attention", "sliding_attention", "full_attention"]),
     "smollm3-defaults": _hf("smollm3", num_hidden_layers=4),
     "smollm3-interval": _hf("smollm3", **_old(5e4), no_rope_layer_interval=2, tie_word_embeddings=False),
     "smollm3-explicit-nope": _hf("smollm3", **_new(rope_theta=1e5), no_rope_layers=[0, 1, 0, 1],
@@ -427,6 +449,7 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
     state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
+    state = {name.replace("block_sparse_moe.gate", "mlp.gate"): x for name, x in state.items()}  # of Mixtral
     for name, empty in model.state_dict().items():  # a shared expert of width 0
         if ".shared_expert" in name:
             state.setdefault(name, torch.zeros_like(empty))

@@ -1,5 +1,5 @@
-"""Gemma 2 and 3: norms before and after, whose weights are offset by 1; scaled embeddings; soft caps, or
-norms of heads and two rotary embeddings.
+"""Gemma: scaled embeddings, and norms whose weights are offset by 1. Gemma 2 and 3 have norms after attention
+and MLP too; soft caps, or norms of heads and two rotary embeddings.
 """
 
 import math
@@ -25,6 +25,13 @@ def _read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSp
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
     )
     return fields, LayerSpec(mixer, post_norm=True)
+
+
+def read_gemma(hf: Mapping, layers: int) -> dict[str, Any]:
+    reject_setting(hf, "use_bidirectional_attention")
+    layer = LayerSpec(AttentionSpec(**attention_bias(hf)))
+    scale = math.sqrt(get_integer(hf, "hidden_size"))
+    return dict(norm_offset=1.0, embed_scale=scale, layers=(layer,) * layers)
 
 
 def read_gemma2(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -55,6 +62,14 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 _NAMES = Names(dict(mlp_norm="pre_feedforward_layernorm.weight"))
+GEMMA = Family(
+    dict(
+        num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+    read_gemma,
+    "GemmaForCausalLM",
+)  # fmt: skip
 GEMMA2 = Family(
     dict(
         num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096,

@@ -5,17 +5,18 @@ gate. Of linear attention Qwen3-Next has two tensors of projections, by key head
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
+from ..config.layer_spec import AttentionSpec, LayerSpec, LinearAttentionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .family import Family, Joined, Names
 from .layer_fields import (
     EXPERTS,
     FULL,
+    SHARED_EXPERT,
     STACKED,
     attention_bias,
-    read_experts,
     read_layer_types,
+    read_shared_experts,
     read_sparse_layers,
     with_experts,
     write_experts,
@@ -59,20 +60,14 @@ def read_qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
     sparse = read_sparse_layers(hf, layers)
     if not get_count(hf, "num_experts") or not any(sparse):
         return fields
-    experts = _read_shared_experts(hf, get_boolean(hf, "norm_topk_prob"))
+    experts = read_shared_experts(hf, get_boolean(hf, "norm_topk_prob"))
     return fields | dict(layers=with_experts(fields["layers"], sparse, experts))
 
 
 def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
     """Experts in every layer; their weights always sum to 1."""
     fields = read_hybrid(hf, layers)
-    return fields | dict(layers=with_experts(fields["layers"], (True,) * layers, _read_shared_experts(hf)))
-
-
-def _read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
-    """Experts, one of which all tokens use."""
-    shared = get_count(hf, "shared_expert_intermediate_size")
-    return read_experts(hf, norm_topk_prob=norm_topk_prob, shared_intermediate_size=shared)
+    return fields | dict(layers=with_experts(fields["layers"], (True,) * layers, read_shared_experts(hf)))
 
 
 def write_hybrid(config: ModelConfig) -> dict[str, Any]:
@@ -81,8 +76,6 @@ def write_hybrid(config: ModelConfig) -> dict[str, Any]:
     settings: dict[str, Any] = dict(layer_types=types, rope_parameters=write_rope(config.rope) | partial)
     if linear := config.linear_attention:
         settings |= {f"linear_{name}": value for name, value in vars(linear).items()}
-    if experts := config.experts:
-        settings |= dict(shared_expert_intermediate_size=experts.shared_intermediate_size)
     return settings | write_experts(config)
 
 
@@ -100,11 +93,8 @@ def _linear_names(own: dict[str, str], *joined: Joined) -> Names:
     )
 
 
-_SHARED_EXPERT = {f"shared.{leaf}": f"mlp.shared_expert.{leaf}_proj" for leaf in ("gate", "up", "down")}
 _NAMES = Names(
-    EXPERTS
-    | _SHARED_EXPERT
-    | dict(q="self_attn.query_proj", attn_gate="self_attn.gate_proj", shared_gate="mlp.shared_expert_gate"),
+    EXPERTS | SHARED_EXPERT | dict(q="self_attn.query_proj", attn_gate="self_attn.gate_proj"),
     # Of each head first the query, then the gate.
     (Joined("self_attn.q_proj", ("q", "attn_gate"), groups="num_attention_heads"), *STACKED),
 )

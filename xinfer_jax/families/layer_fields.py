@@ -9,13 +9,16 @@ from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Joined
-from .values import get_boolean, get_integer, get_integer_at_most
+from .values import get_boolean, get_count, get_integer, get_integer_at_most
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 # Names of tensors: one for each expert, or all of them in one.
 EXPERTS = dict(router="mlp.gate") | {
     f"experts.{leaf}": f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")
+}
+SHARED_EXPERT = dict(shared_gate="mlp.shared_expert_gate") | {
+    f"shared.{leaf}": f"mlp.shared_expert.{leaf}_proj" for leaf in ("gate", "up", "down")
 }
 STACKED = (
     Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True, is_published=False),
@@ -105,14 +108,21 @@ def read_experts(hf: Mapping, **options: Any) -> ExpertsSpec:
     return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"), **options)
 
 
+def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
+    """Experts, one of which all tokens use."""
+    shared = get_count(hf, "shared_expert_intermediate_size")
+    return read_experts(hf, norm_topk_prob=norm_topk_prob, shared_intermediate_size=shared)
+
+
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_experts` and `read_sparse_layers`."""
+    """The inverse of `read_experts`, `read_shared_experts` and `read_sparse_layers`."""
     dense = [i for i, layer in enumerate(config.layers) if layer.experts is None]
     settings: dict[str, Any] = dict(mlp_only_layers=dense, decoder_sparse_step=1)
     if experts := config.experts:
         names = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
         settings |= {name: getattr(experts, name) for name in names}
         settings["moe_intermediate_size"] = experts.intermediate_size
+        settings["shared_expert_intermediate_size"] = experts.shared_intermediate_size
     return settings
 
 

@@ -1,4 +1,6 @@
-"""Llama, Mistral (one sliding window for all layers) and SmolLM3 (some layers have no rotary embedding)."""
+"""Llama, Mistral (one sliding window for all layers), Seed-OSS (biases of queries, keys and values) and
+SmolLM3 (some layers have no rotary embedding).
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +30,16 @@ def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def read_mistral(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(layers=with_windows(LayerSpec(), same_windows(hf, layers)))
+
+
+def read_seed_oss(hf: Mapping, layers: int) -> dict[str, Any]:
+    (qkv, out) = (get_boolean(hf, f"attention_{name}") for name in ("bias", "out_bias"))
+    return dict(layers=(_layer(hf).with_mixer(qkv_bias=qkv, o_bias=out),) * layers)
+
+
+def write_seed_oss(config: ModelConfig) -> dict[str, Any]:
+    mixer: Any = config.layers[0].mixer
+    return dict(attention_bias=mixer.qkv_bias, attention_out_bias=mixer.o_bias)
 
 
 def read_smollm3(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -62,6 +74,15 @@ MISTRAL = Family(
     "MistralForCausalLM",
     write_window,
 )
+SEED_OSS = Family(
+    dict(
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, attention_bias=True,
+        attention_out_bias=False,
+    ),
+    read_seed_oss,
+    "SeedOssForCausalLM",
+    write_seed_oss,
+)  # fmt: skip
 SMOLLM3 = Family(
     dict(
         num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4,

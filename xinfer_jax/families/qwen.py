@@ -1,5 +1,5 @@
-"""Qwen2 (biases of queries, keys and values), Qwen3 (norms of each head of queries and keys), and Qwen3 with
-experts in some layers.
+"""Qwen2 (biases of queries, keys and values), Qwen3 (norms of each head of queries and keys), and both with
+experts in some layers, in Qwen2 also with one that all tokens use.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,12 @@ from ..config.model_config import ModelConfig
 from .family import Family, Names
 from .layer_fields import (
     EXPERTS,
+    SHARED_EXPERT,
     STACKED,
     attention_bias,
     layer_windows,
     read_experts,
+    read_shared_experts,
     read_sparse_layers,
     same_windows,
     with_experts,
@@ -50,6 +52,19 @@ def read_qwen3_moe(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(layers=with_experts(specs, read_sparse_layers(hf, layers), experts))
 
 
+def read_qwen2_moe(hf: Mapping, layers: int) -> dict[str, Any]:
+    last = get_count(hf, "max_window_layers")
+    windows = layer_windows(hf, [i % 2 == 0 and i < last for i in range(layers)])
+    specs = with_windows(LayerSpec(AttentionSpec(qkv_bias=get_boolean(hf, "qkv_bias"))), windows)
+    experts = read_shared_experts(hf, get_boolean(hf, "norm_topk_prob"))
+    return dict(layers=with_experts(specs, read_sparse_layers(hf, layers), experts))
+
+
+def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    mixer: Any = config.layers[0].mixer
+    return write_layer_types(config) | write_experts(config) | dict(qkv_bias=mixer.qkv_bias)
+
+
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     has_window = config.layer_windows[0] is not None
     return write_window(config) | write_experts(config) | dict(use_sliding_window=has_window)
@@ -72,4 +87,15 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     write_qwen3_moe,
     Names(EXPERTS, STACKED),
+)  # fmt: skip
+QWEN2_MOE = Family(
+    dict(
+        num_key_value_heads=16, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28,
+        decoder_sparse_step=1, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+        num_experts_per_tok=4, num_experts=60, norm_topk_prob=False, mlp_only_layers=None, qkv_bias=True,
+    ),
+    read_qwen2_moe,
+    "Qwen2MoeForCausalLM",
+    write_qwen2_moe,
+    Names(EXPERTS | SHARED_EXPERT, STACKED),
 )  # fmt: skip

@@ -42,6 +42,8 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         )
     hf = {**_DEFAULTS, **family.defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]
+    if activation == "gelu" and "gelu_pytorch_tanh" in family.defaults.values():  # an old name of Gemma's
+        activation = "gelu_pytorch_tanh"
     _check_supported(hf, activation)
     heads = get_integer(hf, "num_attention_heads")
     hidden = get_integer(hf, "hidden_size")
