@@ -295,6 +295,8 @@ def _tokenizer(model: Model) -> Tokenizer:
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {type(model).__name__}")
     if model.tokenizer is None:
-        without = "from Python, token ids work without one"
-        raise InputError(f"this model has no tokenizer, which text needs ({without})")
+        raise InputError(
+            "this model has no tokenizer (its checkpoint no tokenizer.json), and text needs one: from Python,"
+            " token ids work without"
+        )
     return model.tokenizer
