@@ -32,6 +32,11 @@ def call_functions(out):
     assert out == ("capital({'country': 'Spain'}) = \"Madrid\"\npopulation({'city': 'Madrid'}) = 3300000\n")
 
 
+def fine_tune(out):
+    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
+    assert len(losses) == 2 and losses[1] < losses[0] and "Poseidonis" in out
+
+
 def log_probabilities(out):
     assert len(numbers(r"(\d\.\d{3})  of", out)) == 9  # tokens, with EOS
     assert "'<|im_end|>' 1.000  of '<|im_end|>' 1.000, " in out
@@ -73,12 +78,16 @@ def stop_a_stream(out):
     assert out == "The capital of\nstop after 3 tokens\n"
 
 
+def trees_of_others(out):
+    assert out.count("logits (1, 3, 64), and back the same: True\n") == 3
+
+
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, log_probabilities, many_draws, reinforce,
+        beams, best_of_n, call_functions, fine_tune, log_probabilities, many_draws, reinforce,
         reinforce_on_a_mesh, reuse_a_prefix, soft_prompt,
-        speculative_decoding, stop_a_stream,
+        speculative_decoding, stop_a_stream, trees_of_others,
     )
 }  # fmt: skip
 
@@ -93,6 +102,8 @@ def test_every_example_is_tested_and_in_the_readme():
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    if name == "fine_tune":
+        pytest.importorskip("orbax.checkpoint", reason="the extra `train` is not installed")
     ran = run_script.run(f"examples/{name}")
     assert (ran.returncode, ran.stderr) == (0, "")
     CHECKS[name](ran.stdout)
