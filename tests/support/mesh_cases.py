@@ -29,6 +29,7 @@ import tiny
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from layer_changes import with_experts
 from parity_cases import CASES, fuse_tensors, random_tensors
+from safetensors.numpy import load_file
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -485,6 +486,25 @@ def tensors_by_name() -> None:
             xj.save_model(Path(folder) / "out", over, config, max_shard_bytes=100_000)
             saved = xj.load_model(Path(folder) / "out", "float32").params
         jax.tree.map(np.testing.assert_array_equal, saved, params)
+    _repeated_heads_are_saved_once()
+
+
+def _repeated_heads_are_saved_once() -> None:
+    config = CASES["qwen3-bias-mqa"].config
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    with tempfile.TemporaryDirectory() as folder:
+        one = Path(folder) / "one"
+        xj.save_model(one, params, config)
+        over = xj.load_model(one, "float32", mesh=mesh_of(4))
+        assert over.config.num_key_value_heads == 4
+        xj.save_model(Path(folder) / "again", over.params, over.config, like=one)
+        (first, again) = (load_file(Path(folder) / x / "model.safetensors") for x in ("one", "again"))
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+        k = over.params["layers"][0]["k"]["weight"]
+        layer = {**over.params["layers"][0], "k": {**over.params["layers"][0]["k"], "weight": k.at[0].add(1)}}
+        changed = {**over.params, "layers": (layer, *over.params["layers"][1:])}
+        with pytest.raises(xj.InputError, match="layers.0.k.weight has key heads that were repeated"):
+            xj.save_model(Path(folder) / "not", changed, over.config, like=one)
 
 
 def gradients() -> None:

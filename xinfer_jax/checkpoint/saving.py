@@ -1,5 +1,6 @@
 """`save_model`: a checkpoint directory that this library and transformers open."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ from ..weights.params import Params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from .files import TEXT_FILES, checkpoint_dir, read_json
 from .own_format import quantization_config, quantized_tensors
+from .sharded_leaves import with_kv_heads_once, with_repeated_kv_heads
 from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
 from .tensors import DTYPES, StoredTensor, open_tensors
 from .text_tensors import other_tensors
@@ -57,6 +59,7 @@ def save_model(
         tokenizer: whose files are written.
         like: a checkpoint of this config, also one that sees images, or `path` itself: names and config.json
             are as there, and tensors and small files that this library does not read are copied from it.
+            Key heads that a mesh repeated are written once.
         max_shard_bytes: of a file, where no single tensor is larger.
         dtype: of floats: float32, bfloat16 or float16; None: as they are.
         overwrite: a checkpoint at `path` is replaced. It is PATH.old while the new one takes its place.
@@ -77,7 +80,10 @@ def save_model(
     if source is None:
         settings = to_hf(dataclasses.replace(config, rotated=False))
     else:
-        settings = _settings_like(source, config)
+        (settings, original) = _settings_like(source, config)
+        if original != config:
+            params = with_kv_heads_once(params, config, original)
+            config = original
     tensors = _tensors(params, config, dtype, kept)
     floats = {tensor.type for tensor in tensors.values()} & {"F32", "F16", "BF16"}
     name = next((np.dtype(DTYPES[type]).name for type in ("F32", "BF16", "F16") if type in floats), None)
@@ -99,21 +105,24 @@ def _check_target(path: Path, overwrite: bool) -> None:
         )
 
 
-def _settings_like(source: Path, config: ModelConfig) -> dict[str, Any]:
-    """config.json of another checkpoint with this config, without how it was quantized."""
+def _settings_like(source: Path, config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
+    """config.json of another checkpoint with this config, and its own config, without repeated key heads."""
     settings = read_json(source / "config.json")
     if settings is None:
         raise InputError(f"like: {source} holds no config.json")
     if "quantization_config" in settings:
         raise InputError(f"like: {source} is quantized: leave it out, or give the float checkpoint")
-    other = from_hf(settings)
+    other = dataclasses.replace(from_hf(settings), rotated=config.rotated)
+    with contextlib.suppress(InputError):  # these numbers do not divide each other
+        if config == with_repeated_kv_heads(other, config.num_key_value_heads):
+            return settings, other
     for field in dataclasses.fields(config):
         (ours, theirs) = (getattr(x, field.name) for x in (config, other))
-        if field.compare and field.name != "rotated" and ours != theirs:
+        if field.compare and ours != theirs:
             raise InputError(
                 f"like: {field.name} is {format_value(theirs)} in {source}, and {format_value(ours)} here"
             )
-    return settings
+    return settings, other
 
 
 def _set_dtype(settings: dict[str, Any], dtype: str | None) -> None:
