@@ -385,3 +385,48 @@ def test_shared_secrets_of_processes(tmp_path, monkeypatch, command, cache):
     own.parent.chmod(0o755)
     with pytest.raises(xj.InputError, match="mode 0700"):
         signing.load_secret(None, "::1")
+
+
+SAVING = """
+import sys
+import jax
+import xinfer_jax as xj
+from xinfer_jax.checkpoint import tensor_files
+
+address, number, source, target = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(number))
+mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+model = xj.load_model(source, "float32", mesh=mesh)
+xj.save_model(target + "/out", model.params, model.config, tokenizer=model.tokenizer, max_shard_bytes=50_000)
+
+
+def no_space(*args, **options):
+    raise OSError(28, "No space left on device")
+
+
+tensor_files.open = no_space
+try:
+    xj.save_model(target + "/full", model.params, model.config)
+except xj.InputError as error:
+    print(error)
+"""
+
+
+def test_a_model_of_two_processes_is_saved(model, tmp_path):
+    """One process writes what both have; where its disk is full, both say so."""
+    address = f"127.0.0.1:{free_port()}"
+    environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-c", SAVING, address]
+    jobs = [
+        subprocess.Popen(
+            [*command, str(i), str(model), str(tmp_path)], env=environment, text=True, stdout=subprocess.PIPE
+        )
+        for i in range(2)
+    ]
+    outs = [job.communicate(timeout=300)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert "No space left on device" in outs[0] and "the first process could not save" in outs[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    (saved, wanted) = (xj.load_model(path, "float32") for path in (tmp_path / "out", model))
+    jax.tree.map(np.testing.assert_array_equal, saved.params, wanted.params)
+    assert saved.config == wanted.config and saved.tokenizer.encode("hi") == wanted.tokenizer.encode("hi")
