@@ -20,7 +20,7 @@ _EXPORTS = {
     "checkpoint.loading": ("Model", "load_model"),
     "checkpoint.saving": ("save_model",),
     "sampling.logprobs": ("TokenLogprobs",),
-    "embedding": ("embed_texts",),
+    "embedding": ("embed_texts", "rerank"),
     "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),

@@ -90,7 +90,7 @@ def test_texts_get_the_tokenizers_special_tokens(good):
         (["Hello", [1, 10**6]], {}, "text 1 holds token id 1000000"),
         (["Hello", [1] * 3000], {}, "text 1 has 3000 tokens, which exceeds the context limit"),
         (["a" * 10**6], {}, "text 0 has at least .* tokens .*, which exceeds"),
-        (["Hello"], dict(pooling="cls"), "pooling must be 'mean' or 'last', got 'cls'"),
+        (["Hello"], dict(pooling="cls"), "pooling must be one of mean, last, first, got 'cls'"),
         (["Hello"], dict(normalize=1), "normalize must be True or False, got 1"),
     ],
 )

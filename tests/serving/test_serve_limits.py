@@ -19,6 +19,7 @@ pytest.importorskip("prometheus_client")
 import serving
 
 import xinfer_jax as xj
+from xinfer_jax import embedding
 from xinfer_jax.api.bodies import parse_request_body
 from xinfer_jax.serve import service as service_module, text_endpoints
 from xinfer_jax.serve.admission import count_tokens
@@ -333,6 +334,33 @@ def test_embeddings_equal_embed_texts(server, model):
         status, error, _ = ask(server, "/v1/embeddings", **fields)
         assert (status, error["error"]["param"]) == (400, field), fields
     assert ask(server, "/v1/embeddings", input="a", model="other")[0] == 404 and server.idle()
+
+
+def test_documents_are_reranked(server, model, monkeypatch):
+    """As `xj.rerank` scores them, the best first."""
+    documents = ["The capital of France", "Hello", "a"]
+    asked = dict(query="Where?", documents=documents)
+    status, error, _ = ask(server, "/v1/rerank", **asked)
+    assert status == 400 and "this model is no reranker" in error["error"]["message"]
+    ids = np.array([model.tokenizer.encode(word)[0] for word in ("no", "yes")])
+    for module in (embedding, text_endpoints):
+        monkeypatch.setattr(module, "no_yes_ids", lambda model: ids)
+    wanted = xj.rerank(model, "Where?", documents)
+    status, body, _ = ask(server, "/v1/rerank", **asked, model="tiny", top_n=2)
+    assert status == 200 and body["id"].startswith("rerank-") and body["usage"]["total_tokens"] > 3
+    best = np.argsort(-wanted, kind="stable")[:2].tolist()
+    assert [(x["index"], x["document"]["text"]) for x in body["results"]] == [(i, documents[i]) for i in best]
+    np.testing.assert_allclose([x["relevance_score"] for x in body["results"]], wanted[best], atol=1e-6)
+    for field, fields in [
+        ("documents", dict(query="a")), ("documents", dict(query="a", documents=[])),
+        ("documents", dict(query="a", documents=["b", 3])), ("query", dict(documents=["b"])),
+        ("query", dict(query=3, documents=["b"])), ("top_n", asked | dict(top_n=0)),
+        ("instruction", asked | dict(instruction=[])), ("n", asked | dict(n=2)),
+        ("documents", asked | dict(documents=["b " * 3000])),
+    ]:  # fmt: skip
+        status, error, _ = ask(server, "/v1/rerank", **fields)
+        assert (status, error["error"]["param"]) == (400, field), fields
+    assert server.idle()
 
 
 def test_many_embeddings_are_computed_in_batches(server, model, monkeypatch):

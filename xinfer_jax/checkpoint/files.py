@@ -20,7 +20,9 @@ TEXT_FILES = (
 )  # fmt: skip
 # What is downloaded from a hub repository; then the shards that the index names.
 _PATTERNS = [
-    "config.json", "quantize_config.json", "quant_config.json", "adapter_config.json", *TEXT_FILES, WEIGHTS,
+    "modules.json", "config_sentence_transformers.json", "*_Pooling/config.json", "*_Dense/config.json",
+    "*_Dense/model.safetensors", "config.json", "quantize_config.json", "quant_config.json",
+    "adapter_config.json", *TEXT_FILES, WEIGHTS,
     INDEX,
 ]  # fmt: skip
 _MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much

@@ -31,6 +31,7 @@ from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantization import check_activations, check_quantize, check_quantize_method
 from ..weights.quantized_weight import is_quantized
+from .embedding_modules import EmbeddingModules, read_embedding_modules
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
 from .mxfp4_format import dequantized
@@ -56,6 +57,7 @@ class Model:
         generation_config: generation_config.json, empty if there is none; for `SamplingConfig.from_hf`.
         load_stats: what loading cost.
         name: the directory or hub name that it was loaded from, "bundled", or "" for none.
+        embedding: how its checkpoint makes vectors of texts; None: it does not say.
 
     An InputError names all leaves that are missing, unknown or misshapen.
     """
@@ -66,6 +68,7 @@ class Model:
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     load_stats: LoadStats = None  # type: ignore[assignment]
     name: str = ""
+    embedding: EmbeddingModules | None = None
 
     def __post_init__(self) -> None:
         check_leaves(self.params, self.config)
@@ -180,12 +183,16 @@ def open_checkpoint(
     tensors = text_tensors(path, dequantized(tensors) if dequantize else tensors)
     if config.tie_word_embeddings and TIED[0] not in tensors and TIED[1] in tensors:
         tensors[TIED[0]] = tensors.pop(TIED[1])  # a tied matrix may be stored under either name
+    embedding = read_embedding_modules(path)
+    if embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
+        config = dataclasses.replace(config, tie_word_embeddings=True)
+        config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
     loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs, read = _open_params(path, config_of_files, loader)
     dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
-    return Checkpoint(Model(structs, config, tokenizer, generation, stats, name), read)
+    return Checkpoint(Model(structs, config, tokenizer, generation, stats, name, embedding), read)
 
 
 def _open_params(path: Path, config: ModelConfig, loader: LeafLoader) -> tuple[Params, Callable[[], Params]]:

@@ -12,6 +12,7 @@ _PREFIXES = {
     "model.visual.": None,
     "visual.": None,
     "mtp.": None,
+    **{name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")},  # saved without its head
     **dict.fromkeys(
         f"{outer}{part}."
         for outer in ("model.", "")

@@ -44,6 +44,7 @@ def make_server(service: Service) -> Server:
         Route("/v1/models", info.models),
         Route("/v1/models/{name:path}", info.model),
         Route("/v1/embeddings", texts.embeddings, methods=["POST"]),
+        Route("/v1/rerank", texts.rerank, methods=["POST"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),

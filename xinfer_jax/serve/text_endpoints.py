@@ -1,8 +1,9 @@
-"""Endpoints that need the model but no engine: /tokenize, /detokenize, /v1/embeddings. The limits of clients
-hold here too.
+"""Endpoints that need the model but no engine: /tokenize, /detokenize, /v1/embeddings, /v1/rerank. The limits
+of clients hold here too.
 """
 
 import base64
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from ..api.tool_fields import parse_tools
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..checks import check_token_ids
-from ..embedding import POOLINGS, embed_texts, text_token_ids
+from ..embedding import POOLINGS, answer_scores, embed_texts, no_yes_ids, rerank_token_ids, text_token_ids
 from ..errors import InputError, format_value
 from ..generation.executor import bucket
 from .admission import Reservation
@@ -32,7 +33,8 @@ _TOKENIZE_FIELDS = {
     "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
 _EMBEDDING_FIELDS = {"input", "model", "encoding_format", "dimensions", "pooling", "user"}
-_MAX_INPUTS = 2048  # texts to embed: the OpenAI API's limit
+_RERANK_FIELDS = {"model", "query", "documents", "top_n", "instruction", "user"}
+_MAX_INPUTS = 2048  # texts of a request: the OpenAI API's limit
 _BATCH_TOKENS = 512  # with padding; the engine and other clients' batches run between two batches
 
 
@@ -52,9 +54,17 @@ class TextEndpoints:
 
     async def embeddings(self, request: HTTPRequest) -> Response:
         """A vector for each text."""
-        if jax.process_count() > 1:
-            raise APIError(404, "/v1/embeddings is not served by a model over several processes")
+        self._check_one_process("/v1/embeddings")
         return await self._respond(request, self._embed)
+
+    async def rerank(self, request: HTTPRequest) -> Response:
+        """Documents, those first that answer a query best."""
+        self._check_one_process("/v1/rerank")
+        return await self._respond(request, self._rerank)
+
+    def _check_one_process(self, path: str) -> None:
+        if jax.process_count() > 1:
+            raise APIError(404, f"{path} is not served by a model over several processes")
 
     async def _respond(
         self, request: HTTPRequest, work: Callable[..., Coroutine[Any, Any, bytes]]
@@ -118,7 +128,7 @@ class TextEndpoints:
         service = self._service
         client = reservation.client
 
-        def parse() -> tuple[list[list[int]], str, bool]:
+        def parse() -> tuple[list[list[int]], str | None, bool]:
             body = self._body(data, "input")
             found = _parse_embedding(model, body, service.max_model_len or 0)
             numbers = len(found[0]) * model.config.hidden_size
@@ -132,33 +142,55 @@ class TextEndpoints:
             vectors += await service.workers.run(client, True, work, exclusive=True)
         return embeddings_to_json(iter(vectors), service.settings.name, sum(map(len, texts)))
 
+    async def _rerank(self, reservation: Reservation, data: list[bytes]) -> bytes:
+        """Computes the scores in batches, of which only one of all clients runs at a time."""
+        model = self._model
+        workers = self._service.workers
+        client = reservation.client
+
+        def parse() -> tuple[list[list[int]], list[str], int]:
+            found = _parse_rerank(model, self._body(data, "documents"))
+            reservation.reserve(tokens=sum(map(len, found[0])), bytes=sum(map(len, found[1])))
+            return found
+
+        rows, documents, top = await workers.run(client, is_large(data), parse)
+        scores = list[float]()
+        for batch in _batches(rows):
+            found = await workers.run(client, True, partial(answer_scores, model, batch), exclusive=True)
+            scores += found.tolist()
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top]
+        results = [dict(index=i, document=dict(text=documents[i]), relevance_score=scores[i]) for i in best]
+        head = dict(id=f"rerank-{uuid.uuid4().hex}", model=self._service.settings.name)
+        return to_json(head | dict(usage=dict(total_tokens=sum(map(len, rows))), results=results))
+
     @property
     def _model(self) -> Model:
         assert self._service.model is not None  # `admit` has checked it
         return self._service.model
 
 
-def _check_known(path: str, body: dict[str, Any], known: set[str]) -> None:
-    """Raises BodyError for a field that is not known."""
+def _check_known(path: str, body: dict[str, Any], known: set[str], model: Model | None = None) -> None:
+    """Raises BodyError for a field that is not known. model: that must have weights in this process."""
+    if model is not None and not isinstance(model.params["final_norm"], jax.Array):
+        raise APIError(404, f"{path} is not served by a process without weights")
     if others := sorted(body.keys() - known):
         raise BodyError(others[0], f"{format_value(others[0])} is not a field of {path}: leave it out")
 
 
 def _parse_embedding(
     model: Model, body: dict[str, Any], max_length: int
-) -> tuple[list[list[int]], str, bool]:
+) -> tuple[list[list[int]], str | None, bool]:
     """Token ids of each text, of at most `max_length`; the pooling; whether vectors are encoded in base64."""
-    if not isinstance(model.params["final_norm"], jax.Array):
-        raise APIError(404, "/v1/embeddings is not served by a process without weights")
-    _check_known("/v1/embeddings", body, _EMBEDDING_FIELDS)
+    _check_known("/v1/embeddings", body, _EMBEDDING_FIELDS, model)
     if "dimensions" in body:
         raise BodyError("dimensions", "dimensions is not served here: leave it out for whole vectors")
     encoding = body.get("encoding_format", "float")
-    pooling = body.get("pooling", "mean")
-    choices = (("encoding_format", encoding, ("float", "base64")), ("pooling", pooling, POOLINGS))
+    pooling = body.get("pooling")
+    choices = (("encoding_format", encoding, ("float", "base64")), ("pooling", pooling, (None, *POOLINGS)))
     for name, value, known in choices:
         if value not in known:
-            raise BodyError(name, f"{name} must be one of {', '.join(known)}, got {format_value(value)}")
+            shown = ", ".join(filter(None, known))
+            raise BodyError(name, f"{name} must be one of {shown}, got {format_value(value)}")
     inputs = body.get("input")
     if isinstance(inputs, str) or isinstance(inputs, list) and inputs and type(inputs[0]) is int:
         inputs = [inputs]
@@ -170,6 +202,28 @@ def _parse_embedding(
     except InputError as error:
         raise BodyError("input", error) from error
     return texts, pooling, encoding == "base64"
+
+
+def _parse_rerank(model: Model, body: dict[str, Any]) -> tuple[list[list[int]], list[str], int]:
+    """Token ids of each question; the documents; how many of them are returned."""
+    _check_known("/v1/rerank", body, _RERANK_FIELDS, model)
+    documents = body.get("documents")
+    if not isinstance(documents, list) or not 0 < len(documents) <= _MAX_INPUTS:
+        wanted = f"a list of 1 to {_MAX_INPUTS} texts"
+        raise BodyError("documents", f"documents must be {wanted}, got {format_value(documents)}")
+    top = body.get("top_n", len(documents))
+    if type(top) is not int or top < 1:
+        raise BodyError("top_n", f"top_n must be a whole number from 1 on, got {format_value(top)}")
+    for name in ("query", "instruction"):
+        if not isinstance(body.get(name, ""), str) or name == "query" and name not in body:
+            raise BodyError(name, f"{name} must be a text, got {format_value(body.get(name))}")
+    asked = (body["query"], body.get("instruction"))
+    try:
+        no_yes_ids(model)
+        rows = [rerank_token_ids("a document", model, asked[0], text, asked[1]) for text in documents]
+    except InputError as error:
+        raise BodyError("documents", error) from error
+    return rows, documents, top
 
 
 def _batches(texts: list[list[int]]) -> Iterator[list[list[int]]]:
@@ -185,8 +239,8 @@ def _batches(texts: list[list[int]]) -> Iterator[list[list[int]]]:
     yield batch
 
 
-def _embed(model: Model, texts: list[list[int]], pooling: str, as_base64: bool) -> list[bytes]:
-    vectors_ND = embed_texts(model, texts, pooling=pooling, normalize=True)
+def _embed(model: Model, texts: list[list[int]], pooling: str | None, as_base64: bool) -> list[bytes]:
+    vectors_ND = embed_texts(model, texts, pooling=pooling)
     if as_base64:
         return [to_json(base64.b64encode(vector.tobytes()).decode()) for vector in vectors_ND.astype("<f4")]
     return [to_json(vector.tolist()) for vector in vectors_ND]

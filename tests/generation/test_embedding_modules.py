@@ -1,0 +1,142 @@
+"""Models of vectors and of scores: what modules.json asks for, and yes against no."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+import xinfer_jax as xj
+
+pytestmark = pytest.mark.oldest
+
+TEXTS = ["the king and the queen", "a", "in the end there is nothing on the line"]
+MODULES = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+DENSE = (
+    ("torch.nn.modules.activation.Tanh", 24, 32, True),
+    ("torch.nn.Identity", 16, 24, False),
+)
+
+
+def write(path: Path, pooling: dict | None = None, modules=MODULES, **settings) -> Path:
+    """A checkpoint as sentence-transformers writes it: no head, names without "model."."""
+    tiny.write(path, tiny.CONFIG | dict(architectures=["Qwen2Model"]))
+    tensors = {name.removeprefix("model."): x for name, x in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors")
+    listed = []
+    for i, kind in enumerate(modules):
+        folder = path / (f"{i}_{kind}" if i else "")
+        listed.append(
+            dict(
+                idx=i, name=str(i), path=folder.name if i else "", type=f"sentence_transformers.models.{kind}"
+            )
+        )
+        folder.mkdir(exist_ok=True)
+        if kind == "Pooling":
+            tiny.write_json(folder / "config.json", pooling or dict(pooling_mode_lasttoken=True))
+        if kind == "Dense":
+            activation, outputs, inputs, bias = DENSE[i - 2]
+            tiny.write_json(folder / "config.json", dict(activation_function=activation, bias=bias))
+            draws = np.random.RandomState(i)
+            arrays = {"linear.weight": draws.normal(0, 0.3, (outputs, inputs)).astype(np.float32)}
+            arrays |= {"linear.bias": draws.normal(0, 0.3, outputs).astype(np.float32)} if bias else {}
+            save_file(arrays, folder / "model.safetensors")
+    (path / "modules.json").write_text(json.dumps(listed))
+    named = dict(prompts=dict(query="the end: "), default_prompt_name=None) | settings
+    tiny.write_json(path / "config_sentence_transformers.json", named)
+    return path
+
+
+POOLINGS = {
+    "last": (dict(pooling_mode_lasttoken=True, pooling_mode_mean_tokens=False), lambda x: x[-1]),
+    "mean": (dict(pooling_mode="mean", include_prompt=True), lambda x: x.mean(0)),
+    "first": (dict(pooling_mode_cls_token=True), lambda x: x[0]),
+}
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
+    settings, pool = POOLINGS[pooling]
+    path = write(tmp_path, settings)
+    model = xj.load_model(path, "float32")
+    assert model.embedding.pooling == pooling and model.config.tie_word_embeddings
+    (first, second) = (load_file(path / f"{i}_Dense" / "model.safetensors") for i in (2, 3))
+    for prompt, before in (None, ""), ("query", "the end: "), ("so: ", "so: "):
+        vectors_ND = xj.embed_texts(model, TEXTS, prompt=prompt)
+        for text, vector_D in zip(TEXTS, vectors_ND, strict=True):
+            ids = np.array([model.tokenizer.encode(before + text)])
+            hidden_TD = np.asarray(xj.hidden_states(model.params, model.config, ids)[0][0])
+            wanted_D = np.tanh(first["linear.weight"] @ pool(hidden_TD) + first["linear.bias"])
+            wanted_D = second["linear.weight"] @ wanted_D
+            np.testing.assert_allclose(vector_D, wanted_D / np.linalg.norm(wanted_D), atol=1e-5)
+    plain_ND = xj.embed_texts(model, TEXTS, pooling="mean", normalize=False)
+    assert plain_ND.shape == (3, 16) and abs(np.linalg.norm(plain_ND[0]) - 1) > 1e-3
+    xj.save_model(tmp_path / "again", model.params, model.config, like=path)
+    assert (
+        load_file(tmp_path / "again" / "model.safetensors").keys()
+        == load_file(path / "model.safetensors").keys()
+    )
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(modules=("Transformer", "Pooling", "LayerNorm")), "'Pooling', 'LayerNorm'] are not supported"),
+        (dict(modules=("Transformer", "Normalize", "Pooling")), "in this order"),
+        (dict(pooling=dict(pooling_mode_max_tokens=True)), "only one of mean, last token and first token"),
+        (dict(pooling=dict(pooling_mode_mean_tokens=True, pooling_mode_cls_token=True)), "only one of mean"),
+        (dict(pooling=dict(pooling_mode="mean", include_prompt=False)), "with the prompt included"),
+        (dict(prompts=dict(query=3)), "prompts must be texts by name"),
+        (dict(default_prompt_name="other"), "default_prompt_name 'other' is none of its prompts"),
+    ],
+)  # fmt: skip
+def test_modules_that_are_rejected_by_name(tmp_path, given, message):
+    assert message in tiny.load_error(write(tmp_path, **given))
+
+
+def test_broken_modules(tmp_path):
+    path = write(tmp_path)
+    (path / "modules.json").write_text('[{"type": 3}]')
+    assert "is no list of modules with type and path" in tiny.load_error(path)
+
+
+@pytest.fixture(scope="module")
+def reranker():
+    """A model whose yes and no are one token each."""
+    model = tiny.shallow_model(1, dtype="float32")
+    backend = tiny.tokenizer()
+    backend.add_tokens(["yes", "no"])
+    tokenizer = xj.Tokenizer(backend, chat_template=None, special_tokens={}, eos_token_ids=())
+    return xj.Model(model.params, model.config, tokenizer)
+
+
+def test_documents_are_scored_by_yes_against_no(reranker):
+    scores_N = xj.rerank(reranker, "where?", TEXTS, instruction="Find the place")
+    assert scores_N.dtype == np.float32 and scores_N.shape == (3,) and len(set(scores_N.tolist())) == 3
+    (no, yes) = (reranker.tokenizer.encode(word)[0] for word in ("no", "yes"))
+    for text, score in zip(TEXTS, scores_N, strict=True):
+        asked = (
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the"
+            ' Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user\n"
+            f"<Instruct>: Find the place\n<Query>: where?\n<Document>: {text}<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        ids = np.array([reranker.tokenizer.encode(asked)])
+        logits_V = np.asarray(xj.forward(reranker.params, reranker.config, ids)[0][0, -1])
+        np.testing.assert_allclose(score, jax.nn.softmax(logits_V[[no, yes]])[1], atol=1e-5)
+
+
+def test_what_cannot_be_reranked(reranker):
+    for given, message in (
+        ((3, TEXTS), "query must be a text, got 3"),
+        (("where?", []), "no texts"),
+        (("where?", ["a", 3]), "document 1 must be a text, got 3"),
+    ):
+        with pytest.raises(xj.InputError, match=message):
+            xj.rerank(reranker, *given)
+    with pytest.raises(xj.InputError, match="more than one token for yes or no: this model is no reranker"):
+        xj.rerank(tiny.shallow_model(1), "where?", TEXTS)
