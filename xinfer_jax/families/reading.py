@@ -8,7 +8,7 @@ from ..errors import InputError, format_value
 from ..plugins import load, names
 from .rope_settings import read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
-from .wrappers import WRAPPERS, text_settings
+from .wrappers import text_settings
 
 _ACTIVATIONS = dict(silu="silu", swish="silu", gelu_pytorch_tanh="gelu_pytorch_tanh", relu2="relu2")
 _DEFAULTS: dict[str, Any] = dict(  # of all families
@@ -38,11 +38,11 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         raise InputError(
             f"model_type {format_value(model_type)} is not supported: use one of"
-            f" {', '.join(sorted({*names('family'), *WRAPPERS}))}"
+            f" {', '.join(sorted(names('family')))}"
         )
     hf = {**_DEFAULTS, **family.defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"]
-    if activation == "gelu" and "gelu_pytorch_tanh" in family.defaults.values():  # an old name of Gemma's
+    if activation == "gelu" and family.defaults.get("hidden_act") == "gelu_pytorch_tanh":  # Gemma's old name
         activation = "gelu_pytorch_tanh"
     _check_supported(hf, activation)
     heads = get_integer(hf, "num_attention_heads")
