@@ -23,7 +23,9 @@ DENSE = (
 
 def write(path: Path, pooling: dict | None = None, modules=MODULES, **settings) -> Path:
     """A checkpoint as sentence-transformers writes it: no head, names without "model."."""
-    tiny.write(path, tiny.CONFIG | dict(architectures=["Qwen2Model"]))
+    tiny.write(path, tiny.CONFIG)
+    headless = dict(architectures=["Qwen2Model"], tie_word_embeddings=False)
+    tiny.write_json(path / "config.json", tiny.CONFIG | headless)
     tensors = {name.removeprefix("model."): x for name, x in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors")
     listed = []

@@ -162,6 +162,9 @@ def open_checkpoint(
         no_config = "holds no config.json: give the directory of a Hugging Face checkpoint"
         raise InputError(f"{path} {describe_files(others, no_config)}")
     settings = text_settings(settings)
+    embedding = read_embedding_modules(path)
+    if embedding is not None:
+        settings["architectures"] = None  # it may be a model without a head
     config = from_hf(settings)
     quant_format = kept_format(settings, path, quantize, dequantize)
     check_quantize(config, quant_format.method if quant_format else quantize)
@@ -183,7 +186,6 @@ def open_checkpoint(
     tensors = text_tensors(path, dequantized(tensors) if dequantize else tensors)
     if config.tie_word_embeddings and TIED[0] not in tensors and TIED[1] in tensors:
         tensors[TIED[0]] = tensors.pop(TIED[1])  # a tied matrix may be stored under either name
-    embedding = read_embedding_modules(path)
     if embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)

@@ -80,7 +80,9 @@ def save_model(
     if source is None:
         settings = to_hf(dataclasses.replace(config, rotated=False))
     else:
-        (settings, original) = _settings_like(source, config)
+        (settings, original) = _settings_like(
+            source, config, any(text_name(name) == TIED[1] for name in kept)
+        )
         if original != config:
             params = with_kv_heads_once(params, config, original)
             config = original
@@ -105,14 +107,16 @@ def _check_target(path: Path, overwrite: bool) -> None:
         )
 
 
-def _settings_like(source: Path, config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
+def _settings_like(source: Path, config: ModelConfig, has_head: bool) -> tuple[dict[str, Any], ModelConfig]:
     """config.json of another checkpoint with this config, and its own config, without repeated key heads."""
     settings = read_json(source / "config.json")
     if settings is None:
         raise InputError(f"like: {source} holds no config.json")
     if "quantization_config" in settings:
         raise InputError(f"like: {source} is quantized: leave it out, or give the float checkpoint")
-    other = dataclasses.replace(from_hf(settings), rotated=config.rotated)
+    other = dataclasses.replace(from_hf(settings | dict(architectures=None)), rotated=config.rotated)
+    if not has_head:  # tied, or of vectors alone
+        other = dataclasses.replace(other, tie_word_embeddings=True)
     with contextlib.suppress(InputError):  # these numbers do not divide each other
         if config == with_repeated_kv_heads(other, config.num_key_value_heads):
             return settings, other

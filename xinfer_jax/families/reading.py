@@ -80,7 +80,7 @@ def _check_supported(hf: Mapping, activation: Any) -> None:
         )
     architectures = [] if hf.get("architectures") is None else hf["architectures"]
     for name in architectures if isinstance(architectures, list) else [architectures]:
-        if not str(name).endswith(("ForCausalLM", "Model")):
+        if not str(name).endswith("ForCausalLM"):
             raise InputError(
                 f"architecture {format_value(name)} is not supported: only causal language models"
                 " (…ForCausalLM) are"
