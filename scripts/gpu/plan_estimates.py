@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from bench.model_work import bytes_per_pass, decode_work, expert_fraction, prefill_work
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
 from gpu.card_specs import Card, Tpu
@@ -20,7 +20,8 @@ from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.config.model_config import ModelConfig
-from xinfer_jax.sharding import MODEL, check_mesh
+from xinfer_jax.sharding import MODEL, RULES, check_mesh
+from xinfer_jax.weights.layout import partition_specs
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.params import Params, ParamSpec, param_specs, tree_bytes
 from xinfer_jax.weights.quantization import (
@@ -132,7 +133,14 @@ def device_weights(job: Job, n: int) -> Params:
         if quantize == "mxfp4":
             return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
         group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
-        return device_form(quantized_struct(shape, spec.name, quantize, group))
+        whole = device_form(quantized_struct(spec.shape, spec.name, quantize, group))
+
+        def divide(x: jax.ShapeDtypeStruct, places: PartitionSpec) -> jax.ShapeDtypeStruct:
+            sizes = zip(x.shape, places, strict=True)
+            parts = tuple(-(-size // partition.num_parts) if place else size for size, place in sizes)
+            return jax.ShapeDtypeStruct(parts, x.dtype)
+
+        return jax.tree.map(divide, whole, partition_specs(spec, whole, None, RULES))
 
     return jax.tree.map(struct, param_specs(job.config))
 

@@ -169,7 +169,7 @@ def test_experts_narrower_than_the_model_in_bfloat16(has, monkeypatch):
     """64 tokens at once: XLA has no bfloat16 product with a transposed result of `matrix_lhs_dot`."""
     monkeypatch.setattr(cpu_products, "fast_matmul_types", lambda: frozenset(has.split(",")))
     config = CASES["moe-some-layers-dense"].config
-    assert config.moe_intermediate_size < config.hidden_size
+    assert config.experts.intermediate_size < config.hidden_size
     params = xj.init_params(config, jax.random.key(0), "bfloat16")
     layer = next(layer for layer in params["layers"] if "experts" in layer)
     x_BTD = jax.random.normal(jax.random.key(1), (1, 64, config.hidden_size), "bfloat16")

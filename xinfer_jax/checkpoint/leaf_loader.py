@@ -100,8 +100,10 @@ class LeafLoader:
         if spec.axes[0] == "vocab":
             return spec.shape[0] % (self._num_devices * self._numbers_per_word(quantized)) > 0
         has_order = any(name.endswith((".order", ".g_idx")) for name in quantized)
-        shares_scales = (self._group(spec) or 0) >= spec.shape[-1]
-        return leaf_partition(spec, self._num_devices).axis == 1 and (has_order or shares_scales)
+        partition = leaf_partition(spec, self._num_devices)
+        # A part with one group would have the form of a matrix with a scale for each output.
+        shares_scales = (self._group(spec) or 0) * partition.num_parts >= spec.shape[-1]
+        return partition.axis == 1 and (has_order or shares_scales)
 
     def _host_struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
         if self.quant_format and quantized:
