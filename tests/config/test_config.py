@@ -475,6 +475,7 @@ REJECTED = {
         "attn_logit_softcapping 50.0.*gemma3_text"),
     "gemma3-pattern-zero": (hf("gemma3_text", sliding_window_pattern=0), "sliding_window_pattern.*0"),
     "gemma3-with-images": (hf("gemma3"), "text_config of model_type 'gemma3'"),
+    "type-of-text-is-a-list": (hf("gemma3", text_config=dict(model_type=["a"])), "model_type .'a'. is not"),
     "layer-types-unknown": (hf(layer_types=[_F, "chunked_attention", _F, _F]), "chunked_attention"),
     "layer-types-linear": (hf("qwen3", layer_types=["linear_attention"] * 4), "linear_attention"),
     "layer-types-too-few": (hf(layer_types=[_F, _F]), "layer_types.*4 layers"),

@@ -56,16 +56,17 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
         named = [name for name in named if not str(name).endswith("ForConditionalGeneration")]
     outer = {k: v for k, v in hf.items() if k not in _NOT_READ} | dict(architectures=named)
     own_type = text.get("model_type", WRAPPERS[outer_type])
-    settings = _DEFAULTS.get(own_type, {}) | outer | of_text | dict(model_type=_SAME.get(own_type, own_type))
+    settings = outer | of_text | dict(model_type=own_type)
+    if isinstance(own_type, str):
+        settings = _DEFAULTS.get(own_type, {}) | settings | dict(model_type=_SAME.get(own_type, own_type))
     if "tie_word_embeddings" in outer:  # which transformers goes by
         settings["tie_word_embeddings"] = outer["tie_word_embeddings"]
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := settings.get(name), Mapping):
             plain = {k: "default" for k in ("type", "rope_type") if rope.get(k) == "mrope"}
             settings[name] = {**rope, **plain}
-    if own_type == "qwen3_vl_moe_text" and settings.get("hidden_size") == settings.get(
-        "moe_intermediate_size"
-    ):
+    width = settings.get("moe_intermediate_size")
+    if own_type == "qwen3_vl_moe_text" and width == settings.get("hidden_size"):
         raise InputError(
             "config.json: moe_intermediate_size is hidden_size, and files of qwen3_vl_moe have experts with"
             " inputs or with outputs first: these cannot be told apart"
