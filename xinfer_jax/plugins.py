@@ -1,6 +1,7 @@
 """What plugs into the core, by name: the only table, from which a module is imported when it is first used.
 
-The core asks `plugin(kind, name)` (`xinfer_jax/__init__.py`) and does without where there is no answer.
+The core asks `plugin(kind, name)` (`xinfer_jax/__init__.py`). Operations, dtypes and limits do without where
+there is no answer; what a config or an option asks for (linear attention, scaled RoPE, drafts, …) needs one.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The cache of one layer in which each position has its own slot; `Ring` and `Paged` are kinds of it."""
+"""The cache of one layer in which each position has its own slot: the base of `Ring` and `Paged`."""
 
 import dataclasses
 from typing import Any, NamedTuple, Self
@@ -91,7 +91,7 @@ class Contiguous(LayerCache):
         return old_BKSH.at[row[..., None], head_K, slot[..., None]].set(new_KH, mode="drop")
 
     def stored_length(self, length_B: jax.Array) -> jax.Array:
-        """int32 [B]: the lengths without tokens that were dropped for want of slots; a ring drops none so."""
+        """int32 [B]: the lengths without tokens that had no slot; in a ring later ones overwrite instead."""
         return jnp.minimum(length_B, self.capacity) if self.slots > self.capacity else length_B
 
     def block_layout(self, max_width: int) -> tuple[int, int]:

@@ -46,7 +46,7 @@ class KVCache(ShortRepr):
 
     @property
     def k(self) -> tuple[Stored, ...]:
-        """The keys of each layer that has some; on TPUs its values too."""
+        """The keys of each layer that has some; in caches side by side (TPUs) its values too."""
         return tuple(layer.k for layer in self.kv_layers)
 
     @property

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .contiguous import Contiguous
 
-# Tokens that a ring holds beyond its window: one call can append as many, and `truncate` go back by as many.
+# One call can append as many tokens to a ring, and `truncate` go back by as many.
 RING_SLACK = 512
 _RING_MULTIPLE = 64  # a ring's slots are a multiple of it, so that blocks of keys stay aligned
 _MULTIPLE = 8  # of slots, as the bulk copies of Hopper's kernels need it; else they would pad in every step

@@ -58,7 +58,7 @@ def prefill(
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
-        impl: of the operations: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
+        impl: of the operations: None (what suits the device), "xla", or a kernel's name, as "triton".
 
     Returns:
         float32 logits [B, V] after each row's last real token, and the cache.
@@ -129,7 +129,7 @@ def decode_loop(  # noqa: PLR0913  a public function
         params, config: the model.
         logits_BV: float32, of the last token in the cache (from `prefill`).
         cache: with the prompt.
-        row_key_B: one PRNG key per row.
+        row_key_B: one PRNG key per row, or one that is split for them.
         sampling_B: settings as numbers or arrays [B].
         eos_ids: int32 [E], may be empty.
         max_new_tokens: at least 1. Traced: another number compiles nothing if output_size is the same. A

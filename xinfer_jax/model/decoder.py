@@ -51,7 +51,7 @@ def forward(
         tokens_BT: int32 token ids.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
-        impl: of the operations: None (the best for the device), "mosaic", "triton", "tpu" or "xla".
+        impl: of the operations: None (the best for the device), "xla", or a kernel's name, as "triton".
 
     Returns:
         float32 logits [B, T, V] (undefined at padding) and the cache with the tokens appended.

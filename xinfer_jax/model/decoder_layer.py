@@ -101,8 +101,9 @@ _JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "impl"))
 def run_layers(  # noqa: PLR0913
     layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl
 ) -> tuple[Any, tuple]:
-    """`run_layer` for several layers in order; layers, kinds and caches have one entry for each. caches: the
-    index of the layer's cache in kv, layer caches or None.
+    """`run_layer` for several layers in order; layers, kinds and caches have one entry for each.
+
+    kv: layer caches, or None for each. caches: the index in kv of the cache that the layer uses.
     """
     kv = list(kv)
     for i, (layer, kind, cache) in enumerate(zip(layers, kinds, caches, strict=True)):

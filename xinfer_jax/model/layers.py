@@ -134,7 +134,7 @@ def plain_products(  # noqa: PLR0913
     dtype: Any,
 ) -> list[jax.Array]:
     """`products` by one product for each leaf. The operation "apart" keeps XLA from fusing what is before and
-    after it, where a form wants that. norm: eps and offset of `Norm`; None: there is none."""
+    after it, where a form wants that (on TPUs). norm: eps and offset of `Norm`; None: there is none."""
     x = x if norm is None else run("apart", _identity, rms_norm(x, norm_weight, *norm))
     return finish_products([_product(x, leaf, dtype) for leaf in leaves], residual, activation)
 

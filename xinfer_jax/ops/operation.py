@@ -29,7 +29,7 @@ def run(
         static: what forms need to know beside the operands.
 
     Raises:
-        InputError: the named kernel does not support these operands.
+        InputError: the named kernel does not support these operands; an operation may run plainly instead.
     """
     choose = plugin("operation", "choose")
     form = choose and choose(name, plain, impl, operands, static)
