@@ -169,7 +169,7 @@ def _tensors(
     is_float = [not is_quantized(leaf) for leaf in leaves]
     floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
     tensors = {
-        name: tensor_of_leaves(tensor.shape, dtype or tensor.leaves[0].dtype, tensor.make)
+        name: tensor_of_leaves(tensor.shape, dtype or tensor.dtype, tensor.make)
         for name, tensor in floats.items()
     }
     replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}

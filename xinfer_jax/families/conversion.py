@@ -12,7 +12,8 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..sharding import RULES
 from ..weights.layout import partition_specs, shardings
-from ..weights.params import Params, check_params, resolve_dtype
+from ..weights.param_specs import leaf_name
+from ..weights.params import Params, ParamSpec, check_params, param_specs, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from .naming import TIED, FileSpec, file_specs
 from .skipped_tensors import text_name, unused_names
@@ -69,12 +70,12 @@ class TensorOfLeaves(NamedTuple):
 
     Attributes:
         shape: of the tensor.
-        leaves: which it holds, in its order.
-        make: returns it from these leaves, each converted by a given function.
+        dtype: of the leaves.
+        make: returns it, its leaves converted by a given function.
     """
 
     shape: tuple[int, ...]
-    leaves: list[Any]
+    dtype: Any
     make: Callable[[Callable[[Any], Any]], Any]
 
 
@@ -93,11 +94,9 @@ def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
     """Returns the leaves by their paths; they may be shapes. Errors as in `specs_and_leaves`."""
     check_params(params, config)
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    leaves = {
-        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys): x for keys, x in found
-    }
+    leaves = {leaf_name(keys): leaf for keys, leaf in found}
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    specs = jax.tree.leaves(file_specs(config))
+    specs = jax.tree.leaves(param_specs(config))
     padded = {spec.name: spec.shape for spec in specs if _is_padded(spec, shapes.get(spec.name, ()))}
     _check_shapes("params", {spec.name: spec.shape for spec in specs}, shapes | padded)
     return leaves
@@ -118,16 +117,17 @@ def plan_tensors(
         elif "{}" in spec.hf_name:
             for expert in range(len(leaf)):
                 at = partial(_expert, leaf, expert)
-                tensors[spec.hf_name.format(expert)] = TensorOfLeaves(leaf.shape[1:], [leaf], at)
+                tensors[spec.hf_name.format(expert)] = TensorOfLeaves(leaf.shape[1:], leaf.dtype, at)
         else:
-            tensors[spec.hf_name] = TensorOfLeaves(leaf.shape, [leaf], partial(_itself, leaf))
+            tensors[spec.hf_name] = TensorOfLeaves(leaf.shape, leaf.dtype, partial(_itself, leaf))
     for name, parts in joined.items():
         parts.sort(key=lambda part: part[0].first_row)
         spec = parts[0][0]
         shape = spec.tensor_shapes({name} if like is None else like)[name]
         leaves = [leaf for _, leaf in parts]
         inputs_first = spec.has_inputs_first(like)
-        tensors[name] = TensorOfLeaves(shape, leaves, partial(_join, spec, shape, leaves, inputs_first))
+        make = partial(_join, spec, shape, leaves, inputs_first)
+        tensors[name] = TensorOfLeaves(shape, leaves[0].dtype, make)
     return tensors
 
 
@@ -179,7 +179,7 @@ def _check_shapes(
         raise InputError(f"the {what} do not fit the config: {format_names(sorted(faults), _SHOWN)}")
 
 
-def _is_padded(spec: FileSpec, shape: Shape) -> bool:
+def _is_padded(spec: ParamSpec, shape: Shape) -> bool:
     """Whether it is the shape of a matrix of the vocabulary with more rows, which divide it over a mesh."""
     return spec.axes[0] == "vocab" and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0]
 

@@ -9,7 +9,7 @@ import jax
 
 from ..config.model_config import ModelConfig
 from ..plugins import load
-from ..weights.param_specs import Params, ParamSpec, param_specs
+from ..weights.param_specs import Params, ParamSpec, leaf_name, param_specs
 from .family import Joined
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
@@ -110,10 +110,10 @@ def _named(
     """The specs of a layer, or of what is in none, with their places in the files. sizes: what has the fields
     that `Joined.groups` names.
     """
-    flat = {_path(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(tree)}
+    flat = {leaf_name(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(tree)}
 
     def file_spec(keys: Any, spec: ParamSpec) -> FileSpec:
-        path = _path(keys)
+        path = leaf_name(keys)
         (leaf, kind) = path.rsplit(".", 1) if path.endswith((".weight", ".bias")) else (path, "")
         suffix = f".{kind}" if kind else ""
         fields: dict[str, Any] = dict(hf_name=f"{prefix}{names[leaf]}{suffix}")
@@ -139,10 +139,6 @@ def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], sizes: Any) ->
         fused_name=name, first_row=sum(rows[:index]) // groups, fused_rows=sum(rows) // groups,
         fused_groups=groups, depthwise=tensor.depthwise, is_published=tensor.is_published,
     )  # fmt: skip
-
-
-def _path(keys: Any) -> str:
-    return ".".join(key.key for key in keys)
 
 
 def _rows(spec: ParamSpec) -> int:

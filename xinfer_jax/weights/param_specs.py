@@ -55,9 +55,13 @@ def param_specs(config: ModelConfig) -> Params:
     return jax.tree_util.tree_map_with_path(_with_name, tree)
 
 
+def leaf_name(path: Any) -> str:
+    """Returns a path of jax in the tree as a name, such as "layers.0.q.weight"."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
 def _with_name(path: Any, spec: ParamSpec) -> ParamSpec:
-    parts = (key.key if isinstance(key, jax.tree_util.DictKey) else key.idx for key in path)
-    return dataclasses.replace(spec, name=".".join(map(str, parts)))
+    return dataclasses.replace(spec, name=leaf_name(path))
 
 
 def _layer(config: ModelConfig, index: int) -> Params:
