@@ -38,6 +38,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("rope", "yarn"): ("model.rope_scaling", "yarn_rope"),
     # Over a mesh of devices; operations have more forms for it below.
     ("mesh", "experts"): ("ops.mesh", "mesh_experts"),
+    ("mesh", "auto params"): ("sharding", "on_auto_mesh"),
+    ("mesh", "explicit axes"): ("ops.auto_axes", "on_auto_axes"),
     ("mesh", "linear"): ("ops.mesh", "summed_linear"),
     ("mesh", "means of squares"): ("ops.mesh", "means_of_squares"),
     ("mesh", "of cache"): ("sharding", "cache_mesh"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 from .checks import check_integer
 from .errors import InputError
@@ -81,7 +81,8 @@ def cache_specs(tree: Any, mesh: Any) -> Any:
 def constrain_heads(tree: Any, mesh: Mesh) -> Any:
     """Returns the arrays with the sharding of `cache_specs`, in a traced function."""
     shardings = jax.tree.map(partial(NamedSharding, mesh), cache_specs(tree, mesh))
-    return lax.with_sharding_constraint(tree, shardings)
+    constrain = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+    return constrain(tree, shardings)
 
 
 def check_divisible(
@@ -95,8 +96,8 @@ def check_divisible(
 
 
 def check_mesh(mesh: Any) -> Mesh:
-    """Returns the mesh with Auto axes, for which the compiler chooses shardings; raises InputError unless it
-    has an axis "model".
+    """Returns the mesh with Auto axes, for which the compiler chooses shardings, but under `jax.set_mesh` of
+    one with Explicit axes the mesh itself. Raises InputError unless it has an axis "model".
     """
     if not isinstance(mesh, Mesh) or MODEL not in mesh.shape:
         given = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
@@ -104,14 +105,29 @@ def check_mesh(mesh: Any) -> Mesh:
             f"mesh must be a jax.sharding.Mesh with an axis {MODEL!r}, as jax.make_mesh((4,), ({MODEL!r},))"
             f" makes it, got {given}"
         )
+    return mesh if AxisType.Explicit in get_abstract_mesh().axis_types else _auto_mesh(mesh)
+
+
+def _auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def on_auto_mesh(tree: Any) -> Any:
+    """Returns the arrays with Auto axes in place of a mesh's Explicit ones. No bytes move."""
+
+    def convert(x: Any) -> Any:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+            return x
+        return jax.device_put(x, NamedSharding(_auto_mesh(sharding.mesh), sharding.spec))
+
+    return jax.tree.map(convert, tree)
 
 
 def cache_mesh(mesh: Any) -> tuple[Mesh, float, NamedSharding]:
     """Returns `check_mesh` of a new cache's mesh, its `memory_fraction`, and the sharding of arrays that it
     does not divide.
     """
-    check_mesh_context()
     mesh = check_mesh(mesh)
     return mesh, memory_fraction(mesh), NamedSharding(mesh, REPLICATED)
 
@@ -143,31 +159,6 @@ def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[
             f" XLA_FLAGS=--xla_force_host_platform_device_count={need} makes so many of a CPU"
         )
     return [list(own), *(rest[at : at + size] for at in range(0, need - size, size))]
-
-
-def check_mesh_context() -> None:
-    """Raises InputError under `jax.set_mesh` of a mesh with Explicit axes; for models over a mesh."""
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        raise InputError(
-            "a model over a mesh does not run under jax.set_mesh of one with Explicit axes: make that with"
-            " axis_types=(jax.sharding.AxisType.Auto,) * its axes, or leave jax.set_mesh out"
-        )
-
-
-def check_sharding(trees: Sequence[Any]) -> None:
-    """Raises InputError where an array is sharded along an Explicit axis: jax demands an output sharding for
-    every product of it. The first tree has the parameters.
-    """
-    if abstract_mesh_of(trees[:1]) is not None:
-        check_mesh_context()
-    for leaf in jax.tree.leaves(trees):
-        sharding = jax.typeof(leaf).sharding
-        axis_types = sharding.mesh.axis_types
-        if any(axis is not None for axis in sharding.spec) and AxisType.Explicit in axis_types:
-            raise InputError(
-                f"an array is sharded as {sharding.spec} over a mesh with Explicit axes: make the mesh with"
-                f" axis_types=(jax.sharding.AxisType.Auto,) * {len(axis_types)}, or use jax.shard_map"
-            )
 
 
 def shard_map_model(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:

@@ -56,20 +56,6 @@ def test_shard_map_checks_values_that_vary_between_devices(given):
         jax.eval_shape(jax.shard_map(run, out_specs=REPLICATED, **specs), params, *ARGUMENTS)
 
 
-def test_explicit_axes_raise_by_name():
-    params = jax.eval_shape(lambda: xj.init_params(CONFIG, jax.random.key(0), "float32"))
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,))
-    cache = xj.init_cache(CONFIG, 4, 32)
-
-    def prefill(spec):
-        tokens_BT, num_tokens_B = (jax.device_put(x, NamedSharding(mesh, spec)) for x in ARGUMENTS[:2])
-        return jax.eval_shape(lambda p: xj.prefill(p, CONFIG, tokens_BT, num_tokens_B, cache), params)
-
-    with pytest.raises(xj.InputError, match=r"Explicit axes: make the mesh with axis_types=.*Auto"):
-        prefill(ROWS)
-    assert prefill(REPLICATED)[0].shape == (4, CONFIG.vocab_size)
-
-
 def main():
     """With the check and without, on meshes of both axis types: equal results."""
     params = xj.init_params(CONFIG, jax.random.key(0), "float32")
@@ -94,7 +80,7 @@ def test_shard_map_on_two_devices():
     [
         "collectives_of_a_layer collectives_of_sampling",
         "formats bitnet_files mxfp4_files gradients another_layout other_ways",
-        "odd_vocabulary odd_formats odd_tree_of_a_user tensors_by_name",
+        "odd_vocabulary odd_formats odd_tree_of_a_user tensors_by_name explicit_axes",
         "an_engine caches kernels experts",
         "qwen2-8 gpt_oss-4 olmo3-2 gemma4-4",
     ],
@@ -107,18 +93,6 @@ def test_a_model_over_a_mesh(cases):
 @pytest.fixture(scope="module")
 def mesh():
     return jax.make_mesh((1,), ("model",))
-
-
-@pytest.mark.full
-def test_explicit_axes_in_set_mesh_raise(mesh):
-    params = jax.device_put(xj.init_params(CONFIG, jax.random.key(0), "float32"), xj.shardings(CONFIG, mesh))
-    with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))):
-        for call in (
-            lambda: xj.generate(params, CONFIG, [[1, 2]], xj.GenerateOptions(2)),
-            lambda: jax.jit(xj.forward, static_argnums=1)(params, CONFIG, ARGUMENTS[0]),
-        ):
-            with pytest.raises(xj.InputError, match="does not run under jax.set_mesh"):
-                call()
 
 
 def test_shardings_of_parameters(mesh):

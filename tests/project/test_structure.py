@@ -51,6 +51,7 @@ PACKAGES = {
         "random_keys", "sampler", "logprobs",
     ),
     "ops.mesh": (),
+    "ops.auto_axes": (),
     "tool_calls": (
         "call_parser", "json_scanner", "json_call", "xml_call", "gemma_call", "tool_call_parser",
         "reasoning", "harmony", "tool_messages", "answer_parser", "call_grammar",

@@ -529,6 +529,58 @@ def gradients() -> None:
             assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
 
 
+def explicit_axes() -> None:
+    """Over the axes that `jax.make_mesh` gives, results and gradients are those of one device, and stay
+    divided by rows; the host's functions and engines take such parameters, also under `jax.set_mesh`.
+    """
+    config = CASES["qwen2-window-layer-types"].config
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    inputs = jax.tree.map(np.asarray, (TOKENS, LENGTHS))
+    keys = jax.random.split(jax.random.key(1), 2)
+
+    @jax.jit
+    def calls(params, tokens_BT, num_tokens_B, keys):
+        cache = xj.init_cache(config, 2, 32)
+        logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
+        out = xj.decode_loop(params, config, logits_BV, cache, keys, DRAWN, jnp.array([3]), 4)
+        score = lambda params: xj.score(params, config, tokens_BT, num_tokens_B)  # noqa: E731
+        gradients = jax.grad(lambda params: score(params).sum())(params)
+        logits_BTV, _ = xj.forward(params, config, tokens_BT)
+        return (logits_BTV, score(params), out.tokens_BT), gradients
+
+    want = calls(params, *inputs, keys)
+    prompts = [[1, 2, 3], [4]]
+    tokens = xj.generate(params, config, prompts, xj.GenerateOptions(4)).tokens
+    auto = jax.device_put(params, xj.shardings(config, mesh))
+    for context in (None, mesh):
+        with jax.set_mesh(context):
+            shardings = jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), auto)
+            explicit = jax.tree.map(jax.device_put, params, shardings)
+            for given in (explicit, auto) if context is None else (explicit,):
+                results, gradients = calls(given, *jax.device_put((*inputs, keys), rows))
+                assert all(x.sharding.spec[0] == "data" for x in results), results
+                jax.tree.map(partial(assert_close, bound=1e-4), (results, gradients), want)
+                assert xj.generate(given, config, prompts, xj.GenerateOptions(4)).tokens == tokens
+            cache = xj.init_cache(config, 2, 32, mesh=mesh)
+            logits_BV, cache = xj.prefill(explicit, config, *inputs, cache)
+            assert cache.layers[0].k.sharding.spec[:2] == (None, "model"), cache.layers[0].k.sharding
+            alone = xj.forward(explicit, config, TOKENS)[0]  # outside a trace
+            assert_close(alone[0, -1], logits_BV[0], 1e-4)
+    mesh = mesh_of(2)
+    with jax.set_mesh(mesh):
+        assert jax.tree.leaves(xj.shardings(config, mesh))[0].mesh == mesh
+        explicit = jax.device_put(params, xj.shardings(config, mesh))
+        engine = xj.Engine(xj.Model(explicit, config), rows=2, capacity=64)
+        answers = [answer.tokens[0] for answer in engine.generate(prompts, xj.GenerateOptions(4))]
+        engine.update(explicit)
+        engine.close()
+        assert answers == tokens, answers
+        loaded = xj.load_model(mesh=mesh)
+        assert jax.tree.leaves(loaded.params)[0].sharding.mesh.axis_types == (AxisType.Auto,)
+
+
 def another_layout() -> None:
     """On a mesh whose devices do not divide the heads the compiler completes the caller's sharding."""
     config = from_hf(FAMILIES["qwen2"])
@@ -608,7 +660,7 @@ CALLS = {
     for call in (
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, an_engine,
         caches, gradients, kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats,
-        odd_tree_of_a_user, tensors_by_name,
+        odd_tree_of_a_user, tensors_by_name, explicit_axes,
     )
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from ..families.wrappers import text_settings
 from ..formatting import format_mib
 from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
+from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
@@ -108,6 +109,7 @@ class Checkpoint:
         return dataclasses.replace(self.model, params=params, load_stats=stats)
 
 
+@without_mesh_context
 def load_model(
     path_or_repo_id: str | Path | None = None,
     dtype: Any = None,

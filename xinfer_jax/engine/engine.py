@@ -20,7 +20,8 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..errors import InputError, format_value
 from ..memory import check_memory, host_memory_bytes
-from ..sharding import concrete_mesh_of, memory_fraction
+from ..ops.operation import without_mesh_context
+from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
 from ..weights.params import Params, tree_bytes
 from .controller import Leader, control_channel_for, follow
 from .core import EngineCore
@@ -51,6 +52,7 @@ class Engine(EngineLoop):
 
     _roles: Sequence["Engine"] = ()  # with prefill_devices and decode_devices: the engines of both
 
+    @without_mesh_context
     def __init__(  # noqa: PLR0913
         self,
         model: Model,
@@ -117,7 +119,7 @@ class Engine(EngineLoop):
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
             return
-        self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, model.params))
+        self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, on_auto_mesh(model.params)))
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
         shape = engine_shape(self.model, *sizes)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
@@ -225,6 +227,7 @@ class Engine(EngineLoop):
             core.tiers.identify(page_settings(self.model.params, config, shape))
         return core
 
+    @without_mesh_context
     def update(self, params: Params) -> None:
         """Replaces the weights by others of the same shapes, between two steps, without compiling. Pages of
         the old weights are not shared any more; unfinished rows continue with theirs. Do not donate the new
@@ -241,7 +244,7 @@ class Engine(EngineLoop):
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
         if self._channel:
             raise InputError("an engine over several processes keeps its weights: make another")
-        params = jax.tree.map(_own_array, params, self.model.params)
+        params = jax.tree.map(_own_array, on_auto_mesh(params), self.model.params)
         done = threading.Event()
 
         def replace() -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from ..errors import InputError
+from ..ops.operation import without_mesh_context
 from .requests import Answer, Request
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase
@@ -111,6 +112,7 @@ class EngineLoop(EngineBase):
                 raise TimeoutError(f"no end after {timeout} seconds")
             self.step()
 
+    @without_mesh_context
     def step(self) -> bool:
         """Takes one step on the caller's thread: ends requests, prefills a chunk, decodes. Returns whether
         there was anything to do. Ctrl-C is raised after the step, which is complete then.

@@ -13,6 +13,7 @@ from ..errors import ContextLengthError, InputError, format_message, format_valu
 from ..generation.options import GenerateOptions, GenerateOutput, options_or_default
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
 from ..grammar.grammars import with_tokenizer
+from ..ops.operation import without_mesh_context
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
@@ -150,6 +151,7 @@ class EngineBase:
         (request,) = self.submit_many([prompt], options, keys=None if key is None else [key], **how)
         return request
 
+    @without_mesh_context
     def submit_many(  # noqa: PLR0913
         self,
         prompts: Sequence[Prompt | Sequence[int]],

@@ -19,6 +19,7 @@ from ..checks import check_integer, is_sequence, number_array
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import format_token_counts
+from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
@@ -55,6 +56,7 @@ class BeamOutput:
         return f"BeamOutput({', '.join([*prompts, format_token_counts(sequences, 'sequence')])})"
 
 
+@without_mesh_context
 def beam_search(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,

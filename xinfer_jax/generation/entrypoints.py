@@ -11,6 +11,7 @@ import jax
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..ops.operation import without_mesh_context
 from ..weights.params import Params
 from .batch_generator import BatchGenerator
 from .options import GenerateOptions, GenerateOutput
@@ -23,6 +24,7 @@ _MAX_STEPS = 32  # between two copies
 _COMMON_STEPS = 8  # with several processes: they measure different times, but must take the same steps
 
 
+@without_mesh_context
 def generate(
     params: Params,
     config: ModelConfig,
@@ -61,6 +63,7 @@ def generate(
     return batch.output()
 
 
+@without_mesh_context
 def stream(
     params: Params,
     config: ModelConfig,
@@ -96,17 +99,20 @@ class Stream(Iterator[list[int | None]]):
         self._error: BaseException | None = None
         self._ids: Any = self._steps()
 
+    @without_mesh_context
     def prepare(self) -> Any:
         """Begins to compile the stream's programs in threads, and returns. The parameters may be shapes: a
         later stream with the weights, of the same shapes and options, uses the programs.
         """
         return BatchGenerator(self._call, decodes_whole=False).precompile()[0]
 
+    @without_mesh_context
     def __next__(self) -> list[int | None]:
         if self._error is not None:
             raise self._error
         return next(self._ids)
 
+    @without_mesh_context
     def stop(self) -> None:
         """Ends the answers after the ids that were taken, with the finish_reason "stop". Another thread may
         be waiting for ids: its iteration ends. The prompts are prefilled in any case.

@@ -16,7 +16,7 @@ from ..checks import check_array, check_integer, check_range, check_token_ids, i
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..model.decoder import hidden_states, unembed
-from ..ops.operation import check_impl
+from ..ops.operation import check_impl, over_any_mesh
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys
@@ -234,11 +234,13 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
         )
 
 
+@over_any_mesh
 def _decode_step(params, config, token_B, cache, impl):
     hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, impl=impl)
     return unembed(params, config, hidden_BTD[:, 0]), cache
 
 
+@over_any_mesh
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl,
     automata,

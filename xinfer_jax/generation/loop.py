@@ -17,7 +17,7 @@ from jax import lax
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..model.decoder import hidden_states, run_model, unembed
-from ..ops.operation import match_varying_axes, run
+from ..ops.operation import match_varying_axes, over_any_mesh, run
 from ..weights.params import Params, activation_dtype
 from .executor import (
     PaddedTokens,
@@ -33,6 +33,7 @@ from .state import DecodeState, sample_and_append
 from .strategies import Carry, Strategy
 
 
+@over_any_mesh
 def prefill_chunks(
     params: Params,
     config: ModelConfig,

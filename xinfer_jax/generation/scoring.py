@@ -16,7 +16,7 @@ from jax import lax
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
-from ..ops.operation import check_impl
+from ..ops.operation import check_impl, over_any_mesh
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
 from .executor import next_power_of_two
@@ -113,6 +113,7 @@ def score_completions(
 
 
 @partial(jax.jit, static_argnames=("config", "impl"))
+@over_any_mesh
 def _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl):
     hidden_BTD, _ = hidden_states(
         params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl

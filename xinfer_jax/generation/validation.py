@@ -124,6 +124,8 @@ def validate_call(
 ) -> ValidatedCall:
     """Checks the arguments of `generate` and `stream`. Raises InputError."""
     check_params(params, config)
+    on_auto_mesh = plugin("mesh", "auto params")
+    params = on_auto_mesh(params) if on_auto_mesh else params
     options = _canonical_options(config, options_or_default(options))
     prompts = check_prompts(config, prompts)
     shortest = min(map(len, prompts))

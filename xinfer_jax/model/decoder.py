@@ -14,7 +14,7 @@ from ..checks import check_range
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
-from ..ops.operation import check_impl, run
+from ..ops.operation import check_impl, over_any_mesh, run
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
 from .decoder_layer import Positions, layer_kinds, run_layers
 from .layers import embed, linear, norm, rotary_angles, soft_cap
@@ -63,6 +63,7 @@ def forward(
     return unembed(params, config, hidden_BTD), cache
 
 
+@over_any_mesh
 def hidden_states(
     params: Params,
     config: ModelConfig,
@@ -97,7 +98,7 @@ def run_model(
     tokens_BT, num_tokens_B, embeddings_BTD = inputs
     check_params(params, config)
     check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
-    check_impl(impl, params, tokens_BT, cache)
+    check_impl(impl)
     if cache is not None:
         check_append(cache, tokens_BT.shape[1])
     x_BTD, positions = embed_inputs(params, config, inputs, cache)
@@ -152,6 +153,7 @@ def final_norm(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Arr
     return norm(x_BTD, params, "final_norm", config)
 
 
+@over_any_mesh
 def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
     """Embeddings as the first layer gets them: int32 [...] -> [..., D] in the dtype of the activations.
 
@@ -174,6 +176,7 @@ def _embed(
     return run("embed_tokens", plain, token, params[name], config=config, matrix=name)
 
 
+@over_any_mesh
 def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
     """Logits, float32 [..., V], of hidden states [..., D]; soft-capped where the config says so.
 

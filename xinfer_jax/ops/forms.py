@@ -11,7 +11,6 @@ from kernels_pallas import Selection
 
 from ..errors import InputError
 from ..plugins import load
-from ..sharding import check_sharding
 
 
 class Kernel(NamedTuple):
@@ -59,10 +58,7 @@ def named(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None
         raise InputError(str(error)) from error
 
 
-def check_available(impl: str | None, *operands: Any) -> None:
-    """Raises InputError where this process cannot run kernels of that name, or where one of the arrays is
-    sharded as operations do not take it.
-    """
+def check_available(impl: str | None) -> None:
+    """Raises InputError where this process cannot run kernels of that name."""
     if reason := kernels_pallas.unavailable_reason(impl):
         raise InputError(reason)
-    check_sharding(operands)

@@ -1,12 +1,16 @@
 """`run`: an operation by its plain form, or by the form that is plugged in for this process."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 from jax import lax
+from jax.sharding import AxisType
 
 from .. import plugin
+
+F = TypeVar("F", bound=Callable)
 
 
 def run(
@@ -52,11 +56,37 @@ def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, .
     return call(*operands)
 
 
-def check_impl(impl: str | None, *operands: Any) -> None:
-    """Raises InputError where this process cannot run kernels of that name, or operations on these arrays."""
+def check_impl(impl: str | None) -> None:
+    """Raises InputError where this process cannot run kernels of that name."""
     check = plugin("operation", "check")
     if check is not None:
-        check(impl, *operands)
+        check(impl)
+
+
+def over_any_mesh(function: F) -> F:
+    """The function of parameters, config, an array with rows in front, and others, which also takes arrays
+    over a mesh with Explicit axes.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        on_auto_axes = plugin("mesh", "explicit axes")
+        return on_auto_axes(function, args, kwargs) if on_auto_axes else function(*args, **kwargs)
+
+    return cast(F, call)
+
+
+def without_mesh_context(function: F) -> F:
+    """The function of the host, whose programs run outside `jax.set_mesh` of a mesh with Explicit axes."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            return function(*args, **kwargs)
+        with jax.set_mesh(None):
+            return function(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:

@@ -28,7 +28,8 @@ def shardings(
 
     Args:
         config: of the model.
-        mesh: a mesh with an axis "model". Its axes become Auto ones.
+        mesh: a mesh with an axis "model". Its axes become Auto ones, but for `jax.set_mesh` of one with
+            Explicit axes.
         fsdp: an axis of the mesh that divides hidden_size too: each device stores less, and parts are
             gathered where they are used.
         like: parameters or their shapes, where matrices are quantized or the vocabulary is padded.

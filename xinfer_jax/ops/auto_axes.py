@@ -1,0 +1,65 @@
+"""Calls with arrays over a mesh with Explicit axes, as `jax.make_mesh` makes it: they are traced with Auto
+axes, for which the compiler chooses the shardings.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard, use_abstract_mesh
+
+from ..cache.kv_cache import KVCache
+from ..checks import is_traced
+from ..sharding import REPLICATED
+
+
+def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns function(*args, **kwargs); its arguments are parameters, config, an array with rows in front,
+    and others.
+
+    Over Explicit axes a cache in the result is sharded as the given one, what has rows in front is sharded
+    along these as the third argument, and the rest is replicated.
+    """
+    mesh = _explicit_mesh((args, kwargs))
+    if mesh is None:
+        return function(*args, **kwargs)
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    args = bound.args
+    kwargs = bound.kwargs
+    if not any(map(is_traced, jax.tree.leaves((args, kwargs)))):  # there is no such context outside a trace
+        traced = partial(jax.jit, static_argnums=1, static_argnames="impl")
+        return traced(lambda *args, **kwargs: on_auto_axes(function, args, kwargs))(*args, **kwargs)
+    with use_abstract_mesh(mesh.update_axis_types({axis: AxisType.Auto for axis in mesh.explicit_axes})):
+        auto_args, auto_kwargs = jax.tree.map(
+            lambda x: reshard(x, REPLICATED) if _explicit_mesh(x) else x, (args, kwargs)
+        )
+        out = function(*auto_args, **auto_kwargs)
+    given = next((x for x in (*args, *kwargs.values()) if isinstance(x, KVCache)), None)
+    rows = jax.typeof(args[2])
+
+    def like(x: Any, old: Any) -> Any:
+        """The part of a cache with the sharding of the old one, which may have Auto axes."""
+        sharding = jax.typeof(old).sharding
+        is_auto = sharding.mesh.auto_axes and not sharding.mesh.explicit_axes
+        return x if is_auto else reshard(x, NamedSharding(mesh, sharding.spec))
+
+    def result(x: Any) -> Any:
+        if isinstance(x, KVCache):
+            return jax.tree.map(like, x, given)
+        spec = rows.sharding.spec[:1] if x.shape[:1] == rows.shape[:1] else ()
+        return reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return jax.tree.map(result, out, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def _explicit_mesh(tree: Any) -> Any:
+    """The abstract mesh with Explicit axes of `jax.set_mesh` or of one of the arrays. None: there is none, or
+    the call is in a `jax.shard_map` and nothing is divided along the other axes.
+    """
+    types = (jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    found = [get_abstract_mesh(), *(x.mesh for x in types if any(x.spec) or not x.mesh.manual_axes)]
+    if found[0].manual_axes:
+        del found[0]
+    return next((mesh for mesh in found if AxisType.Explicit in mesh.axis_types), None)
