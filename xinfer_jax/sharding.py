@@ -108,7 +108,7 @@ def check_mesh(mesh: Any) -> Mesh:
     return mesh if AxisType.Explicit in get_abstract_mesh().axis_types else _auto_mesh(mesh)
 
 
-def _auto_mesh(mesh: Mesh) -> Mesh:
+def _auto_mesh(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
