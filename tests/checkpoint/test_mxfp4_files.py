@@ -1,5 +1,7 @@
 """Checkpoints in MXFP4: kept as they are, or dequantized; the same tokens in both, everywhere."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from mxfp4_checkpoints import HF, tensors
 import xinfer_jax as xj
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.checkpoint.tensors import open_tensors
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
 
@@ -111,6 +114,31 @@ def test_rejected_by_name(tmp_path, settings, changed, given, message):
         xj.load_model(checkpoint(tmp_path, settings, **changed), "float32", **given)
 
 
-def test_saving_is_rejected_by_name(tmp_path, kept):
-    with pytest.raises(xj.InputError, match="quantized experts cannot be saved: .* dequantize"):
-        xj.save_model(tmp_path / "to", kept.params, kept.config)
+@pytest.mark.parametrize("settings", [HF["quantization_config"], None], ids=["of-files", "of-leaves"])
+def test_saved_with_the_bytes_of_the_files(tmp_path, path, kept, settings):
+    config = dataclasses.replace(kept.config, quantization_config=settings)
+    xj.save_model(tmp_path / "to", kept.params, config, max_shard_bytes=100_000)
+    saved = open_tensors(tmp_path / "to")
+    stored = open_tensors(path)
+    assert saved.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert tensor.type == saved[name].type
+        np.testing.assert_array_equal(tensor.array(), saved[name].array())
+    again = xj.load_model(tmp_path / "to", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, kept.params)
+    floats = again.config.quantization_config["modules_to_not_convert"]
+    assert {"model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"} <= {*floats}
+
+
+def test_dequantized_experts_beside_the_checkpoint_that_they_are_from(tmp_path, path, exact):
+    xj.save_model(tmp_path / "to", exact.params, exact.config, like=path)
+    again = xj.load_model(tmp_path / "to", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, exact.params)
+    assert again.load_stats.dtype == "float32"
+
+
+def test_half_of_a_stored_tensor_is_rejected_by_name(tmp_path, kept, exact):
+    params = jax.tree.map(lambda x: x, kept.params)
+    params["layers"][1]["experts"]["up"] = exact.params["layers"][1]["experts"]["up"]
+    with pytest.raises(xj.InputError, match="layers.1.mlp.experts.gate_proj.weight cannot be written in the"):
+        xj.save_model(tmp_path / "to", params, kept.config)

@@ -1,5 +1,6 @@
 """Quantized checkpoints: AWQ and GPTQ packed from known numbers, our own format saved and loaded, errors."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -276,6 +277,89 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, settings):
     assert f"already quantized ({settings['quant_method']})" in message and "without quantize" in message
 
 
+# --- saved as they were -------------------------------------------------------------------------------------
+
+
+def save_and_compare(path, to, dtype="float32", **how) -> dict:
+    """Saves what a checkpoint loads as, which gives its tensors again, and its tree: the quantization_config
+    that was written.
+    """
+    model = xj.load_model(path, dtype=dtype)
+    xj.save_model(to, model.params, model.config, **how)
+    (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, to))
+    assert all(name.endswith("g_idx") for name in saved.keys() - source.keys())
+    same_bits(source, {name: saved[name] for name in source})
+    again = xj.load_model(to, dtype=dtype)
+    same_bits(model.params, again.params)
+    settings = json.loads((to / "config.json").read_text())["quantization_config"]
+    assert again.config.quantization_config == settings
+    return settings
+
+
+BORROWED = GPTQ | dict(meta=dict(quantizer=["gptqmodel:2.0.0"]))
+KEPT = ("awq-head", "awq-last-group-short", "gptq", "gptq-v2", "gptq-act-order", "gptq-8", "borrowed")
+
+
+@pytest.mark.parametrize("name", full_except(KEPT, [*(x for x in CASES if "bfloat16" not in x), "borrowed"]))
+def test_awq_and_gptq_are_saved_with_the_bytes_of_their_files(tmp_path, name):
+    settings, how = (BORROWED, dict(zeros=3)) if name == "borrowed" else CASES[name]
+    path, _ = write(tmp_path / "from", settings, **how)
+    assert save_and_compare(path, tmp_path / "to", like=path if "head" in name else None) == settings
+
+
+def test_settings_of_a_separate_file_are_in_the_saved_config(tmp_path):
+    stored, _ = convert(GPTQ)
+    path = tiny.write(tmp_path / "old", tiny.UNTIED, weights=stored)
+    tiny.write_json(path / "quantize_config.json", {k: v for k, v in GPTQ.items() if k != "quant_method"})
+    assert save_and_compare(path, tmp_path / "to", like=path) == GPTQ
+    assert not (tmp_path / "to" / "quantize_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "settings, listed",
+    [
+        (AWQ, dict(modules_to_not_convert=["lm_head", Q1])),
+        (AWQ | dict(modules_to_not_convert=["q_proj", "lm_head"]), {}),
+        (GPTQ, dict(dynamic={f"-:^{re.escape(Q1)}$": {}})),
+    ],
+    ids=["awq", "awq-listed", "gptq"],
+)
+def test_a_matrix_that_became_float_is_listed(tmp_path, settings, listed):
+    """Beside the checkpoint whose tensors these are: nothing of it stays but its other tensors."""
+    path, equal = write(tmp_path / "from", settings)
+    model = xj.load_model(path, dtype="float32")
+    model.params["layers"][1]["q"]["weight"] = jnp.asarray(equal[f"{Q1}.weight"])
+    for how in ({}, dict(like=path)):
+        xj.save_model(tmp_path / f"to{len(how)}", model.params, model.config, **how)
+        again = xj.load_model(tmp_path / f"to{len(how)}", dtype="float32")
+        same_bits(model.params, again.params)
+        assert again.config.quantization_config == settings | listed
+    floats = jax.tree.map(
+        lambda x: x.dequantize() if is_quantized(x) else x, model.params, is_leaf=is_quantized
+    )
+    xj.save_model(tmp_path / "floats", floats, model.config, like=path)
+    again = xj.load_model(tmp_path / "floats", dtype="float32")
+    same_bits(floats, again.params)
+    assert again.config.quantization_config is None
+
+
+def test_matrices_that_a_format_cannot_have_are_rejected_by_name(tmp_path):
+    model = xj.load_model(write(tmp_path / "from", AWQ)[0], dtype="float32")
+    layer = model.params["layers"][1]["q"]
+    matrix = np.asarray(layer["weight"].dequantize())
+    for bits, group in ((8, 16), (4, 32)):
+        layer["weight"] = quantize_matrix(matrix, bits, group)
+        with pytest.raises(xj.InputError, match=f"{Q1}.weight cannot be written in the format awq.*=None"):
+            xj.save_model(tmp_path / "to", model.params, model.config)
+    symmetric = GPTQ | dict(sym=True)
+    model = xj.load_model(write(tmp_path / "symmetric", symmetric, zeros=8)[0], dtype="float32")
+    leaf = model.params["layers"][1]["q"]["weight"]
+    model.params["layers"][1]["q"]["weight"] = dataclasses.replace(leaf, zero=leaf.zero.at[0, 0].set(7))
+    with pytest.raises(xj.InputError, match=f"{Q1}.weight cannot be written in the format gptq"):
+        xj.save_model(tmp_path / "to", model.params, model.config)
+    assert not (tmp_path / "to").exists()
+
+
 # --- our own format -----------------------------------------------------------------------------------------
 
 
@@ -304,20 +388,17 @@ def test_our_own_format_saved_and_loaded_has_the_same_bits(tmp_path, quantize, d
     )
 
 
-@pytest.mark.parametrize(
-    "settings, how",
-    [(AWQ, {}), (GPTQ | dict(desc_act=True, group_size=20), dict(act_order=True))],
-    ids=["awq", "gptq"],
-)
-def test_awq_and_gptq_saved_in_our_format(tmp_path, settings, how):
-    path, _ = write(tmp_path / "from", settings, **how)
-    model = xj.load_model(path, dtype="float32")
-    xj.save_model(tmp_path / "to", model.params, model.config)
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order-last-group-short"])
+def test_awq_and_gptq_saved_in_our_format(tmp_path, name):
+    settings, how = CASES[name]
+    model = xj.load_model(write(tmp_path / "from", settings, **how)[0], dtype="float32")
+    config = dataclasses.replace(model.config, quantization_config=None)
+    xj.save_model(tmp_path / "to", model.params, config)
     opened = open_checkpoint(tmp_path / "to", dtype="float32")
     tiny.assert_same_shapes(opened)
     again = opened.read()
     same_bits(model.params, again.params)
-    assert again.tokenizer is None
+    assert again.tokenizer is None and again.load_stats.dtype == "xinfer_jax"
 
 
 def test_8_bit_groups_saved_and_loaded(tmp_path):
@@ -347,7 +428,8 @@ def test_shape_errors_in_our_own_format(tmp_path):
 def test_invalid_order_in_our_own_format(tmp_path):
     stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
     model = xj.load_model(write(tmp_path / "from", GPTQ | dict(desc_act=True), weights=stored)[0])
-    xj.save_model(tmp_path / "to", model.params, model.config)
+    config = dataclasses.replace(model.config, quantization_config=None)
+    xj.save_model(tmp_path / "to", model.params, config)
     file = tmp_path / "to" / "model.safetensors"
     order = f"{Q1}.weight.order"
     for wrong in (np.full(32, 10**6, np.int32), np.full(32, -1, np.int32), np.zeros(32, np.int32)):

@@ -214,6 +214,13 @@ def formats() -> None:
             model = xj.load_model(paths["float32"], "float32", quantize)
             xj.save_model(Path(folder) / f"own-{quantize}", model.params, model.config)
             paths[f"own-{quantize}"] = Path(folder) / f"own-{quantize}"
+        for name in ("awq", "gptq-act-order"):
+            over = xj.load_model(paths[name], "float32", mesh=mesh_of(2))
+            xj.save_model(Path(folder) / "again" / name, over.params, over.config)
+            tensors = (
+                load_file(path / "model.safetensors") for path in (paths[name], Path(folder) / "again" / name)
+            )
+            jax.tree.map(np.testing.assert_array_equal, *tensors)
         loads = [(name, None) for name in paths] + [("float32", "int8"), ("float32", "int4")]
         for name, quantize in loads:
             # Two key heads are repeated on four devices.

@@ -16,6 +16,7 @@ from bitnet_checkpoints import HF, LAYOUTS, checkpoint, is_ternary
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
+from xinfer_jax.checkpoint.bitnet_format import BitNetFormat
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights import ternary
@@ -128,11 +129,52 @@ def test_modules_to_not_convert_and_a_packed_lm_head(tmp_path):
     assert is_quantized(model.params["lm_head"]["weight"])  # only named modules are left out, as transformers
 
 
-def test_own_format_keeps_the_same_bits(tmp_path):
-    path, _ = checkpoint(tmp_path / "from", "bitlinear")
-    model = xj.load_model(path, dtype="float32")
+@pytest.mark.parametrize(
+    "way, dtype", [("bitlinear", "bfloat16"), ("autobitlinear", "float32"), ("master", "float32")]
+)
+def test_saved_as_packed_files(tmp_path, way, dtype):
+    path, _ = checkpoint(tmp_path / "from", way, dtype=dtype)
+    model = xj.load_model(path, dtype=dtype)
+    xj.save_model(tmp_path / "to", model.params, model.config)
+    again = xj.load_model(tmp_path / "to", dtype=dtype)
+    assert again.load_stats.dtype == "bitnet"
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    (stored, saved) = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "to"))
+    for name in [x for x in stored if way != "master" or not is_ternary(x)]:
+        assert stored[name].dtype == saved[name].dtype
+        np.testing.assert_array_equal(stored[name], saved[name])
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_stored_scales_give_the_same_bits(divides):
+    stored = np.random.default_rng(0).uniform(1e-3, 1e3, 2000).astype(np.float32)
+    form = BitNetFormat(divides, False, ())
+    for scale in 1 / stored:
+        (found,) = form._stored_scale(np.full(4, scale), jnp.bfloat16)
+        assert (1 / np.float32(found) if divides else np.float32(found)) == scale
+    (found,) = form._stored_scale(np.full(4, np.float32(0.25)), jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
+    assert form._stored_scale(np.array([1, 2], np.float32), jnp.bfloat16) is None
+
+
+def test_matrices_that_bitnet_cannot_have(tmp_path):
+    """One that became float is listed; scales that differ are rejected, and are written in our own format."""
+    model = xj.load_model(checkpoint(tmp_path / "from", "bitlinear")[0], dtype="float32")
+    (first, second, *_) = model.params["layers"]
+    first["q"]["weight"] = first["q"]["weight"].dequantize()
     xj.save_model(tmp_path / "to", model.params, model.config)
     again = xj.load_model(tmp_path / "to", dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    listed = again.config.quantization_config["modules_to_not_convert"]
+    assert listed == ["lm_head", "model.layers.0.self_attn.q_proj"]
+    weight = second["up"]["weight"]
+    second["up"]["weight"] = dataclasses.replace(weight, scale=weight.scale.at[0].set(2))
+    with pytest.raises(
+        xj.InputError, match="layers.1.mlp.up_proj.weight cannot be written in the format bitnet"
+    ):
+        xj.save_model(tmp_path / "out", model.params, model.config)
+    xj.save_model(tmp_path / "own", model.params, dataclasses.replace(model.config, quantization_config=None))
+    again = xj.load_model(tmp_path / "own", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 

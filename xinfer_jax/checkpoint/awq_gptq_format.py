@@ -5,13 +5,16 @@ packed in 32-bit words. GPTQ may add X.g_idx, the group of each input.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError, format_names
+from ..families.conversion import TensorOfLeaves
 from ..host import aligned_empty, run_in_blocks
-from ..weights.grouped_weight import GroupedWeight, grouped_struct, pack_int4
+from ..weights.grouped_weight import GroupedWeight, grouped_struct, pack_int4, unpack_int4
 from .tensors import DTYPES, QuantizedFormat, Shape, Tensors, TensorSpec
 
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of a word's 8 outputs, which 4 bits it has, from the lowest
@@ -86,6 +89,57 @@ class AwqGptqFormat(QuantizedFormat):
         zero = np.ascontiguousarray(zero_QO) if self.bits == 4 else None
         return GroupedWeight(values_QYO, scale_QO, zero, order, inputs)
 
+    def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
+        tensors = {}
+        for name, leaf in leaves.items():
+            if not self._has_layout(leaf):
+                raise self.misfit(name)
+            module = name.removesuffix(".weight")
+            known: Any = [f"{module}.qweight", *([f"{module}.g_idx"] if self.method == "gptq" else [])]
+            for stored, (shape, _) in self.tensor_specs(name, leaf.shape, known).items():
+                field = stored.rpartition(".")[2]
+                kind = leaf.scale.dtype if field == "scales" else np.int32
+                make = partial(self._pack_field, field, name, leaf, shape)
+                tensors[stored] = TensorOfLeaves(shape, kind, make)
+        return tensors
+
+    def _has_layout(self, leaf: Any) -> bool:
+        if not isinstance(leaf, GroupedWeight) or len(leaf.shape) > 2:
+            return False
+        values = grouped_struct(leaf.shape, self.bits, self._group_size(leaf.inputs)).values
+        same = (leaf.values.shape, leaf.values.dtype) == (values.shape, values.dtype)
+        return same and (leaf.order is None or self.method == "gptq")
+
+    def _pack_field(
+        self, field: str, name: str, leaf: GroupedWeight, shape: Shape, convert: Callable[[Any], np.ndarray]
+    ) -> np.ndarray:
+        if field == "scales":
+            return convert(leaf.scale)
+        if field == "qzeros":
+            has_zeros = leaf.zero is not None
+            zero_QO = convert(leaf.zero) if has_zeros else np.full(leaf.scale.shape, 128, np.uint8)
+            return self._pack_zeros(name, zero_QO)
+        order = slice(None) if leaf.order is None else convert(leaf.order)
+        if field == "g_idx":
+            group_I = np.empty(shape, np.int32)
+            group_I[order] = np.arange(leaf.inputs) // leaf.group
+            return group_I
+        values_QYO = convert(leaf.values)
+        words = np.empty(shape, np.int32)
+
+        def fill(at: slice) -> None:
+            part = values_QYO[..., at]
+            levels_QJO = unpack_int4(part) if self.bits == 4 else part.view(np.uint8) ^ 128
+            levels_IO = np.empty((leaf.inputs, part.shape[-1]), np.uint8)
+            levels_IO[order] = levels_QJO.reshape(-1, part.shape[-1])[: leaf.inputs]
+            if self.method == "awq":
+                words[:, at.start // 8 : -(-at.stop // 8)] = self._pack_rows(levels_IO)
+            else:
+                words[:, at] = self._pack_rows(levels_IO.T).T
+
+        run_in_blocks(fill, *leaf.shape)
+        return words
+
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         """Some programs write a bias of zeros for every quantized matrix."""
         module = name.removesuffix(".bias")
@@ -138,9 +192,22 @@ class AwqGptqFormat(QuantizedFormat):
                 )
             return np.full_like(stored_QO, middle)
         if self.zeros_borrow:
-            words = words.view(np.uint32) + np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
+            words = words.view(np.uint32) + self._ones
         added = np.uint8(self.zeros_minus_one and not self.zeros_borrow)
         return ((self._unpack_outputs(words) + added) & np.uint8(2**self.bits - 1))[:, :outputs]
+
+    def _pack_zeros(self, name: str, zero_QO: np.ndarray) -> np.ndarray:
+        """X.qzeros, from which `_unpack_zeros` makes these numbers."""
+        if self.symmetric and (zero_QO != 2 ** (self.bits - 1)).any():
+            raise self.misfit(name)
+        subtracted = np.uint8(self.zeros_minus_one and not self.zeros_borrow)
+        words = self._pack_rows((zero_QO - subtracted) & np.uint8(2**self.bits - 1))
+        return (words.view(np.uint32) - self._ones).view(np.int32) if self.zeros_borrow else words
+
+    @property
+    def _ones(self) -> np.uint32:
+        """A word of ones."""
+        return np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
 
     def _unpack_outputs(self, words: np.ndarray) -> np.ndarray:
         """Numbers of words that hold neighbouring outputs, in their order: [..., O]."""
@@ -148,6 +215,17 @@ class AwqGptqFormat(QuantizedFormat):
         if self.method == "awq":
             numbers = [numbers[nibble] for nibble in _AWQ_NIBBLES]
         return np.stack(numbers, -1).reshape(len(words), -1)
+
+    def _pack_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Words of neighbouring numbers of each row, from which `_unpack_outputs` makes them."""
+        size = 32 // self.bits
+        padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)))
+        columns = [padded[:, i::size] for i in range(size)]
+        if self.method == "awq":
+            columns = [columns[i] for i in np.argsort(_AWQ_NIBBLES)]
+        if self.bits == 4:
+            columns = [low | high << 4 for low, high in zip(columns[::2], columns[1::2], strict=True)]
+        return np.stack(columns, -1).view("<i4")[..., 0]
 
 
 def _unpack_words(words: np.ndarray, bits: int) -> list[np.ndarray]:

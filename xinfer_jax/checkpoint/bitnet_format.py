@@ -4,12 +4,17 @@ X.weight is float numbers, or four outputs packed in a byte; X.weight_scale is t
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
+from ..families.conversion import TensorOfLeaves, itself
 from ..host import run_in_blocks
-from ..weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_struct
+from ..weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_levels, ternary_struct
+from .tensor_files import on_host
 from .tensors import QuantizedFormat, Shape, Tensors, TensorSpec
 
 _PER_BYTE = 4  # outputs in a byte: o, o + O/4, ... from the lowest bits on
@@ -27,7 +32,7 @@ class BitNetFormat(QuantizedFormat):
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         module, _, field = name.rpartition(".")
-        if not module.endswith("_proj") and module != "lm_head" or self._is_not_converted(module):
+        if not module.endswith("_proj") and module != "lm_head" or is_listed(module, self.not_converted):
             return {}
         if field == "bias":
             if not self.divides and not self.online:  # the scale would apply to the bias too
@@ -44,12 +49,6 @@ class BitNetFormat(QuantizedFormat):
                 " needed"
             )
         return {name: ((shape[0] // _PER_BYTE, shape[1]), {"U8"})} | scale
-
-    def _is_not_converted(self, module: str) -> bool:
-        """Whether a listed name begins the module's, in whole components, or ends it: transformers' rule."""
-        return any(
-            f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in self.not_converted
-        )
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> TernaryWeight:
         return ternary_struct(shape)
@@ -74,6 +73,53 @@ class BitNetFormat(QuantizedFormat):
         run_in_blocks(find_largest, outputs, 4 * inputs)
         largest = np.float32(max(maxima))
         return pack_ternary(lambda at: _ternary_levels(stored[at], largest, name), shape, scale * largest)
+
+    def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
+        tensors = {}
+        for name, leaf in leaves.items():
+            specs = self.tensor_specs(name, leaf.shape, {}) if isinstance(leaf, TernaryWeight) else {}
+            scale = self._stored_scale(on_host(leaf.scale), dtype) if specs else None
+            if scale is None:
+                raise self.misfit(name)
+            ((shape, _), _) = specs.values()
+            tensors[name] = TensorOfLeaves(shape, np.uint8, partial(_pack_bytes, leaf, shape))
+            tensors[f"{name}_scale"] = TensorOfLeaves((1,), scale.dtype, partial(itself, scale))
+        return tensors
+
+    def _stored_scale(self, scale_O: np.ndarray, dtype: Any) -> np.ndarray | None:
+        """X.weight_scale, [1]: of this dtype or float32, where `load` makes exactly these scales of it."""
+        scale = scale_O[:1]
+        one = np.float32(1)
+        with np.errstate(all="ignore"):
+            exact = one / scale if self.divides else scale
+            near = (exact.astype(dtype), exact, np.nextafter(exact, -np.inf), np.nextafter(exact, np.inf))
+            for stored in near if (scale_O == scale).all() else ():
+                wide = stored.astype(np.float32)
+                if np.isfinite(wide) and (one / wide if self.divides else wide) == scale:
+                    return stored
+        return None
+
+
+def _pack_bytes(leaf: TernaryWeight, shape: Shape, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
+    """The packed matrix, from which `_unpack_bytes` makes its numbers."""
+    values_W2O = convert(leaf.values)
+    packed = np.zeros(shape, np.uint8)
+
+    def fill(rows: slice) -> None:
+        for i in range(_PER_BYTE):
+            outputs = slice(rows.start + i * len(packed), rows.stop + i * len(packed))
+            levels = ternary_levels(values_W2O[..., outputs], leaf.inputs) + 1
+            packed[rows] |= levels.astype(np.uint8) << np.uint8(2 * i)
+
+    run_in_blocks(fill, len(packed), _PER_BYTE * leaf.inputs)
+    return packed
+
+
+def is_listed(module: str, names: Iterable[str]) -> bool:
+    """Whether a name of `modules_to_not_convert` begins the module's, in whole components, or ends it:
+    transformers' rule.
+    """
+    return any(f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in names)
 
 
 def _unpack_bytes(packed: np.ndarray, at: slice, name: str) -> np.ndarray:

@@ -38,7 +38,7 @@ from .leaf_loader import LeafLoader
 from .mxfp4_format import dequantized
 from .other_formats import describe_files
 from .own_format import OwnFormat
-from .quantized_formats import kept_format
+from .quantized_formats import kept_format, quantization_settings
 from .sharded_leaves import with_repeated_kv_heads
 from .tensors import Tensors, TensorSpec, open_tensors
 from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
@@ -168,7 +168,8 @@ def open_checkpoint(
     if embedding is not None:
         settings["architectures"] = None  # it may be a model without a head
     config = from_hf(settings)
-    quant_format = kept_format(settings, path, quantize, dequantize)
+    stored_settings = quantization_settings(settings, path)
+    quant_format = kept_format(stored_settings, path, quantize, dequantize)
     check_quantize(config, quant_format.method if quant_format else quantize)
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
@@ -178,7 +179,10 @@ def open_checkpoint(
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
     rotations = tensor_rotations(config) if activations else {}
     rotated = bool(rotations) or isinstance(quant_format, OwnFormat) and quant_format.rotated
-    config = dataclasses.replace(config, eos_token_ids=eos_token_ids, rotated=rotated)
+    config = dataclasses.replace(
+        config, eos_token_ids=eos_token_ids, rotated=rotated,
+        quantization_config=stored_settings if quant_format else None,
+    )  # fmt: skip
     config_of_files = config
     if mesh is not None:
         mesh = check_mesh(mesh)

@@ -5,13 +5,15 @@ gate_up_proj, with outputs of gate and up by turns, or down_proj. `weights.mxfp4
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from ..errors import InputError
+from ..families.conversion import TensorOfLeaves
 from ..host import aligned_empty, run_in_blocks
 from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight, mxfp4_struct
 from .tensors import QuantizedFormat, RowsAsTensor, Shape, StoredTensor, Tensors, TensorSpec
@@ -65,6 +67,25 @@ class Mxfp4Format(QuantizedFormat):
 
             run_in_blocks(fill, shape[1], shape[2])
         return weight
+
+    def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
+        tensors = {}
+        for name, leaf in leaves.items():
+            specs = self.tensor_specs(name, leaf.shape, {})
+            (prefix, projection, _) = name.rsplit(".", 2) if specs else ("", "", "")
+            same = [other for other in _PLACES if specs and _PLACES[other][0] == _PLACES[projection][0]]
+            parts: list[Any] = [leaves.get(f"{prefix}.{other}.weight") for other in same]
+            if not parts or not all(isinstance(part, Mxfp4Weight) for part in parts):
+                raise self.misfit(name)
+            arrays = zip(*((part.values, part.scale) for part in parts), strict=True)
+            for (stored, (shape, _)), joined in zip(specs.items(), arrays, strict=True):
+                tensors[stored] = TensorOfLeaves(shape, np.uint8, partial(_by_turns, joined, shape))
+        return tensors
+
+
+def _by_turns(parts: tuple[Any, ...], shape: Shape, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
+    """A stored tensor: the outputs of its leaves, which they have last, by turns."""
+    return np.stack([np.moveaxis(convert(x), -1, 1) for x in parts], 2).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Our format of quantized checkpoints: a matrix is the tensors X.weight.values, .scale, .zero and .order."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..families.naming import FileSpec
+from ..families.conversion import TensorOfLeaves, itself
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.int8_weight import Int8Weight
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
@@ -53,6 +54,20 @@ class OwnFormat(QuantizedFormat):
             raise InputError(f"{name}: order does not name every input once: fetch the checkpoint again")
         return weight
 
+    def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
+        tensors = {}
+        for name, leaf in leaves.items():
+            if len(leaf.shape) > 2:
+                raise InputError(
+                    f"{name}: experts in int8 or int4 cannot be saved: save the float model, and load it with"
+                    " quantize"
+                )
+            for field in _FIELDS:
+                if (array := getattr(leaf, field, None)) is not None:
+                    make = partial(itself, array)
+                    tensors[f"{name}.{field}"] = TensorOfLeaves(array.shape, array.dtype, make)
+        return tensors
+
     def _make_weight(
         self, name: str, shape: Shape, tensors: Tensors, get: Callable[[StoredTensor], Any]
     ) -> QuantizedWeight:
@@ -62,17 +77,6 @@ class OwnFormat(QuantizedFormat):
         if arrays["values"].dtype == np.int32:
             return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
         return GroupedWeight(**({"zero": None, "order": None} | arrays), inputs=shape[1])
-
-
-def quantized_tensors(spec: FileSpec, leaf: Any) -> dict[str, Any]:
-    """Returns the tensors of a quantized matrix by name. Raises InputError."""
-    if len(spec.shape) > 2:
-        raise InputError(
-            "quantized experts cannot be saved: load the float checkpoint with quantize, or one in MXFP4"
-            " with dequantize"
-        )
-    fields = {f"{spec.hf_name}.{name}": getattr(leaf, name, None) for name in _FIELDS}
-    return {name: field for name, field in fields.items() if field is not None}
 
 
 def quantization_config(leaves: Sequence[Any], rotated: bool) -> dict[str, Any]:

@@ -1,29 +1,35 @@
 """Finds out in which format a checkpoint stores quantized matrices: ours, AWQ, GPTQ, BitNet or MXFP4."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..families.naming import TIED, FileSpec
+from ..weights.mxfp4 import Mxfp4Weight
+from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
-from .bitnet_format import BitNetFormat
+from .bitnet_format import BitNetFormat, is_listed
 from .files import read_json
 from .mxfp4_format import Mxfp4Format
-from .own_format import VERSION, VERSION_ROTATED, OwnFormat
+from .own_format import VERSION, VERSION_ROTATED, OwnFormat, quantization_config
 from .tensors import QuantizedFormat
 
 _REMEDY = (
     "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet and mxfp4 are supported: use such a checkpoint,"
     " or the unquantized one with quantize="
 )
-_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+# The modules of gpt-oss that its files have as float numbers.
+_MXFP4_FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
-def _read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | None:
-    """Returns how a checkpoint stores its matrices; None: as float numbers. Older programs (AutoGPTQ,
-    AutoAWQ) wrote a file of their own beside config.json.
+def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
+    """Returns the `quantization_config` of a checkpoint's config.json; None: it has none. Older programs
+    (AutoGPTQ, AutoAWQ) wrote a file of their own beside it. Raises InputError.
     """
     config = settings.get("quantization_config") or _old_settings(path)
     mlx = settings.get("quantization")
@@ -32,6 +38,13 @@ def _read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | N
             f"{path} is quantized for MLX ({format_value(mlx.get('bits'))} bits), which is not supported:"
             f" {_REMEDY}"
         )
+    return config or None
+
+
+def read_format(config: Any) -> QuantizedFormat | None:
+    """Returns how a checkpoint with this `quantization_config` stores its matrices; None: as float numbers.
+    Raises InputError.
+    """
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, Mapping) else config
@@ -56,13 +69,11 @@ def _read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | N
     return _awq_gptq_format(method, config, require)
 
 
-def kept_format(
-    settings: Mapping[str, Any], path: Path, quantize: str | None, dequantize: bool
-) -> QuantizedFormat | None:
+def kept_format(config: Any, path: Path, quantize: str | None, dequantize: bool) -> QuantizedFormat | None:
     """Returns the format in which quantized matrices stay as they are stored; None: all are read as floats.
     Raises InputError where the format is not supported, or the arguments of `load_model` do not suit it.
     """
-    found = _read_format(settings, path)
+    found = read_format(config)
     is_mxfp4 = isinstance(found, Mxfp4Format)
     if dequantize and not is_mxfp4:
         stored = found.method if found else "float numbers"
@@ -73,6 +84,43 @@ def kept_format(
             f" load it without quantize{', or with dequantize' if is_mxfp4 else ''}"
         )
     return None if dequantize else found
+
+
+def format_to_write(
+    config: ModelConfig, specs: Sequence[FileSpec], leaves: Sequence[Any]
+) -> tuple[QuantizedFormat | None, dict[str, Any]]:
+    """Returns the format for a model's quantized leaves, which is that of its checkpoint or else ours, and
+    the entry of config.json for it; None and {}: none is quantized. Raises InputError.
+    """
+    settings = quantization_config(leaves, config.rotated)
+    if not settings:
+        return None, {}
+    stored = config.quantization_config
+    if stored is None and any(isinstance(leaf, Mxfp4Weight) for leaf in leaves):
+        stored = dict(quant_method=Mxfp4Format.method, modules_to_not_convert=_MXFP4_FLOATS)
+    if stored and stored.get("quant_method") != OwnFormat.method:
+        named = zip((spec.hf_name for spec in specs), leaves, strict=True)
+        floats = [name for name, leaf in named if len(leaf.shape) == 2 and not is_quantized(leaf)]
+        settings = _with_floats(stored, [name.removesuffix(".weight") for name in floats if name != TIED[0]])
+    return read_format(settings), dict(quantization_config=settings)
+
+
+def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
+    """The settings of a checkpoint whose modules `floats` have float matrices, and the others packed ones."""
+    method = settings.get("quant_method")
+    found = {**settings}
+    if method == BitNetFormat.method:
+        found["quantization_mode"] = "offline"
+    if method == "gptq":
+        rules: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
+        if rules:
+            found["dynamic"] = {**(settings.get("dynamic") or {}), **rules}
+    elif method != Mxfp4Format.method:
+        names = settings.get("modules_to_not_convert")
+        names = [*names] if isinstance(names, list | tuple) else ["lm_head"]
+        if added := [module for module in floats if not is_listed(module, map(str, names))]:
+            found["modules_to_not_convert"] = names + added
+    return found
 
 
 def _awq_gptq_format(
@@ -122,7 +170,7 @@ def _bitnet_format(config: Mapping[str, Any], require: Callable[[bool, str], Non
 
 def _old_settings(path: Path) -> Mapping[str, Any] | None:
     """The settings in the file of an older program; None: there is no such file."""
-    for file, method in _OLD_FILES.items():
+    for file, method in OLD_FILES.items():
         config = {_OLD_NAMES.get(name, name): value for name, value in (read_json(path / file) or {}).items()}
         if "bits" in config:  # other programs have files of these names too
             return {"quant_method": method} | config

@@ -11,7 +11,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..config.model_config import ModelConfig
@@ -20,14 +19,15 @@ from ..families.conversion import plan_tensors, specs_and_leaves
 from ..families.naming import TIED
 from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
+from ..families.wrappers import text_settings
 from ..families.writing import to_hf
 from ..weights.params import Params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from .files import TEXT_FILES, checkpoint_dir, read_json
-from .own_format import quantization_config, quantized_tensors
+from .quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
 from .sharded_leaves import with_kv_heads_once, with_repeated_kv_heads
 from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
-from .tensors import DTYPES, StoredTensor, open_tensors
+from .tensors import DTYPES, QuantizedFormat, StoredTensor, open_tensors
 from .text_tensors import other_tensors
 from .tokenizer import Tokenizer
 
@@ -53,8 +53,8 @@ def save_model(
 
     Args:
         path: the directory.
-        params: of the model. Matrices in int8, int4 and ternary are written as they are, which only this
-            library reads.
+        params: of the model. Quantized matrices are written in the format of the files that they are from
+            (AWQ, GPTQ, BitNet, MXFP4); those that this library quantized in its own, which only it reads.
         config: of the model, as `load_model` or `from_hf` returns it.
         tokenizer: whose files are written.
         like: a checkpoint of this config, also one that sees images, or `path` itself: names and config.json
@@ -65,8 +65,8 @@ def save_model(
         overwrite: a checkpoint at `path` is replaced. It is PATH.old while the new one takes its place.
 
     Raises:
-        InputError: the parameters do not fit the config, or the config not `like`; quantized experts;
-            `path` exists, or cannot be written.
+        InputError: the parameters do not fit the config, or the config not `like`; matrices that the format
+            cannot have, by name; `path` exists, or cannot be written.
     """
     path = Path(os.path.abspath(path))
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
@@ -77,21 +77,22 @@ def save_model(
     dtype = None if dtype is None else np.dtype(resolve_dtype(dtype))
     source = None if like is None else checkpoint_dir(like)
     kept = {} if source is None else open_tensors(source)
+    kept_format = None
     if source is None:
         settings = to_hf(dataclasses.replace(config, rotated=False))
     else:
         (settings, original) = _settings_like(
-            source, config, any(text_name(name) == TIED[1] for name in kept)
+            source, config, any((text_name(name) or "").startswith("lm_head.") for name in kept)
         )
         if original != config:
             params = with_kv_heads_once(params, config, original)
             config = original
-    tensors = _tensors(params, config, dtype, kept)
+        kept_format = read_format(quantization_settings(text_settings(settings), source))
+    (tensors, quantization) = _tensors(params, config, dtype, kept, kept_format)
     floats = {tensor.type for tensor in tensors.values()} & {"F32", "F16", "BF16"}
     name = next((np.dtype(DTYPES[type]).name for type in ("F32", "BF16", "F16") if type in floats), None)
     _set_dtype(settings, name)
-    quantization = quantization_config(jax.tree.leaves(params, is_leaf=is_quantized), config.rotated)
-    settings |= {"quantization_config": quantization} if quantization else {}
+    settings |= quantization
     files = _small_files(source, tokenizer, config)
     write_whole(path, partial(write_checkpoint, tensors, settings, files, max_shard_bytes))
 
@@ -112,9 +113,10 @@ def _settings_like(source: Path, config: ModelConfig, has_head: bool) -> tuple[d
     settings = read_json(source / "config.json")
     if settings is None:
         raise InputError(f"like: {source} holds no config.json")
-    if "quantization_config" in settings:
-        raise InputError(f"like: {source} is quantized: leave it out, or give the float checkpoint")
-    other = dataclasses.replace(from_hf(settings | dict(architectures=None)), rotated=config.rotated)
+    other = dataclasses.replace(
+        from_hf(settings | dict(architectures=None)), rotated=config.rotated,
+        quantization_config=config.quantization_config,
+    )  # fmt: skip
     if not has_head:  # tied, or of vectors alone
         other = dataclasses.replace(other, tie_word_embeddings=True)
     with contextlib.suppress(InputError):  # these numbers do not divide each other
@@ -130,10 +132,11 @@ def _settings_like(source: Path, config: ModelConfig, has_head: bool) -> tuple[d
 
 
 def _set_dtype(settings: dict[str, Any], dtype: str | None) -> None:
-    """Sets the dtype of a model and of its text part, by its newer name."""
+    """Sets the dtype of a model and of its text part, by its newer name, and leaves out how matrices were."""
     for part in (settings, settings.get("text_config")):
         if isinstance(part, dict):
             part.pop("torch_dtype", None)
+            part.pop("quantization_config", None)
             part["dtype"] = dtype
 
 
@@ -149,7 +152,8 @@ def _small_files(
         files |= {
             file.name: file for file in source.iterdir() if file.is_file() and not _LARGE.search(file.name)
         }
-        files.pop("config.json")
+        for name in ("config.json", *OLD_FILES):
+            files.pop(name, None)
     directory = tokenizer.directory if tokenizer else source
     if directory is not None:
         found = (file for pattern in TEXT_FILES for file in directory.glob(pattern) if file.is_file())
@@ -160,24 +164,32 @@ def _small_files(
 
 
 def _tensors(
-    params: Params, config: ModelConfig, dtype: Any, kept: Mapping[str, StoredTensor]
-) -> dict[str, TensorToWrite]:
-    """The tensors to write, by name. kept: those of the checkpoint that they are named after."""
+    params: Params,
+    config: ModelConfig,
+    dtype: Any,
+    kept: Mapping[str, StoredTensor],
+    kept_format: QuantizedFormat | None,
+) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
+    """The tensors to write, by name, and what config.json says of those that are quantized.
+
+    kept, kept_format: the tensors of the checkpoint that they are named after, and its format.
+    """
     original = {text_name(name) or name: name for name in kept}
     stored = {text_name(name) or name: tensor for name, tensor in kept.items()}
     specs, leaves = specs_and_leaves(params, config)
+    (quant_format, quantization) = format_to_write(config, specs, leaves)
     is_float = [not is_quantized(leaf) for leaf in leaves]
     floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
-    tensors = {
-        name: tensor_of_leaves(tensor.shape, dtype or tensor.dtype, tensor.make)
-        for name, tensor in floats.items()
-    }
+    to_write = {name: tensor._replace(dtype=dtype or tensor.dtype) for name, tensor in floats.items()}
+    if quant_format is not None:
+        found = zip(specs, leaves, strict=True)
+        quantized = {spec.hf_name: leaf for spec, leaf in found if is_quantized(leaf)}
+        to_write |= quant_format.pack(quantized, dtype or floats[_NORM].dtype)
+    tensors = {name: tensor_of_leaves(*tensor) for name, tensor in to_write.items()}
     replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}
-    for spec, leaf in zip(specs, leaves, strict=True):
-        if is_quantized(leaf):
-            for name, array in quantized_tensors(spec, leaf).items():
-                make = lambda convert, array=array: convert(array)  # noqa: E731
-                tensors[name] = tensor_of_leaves(array.shape, array.dtype, make)
+    if kept_format is not None:
+        replaced |= {name for name in stored if kept_format.is_unused(name, stored)}
+        replaced.update(*(kept_format.tensor_specs(spec.hf_name, spec.shape, stored) for spec in specs))
     (embed, head) = TIED
     if config.tie_word_embeddings and head in original:  # under that name alone, or under both
         tied = {name: tensor for name, tensor in tensors.items() if name.startswith(embed)}
@@ -189,7 +201,7 @@ def _tensors(
     if lost := lost - other_tensors(lost):
         raise InputError(f"like: it has tensors that the model lacks: {format_names(sorted(lost))}")
     named = {_name_like(original, name): tensor for name, tensor in tensors.items()}
-    return named | {name: stored_tensor(tensor) for name, tensor in copied.items()}
+    return named | {name: stored_tensor(tensor) for name, tensor in copied.items()}, quantization
 
 
 def _name_like(original: Mapping[str, str], name: str) -> str:

@@ -38,7 +38,7 @@ def tensor_of_leaves(
     dtype = np.dtype(dtype)
 
     def blocks() -> Iterator[Any]:
-        flat = make(_on_host).reshape(-1)
+        flat = make(on_host).reshape(-1)
         for start in range(0, flat.size, _BLOCK):
             with np.errstate(over="ignore"):
                 block = flat[start : start + _BLOCK].astype(dtype, copy=False)
@@ -49,7 +49,7 @@ def tensor_of_leaves(
     return TensorToWrite(_NAME_OF_DTYPE[dtype], shape, math.prod(shape) * dtype.itemsize, blocks)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def on_host(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, format_names
+from ..families.conversion import TensorOfLeaves
 from ..host import aligned_empty, run_in_blocks
 from .files import WEIGHTS, file_exists, read_index
 from .other_formats import describe_files
@@ -179,6 +180,19 @@ class QuantizedFormat:
     def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
         """Reads what has the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
         raise NotImplementedError
+
+    def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
+        """The tensors of quantized leaves by their names: the inverse of `load`. dtype: of the float tensors
+        beside them. Raises InputError: the format has no such matrix.
+        """
+        raise NotImplementedError
+
+    def misfit(self, name: str) -> InputError:
+        """The error of `pack` for this matrix."""
+        return InputError(
+            f"{name} cannot be written in the format {self.method} with the settings of the checkpoint that"
+            " the model is from: dataclasses.replace(config, quantization_config=None) chooses our own format"
+        )
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         """Whether a tensor can be ignored."""

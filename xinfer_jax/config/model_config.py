@@ -1,7 +1,9 @@
 """`ModelConfig`, frozen and hashable: all numbers of a model."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 from ..errors import InputError
 from .layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
@@ -35,6 +37,8 @@ class ModelConfig:
         vocab_size_per_layer_input: rows of the matrix of these embeddings.
         rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
         eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
+        quantization_config: of config.json, where quantized matrices are as its files have them: `save_model`
+            writes them so. From `load_model`. Not compared.
     """
 
     model_type: str
@@ -58,6 +62,7 @@ class ModelConfig:
     vocab_size_per_layer_input: int = 0
     rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    quantization_config: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.layers) < self.num_hidden_layers:

@@ -112,14 +112,16 @@ def plan_tensors(
     tensors: dict[str, TensorOfLeaves] = {}
     joined: dict[str, list[tuple[FileSpec, Any]]] = {}
     for spec, leaf in zip(specs, leaves, strict=True):
-        if spec.fused_name and (spec.is_published if like is None else spec.fused_name in like):
+        if spec.fused_name and (
+            spec.is_published if like is None else spec.interleaved or spec.fused_name in like
+        ):
             joined.setdefault(spec.fused_name, []).append((spec, leaf))
         elif "{}" in spec.hf_name:
             for expert in range(len(leaf)):
                 at = partial(_expert, leaf, expert)
                 tensors[spec.hf_name.format(expert)] = TensorOfLeaves(leaf.shape[1:], leaf.dtype, at)
         else:
-            tensors[spec.hf_name] = TensorOfLeaves(leaf.shape, leaf.dtype, partial(_itself, leaf))
+            tensors[spec.hf_name] = TensorOfLeaves(leaf.shape, leaf.dtype, partial(itself, leaf))
     for name, parts in joined.items():
         parts.sort(key=lambda part: part[0].first_row)
         spec = parts[0][0]
@@ -191,7 +193,8 @@ def _without_padding(spec: FileSpec, leaf: Any) -> Any:
     return jax.tree.map(cut, leaf, partition_specs(spec, leaf, None, RULES))
 
 
-def _itself(leaf: Any, convert: Callable[[Any], Any]) -> Any:
+def itself(leaf: Any, convert: Callable[[Any], Any]) -> Any:
+    """Makes a tensor that is a leaf."""
     return convert(leaf)
 
 

@@ -141,6 +141,11 @@ def pack_int4(levels_QJO: np.ndarray) -> np.ndarray:
     return levels_QJO[:, :half] | (levels_QJO[:, half:] << 4)
 
 
+def unpack_int4(values_QYO: np.ndarray) -> np.ndarray:
+    """The 4-bit numbers, uint8 [Q, J, O], that `pack_int4` packed."""
+    return np.concatenate([values_QYO & 15, values_QYO >> 4], 1)
+
+
 def tpu_grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
     """Returns x @ dequantize(weight).T, float32 [M, O], on TPUs: by halves (H) of packed bytes, so nothing is
     interleaved or transposed.

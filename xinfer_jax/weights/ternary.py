@@ -123,6 +123,13 @@ def pack_ternary(levels: Any, shape: tuple[int, ...], scale: np.float32) -> Tern
     return weight
 
 
+def ternary_levels(values_W2O: np.ndarray, inputs: int) -> np.ndarray:
+    """The levels -1, 0 and 1, int8 [outputs, I], that `pack_ternary` packed, on the host."""
+    words_2OW = np.ascontiguousarray(values_W2O.transpose(1, 2, 0), "<i4")
+    (plus_OI, minus_OI) = np.unpackbits(words_2OW.view(np.uint8), 2, inputs, "little").view(np.int8)
+    return plus_OI - minus_OI
+
+
 def unpack_ternary(values_W2O: jax.Array, inputs: int) -> jax.Array:
     """Returns the levels -1, 0 and 1, int8 [I, O]."""
     bytes_W4 = jnp.stack([(values_W2O >> at).astype(jnp.uint8) for at in (0, 8, 16, 24)], 1)
