@@ -49,9 +49,11 @@ def number_array(value: Any) -> Any:
     return array if is_traced(array) else array.astype(np.float64)
 
 
-def check_token_ids(name: str, ids: Any, vocab_size: int | None = None) -> list[int]:
+def check_token_ids(
+    name: str, ids: Any, vocab_size: int | None = None, images: Mapping[int, str] | None = None
+) -> list[int]:
     """Returns any collection of ids as a list of ints. Raises InputError where it is not a collection of
-    integers, or an id is outside the vocabulary.
+    integers, or an id is outside the vocabulary or one of `images`, as in `ModelConfig.placeholder_ids`.
     """
     if isinstance(ids, np.ndarray | jax.Array):
         array = np.asarray(ids)
@@ -66,6 +68,10 @@ def check_token_ids(name: str, ids: Any, vocab_size: int | None = None) -> list[
     if vocab_size is not None and found and not (min(found) >= 0 and max(found) < vocab_size):
         bad = next(i for i in found if not 0 <= i < vocab_size)
         raise InputError(f"{name} holds token id {format_value(bad)}, outside the vocabulary of {vocab_size}")
+    for image, kind in (images or {}).items():
+        if image in found:
+            what = f"token id {image}, which is {kind} in config.json"
+            raise InputError(f"{name} holds {what}: only text is served, leave out images, video and sound")
     return found
 
 

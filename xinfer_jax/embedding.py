@@ -188,9 +188,10 @@ def text_token_ids(name: str, text: Any, model: Model, limit: int) -> list[int]:
         check_text_length(name, text, model.tokenizer, limit)
         ids = model.tokenizer.encode(text)
     elif is_sequence(text):
-        ids = check_token_ids(name, text, model.config.vocab_size)
+        ids = text
     else:
         raise InputError(f"{name} must be a text or a list of token ids, got {format_value(text)}")
+    ids = check_token_ids(name, ids, model.config.vocab_size, model.config.placeholder_ids)
     if not ids:
         raise InputError(f"{name} has no tokens: got {format_value(text)}, give some text")
     if len(ids) > limit:

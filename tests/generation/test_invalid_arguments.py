@@ -30,6 +30,35 @@ def run(params, prompts=(PROMPT,), key=None, **given) -> xj.GenerateOutput:
     return xj.generate(params, CONFIG, prompts, options, key=key)
 
 
+def test_images_in_a_prompt_are_rejected_in_words(params):
+    """Wherever prompts come in, before anything is traced; other ids of the whole model are text."""
+    text = tiny.UNTIED | dict(num_hidden_layers=1, vocab_size=64, model_type="qwen3_vl_text")
+    ids = dict(image_token_id=9, video_token_id=10, vision_start_token_id=11, vision_end_token_id=12)
+    config = from_hf(dict(model_type="qwen3_vl", text_config=text) | ids)
+    assert config.placeholder_ids == {9: "image_token_id", 10: "video_token_id", 11: "vision_start_token_id"}
+    assert from_hf(tiny.UNTIED).placeholder_ids == {}
+    config = dataclasses.replace(CONFIG, placeholder_ids=config.placeholder_ids)
+    assert config == CONFIG and hash(config) == hash(CONFIG)
+    model = xj.Model(params, config)
+    options = xj.GenerateOptions(2, capacity=4)
+    calls = [
+        (10, "prompt 1 .*video", lambda: xj.generate(params, config, [PROMPT, [5, 10]], options)),
+        (9, "prompt 0 .*image", lambda: next(xj.stream(params, config, [[9]], options))),
+        (9, "completion 0 .*image", lambda: xj.score_completions(params, config, [PROMPT], [[9, 11]])),
+        (
+            11,
+            "prompt 0 .*vision_start",
+            lambda: xj.beam_search(params, config, [11], num_beams=2, max_new_tokens=2),
+        ),
+        (9, "text 0 .*image", lambda: xj.embed_texts(model, [[5, 9]])),
+    ]
+    for token, name, call in calls:
+        (who, kind) = name.split(" .*")
+        wanted = f"{who} holds token id {token}, which is {kind}_token_id in config.json: only text is served"
+        with pytest.raises(xj.InputError, match=wanted):
+            call()
+
+
 # --- numbers that are not finite ----------------------------------------------------------------------------
 
 

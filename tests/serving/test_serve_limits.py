@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import concurrent.futures
+import dataclasses
 import http.client
 import json
 import random
@@ -35,7 +36,9 @@ LONG = dict(prompt=[5, 6, 7], max_tokens=400, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model() -> xj.Model:
-    return xj.load_model()
+    model = xj.load_model()
+    images = {1917: "image_token_id"}  # <|endoftext|>, which no prompt has
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, placeholder_ids=images))
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +337,17 @@ def test_embeddings_equal_embed_texts(server, model):
         status, error, _ = ask(server, "/v1/embeddings", **fields)
         assert (status, error["error"]["param"]) == (400, field), fields
     assert ask(server, "/v1/embeddings", input="a", model="other")[0] == 404 and server.idle()
+
+
+def test_images_in_a_prompt_are_rejected(server, model):
+    (image,) = model.config.placeholder_ids
+    for path, field in ("/v1/completions", "prompt"), ("/v1/embeddings", "input"):
+        status, error, _ = ask(server, path, **{field: [5, image]})
+        assert status == 400 and "image_token_id in config.json: only text is" in error["error"]["message"]
+    parts = [dict(type="text", text="What?"), dict(type="image_url", image_url=dict(url="data:"))]
+    status, error, _ = ask(server, "/v1/chat/completions", messages=[dict(role="user", content=parts)])
+    assert status == 400 and "must be a text or text parts, got {'image_url'" in error["error"]["message"]
+    assert server.idle()
 
 
 def test_documents_are_reranked(server, model, monkeypatch):

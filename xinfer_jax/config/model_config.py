@@ -1,9 +1,7 @@
 """`ModelConfig`, frozen and hashable: all numbers of a model."""
 
 import dataclasses
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 from ..errors import InputError
 from .layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
@@ -37,8 +35,8 @@ class ModelConfig:
         vocab_size_per_layer_input: rows of the matrix of these embeddings.
         rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
         eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
-        quantization_config: of config.json, where quantized matrices are as its files have them: `save_model`
-            writes them so. From `load_model`. Not compared.
+        placeholder_ids: ids of images and sound, which no prompt may have, with their names. Not compared.
+        quantization_config: of config.json, if matrices are quantized as its files have them. Not compared.
     """
 
     model_type: str
@@ -62,7 +60,8 @@ class ModelConfig:
     vocab_size_per_layer_input: int = 0
     rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    quantization_config: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+    placeholder_ids: dict[int, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    quantization_config: dict | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.layers) < self.num_hidden_layers:

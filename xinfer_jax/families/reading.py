@@ -8,7 +8,7 @@ from ..errors import InputError, format_value
 from ..plugins import load, names
 from .rope_settings import read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
-from .wrappers import text_settings
+from .wrappers import placeholder_ids, text_settings
 
 _ACTIVATIONS = dict(silu="silu", swish="silu", gelu_pytorch_tanh="gelu_pytorch_tanh", relu2="relu2")
 _DEFAULTS: dict[str, Any] = dict(  # of all families
@@ -64,6 +64,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             rms_norm_eps=get_number(hf, "rms_norm_eps"),
             tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
             hidden_act=_ACTIVATIONS[activation],
+            placeholder_ids=placeholder_ids(hf),
             rope=own["rope"] if "rope" in own else read_rope(hf),
             **sizes,
         )

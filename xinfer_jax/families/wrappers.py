@@ -34,7 +34,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # where they are not the family's
     "qwen3_vl_text": _QWEN3_VL,
     "qwen3_vl_moe_text": _QWEN3_VL | dict(num_key_value_heads=16, norm_topk_prob=True),
 }
+_PLACEHOLDERS = ("image", "video", "audio", "vision_start", "boi", "boa")  # begin of image, of audio
 _NOT_READ = ("text_config", "vision_config", "audio_config")
+
+
+def placeholder_ids(hf: Mapping[str, Any]) -> dict[int, str]:
+    """Returns the ids that stand for images or sound, with their names in these settings."""
+    names = [f"{start}_token_{end}" for start in _PLACEHOLDERS for end in ("id", "index")]
+    return {hf[name]: name for name in names if type(hf.get(name)) is int}
 
 
 def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -253,10 +253,8 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
-    """The prompts as lists of ints.
-
-    Raises:
-        InputError: they (called by `name`) are not non-empty lists of ids inside the vocabulary.
+    """The prompts as lists of ints. Raises InputError where they, called by `name`, are not non-empty lists
+    of ids of text.
     """
     if not is_sequence(prompts):
         raise InputError(f"{name}s must be a list of lists of token ids, got {format_value(prompts)}")
@@ -267,4 +265,5 @@ def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> li
     for i, prompt in enumerate(prompts):
         if not is_sequence(prompt) or not len(prompt):
             raise InputError(f"{name} {i} must be a non-empty list of token ids, got {format_value(prompt)}")
-    return [check_token_ids(f"{name} {i}", prompt, config.vocab_size) for i, prompt in enumerate(prompts)]
+    images = config.placeholder_ids
+    return [check_token_ids(f"{name} {i}", x, config.vocab_size, images) for i, x in enumerate(prompts)]
