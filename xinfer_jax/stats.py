@@ -18,11 +18,13 @@ class LoadStats:
         seconds: wall time of opening and reading files, without the time between.
         weight_bytes: of the parameter tree, in memory.
         dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights.
+        skipped: names of tensors that are not read, as of images, as patterns with how many there are.
     """
 
     seconds: float
     weight_bytes: int
     dtype: str
+    skipped: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass

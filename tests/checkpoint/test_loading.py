@@ -101,7 +101,8 @@ def test_a_tilde_in_the_path_is_expanded(checkpoint, monkeypatch):
 def test_old_rotary_tables_are_ignored(tmp_path):
     tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     tiny.write(tmp_path, LLAMA, weights=tiny.tensors(LLAMA) | tables)
-    assert len(xj.load_model(tmp_path).params["layers"]) == 1
+    model = xj.load_model(tmp_path)
+    assert len(model.params["layers"]) == 1 and model.load_stats.skipped == ("*rotary_emb.inv_freq (1)",)
 
 
 def test_tensors_that_no_family_has_are_skipped_with_a_line(tmp_path):

@@ -108,7 +108,6 @@ def sees(path: Path) -> tuple[dict, xj.ModelConfig, dict[str, np.ndarray]]:
     return params, config, text | others
 
 
-@pytest.mark.filterwarnings("ignore:.*tensors that are not read")
 @pytest.mark.parametrize("itself", [False, True], ids=["beside", "itself"])
 def test_like_a_model_that_sees(tmp_path, itself):
     """Names are as there, what is not read is copied, and the settings of images stay."""

@@ -73,7 +73,6 @@ def test_a_text_model_within_one_that_sees():
     assert_same(xj.params_from_tensors(config, within), want)
 
 
-@pytest.mark.filterwarnings("ignore:.*tensors that are not read")
 def test_experts_with_inputs_first(tmp_path):
     """As Qwen3-VL is published; a checkpoint that is written like it has them so too."""
     config, tensors, want = published("moe-some-layers-dense")

@@ -4,11 +4,14 @@ import importlib
 import io
 import json
 import re
+import shutil
 import sys
 
 import jax
+import numpy as np
 import pytest
 import tiny
+from safetensors.numpy import load_file, save_file
 from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
 import xinfer_jax as xj
@@ -155,11 +158,16 @@ def test_a_compilation_cache_that_is_not_a_directory_is_one_line(command, good, 
     assert re.match("xinfer-jax: compilation cache .*file cannot be used .* going on without it\n", err)
 
 
-def test_verbose_prints_the_kernels(command, good, ask):
-    code, out, err = command(f"--model={good}", ASK, "--verbose", "--impl=xla")
+def test_verbose_prints_the_kernels_and_what_is_not_read(command, good, ask, tmp_path):
+    path = shutil.copytree(good, tmp_path / "sees")
+    others = dict.fromkeys(("model.visual.a", "model.visual.b", "mtp.c"), np.ones(1, np.float32))
+    save_file(load_file(path / "model.safetensors") | others, path / "model.safetensors")
+    code, out, err = command(f"--model={path}", ASK, "--verbose", "--impl=xla")
     kernels = "prefill_attention, decode_attention, argmax, product, lm_head_argmax"
     assert (code, out, err.splitlines()[0]) == (0, ANSWER + "\n", f"xla (requested by name): {kernels}")
     assert err.splitlines()[1].startswith("layer by layer: ")
+    assert err.count(f"{path}: tensors that are not read: model.visual.* (2), mtp.* (1)\n") == 1
+    assert "not read" not in command(f"--model={path}", ASK, "--impl=xla")[2]
     assert ask("--impl=xla")["stats"]["kernels"] == dict.fromkeys(kernels.split(", "), "xla")
 
 

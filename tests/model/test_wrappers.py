@@ -11,9 +11,7 @@ torch = pytest.importorskip("torch", reason="the live comparison needs torch: pi
 transformers = pytest.importorskip(
     "transformers", reason="the live comparison needs transformers: pip install -e '.[parity]'"
 )
-pytestmark = [
-    pytest.mark.full, pytest.mark.oldest, pytest.mark.filterwarnings("ignore:.*tensors that are not read"),
-]  # fmt: skip
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 TEXT = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,

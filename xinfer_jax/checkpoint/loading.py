@@ -188,8 +188,8 @@ def open_checkpoint(
         mesh = check_mesh(mesh)
         config = with_repeated_kv_heads(config, mesh.shape[MODEL])
         shardings(config, mesh)  # raises where the devices do not divide a size
-    tensors = open_tensors(path)
-    tensors = text_tensors(path, dequantized(tensors) if dequantize else tensors)
+    stored = open_tensors(path)
+    (tensors, skipped) = text_tensors(dequantized(stored) if dequantize else stored)
     if config.tie_word_embeddings and TIED[0] not in tensors and TIED[1] in tensors:
         tensors[TIED[0]] = tensors.pop(TIED[1])  # a tied matrix may be stored under either name
     if embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
@@ -198,7 +198,7 @@ def open_checkpoint(
     loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs, read = _open_params(path, config_of_files, loader)
     dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
-    stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name)
+    stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, skipped)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
     return Checkpoint(Model(structs, config, tokenizer, generation, stats, name, embedding), read)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import format_names
-from ..families.skipped_tensors import find_prefix, text_name
+from ..families.skipped_tensors import INV_FREQ, find_prefix, text_name
 from .tensors import StoredTensor
 
 # How the names of a family's tensors begin.
@@ -15,19 +15,19 @@ _FAMILIES = ("model.embed_tokens", "model.layers.", "model.norm.", "model.per_la
 _CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_scale$")  # for keys and values in 8 bits
 
 
-def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the tensors by the names that the text model alone would have. One warning names those that are
-    not read: images and sound are not served, and the layers for multi-token prediction (`mtp`) do not draft.
+def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Returns the tensors by the names that the text model alone would have, and patterns with counts of
+    those that are known and not read: images and sound are not served, the layers for multi-token prediction
+    (`mtp`) do not draft, and rotary frequencies are computed.
     """
     found: dict[str, StoredTensor] = {}
-    skipped: Counter[str] = Counter()  # tensors by prefix
+    skipped: Counter[str] = Counter()
     for name, tensor in tensors.items():
         if own := text_name(name):
             found[own] = tensor
-        else:
-            skipped[f"{find_prefix(name)}*"] += 1
-    _warn_of_skipped(path, "only text is served", skipped, 5)
-    return found
+        if not own or own.endswith(INV_FREQ):
+            skipped[f"*{INV_FREQ}" if own else f"{find_prefix(name)}*"] += 1
+    return found, _counted(skipped)
 
 
 def other_tensors(names: Iterable[str]) -> set[str]:
@@ -40,11 +40,13 @@ def other_tensors(names: Iterable[str]) -> set[str]:
 
 def warn_of_other_tensors(path: Path, names: Iterable[str]) -> None:
     """One warning names the tensors that are not read, with how many there are for each pattern."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    _warn_of_skipped(path, "no model has them", counts, 6)
-
-
-def _warn_of_skipped(path: Path, why: str, counts: Counter[str], stacklevel: int) -> None:
+    counts = _counted(Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     if counts:
-        names = format_names(f"{name} ({count})" for name, count in sorted(counts.items()))
-        warnings.warn(f"{path}: tensors that are not read, since {why}: {names}", stacklevel=stacklevel)
+        warnings.warn(
+            f"{path}: tensors that are not read, since no model has them: {format_names(counts)}",
+            stacklevel=5,
+        )
+
+
+def _counted(counts: Counter[str]) -> tuple[str, ...]:
+    return tuple(f"{name} ({count})" for name, count in sorted(counts.items()))

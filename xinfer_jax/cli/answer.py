@@ -73,6 +73,9 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
         status.log(f"{executor.name}: {executor.about}")
         if jax.default_backend() == "cpu":
             status.log(cpu_features.describe_cpu())
+        for opened in checkpoints:
+            if skipped := opened.model.load_stats.skipped:
+                status.log(f"{opened.model.name}: tensors that are not read: {', '.join(skipped)}")
     key = key_from_seed(flags.seed) if sampling.temperature > 0 else None
     mode = _Beams if flags.num_beams > 1 else _Stream
     model, *drafts = load_and_compile(mode(flags, model, ids, options, key).prepare, *checkpoints)

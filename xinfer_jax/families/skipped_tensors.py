@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from ..config.model_config import ModelConfig
 from ..plugins import load
 
+INV_FREQ = "rotary_emb.inv_freq"  # how the names of old checkpoints' tables end
 # Prefixes of names, and what the text model alone would have in their place; None: another part has it.
 _PREFIXES = {
     "model.language_model.": "model.",
@@ -42,4 +43,4 @@ def unused_names(config: ModelConfig, names: Iterable[str]) -> set[str]:
     has_shared = "shared_gate" in load("family", config.model_type).names.leaves
     if has_shared and not (config.experts and config.experts.shared_intermediate_size):
         unused |= {name for name in names if ".mlp.shared_expert" in name}  # of width 0
-    return unused | {name for name in names if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
+    return unused | {name for name in names if name.endswith(INV_FREQ)}
