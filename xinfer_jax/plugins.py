@@ -90,6 +90,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("family", "gemma4_text"): ("families.gemma4", "FAMILY"),
     ("family", "gpt_oss"): ("families.gpt_oss", "FAMILY"),
     ("family", "llama"): ("families.llama", "LLAMA"),
+    ("family", "ministral3"): ("families.llama", "MINISTRAL3"),
     ("family", "mistral"): ("families.llama", "MISTRAL"),
     ("family", "mixtral"): ("families.mixtral", "FAMILY"),
     ("family", "olmo2"): ("families.olmo", "OLMO2"),

@@ -35,6 +35,7 @@ GENERATED = (
     "gemma3-two-ropes-new",
     "phi3-partial-attention-factor", "bitnet-defaults", "gemma-mqa-old", "mixtral-window-tied-new",
     "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
+    "ministral3-published", "ministral3-window-tied-default-rope",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")

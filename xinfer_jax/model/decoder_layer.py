@@ -152,6 +152,8 @@ def self_attention(  # noqa: PLR0913
         else:
             q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
             visible = kv
+    if spec.query_scaling:
+        q_BTNH = _scale_by_position(q_BTNH, start_B, *spec.query_scaling)
     length_B = num_tokens_B
     if start_B is not None:
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
@@ -176,6 +178,13 @@ def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.
     if config.layers[kind].mixer.qk_norm:
         q_BTNH = norm(q_BTNH, layer, "q_norm", config)
     return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
+
+
+def _scale_by_position(q_BTNH: jax.Array, start_B: Any, beta: float, length: int) -> jax.Array:
+    """Queries, of which the first of each row are at start_B or 0, with `AttentionSpec.query_scaling`."""
+    position_BT = jnp.arange(q_BTNH.shape[1]) + (0 if start_B is None else start_B[:, None])
+    scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
+    return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
 
 
 def _project_qkv(  # noqa: PLR0913
