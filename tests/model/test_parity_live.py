@@ -36,6 +36,7 @@ GENERATED = (
     "phi3-partial-attention-factor", "bitnet-defaults", "gemma-mqa-old", "mixtral-window-tied-new",
     "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
     "ministral3-published", "ministral3-window-tied-default-rope",
+    "granite-tied-old", "granite-bias-llama3-new",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")

@@ -200,6 +200,13 @@ _CASES = {
     "ministral3-no-scaling": _hf("ministral3",
         **_new("yarn", factor=8.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.0),
         head_dim=12, sliding_window=None),
+    # granite: factors on embeddings, scores, residuals and logits
+    "granite-tied-old": _hf("granite", **_old(1e4), attention_bias=False, tie_word_embeddings=True,
+        embedding_multiplier=1.5, residual_multiplier=0.8, attention_multiplier=0.1, logits_scaling=0.5),
+    "granite-bias-llama3-new": _hf("granite", **_new("llama3", 1e5, **_LLAMA3), attention_bias=True,
+        mlp_bias=True, num_key_value_heads=1, embedding_multiplier=12, residual_multiplier=0.22,
+        attention_multiplier=0.3, logits_scaling=3),
+    "granite-defaults": _hf("granite", **_new(), num_key_value_heads=None, attention_multiplier=0.2),
     # qwen3_moe: experts
     "moe-defaults": _hf("qwen3_moe", **_old(1e6), **_MOE, norm_topk_prob=True, head_dim=16,
         sliding_window=None, max_window_layers=3),

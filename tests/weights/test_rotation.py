@@ -24,6 +24,14 @@ FAMILIES = {
     "qwen3": dict(model_type="qwen3", head_dim=12, attention_bias=True, tie_word_embeddings=False),
     "llama": dict(model_type="llama", attention_bias=True, mlp_bias=True, intermediate_size=128),
     "mistral": dict(model_type="mistral", sliding_window=8, hidden_size=48),
+    "granite": dict(
+        model_type="granite",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=0.7,
+        num_hidden_layers=2,
+    ),
     "phi3": dict(model_type="phi3", pad_token_id=0),
 }
 TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24))

@@ -22,6 +22,7 @@ class AttentionSpec:
     v_norm: bool = False  # RMS norm, without a weight, of each value head
     o_norm: bool = False  # RMS norm of the input of the output matrix
     query_pre_attn_scalar: float | None = None  # scores are multiplied by its power -1/2; None: H
+    attention_multiplier: float | None = None  # scores are multiplied by it instead
     # (beta, length): a query at p is multiplied by 1 + beta log(1 + floor(p / length)); None: it is not.
     query_scaling: tuple[float, int] | None = None
     logit_softcapping: float | None = None  # c: scores become c tanh(score / c); None: no cap
