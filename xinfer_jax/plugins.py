@@ -82,6 +82,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("unembed", "any"): ("ops.mesh", "mesh_unembed_form"),
     ("verify", "cuda"): ("ops.gpu.verify", "verify_form"),
     # Families by model_type.
+    ("family", "arcee"): ("families.llama", "ARCEE"),
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),
     ("family", "exaone4"): ("families.exaone4", "FAMILY"),
     ("family", "gemma"): ("families.gemma", "GEMMA"),

@@ -37,6 +37,7 @@ GENERATED = (
     "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
     "ministral3-published", "ministral3-window-tied-default-rope",
     "granite-tied-old", "granite-bias-llama3-new",
+    "arcee-bias-tied-new",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")

@@ -207,6 +207,12 @@ _CASES = {
         mlp_bias=True, num_key_value_heads=1, embedding_multiplier=12, residual_multiplier=0.22,
         attention_multiplier=0.3, logits_scaling=3),
     "granite-defaults": _hf("granite", **_new(), num_key_value_heads=None, attention_multiplier=0.2),
+    # arcee: no gate
+    "arcee-yarn-old": _hf("arcee",
+        **_old(1e4, dict(type="yarn", factor=20.0, original_max_position_embeddings=64, mscale=1.0)),
+        hidden_act="relu2", head_dim=None),
+    "arcee-bias-tied-new": _hf("arcee", **_new(rope_theta=5e4), hidden_act="relu2", num_key_value_heads=1,
+        head_dim=20, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     # qwen3_moe: experts
     "moe-defaults": _hf("qwen3_moe", **_old(1e6), **_MOE, norm_topk_prob=True, head_dim=16,
         sliding_window=None, max_window_layers=3),

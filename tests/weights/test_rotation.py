@@ -69,7 +69,7 @@ def test_a_rotated_model_is_the_same_function(tmp_path, family):
         np.testing.assert_allclose(hidden, xj.hidden_states(model.params, model.config, TOKENS)[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["arcee", "gemma2", "gemma3_text", "olmo3", "qwen3_moe"])
 def test_families_without_rotations_raise(tmp_path, family):
     hf = settings(family) | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     tiny.write(tmp_path, hf, weights={"x": np.zeros(1, np.float32)})

@@ -123,7 +123,8 @@ def quantized_params(
         return leaf | {"weight": jax.tree.map(jnp.asarray, matrix)}
 
     layers = tuple(
-        layer | {name: quantize_leaf(layer[name]) for name in MATRICES} for layer in params["layers"]
+        layer | {name: quantize_leaf(layer[name]) for name in MATRICES if name in layer}
+        for layer in params["layers"]
     )
     vocabulary = {}
     for name, hf_name in (("embed", "model.embed_tokens"), ("lm_head", "lm_head")):

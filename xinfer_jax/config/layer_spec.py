@@ -47,11 +47,12 @@ class LinearAttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP."""
+    """An MLP."""
 
     intermediate_size: int | None = None  # F; None: the model's
     bias: bool = False  # its matrices have biases
     down_norm: bool = False  # RMS norm of the input of the last one
+    gated: bool = True  # down(activation(gate) * up); else down(activation(up))
 
 
 @dataclasses.dataclass(frozen=True)

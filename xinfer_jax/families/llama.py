@@ -1,7 +1,8 @@
-"""Llama, Mistral (one sliding window for all layers), Ministral 3 (queries scaled by position), Seed-OSS
-(biases of queries, keys and values) and SmolLM3 (some layers have no rotary embedding).
+"""Llama, Arcee (no gate), Mistral (one sliding window for all layers), Ministral 3 (queries scaled by
+position), Seed-OSS (biases of queries, keys and values) and SmolLM3 (some layers have no rotary embedding).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,11 @@ def _layer(hf: Mapping) -> LayerSpec:
 
 def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(layers=(_layer(hf),) * layers)
+
+
+def read_arcee(hf: Mapping, layers: int) -> dict[str, Any]:
+    layer = dataclasses.replace(_layer(hf), mlp=MlpSpec(bias=get_boolean(hf, "mlp_bias"), gated=False))
+    return dict(layers=(layer,) * layers)
 
 
 def read_mistral(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -92,6 +98,9 @@ def write_smollm3(config: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA = Family(dict(max_position_embeddings=2048), read_llama, "LlamaForCausalLM")
+ARCEE = Family(
+    dict(max_position_embeddings=4096, rms_norm_eps=1e-5, hidden_act="relu2"), read_arcee, "ArceeForCausalLM"
+)
 MISTRAL = Family(
     dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     read_mistral,
