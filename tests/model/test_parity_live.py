@@ -137,7 +137,8 @@ def test_repetition_penalty(name):
 
 SAVED = (
     *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gpt-oss-published", "moe-some-layers-dense",
-    "phi3-longrope-beyond", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared", "qwen3-5-tied",
+    "phi3-longrope-beyond", "gemma3-bidirectional", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared",
+    "qwen3-5-tied",
 )  # fmt: skip
 
 

@@ -36,9 +36,11 @@ class Case:
     @property
     def continued_prompts(self) -> tuple[int, ...]:
         """Indices of the prompts to continue: not those that would cross the maximum of rope type dynamic, or
-        the length at which longrope switches its factors.
+        the length at which longrope switches its factors; none of a model that is not causal.
         """
         config = self.config
+        if self.hf.get("use_bidirectional_attention"):
+            return ()
         limit = config.max_position_embeddings if config.rope.rope_type == "dynamic" else 10**9
         switch = config.rope.switches_at or limit
         return tuple(
@@ -247,6 +249,17 @@ _CASES = {
     "gemma2-long-caps": _hf(
         "gemma2", **_GEMMA | dict(sliding_window=290), attn_logit_softcapping=2.0,
         final_logit_softcapping=4.0, tie_word_embeddings=False,
+    ),
+    # EmbeddingGemma: a token sees those after it too
+    "gemma3-bidirectional": _hf(
+        "gemma3_text", **_old(1e6), **_GEMMA | dict(sliding_window=13), rope_local_base_freq=1e4,
+        use_bidirectional_attention=True, sliding_window_pattern=3, num_hidden_layers=4,
+    ),
+    "gemma3-bidirectional-long-untied": _hf(
+        "gemma3_text", **_GEMMA | dict(sliding_window=290), layer_types=[_F, _S], num_hidden_layers=2,
+        use_bidirectional_attention=True, tie_word_embeddings=False, num_key_value_heads=1,
+        rope_parameters={_F: dict(rope_type="default", rope_theta=1e5),
+            _S: dict(rope_type="default", rope_theta=5e3)},
     ),
     "gemma3-old": _hf(
         "gemma3_text", **_old(1e6, dict(rope_type="linear", factor=8.0)), **_GEMMA, num_hidden_layers=7,

@@ -11,6 +11,7 @@ class AttentionSpec:
     """Softmax attention."""
 
     window: int | None = None  # a query at p sees keys p-window+1 … p; None: all of 0 … p
+    ahead: int = 0  # a query at p sees the keys that one at p + ahead would see: also some after it
     uses_rope: bool = True  # queries and keys are rotated
     rope: RopeConfig | None = None  # the rotary embedding; None: the model's
     head_dim: int | None = None  # H; None: the model's

@@ -172,7 +172,7 @@ def self_attention(  # noqa: PLR0913
     cap = spec.logit_softcapping
     # The model's window: a cache that stores every token may have been made without one.
     windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
-    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer["sinks"] if spec.sinks else None)
+    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer["sinks"] if spec.sinks else None, ahead=spec.ahead)
     out_BTNH = attention(q_BTNH, windowed, length_B=length_B, start_B=start_B, **scoring, impl=impl)
     out_BTI = out_BTNH.reshape(B, T, -1)
     if spec.o_norm:
