@@ -89,6 +89,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("family", "gemma2"): ("families.gemma", "GEMMA2"),
     ("family", "gemma3_text"): ("families.gemma", "GEMMA3"),
     ("family", "gemma4_text"): ("families.gemma4", "FAMILY"),
+    ("family", "gemma4_unified_text"): ("families.gemma4", "UNIFIED"),
     ("family", "gpt_oss"): ("families.gpt_oss", "FAMILY"),
     ("family", "granite"): ("families.granite", "FAMILY"),
     ("family", "llama"): ("families.llama", "LLAMA"),

@@ -136,7 +136,8 @@ def test_repetition_penalty(name):
 
 
 SAVED = (
-    *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gpt-oss-published", "moe-some-layers-dense",
+    *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gemma4-unified-shared-kv",
+    "gpt-oss-published", "moe-some-layers-dense",
     "phi3-longrope-beyond", "gemma3-bidirectional", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared",
     "qwen3-5-tied",
 )  # fmt: skip

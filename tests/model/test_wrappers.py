@@ -46,6 +46,11 @@ MODELS = {
         dict(head_dim=16, sliding_window=8), SEES,
         dict(mm_tokens_per_image=4, image_token_index=5, boi_token_index=6, eoi_token_index=7),
     ),
+    "Gemma4Unified": (
+        dict(head_dim=16, global_head_dim=24, sliding_window=8, num_hidden_layers=6, pad_token_id=0),
+        dict(mm_embed_dim=12, mm_posemb_size=16, patch_size=4, output_proj_dims=12),
+        dict(audio_config=dict(audio_embed_dim=20), image_token_id=5, audio_token_id=6, video_token_id=7),
+    ),
     "Mistral3": (
         dict(head_dim=16, model_type="mistral"), SEES | dict(model_type="pixtral", head_dim=8),
         dict(image_token_index=5),

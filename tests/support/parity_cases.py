@@ -39,7 +39,7 @@ class Case:
         the length at which longrope switches its factors; none of a model that is not causal.
         """
         config = self.config
-        if self.hf.get("use_bidirectional_attention"):
+        if self.hf.get("use_bidirectional_attention") is True:
             return ()
         limit = config.max_position_embeddings if config.rope.rope_type == "dynamic" else 10**9
         switch = config.rope.switches_at or limit
@@ -59,6 +59,7 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "seed_oss": "SeedOss",
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
+        "gemma4_unified_text": "Gemma4Unified",
         "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
@@ -286,6 +287,20 @@ _CASES = {
         layer_types=[_S, _F, _F], tie_word_embeddings=False,
         rope_parameters={_F: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e5),
             _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
+    # gemma4_unified: without experts and inputs of layers
+    "gemma4-unified-values-are-keys": _hf(
+        "gemma4_unified_text", head_dim=16, global_head_dim=24, sliding_window=8, rms_norm_eps=1e-3,
+        hidden_activation="gelu_pytorch_tanh", attention_k_eq_v=True, num_global_key_value_heads=1,
+        use_bidirectional_attention="vision", final_logit_softcapping=4.0, layer_types=[_S, _F, _F],
+        tie_word_embeddings=False,
+        rope_parameters={_F: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e5),
+            _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
+    "gemma4-unified-shared-kv": _hf(
+        "gemma4_unified_text", head_dim=12, global_head_dim=16, sliding_window=11, rms_norm_eps=1e-3,
+        hidden_activation="gelu_pytorch_tanh", layer_types=[_S, _F, _S, _F], num_hidden_layers=4,
+        num_kv_shared_layers=2, use_double_wide_mlp=True, num_key_value_heads=1, attention_bias=True,
     ),
     # gpt_oss: sinks, experts with biases and clamped values
     "gpt-oss-published": _hf(
