@@ -62,7 +62,9 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
     versions = {
         package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")
     }
-    about = dict(config=case.hf, seed=seed, versions=versions, gap=min(gap for _, gap in answers.values()))
+    about = dict(
+        config=case.hf, seed=seed, versions=versions, gap=min((x for _, x in answers.values()), default=0.0)
+    )
     arrays = {"about": np.array(json.dumps(about))}
     for i, prompt in enumerate(prompts):
         at = np.unique(np.linspace(0, len(prompt) - 1, _POSITIONS.value).astype(np.int16))

@@ -13,6 +13,7 @@ from .checkpoint.embedding_modules import EmbeddingModules
 from .checkpoint.loading import Model
 from .checks import check_token_ids, is_sequence
 from .config.model_config import ModelConfig
+from .config.unsupported import check_causal
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
 from .generation.executor import bucket, next_power_of_two
@@ -141,6 +142,7 @@ def no_yes_ids(model: Model) -> np.ndarray:
 
 def answer_scores(model: Model, rows: list[list[int]]) -> np.ndarray:
     """float32 [rows]: the probability of "yes" against "no" after each row of ids. Raises InputError."""
+    check_causal(model.config, "rerank")
     answer_ids = no_yes_ids(model)
     scores_N = np.zeros(len(rows), np.float32)
     for batch, hidden_BTD, num_tokens_B in _hidden_states(model, rows):

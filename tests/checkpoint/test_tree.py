@@ -70,6 +70,7 @@ def test_a_text_model_within_one_that_sees():
     config, tensors, want = published("qwen3-5-tied")
     within = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
     within |= {"model.visual.patch_embed.proj.weight": np.ones(3), "mtp.fc.weight": np.ones(3)}
+    within |= {"model.vision_embedder.patch_ln1.weight": np.ones(3), "model.embed_audio.x": np.ones(3)}
     assert_same(xj.params_from_tensors(config, within), want)
 
 

@@ -21,12 +21,14 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.gptq import fake_quantize, gptq_matrix
+from xinfer_jax.model.decoder import embed_tokens, final_norm
+from xinfer_jax.model.layers import linear
 from xinfer_jax.weights.quantization import quantize_matrix
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
 
-FAMILIES = ("qwen2-gqa-tied-old", "smollm3-window")
+FAMILIES = ("qwen2-gqa-tied-old", "smollm3-window", "granite-tied-old")
 
 
 def rows_for(config: xj.ModelConfig, lengths=(40, 7, 23), seed: int = 0) -> list[list[int]]:
@@ -41,6 +43,22 @@ def dequantized(params):
 
 
 # --- identities ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_layers_are_those_of_the_model():
+    """With factors on what they add."""
+    config = CASES["granite-tied-old"].config
+    params = params_from(config, random_tensors(config, seed=3))
+    tokens_BT, calibration = awq._calibration_batch(config, rows_for(config, (30, 30)))
+    x_BTD = embed_tokens(params, config, tokens_BT)
+    for key, layer in awq._keyed_layers(params, config):
+        inputs, x_BTD = awq._matrix_inputs(layer, key, x_BTD, calibration)
+    hidden_BTD = final_norm(params, config, x_BTD)
+    np.testing.assert_allclose(hidden_BTD, xj.hidden_states(params, config, tokens_BT)[0], atol=1e-5)
+    added_BTD = linear(inputs["down"], layer["down"])
+    output_BTD = config.residual_multiplier * (inputs["xdown"] + added_BTD)
+    np.testing.assert_allclose(output_BTD, x_BTD, atol=1e-5)
 
 
 @pytest.mark.full

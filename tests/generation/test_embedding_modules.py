@@ -1,5 +1,6 @@
 """Models of vectors and of scores: what modules.json asks for, and yes against no."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -21,11 +22,19 @@ DENSE = (
 )
 
 
-def write(path: Path, pooling: dict | None = None, modules=MODULES, **settings) -> Path:
+QWEN2 = tiny.CONFIG | dict(architectures=["Qwen2Model"], tie_word_embeddings=False)
+# As EmbeddingGemma is: a token sees 5 after it, or all.
+GEMMA = tiny.CONFIG | dict(
+    architectures=["Gemma3TextModel"], model_type="gemma3_text", head_dim=16, query_pre_attn_scalar=16,
+    sliding_window=11, layer_types=["sliding_attention", "full_attention"], use_bidirectional_attention=True,
+    hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=1e3,
+)  # fmt: skip
+
+
+def write(path: Path, pooling: dict | None = None, modules=MODULES, config=QWEN2, **settings) -> Path:
     """A checkpoint as sentence-transformers writes it: no head, names without "model."."""
-    tiny.write(path, tiny.CONFIG)
-    headless = dict(architectures=["Qwen2Model"], tie_word_embeddings=False)
-    tiny.write_json(path / "config.json", tiny.CONFIG | headless)
+    tiny.write(path, config | dict(architectures=None, tie_word_embeddings=True))
+    tiny.write_json(path / "config.json", config)
     tensors = {name.removeprefix("model."): x for name, x in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors")
     listed = []
@@ -38,10 +47,14 @@ def write(path: Path, pooling: dict | None = None, modules=MODULES, **settings) 
         )
         folder.mkdir(exist_ok=True)
         if kind == "Pooling":
-            tiny.write_json(folder / "config.json", pooling or dict(pooling_mode_lasttoken=True))
+            width = dict(word_embedding_dimension=32)
+            tiny.write_json(folder / "config.json", (pooling or dict(pooling_mode_lasttoken=True)) | width)
         if kind == "Dense":
             activation, outputs, inputs, bias = DENSE[i - 2]
-            tiny.write_json(folder / "config.json", dict(activation_function=activation, bias=bias))
+            tiny.write_json(
+                folder / "config.json",
+                dict(activation_function=activation, bias=bias, in_features=inputs, out_features=outputs),
+            )
             draws = np.random.RandomState(i)
             arrays = {"linear.weight": draws.normal(0, 0.3, (outputs, inputs)).astype(np.float32)}
             arrays |= {"linear.bias": draws.normal(0, 0.3, outputs).astype(np.float32)} if bias else {}
@@ -81,6 +94,55 @@ def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
         load_file(tmp_path / "again" / "model.safetensors").keys()
         == load_file(path / "model.safetensors").keys()
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [QWEN2, GEMMA], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("pooling", [dict(pooling_mode_mean_tokens=True), dict(pooling_mode="lasttoken")])
+def test_vectors_are_those_of_sentence_transformers(tmp_path, config, pooling):
+    st = pytest.importorskip("sentence_transformers", reason="the comparison needs sentence-transformers")
+    path = write(tmp_path, pooling, config=config)
+    model = xj.load_model(path, "float32")
+    theirs = st.SentenceTransformer(str(path), device="cpu")
+    for name in (None, "query"):
+        wanted_ND = theirs.encode(TEXTS, prompt_name=name, batch_size=3)
+        np.testing.assert_allclose(xj.embed_texts(model, TEXTS, prompt=name), wanted_ND, atol=1e-5)
+
+
+def test_a_model_that_sees_later_tokens_is_not_sampled(tmp_path):
+    """Its vectors depend on all tokens of a text, and on no padding; they have gradients."""
+    model = xj.load_model(write(tmp_path, dict(pooling_mode_cls_token=True), config=GEMMA), "float32")
+    (first, alone, other) = xj.embed_texts(model, ["the end of it", "the end of it", "the end of me"])
+    np.testing.assert_allclose(first, alone, atol=1e-6)
+    assert np.abs(first - other).max() > 1e-3
+    (params, config) = model.params, model.config
+    tokens_BT = np.arange(600)[None] % 250  # several blocks of queries and keys
+    gradient = jax.grad(lambda params: xj.hidden_states(params, config, tokens_BT)[0][0, 0].sum())(params)
+    reached_T = np.abs(gradient["embed"]["weight"]).max(1)
+    assert np.isfinite(reached_T).all() and reached_T[249] > 0  # of the last layer, which sees all
+    tree = dataclasses.replace(config, layers=causal_layers(config))
+    cache = xj.init_cache(tree, 1, 16)
+    one = np.ones(1, np.int32)
+    for call, what in (
+        (lambda: xj.generate(params, config, [[1, 2]]), "generation is"),
+        (lambda: xj.stream_text(model, "a"), "generation is"),
+        (lambda: xj.beam_search(params, config, [[1, 2]]), "generation is"),
+        (lambda: xj.score(params, config, np.ones((1, 3), np.int32)), "score is"),
+        (lambda: xj.init_cache(config, 1, 16), "a KV cache is"),
+        (lambda: xj.prefill(params, config, one[None], one, cache), "a KV cache is"),
+        (lambda: xj.Engine(model), "an engine is"),
+        (lambda: xj.rerank(model, "a", ["b"]), "rerank is"),
+    ):
+        with pytest.raises(xj.InputError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"{what} not supported for model_type 'gemma3_text', which has attention to later tokens: use"
+            " hidden_states or embed_texts"
+        )
+
+
+def causal_layers(config: xj.ModelConfig) -> tuple:
+    return tuple(layer.with_mixer(ahead=0) for layer in config.layers)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ GENERATED = (
     "gemma3-two-ropes-new",
     "phi3-partial-attention-factor", "bitnet-defaults", "gemma-mqa-old", "mixtral-window-tied-new",
     "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
+    "ministral3-published", "ministral3-window-tied-default-rope",
+    "granite-tied-old", "granite-bias-llama3-new",
+    "arcee-bias-tied-new",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")
@@ -133,8 +136,10 @@ def test_repetition_penalty(name):
 
 
 SAVED = (
-    *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gpt-oss-published", "moe-some-layers-dense",
-    "phi3-longrope-beyond", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared", "qwen3-5-tied",
+    *GENERATED, "gemma4-experts", "gemma4-shared-kv", "gemma4-unified-shared-kv",
+    "gpt-oss-published", "moe-some-layers-dense",
+    "phi3-longrope-beyond", "gemma3-bidirectional", "qwen3-next-sparse-step", "qwen3-5-moe-no-shared",
+    "qwen3-5-tied",
 )  # fmt: skip
 
 

@@ -32,16 +32,30 @@ QWEN_SEES = dict(
 QWEN3_SEES = QWEN_SEES | dict(num_position_embeddings=16)
 ROPE = dict(mrope_section=[2, 2, 2], rope_type="default", rope_theta=1e4)
 WIDE = dict(head_dim=16, rope_parameters=ROPE | dict(mrope_section=[2, 3, 3], mrope_interleaved=True))
+YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=16.0, original_max_position_embeddings=16, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+)  # fmt: skip
 TOKENS = dict(image_token_id=5, video_token_id=6, vision_start_token_id=7, vision_end_token_id=8)
-# By name of the class without its end: settings of text, of vision, and others.
+# By name of the class without its end, and of the text model where there are several: settings of text, of
+# vision, and others.
 MODELS = {
     "Gemma3": (
         dict(head_dim=16, sliding_window=8), SEES,
         dict(mm_tokens_per_image=4, image_token_index=5, boi_token_index=6, eoi_token_index=7),
     ),
+    "Gemma4Unified": (
+        dict(head_dim=16, global_head_dim=24, sliding_window=8, num_hidden_layers=6, pad_token_id=0),
+        dict(mm_embed_dim=12, mm_posemb_size=16, patch_size=4, output_proj_dims=12),
+        dict(audio_config=dict(audio_embed_dim=20), image_token_id=5, audio_token_id=6, video_token_id=7),
+    ),
     "Mistral3": (
         dict(head_dim=16, model_type="mistral"), SEES | dict(model_type="pixtral", head_dim=8),
         dict(image_token_index=5),
+    ),
+    "Mistral3-ministral3": (
+        dict(head_dim=16, model_type="ministral3", rope_parameters=YARN),
+        SEES | dict(model_type="pixtral", head_dim=8), dict(image_token_index=5),
     ),
     "Qwen2VL": (dict(rope_parameters=ROPE), QWEN_SEES | dict(embed_dim=16, hidden_size=48), TOKENS),
     "Qwen2_5_VL": (dict(rope_parameters=ROPE), QWEN_SEES | dict(fullatt_block_indexes=[0]), TOKENS),
@@ -58,6 +72,7 @@ MODELS = {
 def test_text_of_a_model_that_sees(tmp_path, name):
     """Its logits are those of the whole; saved beside the whole, all of it is there again, bit by bit."""
     (text, vision, others) = MODELS[name]
+    name = name.split("-")[0]
     config = getattr(transformers, f"{name}Config")(text_config=TEXT | text, vision_config=vision, **others)
     torch.manual_seed(0)
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()

@@ -35,8 +35,8 @@ PACKAGES = {
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
-        "phi3", "bitnet", "mixtral", "exaone4", "gpt_oss", "hybrids", "naming", "wrappers", "reading",
-        "writing", "skipped_tensors", "conversion",
+        "phi3", "bitnet", "mixtral", "exaone4", "granite", "gpt_oss", "hybrids", "naming", "wrappers",
+        "reading", "writing", "skipped_tensors", "conversion",
     ),
     "cache": (
         "stored_kv", "layer_cache", "contiguous", "ring", "kv_cache", "quantized_kv", "gear", "float8_kv",

@@ -36,9 +36,11 @@ class Case:
     @property
     def continued_prompts(self) -> tuple[int, ...]:
         """Indices of the prompts to continue: not those that would cross the maximum of rope type dynamic, or
-        the length at which longrope switches its factors.
+        the length at which longrope switches its factors; none of a model that is not causal.
         """
         config = self.config
+        if self.hf.get("use_bidirectional_attention") is True:
+            return ()
         limit = config.max_position_embeddings if config.rope.rope_type == "dynamic" else 10**9
         switch = config.rope.switches_at or limit
         return tuple(
@@ -57,6 +59,7 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "seed_oss": "SeedOss",
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
+        "gemma4_unified_text": "Gemma4Unified",
         "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
@@ -186,6 +189,33 @@ _CASES = {
     "mistral-window-linear": _hf("mistral", **_old(1e4, dict(type="linear", factor=2.0)), sliding_window=30,
         num_key_value_heads=4),
     "mistral-long-window": _hf("mistral", **_new(), sliding_window=70, num_key_value_heads=1),
+    # ministral3: queries scaled by their position
+    "ministral3-published": _hf("ministral3",
+        **_new("yarn", 1e6, type="yarn", factor=16.0, original_max_position_embeddings=16, beta_fast=32.0,
+            beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.6),
+        head_dim=16, max_position_embeddings=256, sliding_window=None),
+    "ministral3-window-tied-default-rope": _hf("ministral3",
+        **_new(rope_theta=3e4, original_max_position_embeddings=10, llama_4_scaling_beta=0.3), head_dim=20,
+        sliding_window=30, num_key_value_heads=1, tie_word_embeddings=True),
+    "ministral3-long-yarn": _hf("ministral3",
+        **_new("yarn", factor=4.0, original_max_position_embeddings=100, attention_factor=1.2, truncate=False,
+            llama_4_scaling_beta=0.2), head_dim=24, num_key_value_heads=4, sliding_window=290),
+    "ministral3-no-scaling": _hf("ministral3",
+        **_new("yarn", factor=8.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.0),
+        head_dim=12, sliding_window=None),
+    # granite: factors on embeddings, scores, residuals and logits
+    "granite-tied-old": _hf("granite", **_old(1e4), attention_bias=False, tie_word_embeddings=True,
+        embedding_multiplier=1.5, residual_multiplier=0.8, attention_multiplier=0.1, logits_scaling=0.5),
+    "granite-bias-llama3-new": _hf("granite", **_new("llama3", 1e5, **_LLAMA3), attention_bias=True,
+        mlp_bias=True, num_key_value_heads=1, embedding_multiplier=12, residual_multiplier=0.22,
+        attention_multiplier=0.3, logits_scaling=3),
+    "granite-defaults": _hf("granite", **_new(), num_key_value_heads=None, attention_multiplier=0.2),
+    # arcee: no gate
+    "arcee-yarn-old": _hf("arcee",
+        **_old(1e4, dict(type="yarn", factor=20.0, original_max_position_embeddings=64, mscale=1.0)),
+        hidden_act="relu2", head_dim=None),
+    "arcee-bias-tied-new": _hf("arcee", **_new(rope_theta=5e4), hidden_act="relu2", num_key_value_heads=1,
+        head_dim=20, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     # qwen3_moe: experts
     "moe-defaults": _hf("qwen3_moe", **_old(1e6), **_MOE, norm_topk_prob=True, head_dim=16,
         sliding_window=None, max_window_layers=3),
@@ -221,6 +251,17 @@ _CASES = {
         "gemma2", **_GEMMA | dict(sliding_window=290), attn_logit_softcapping=2.0,
         final_logit_softcapping=4.0, tie_word_embeddings=False,
     ),
+    # EmbeddingGemma: a token sees those after it too
+    "gemma3-bidirectional": _hf(
+        "gemma3_text", **_old(1e6), **_GEMMA | dict(sliding_window=13), rope_local_base_freq=1e4,
+        use_bidirectional_attention=True, sliding_window_pattern=3, num_hidden_layers=4,
+    ),
+    "gemma3-bidirectional-long-untied": _hf(
+        "gemma3_text", **_GEMMA | dict(sliding_window=290), layer_types=[_F, _S], num_hidden_layers=2,
+        use_bidirectional_attention=True, tie_word_embeddings=False, num_key_value_heads=1,
+        rope_parameters={_F: dict(rope_type="default", rope_theta=1e5),
+            _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
     "gemma3-old": _hf(
         "gemma3_text", **_old(1e6, dict(rope_type="linear", factor=8.0)), **_GEMMA, num_hidden_layers=7,
         rope_local_base_freq=1e4,
@@ -246,6 +287,20 @@ _CASES = {
         layer_types=[_S, _F, _F], tie_word_embeddings=False,
         rope_parameters={_F: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e5),
             _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
+    # gemma4_unified: without experts and inputs of layers
+    "gemma4-unified-values-are-keys": _hf(
+        "gemma4_unified_text", head_dim=16, global_head_dim=24, sliding_window=8, rms_norm_eps=1e-3,
+        hidden_activation="gelu_pytorch_tanh", attention_k_eq_v=True, num_global_key_value_heads=1,
+        use_bidirectional_attention="vision", final_logit_softcapping=4.0, layer_types=[_S, _F, _F],
+        tie_word_embeddings=False,
+        rope_parameters={_F: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e5),
+            _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
+    "gemma4-unified-shared-kv": _hf(
+        "gemma4_unified_text", head_dim=12, global_head_dim=16, sliding_window=11, rms_norm_eps=1e-3,
+        hidden_activation="gelu_pytorch_tanh", layer_types=[_S, _F, _S, _F], num_hidden_layers=4,
+        num_kv_shared_layers=2, use_double_wide_mlp=True, num_key_value_heads=1, attention_bias=True,
     ),
     # gpt_oss: sinks, experts with biases and clamped values
     "gpt-oss-published": _hf(

@@ -24,6 +24,14 @@ FAMILIES = {
     "qwen3": dict(model_type="qwen3", head_dim=12, attention_bias=True, tie_word_embeddings=False),
     "llama": dict(model_type="llama", attention_bias=True, mlp_bias=True, intermediate_size=128),
     "mistral": dict(model_type="mistral", sliding_window=8, hidden_size=48),
+    "granite": dict(
+        model_type="granite",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=0.7,
+        num_hidden_layers=2,
+    ),
     "phi3": dict(model_type="phi3", pad_token_id=0),
 }
 TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24))
@@ -61,7 +69,7 @@ def test_a_rotated_model_is_the_same_function(tmp_path, family):
         np.testing.assert_allclose(hidden, xj.hidden_states(model.params, model.config, TOKENS)[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["arcee", "gemma2", "gemma3_text", "olmo3", "qwen3_moe"])
 def test_families_without_rotations_raise(tmp_path, family):
     hf = settings(family) | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     tiny.write(tmp_path, hf, weights={"x": np.zeros(1, np.float32)})

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from .. import plugin
 from ..checks import check_fits
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
 from .contiguous import Contiguous
@@ -93,6 +94,7 @@ def init_cache(
         InputError: batch or capacity below 1; too little memory; or, with rope type `dynamic` or
             `longrope`, a capacity above the original maximum.
     """
+    check_causal(config, "a KV cache")
     if batch < 1 or capacity < 1:
         raise InputError(
             f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}"

@@ -123,7 +123,8 @@ def quantized_params(
         return leaf | {"weight": jax.tree.map(jnp.asarray, matrix)}
 
     layers = tuple(
-        layer | {name: quantize_leaf(layer[name]) for name in MATRICES} for layer in params["layers"]
+        layer | {name: quantize_leaf(layer[name]) for name in MATRICES if name in layer}
+        for layer in params["layers"]
     )
     vocabulary = {}
     for name, hf_name in (("embed", "model.embed_tokens"), ("lm_head", "lm_head")):
@@ -201,18 +202,20 @@ def _bits(quantize: str, group: int | None) -> int:
 def _matrix_inputs(
     layer: Params, layer_key: _LayerKey, x_BTD, calibration: _Calibration
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the inputs of a layer's matrices, by part, and of the residual additions ("xo", "xdown");
-    its output.
+    """Returns the inputs of a layer's matrices, by part, and of the residual additions ("xo", "xdown"), as
+    outputs of a matrix would be; its output.
     """
     config, _ = layer_key
+    factor = config.residual_multiplier
     attn_BTD = norm(x_BTD, layer, "attn_norm", config)
     identity = {"o": {"weight": jnp.eye(layer["o"]["weight"].shape[1])}}  # so the output is the input of "o"
     heads_BTI = _attention_output(layer | identity, layer_key, attn_BTD, calibration)
-    mid_BTD = x_BTD + linear(heads_BTI, layer["o"])
+    mid_BTD = x_BTD + factor * linear(heads_BTI, layer["o"])
     mlp_BTD = norm(mid_BTD, layer, "mlp_norm", config)
     gated_BTF = mlp_intermediate(mlp_BTD, layer, config)
-    inputs = dict(attn=attn_BTD, o=heads_BTI, xo=x_BTD, mlp=mlp_BTD, down=gated_BTF, xdown=mid_BTD)
-    return inputs, mid_BTD + linear(gated_BTF, layer["down"])
+    inputs = dict(attn=attn_BTD, o=heads_BTI, xo=x_BTD / factor, mlp=mlp_BTD)
+    inputs |= dict(down=gated_BTF, xdown=mid_BTD / factor)
+    return inputs, mid_BTD + factor * linear(gated_BTF, layer["down"])
 
 
 def _attention_output(

@@ -11,6 +11,7 @@ class AttentionSpec:
     """Softmax attention."""
 
     window: int | None = None  # a query at p sees keys p-window+1 … p; None: all of 0 … p
+    ahead: int = 0  # a query at p sees the keys that one at p + ahead would see: also some after it
     uses_rope: bool = True  # queries and keys are rotated
     rope: RopeConfig | None = None  # the rotary embedding; None: the model's
     head_dim: int | None = None  # H; None: the model's
@@ -22,6 +23,9 @@ class AttentionSpec:
     v_norm: bool = False  # RMS norm, without a weight, of each value head
     o_norm: bool = False  # RMS norm of the input of the output matrix
     query_pre_attn_scalar: float | None = None  # scores are multiplied by its power -1/2; None: H
+    attention_multiplier: float | None = None  # scores are multiplied by it instead
+    # (beta, length): a query at p is multiplied by 1 + beta log(1 + floor(p / length)); None: it is not.
+    query_scaling: tuple[float, int] | None = None
     logit_softcapping: float | None = None  # c: scores become c tanh(score / c); None: no cap
     sinks: bool = False  # each query head has one more logit in the softmax, of no key
     output_gate: bool = False  # the output is multiplied by sigmoid of a gate, as wide as the queries
@@ -44,11 +48,12 @@ class LinearAttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP."""
+    """An MLP."""
 
     intermediate_size: int | None = None  # F; None: the model's
     bias: bool = False  # its matrices have biases
     down_norm: bool = False  # RMS norm of the input of the last one
+    gated: bool = True  # down(activation(gate) * up); else down(activation(up))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,8 @@ class ModelConfig:
             then multiply by the weight. In float32 None and 0 are the same.
         hidden_act: "silu", "gelu_pytorch_tanh" or "relu2" (relu, squared).
         embed_scale: factor on embeddings, in their dtype.
+        residual_multiplier: factor on what attention and MLP add to the hidden states.
+        logits_scaling: logits are divided by it.
         final_logit_softcapping: c: logits become c tanh(logit / c); None: no cap.
         hidden_size_per_layer_input: width of what each layer gets of a token's own embedding; 0: nothing.
         vocab_size_per_layer_input: rows of the matrix of these embeddings.
@@ -55,6 +57,8 @@ class ModelConfig:
     norm_offset: float | None = None
     hidden_act: str = "silu"
     embed_scale: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     final_logit_softcapping: float | None = None
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0

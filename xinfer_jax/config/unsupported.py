@@ -23,16 +23,19 @@ _PARTS: dict[str, Callable[[ModelConfig], bool]] = {
     "linear attention": lambda config: config.linear_attention is not None,
     "layers whose output is scaled": lambda config: any(layer.scalar for layer in config.layers),
     "inputs of each layer by token id": lambda config: config.hidden_size_per_layer_input > 0,
+    "attention to later tokens": lambda config: any(getattr(x.mixer, "ahead", 0) for x in config.layers),
+    "an MLP without a gate": lambda config: any(x.mlp and not x.mlp.gated for x in config.layers),
     "no experts with a clamped SwiGLU": lambda config: not (config.experts and config.experts.swiglu),
 }
-_EXPERTS, _NORMS, _LINEAR, _SCALED, _INPUTS, _NO_SWIGLU = _PARTS
+_EXPERTS, _NORMS, _LINEAR, _SCALED, _INPUTS, _LATER, _NO_GATE, _NO_SWIGLU = _PARTS
 _UNSUPPORTED = {  # by feature: the parts of a model with which it is not
-    "rotations": (_EXPERTS, _NORMS, _LINEAR),
-    "scales": (_EXPERTS, _NORMS, _LINEAR),
+    "rotations": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
+    "scales": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
     "stored formats": (_EXPERTS, _LINEAR, _SCALED),
     "mxfp4": (_NO_SWIGLU,),
     "inputs_BTD": (_INPUTS,),
-    "draft model": (_LINEAR,),
+    "draft model": (_LINEAR, _LATER),
+    "causal": (_LATER,),
 }
 
 
@@ -45,3 +48,8 @@ def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -
             raise InputError(
                 f"{what} not supported for model_type {config.model_type!r}, which has {part}: {remedy}"
             )
+
+
+def check_causal(config: ModelConfig, what: str) -> None:
+    """Raises InputError where hidden states depend on later tokens. what: needs that they do not."""
+    check_supported(config, "causal", f"{what} is", "use hidden_states or embed_texts")

@@ -16,6 +16,7 @@ from ..cache.stored_kv import resolve_cache_dtype
 from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..generation.options import MAX_DRAFT_TOKENS
 from ..host import cpu_count
@@ -58,6 +59,7 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None,
 ) -> EngineShape:  # fmt: skip
     config = model.config
+    check_causal(config, "an engine")
     mesh = concrete_mesh_of(model.params)
     if mesh is not None and mesh.size > mesh.shape[MODEL]:
         raise InputError(

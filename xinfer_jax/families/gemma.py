@@ -11,12 +11,11 @@ from ..config.model_config import ModelConfig
 from .family import Family, Names
 from .layer_fields import attention_bias, period_windows, with_windows, write_layer_types
 from .rope_settings import read_rope_per_layer_type, write_rope_per_layer_type
-from .values import get_integer, get_number, get_optional_number, reject_setting
+from .values import MAX_CONTEXT, get_boolean, get_integer, get_number, get_optional_number, reject_setting
 
 
 def _read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSpec]:
     """Fields of both, and a layer. attention: fields of its `AttentionSpec`."""
-    reject_setting(hf, "use_bidirectional_attention")
     scalar = get_number(hf, "query_pre_attn_scalar")
     mixer = AttentionSpec(**attention_bias(hf), query_pre_attn_scalar=scalar, **attention)
     fields = dict(
@@ -35,6 +34,7 @@ def read_gemma(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def read_gemma2(hf: Mapping, layers: int) -> dict[str, Any]:
+    reject_setting(hf, "use_bidirectional_attention")
     cap = get_optional_number(hf, "attn_logit_softcapping")
     fields, layer = _read_shared(hf, logit_softcapping=cap)
     return fields | dict(layers=with_windows(layer, period_windows(hf, layers, 2)))
@@ -45,7 +45,18 @@ def read_gemma3(hf: Mapping, layers: int) -> dict[str, Any]:
     windows = period_windows(hf, layers, get_integer(hf, "sliding_window_pattern"))
     rope, sliding_rope = read_rope_per_layer_type(hf, get_number(hf, "rope_local_base_freq"))
     fields, layer = _read_shared(hf, qk_norm="head")
-    return fields | dict(rope=rope, layers=with_windows(layer, windows, sliding_rope))
+    specs = with_windows(layer, windows, sliding_rope)
+    if hf.get("use_bidirectional_attention") is not None and get_boolean(hf, "use_bidirectional_attention"):
+        specs = tuple(map(_with_later_tokens, specs))
+    return fields | dict(rope=rope, layers=specs)
+
+
+def _with_later_tokens(layer: LayerSpec) -> LayerSpec:
+    """A layer in which a token sees as many tokens after it as before it: half a window, or all."""
+    window = getattr(layer.mixer, "window", None)
+    if window is None:
+        return layer.with_mixer(ahead=MAX_CONTEXT)
+    return layer.with_mixer(window=2 * (window // 2) + 1, ahead=window // 2)
 
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
@@ -58,7 +69,10 @@ def write_gemma2(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    return write_gemma2(config) | write_rope_per_layer_type(config)
+    settings = write_gemma2(config) | write_rope_per_layer_type(config)
+    if any(getattr(layer.mixer, "ahead", 0) for layer in config.layers):
+        settings["use_bidirectional_attention"] = True
+    return settings
 
 
 _NAMES = Names(dict(mlp_norm="pre_feedforward_layernorm.weight"))

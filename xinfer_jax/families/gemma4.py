@@ -1,5 +1,5 @@
 """Gemma 4: full layers have heads of another width than sliding ones, and the last layers reuse the keys and
-values of earlier ones.
+values of earlier ones. `gemma4_unified` is the same text model beside embedders of images and sound.
 """
 
 import dataclasses
@@ -188,3 +188,10 @@ _NAMES = dict(
     experts_out_norm="post_feedforward_layernorm_2.weight",
 )  # fmt: skip
 FAMILY = Family(_DEFAULTS, read_gemma4, "Gemma4ForCausalLM", write_gemma4, Names(_EXPERTS | _NAMES, _STACKED))
+UNIFIED = Family(
+    _DEFAULTS | dict(max_position_embeddings=262144, sliding_window=1024, hidden_size_per_layer_input=0),
+    read_gemma4,
+    "Gemma4UnifiedForCausalLM",
+    write_gemma4,
+    FAMILY.names,
+)

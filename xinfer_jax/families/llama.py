@@ -1,7 +1,8 @@
-"""Llama, Mistral (one sliding window for all layers), Seed-OSS (biases of queries, keys and values) and
-SmolLM3 (some layers have no rotary embedding).
+"""Llama, Arcee (no gate), Mistral (one sliding window for all layers), Ministral 3 (queries scaled by
+position), Seed-OSS (biases of queries, keys and values) and SmolLM3 (some layers have no rotary embedding).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from .layer_fields import (
     write_layer_types,
     write_window,
 )
-from .values import get_boolean, get_integer
+from .rope_settings import flat_rope_settings, read_rope, write_rope
+from .values import get_boolean, get_integer, get_number
 
 
 def _layer(hf: Mapping) -> LayerSpec:
@@ -28,8 +30,36 @@ def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(layers=(_layer(hf),) * layers)
 
 
+def read_arcee(hf: Mapping, layers: int) -> dict[str, Any]:
+    layer = dataclasses.replace(_layer(hf), mlp=MlpSpec(bias=get_boolean(hf, "mlp_bias"), gated=False))
+    return dict(layers=(layer,) * layers)
+
+
 def read_mistral(hf: Mapping, layers: int) -> dict[str, Any]:
     return dict(layers=with_windows(LayerSpec(), same_windows(hf, layers)))
+
+
+def read_ministral3(hf: Mapping, layers: int) -> dict[str, Any]:
+    if hf.get("rope_scaling") is None and hf.get("rope_parameters") is None:
+        hf = {**hf, "rope_parameters": _MINISTRAL3_ROPE}
+    given = flat_rope_settings(hf)
+    rope = read_rope(hf)
+    scaling = None
+    if given.get("llama_4_scaling_beta"):
+        length = rope.original_max_position_embeddings or get_integer(
+            given, "original_max_position_embeddings"
+        )
+        scaling = get_number(given, "llama_4_scaling_beta"), length
+    layer = LayerSpec(AttentionSpec(query_scaling=scaling))
+    return dict(rope=rope, layers=with_windows(layer, same_windows(hf, layers)))
+
+
+def write_ministral3(config: ModelConfig) -> dict[str, Any]:
+    mixer: Any = config.layers[0].mixer
+    trained = config.rope.original_max_position_embeddings or config.max_position_embeddings
+    (beta, length) = mixer.query_scaling or (0.0, trained)
+    own = dict(llama_4_scaling_beta=beta, original_max_position_embeddings=length)
+    return write_window(config) | dict(rope_parameters=write_rope(config.rope) | own)
 
 
 def read_seed_oss(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -68,11 +98,24 @@ def write_smollm3(config: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA = Family(dict(max_position_embeddings=2048), read_llama, "LlamaForCausalLM")
+ARCEE = Family(
+    dict(max_position_embeddings=4096, rms_norm_eps=1e-5, hidden_act="relu2"), read_arcee, "ArceeForCausalLM"
+)
 MISTRAL = Family(
     dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     read_mistral,
     "MistralForCausalLM",
     write_window,
+)
+_MINISTRAL3_ROPE = dict(  # where config.json has none
+    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
+MINISTRAL3 = Family(
+    dict(num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5),
+    read_ministral3,
+    "Ministral3ForCausalLM",
+    write_ministral3,
 )
 SEED_OSS = Family(
     dict(

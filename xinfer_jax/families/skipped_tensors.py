@@ -17,7 +17,14 @@ _PREFIXES = {
     **dict.fromkeys(
         f"{outer}{part}."
         for outer in ("model.", "")
-        for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector")
+        for part in (
+            "vision_tower",
+            "audio_tower",
+            "embed_vision",
+            "embed_audio",
+            "vision_embedder",
+            "multi_modal_projector",
+        )  # fmt: skip
     ),
 }
 

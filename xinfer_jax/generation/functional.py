@@ -14,6 +14,7 @@ from .. import plugin
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import check_array, check_integer, check_range, check_token_ids, is_traced
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..model.decoder import hidden_states, unembed
 from ..ops.operation import check_impl, over_any_mesh
@@ -207,6 +208,7 @@ def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
     """Raises InputError for a cache of another number of rows or of another model, judged by its shapes."""
     if not isinstance(cache, KVCache):
         raise InputError(f"cache must come from init_cache, got {format_value(cache)}")
+    check_causal(config, "a KV cache")
     length_B = cache.length_B
     if isinstance(length_B, jax.Array) and not is_traced(length_B) and length_B.is_deleted():
         raise InputError("the cache was donated to an earlier call: use the one that it returned")

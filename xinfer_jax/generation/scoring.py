@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from ..config.model_config import ModelConfig
+from ..config.unsupported import check_causal
 from ..errors import InputError
 from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
 from ..ops.operation import check_impl, over_any_mesh
@@ -56,6 +57,7 @@ def score(
     """
     check_impl(impl)
     check_params(params, config)
+    check_causal(config, "score")
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, least=2)
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
     return _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl)

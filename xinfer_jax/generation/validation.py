@@ -12,6 +12,7 @@ from .. import plugin
 from ..cache.stored_kv import check_head_dim, resolve_cache_dtype
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
+from ..config.unsupported import check_causal
 from ..errors import ContextLengthError, InputError, format_value
 from ..ops.operation import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
@@ -126,6 +127,7 @@ def validate_call(
     check_params(params, config)
     on_auto_mesh = plugin("mesh", "auto params")
     params = on_auto_mesh(params) if on_auto_mesh else params
+    check_causal(config, "generation")
     options = _canonical_options(config, options_or_default(options))
     prompts = check_prompts(config, prompts)
     shortest = min(map(len, prompts))

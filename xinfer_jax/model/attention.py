@@ -43,6 +43,7 @@ def attention(  # noqa: PLR0913
     scale: float,
     soft_cap: float | None = None,
     sink_N: jax.Array | None = None,
+    ahead: int = 0,
     impl: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
@@ -59,6 +60,7 @@ def attention(  # noqa: PLR0913
         scale: factor on the scores.
         soft_cap: None, or c: scores become c tanh(score / c).
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
+        ahead: without start_B: keys after its own position that a query sees too; the window ends there.
         impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla", the plain
             jnp.
 
@@ -70,7 +72,7 @@ def attention(  # noqa: PLR0913
     """
     static = start_B is None
     length_B = kv.stored_length(length_B)
-    start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
+    start_B = jnp.full(len(q_BTNH), ahead, jnp.int32) if static else start_B
     scoring = Scoring(scale, soft_cap)
     sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
     few = q_BTNH.shape[1] <= ROW_QUERIES and not static

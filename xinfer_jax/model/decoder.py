@@ -193,13 +193,12 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
 
 
 def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    return soft_cap(
-        linear(rotate_for_head(hidden, config), leaf, jnp.float32), config.final_logit_softcapping
-    )
+    return soft_cap(linear(head_input(hidden, config), leaf, jnp.float32), config.final_logit_softcapping)
 
 
-def rotate_for_head(hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    """Hidden states [..., D], Hadamard-rotated as the vocabulary matrix of a rotated model needs them."""
+def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    """Hidden states [..., D] over `logits_scaling`, Hadamard-rotated as a rotated vocabulary matrix needs."""
+    hidden = hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
     return plugin("rotation", "rotate")(hidden, config.hidden_size) if config.rotated else hidden
 
 

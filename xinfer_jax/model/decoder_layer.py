@@ -72,20 +72,31 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # n
     """over: a mesh axis along which heads, experts, the MLP's features and the cache are sharded."""
     spec = config.layers[kind]
     args = x_BTD, positions, kv, impl, over
+    is_added_here = spec.post_norm or config.residual_multiplier != 1
     around: dict[str, Any] = dict(
         before=norm_before(layer, "attn_norm", config) if spec.pre_norm else None,
-        residual=None if spec.post_norm else x_BTD,
+        residual=None if is_added_here else x_BTD,
     )
     if config.is_linear(kind):
         attended_BTD, kv = plugin("layer", "linear")(layer, config, *args, **around)
     else:
         attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
-    x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config) if spec.post_norm else attended_BTD
-    fed_BTD = _feed_forward(x_BTD, None if spec.post_norm else x_BTD, layer, config, spec, over, impl)
-    x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config) if spec.post_norm else fed_BTD
+    x_BTD = _add_output(x_BTD, attended_BTD, layer, "attn_post_norm", config, spec)
+    fed_BTD = _feed_forward(x_BTD, None if is_added_here else x_BTD, layer, config, spec, over, impl)
+    x_BTD = _add_output(x_BTD, fed_BTD, layer, "mlp_post_norm", config, spec)
     if positions.layer_inputs:
         x_BTD = x_BTD + _of_layer_input(x_BTD, positions.layer_inputs[0], layer, config, impl)
     return x_BTD * layer["layer_scalar"] if spec.scalar else x_BTD, kv
+
+
+def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, spec: LayerSpec) -> jax.Array:  # noqa: PLR0913
+    """x and the output of attention or MLP, after its norm and factor; with neither that is the sum."""
+    factor = config.residual_multiplier
+    if spec.post_norm:
+        out_BTD = norm(out_BTD, layer, name, config)
+    elif factor == 1:
+        return out_BTD
+    return x_BTD + (out_BTD if factor == 1 else (factor * out_BTD.astype(jnp.float32)).astype(out_BTD.dtype))
 
 
 def _of_layer_input(x_BTD, input_BTP, layer: Params, config: ModelConfig, impl: str | None) -> jax.Array:
@@ -152,14 +163,16 @@ def self_attention(  # noqa: PLR0913
         else:
             q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
             visible = kv
+    if spec.query_scaling:
+        q_BTNH = _scale_by_position(q_BTNH, start_B, *spec.query_scaling)
     length_B = num_tokens_B
     if start_B is not None:
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
-    scale = (spec.query_pre_attn_scalar or config.head_width(kind)) ** -0.5
+    scale = spec.attention_multiplier or (spec.query_pre_attn_scalar or config.head_width(kind)) ** -0.5
     cap = spec.logit_softcapping
     # The model's window: a cache that stores every token may have been made without one.
     windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
-    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer["sinks"] if spec.sinks else None)
+    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer["sinks"] if spec.sinks else None, ahead=spec.ahead)
     out_BTNH = attention(q_BTNH, windowed, length_B=length_B, start_B=start_B, **scoring, impl=impl)
     out_BTI = out_BTNH.reshape(B, T, -1)
     if spec.o_norm:
@@ -176,6 +189,13 @@ def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.
     if config.layers[kind].mixer.qk_norm:
         q_BTNH = norm(q_BTNH, layer, "q_norm", config)
     return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
+
+
+def _scale_by_position(q_BTNH: jax.Array, start_B: Any, beta: float, length: int) -> jax.Array:
+    """Queries, of which the first of each row are at start_B or 0, with `AttentionSpec.query_scaling`."""
+    position_BT = jnp.arange(q_BTNH.shape[1]) + (0 if start_B is None else start_B[:, None])
+    scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
+    return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
 
 
 def _project_qkv(  # noqa: PLR0913

@@ -188,10 +188,12 @@ def mlp_intermediate(  # noqa: PLR0913
     before: Norm | None = None,
     impl: str | None = "xla",
 ) -> jax.Array:
-    """The input of a gated MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), after the
-    norm of that name with down_norm; Hadamard-rotated in a rotated model. over: as in `joint_norms`;
-    before and impl: as in `products`.
+    """The input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or without a gate
+    activation(up(x)), after the norm of that name with down_norm; Hadamard-rotated in a rotated model. over:
+    as in `joint_norms`; before and impl: as in `products`.
     """
+    if "gate" not in layer:
+        return activation(config)(products(x, [layer["up"]], before=before, impl=impl)[0])
     leaves = [layer["gate"], layer["up"]]
     (inner,) = products(x, leaves, before=before, activation=config.hidden_act, impl=impl)
     if config.rotated:

@@ -113,8 +113,8 @@ def _attention(config: ModelConfig, index: int) -> Params:
 def _mlp(config: ModelConfig, spec: MlpSpec) -> Params:
     d = (config.hidden_size, "embed")
     f = (spec.intermediate_size or config.intermediate_size, "mlp")
-    gate = dense(f, d, spec.bias)
-    tree: Params = {"gate": gate, "up": gate, "down": dense(d, f, spec.bias)}
+    up = dense(f, d, spec.bias)
+    tree: Params = {**({"gate": up} if spec.gated else {}), "up": up, "down": dense(d, f, spec.bias)}
     return tree | ({"down_norm": _norm(f)} if spec.down_norm else {})
 
 

@@ -12,7 +12,7 @@ import kernels_pallas
 
 from ...config.model_config import ModelConfig
 from ...generation.state import DecodeState, append_token
-from ...model.decoder import lm_head, rotate_for_head, unembed
+from ...model.decoder import head_input, lm_head, unembed
 from ...model.layers import linear, soft_cap
 from ...sampling.sampler import is_plain_greedy, sample_tokens
 from ...sharding import abstract_mesh_of
@@ -59,7 +59,7 @@ def greedy_tokens(
     """The most likely tokens, int32 [B], and their log-probabilities, float32 [B]; if `can_fuse_head`."""
     weight = lm_head(params)["weight"]
     cap = config.final_logit_softcapping
-    hidden_BD = rotate_for_head(hidden_BD, config)
+    hidden_BD = head_input(hidden_BD, config)
     selection = select_head_kernel(impl, hidden_BD, weight)
     assert selection is not None
 
