@@ -23,7 +23,7 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=5_460, code=3_300), GENERATE: Size(lines=6_535, code=4_000)}
+BOUNDS = {FUNCTIONAL: Size(lines=5_470, code=3_300), GENERATE: Size(lines=6_545, code=4_000)}
 CORE = closure.core()
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 
