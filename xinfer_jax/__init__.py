@@ -32,7 +32,7 @@ _EXPORTS = {
     "config.rope": ("RopeConfig",),
     "grammar.automaton": ("Dfa", "dfa"),
     "sampling.sampling_config": ("SamplingConfig",),
-    "generation.scoring": ("score", "score_completions"),
+    "generation.scoring": ("Scores", "map_logits", "score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
     "engine.engine": ("Engine",),
     "engine.engines": ("Engines",),

@@ -34,7 +34,12 @@ from .generation.functional import (
 )
 from .generation.kernels import kernels_used as kernels_used
 from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
-from .generation.scoring import score as score, score_completions as score_completions
+from .generation.scoring import (
+    Scores as Scores,
+    map_logits as map_logits,
+    score as score,
+    score_completions as score_completions,
+)
 from .generation.state import DecodeState as DecodeState
 from .grammar.automaton import Dfa as Dfa, dfa as dfa
 from .grammar.grammars import (

@@ -1,21 +1,24 @@
 """Log-probabilities of given tokens: `score`, a differentiable function of arrays, and `score_completions`, a
-host function of lists of ids.
+host function of lists of ids; `map_logits`, for losses of one's own.
 
 The logits of a long text would take gigabytes: 4.6 GiB for 8192 tokens and a vocabulary of 152k. So they are
 computed for a part of the tokens at a time, and the backward pass computes each part again.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
-from ..errors import InputError
+from ..errors import InputError, format_value
 from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
 from ..ops.operation import check_impl, over_any_mesh
 from ..weights.params import AnyArray, Params, check_params
@@ -26,15 +29,36 @@ from .validation import check_prompts
 _MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
 
 
-def score(
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What `score` returns beside log-probabilities, float32 [B, T-1]: entry t is of the distribution of
+    token t+1, 0 at padding. What was not asked for is None.
+    """
+
+    logprobs_BT: jax.Array  # of the token
+    entropy_BT: jax.Array | None = None
+    kl_BT: jax.Array | None = None  # KL(this model ‖ reference)
+    topk_kl_BT: jax.Array | None = None  # sum over the teacher's tokens of p (log p - log q)
+
+
+def score(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
     num_tokens_B: AnyArray | None = None,
     *,
     inputs_BTD: AnyArray | None = None,
+    segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None,
+    temperature: float | AnyArray = 1.0,
+    entropy: bool = False,
+    reference: Params | None = None,
+    teacher_topk: tuple[AnyArray, AnyArray] | None = None,
+    chunk: int | None = None,
+    remat: Any = None,
     impl: str | None = None,
-) -> jax.Array:
+) -> Any:
     """Returns the log-probability of every token but the first, given those before it. Works inside a
     caller's jit.
 
@@ -46,21 +70,69 @@ def score(
         num_tokens_B: how many of each row are real; None: all.
         inputs_BTD: the input of the first layer, instead of `embed_tokens(params, config, tokens_BT)`: for a
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
+        segment_ids_BT, positions_BT, remat: as in `hidden_states`. The first token of a segment has the
+            log-probability 0.
+        temperature: logits are divided by it: a number, or an array [B].
+        entropy: also compute the entropy of each distribution.
+        reference: parameters of another model with this config, for KL(this ‖ reference); without gradients.
+        teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens.
+        chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them.
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:
-        float32 [B, T-1]: entry t is that of token t+1; 0 at padding. Natural logarithm.
+        float32 [B, T-1]: entry t is that of token t+1; 0 at padding. Natural logarithm. With entropy, a
+        reference or a teacher: `Scores`.
 
     Raises:
         InputError: a wrong shape or type; an id outside the vocabulary or a number of tokens outside the row,
             if they are not traced; an impl that this machine lacks, or that cannot serve the call.
     """
     check_impl(impl)
-    check_params(params, config)
+    check_params(params, config, stacked=True)
     check_causal(config, "score")
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, least=2)
+    (B, T) = tokens_BT.shape
+    chunk = None if chunk is None else check_integer("chunk", chunk, 1)
+    if np.shape(temperature) not in ((), (B,)):
+        raise InputError(f"temperature must be a number or [{B}], got {format_value(temperature)}")
+    if reference is not None:
+        check_params(reference, config, stacked=True)
+    if teacher_topk is not None and not all(np.shape(x)[:2] == (B, T - 1) for x in teacher_topk):
+        shapes = [np.shape(x) for x in teacher_topk]
+        raise InputError(f"teacher_topk must be ids and log-probabilities [{B}, {T - 1}, k], got {shapes}")
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
-    return _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl)
+    scores = _score(
+        params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature,
+        reference, teacher_topk, entropy=entropy, chunk=chunk, remat=remat, impl=impl,
+    )  # fmt: skip
+    return scores if entropy or reference is not None or teacher_topk is not None else scores.logprobs_BT
+
+
+def map_logits(
+    params: Params,
+    config: ModelConfig,
+    hidden_BTD: AnyArray,
+    function: Callable[..., Any],
+    *args: Any,
+    chunk: int | None = None,
+) -> Any:
+    """Returns function(logits_BTV, *args), computed for a part of the tokens at a time: a loss of one's own
+    without logits of all tokens. Has reverse-mode gradients, which compute the logits again.
+
+    Args:
+        params, config: the model.
+        hidden_BTD: from `hidden_states`.
+        function: of float32 logits [B, C, V] and the same C tokens of each of args, to arrays [B, C, ...].
+        args: arrays [B, T, ...], or None.
+        chunk: C; None: such that 128 MiB of logits exist at the same time.
+    """
+    check_params(params, config, stacked=True)
+    chunk = None if chunk is None else check_integer("chunk", chunk, 1)
+
+    def part(hidden_BCD: jax.Array, *args: Any) -> Any:
+        return function(unembed(params, config, hidden_BCD), *args)
+
+    return _map_tokens(part, lm_head(params)["weight"].shape[0], chunk, hidden_BTD, *args)
 
 
 def score_completions(
@@ -114,35 +186,68 @@ def score_completions(
     ]
 
 
-@partial(jax.jit, static_argnames=("config", "impl"))
+@partial(jax.jit, static_argnames=("config", "entropy", "chunk", "remat", "impl"))
 @over_any_mesh
-def _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl):
-    hidden_BTD, _ = hidden_states(
-        params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl
-    )
-    logprobs_BT = _target_logprobs(params, config, hidden_BTD[:, :-1], tokens_BT[:, 1:])
-    if num_tokens_B is None:
-        return logprobs_BT
-    return jnp.where(jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None], logprobs_BT, 0)
+def _score(  # noqa: PLR0913
+    params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature, reference, teacher_topk, *,
+    entropy, chunk, remat, impl,
+):  # fmt: skip
+    segment_ids_BT, positions_BT = packing
+    how = dict(segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=remat, impl=impl)
+    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, **how)
+    of_reference_BTD = None
+    if reference is not None:
+        reference = jax.tree.map(lax.stop_gradient, reference)
+        of_reference_BTD, _ = hidden_states(reference, config, tokens_BT, None, num_tokens_B, **how)
+        of_reference_BTD = of_reference_BTD[:, :-1]
+    ids_BTk, logprobs_BTk = (None, None) if teacher_topk is None else teacher_topk
+    temperature = temperature if np.ndim(temperature) == 0 else jnp.asarray(temperature)[:, None, None]
+
+    def part(hidden_BCD, target_BC, of_reference_BCD, ids_BCk, logprobs_BCk) -> Scores:
+        logits_BCV = unembed(params, config, hidden_BCD) / temperature
+        total_BC = jax.nn.logsumexp(logits_BCV, -1)
+
+        def logprobs_of(ids_BCk: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(logits_BCV, ids_BCk, -1) - total_BC[..., None]
+
+        entropy_BC, kl_BC, topk_kl_BC = (None, None, None)
+        if entropy:
+            entropy_BC = total_BC - (jax.nn.softmax(logits_BCV, -1) * logits_BCV).sum(-1)
+        if of_reference_BCD is not None:
+            logprobs_BCV = logits_BCV - total_BC[..., None]
+            other_BCV = jax.nn.log_softmax(unembed(reference, config, of_reference_BCD) / temperature, -1)
+            kl_BC = (jnp.exp(logprobs_BCV) * (logprobs_BCV - other_BCV)).sum(-1)
+        if ids_BCk is not None:
+            topk_kl_BC = (jnp.exp(logprobs_BCk) * (logprobs_BCk - logprobs_of(ids_BCk))).sum(-1)
+        return Scores(logprobs_of(target_BC[..., None])[..., 0], entropy_BC, kl_BC, topk_kl_BC)
+
+    rows = lm_head(params)["weight"].shape[0]
+    given = hidden_BTD[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
+    scores = _map_tokens(part, rows, chunk, *given)
+    real_BT = jnp.ones(tokens_BT[:, 1:].shape, bool)
+    if num_tokens_B is not None:
+        real_BT = jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
+    if segment_ids_BT is not None:
+        real_BT &= segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
+    if num_tokens_B is None and segment_ids_BT is None:
+        return scores
+    return jax.tree.map(lambda x_BT: jnp.where(real_BT, x_BT, 0), scores)
 
 
-def _target_logprobs(
-    params: Params, config: ModelConfig, hidden_BTD: jax.Array, target_BT: jax.Array
-) -> jax.Array:
-    """Log-probabilities of the targets. T is split, not B: rows may be on different devices."""
-    B, T = target_BT.shape
-    parts = -(-T // max(1, _MAX_LOGITS // (B * lm_head(params)["weight"].shape[0])))
+def _map_tokens(function: Callable, V: int, chunk: int | None, *args: Any) -> Any:
+    """function(*args), of arrays [B, T, ...] to arrays [B, T, ...], for parts of T of equal size: of `chunk`
+    tokens; None: so many that a part has at most _MAX_LOGITS numbers [B, C, V]. T is split, not B: rows may
+    be on different devices.
+    """
+    B, T = args[0].shape[:2]
+    parts = -(-T // (chunk or max(1, _MAX_LOGITS // (B * V))))
     size = -(-T // parts)
 
     def split(x_BT: jax.Array) -> jax.Array:  # [parts, B, size, ...]
         padded_BT = jnp.pad(x_BT, ((0, 0), (0, parts * size - T), *[(0, 0)] * (x_BT.ndim - 2)))
         return jnp.moveaxis(padded_BT.reshape(B, parts, size, *x_BT.shape[2:]), 1, 0)
 
-    @partial(jax.checkpoint, prevent_cse=False)  # the iterations of a loop are not merged anyway
-    def part(hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:  # [B, size]
-        logits_BTV = unembed(params, config, hidden_BTD)
-        chosen_BT = jnp.take_along_axis(logits_BTV, target_BT[..., None], -1)[..., 0]
-        return chosen_BT - jax.nn.logsumexp(logits_BTV, -1)
-
-    done = lax.map(lambda pair: part(*pair), (split(hidden_BTD), split(target_BT)))
-    return jnp.moveaxis(done, 0, 1).reshape(B, -1)[:, :T]
+    # The iterations of a loop are not merged anyway.
+    part = jax.checkpoint(lambda args: function(*args), prevent_cse=False)
+    done = lax.map(part, jax.tree.map(split, args))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :T], done)

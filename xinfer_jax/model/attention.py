@@ -1,13 +1,14 @@
 """Causal attention at any offset, by blocks of queries and keys: 8k tokens need no 8k × 8k matrix."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..cache.contiguous import Block, Contiguous
+from ..errors import InputError
 from ..ops.operation import match_varying_axes, run
 from .layers import soft_cap
 
@@ -44,6 +45,7 @@ def attention(  # noqa: PLR0913
     soft_cap: float | None = None,
     sink_N: jax.Array | None = None,
     ahead: int = 0,
+    first_BT: jax.Array | None = None,
     impl: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
@@ -61,6 +63,8 @@ def attention(  # noqa: PLR0913
         soft_cap: None, or c: scores become c tanh(score / c).
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
         ahead: without start_B: keys after its own position that a query sees too; the window ends there.
+        first_BT: None, or the position of the first key that each query sees: packed segments. In plain jnp
+            only, without start_B.
         impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla", the plain
             jnp.
 
@@ -76,6 +80,12 @@ def attention(  # noqa: PLR0913
     scoring = Scoring(scale, soft_cap)
     sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
     few = q_BTNH.shape[1] <= ROW_QUERIES and not static
+    if first_BT is not None:
+        if impl not in (None, "xla"):
+            raise InputError(f"packed segments have no attention kernel, got impl={impl!r}: leave it out")
+        return blocked_attention(
+            q_BTNH, kv, start_B, length_B, sink_N, scoring=scoring, static=True, first_BT=first_BT
+        )
     return run(
         "attention",
         partial(blocked_attention, scoring=scoring, static=static),
@@ -88,13 +98,15 @@ def attention(  # noqa: PLR0913
 
 
 def blocked_attention(  # noqa: PLR0913
-    q_BTNH, kv: Contiguous, start_B, length_B, sink_N, scoring: Scoring, static: bool, attend=None
-):
+    q_BTNH, kv: Contiguous, start_B, length_B, sink_N, scoring: Scoring, static: bool, attend=None,
+    first_BT=None,
+):  # fmt: skip
     """Attention in plain jnp.
 
     Args:
         static: loops have fixed bounds, which have a reverse-mode gradient.
         attend: for a block of queries; None: `query_block`.
+        first_BT: as in `attention`.
     """
     B, T, N, H = q_BTNH.shape
     K = kv.k.shape[1]
@@ -102,27 +114,36 @@ def blocked_attention(  # noqa: PLR0913
     sink_KG = None if sink_N is None else sink_N.reshape(K, N // K)
     attend = partial(attend or query_block, scoring=scoring, static=static)
     if T <= QUERY_BLOCK:
-        out_BKTGH = attend(q_BKTGH, kv, start_B, length_B, sink_KG)
+        out_BKTGH = attend(q_BKTGH, kv, start_B, length_B, sink_KG, first_BT=first_BT)
     else:
         blocks = -(-T // QUERY_BLOCK)
         padded = jnp.pad(q_BKTGH, ((0, 0), (0, 0), (0, blocks * QUERY_BLOCK - T), (0, 0), (0, 0)))
         stacked = jnp.moveaxis(padded.reshape(B, K, blocks, QUERY_BLOCK, N // K, H), 2, 0)
+        if first_BT is not None:  # queries of the padding see no key
+            first_BT = jnp.pad(first_BT, ((0, 0), (0, blocks * QUERY_BLOCK - T)), constant_values=T)
+            first_BT = jnp.moveaxis(first_BT.reshape(B, blocks, QUERY_BLOCK), 1, 0)
+
         # The backward pass recomputes a block of queries at a time instead of storing every score.
-        step = jax.checkpoint(lambda block: attend(block[0], kv, start_B + block[1], length_B, sink_KG))
-        outs = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
+        @jax.checkpoint
+        def step(block: Any) -> jax.Array:
+            q_BKTGH, offset, first_BT = block
+            return attend(q_BKTGH, kv, start_B + offset, length_B, sink_KG, first_BT=first_BT)
+
+        outs = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks), first_BT))
         out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, -1)[:, :, :T]
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
 
 
 def query_block(  # noqa: PLR0913
     q_BKTGH, kv: Contiguous, start_B, length_B, sink_KG, scoring: Scoring, static: bool, row=None,
-    decode_block=DECODE_BLOCK,
+    decode_block=DECODE_BLOCK, first_BT=None,
 ):  # fmt: skip
     """Attention of one block of queries over all visible key blocks, [B, K, T, G, H].
 
     Args:
         row: of the cache, that the queries are of; None: of all rows.
         decode_block: keys per loop step for a single query.
+        first_BT: as in `attention`.
     """
     B, K, T, G, _ = q_BKTGH.shape
     width, blocks = kv.block_layout(KEY_BLOCK if T > 1 else decode_block)
@@ -130,7 +151,7 @@ def query_block(  # noqa: PLR0913
 
     def update(i, softmax):
         block = kv.get_block(i, width, length_B, row)
-        return _add_block(softmax, q_BKTGH, block, _visible(block, query_BT, kv.window), scoring)
+        return _add_block(softmax, q_BKTGH, block, _visible(block, query_BT, kv.window, first_BT), scoring)
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, kv.value_width), jnp.float32))
@@ -138,6 +159,7 @@ def query_block(  # noqa: PLR0913
         softmax = softmax._replace(max_BKTG=zeros + sink_KG[:, None], sum_BKTG=zeros + 1)
     softmax = match_varying_axes(softmax, q_BKTGH, kv, start_B, length_B)
     low, high = kv.visible_blocks(width, start_B, T, length_B)
+    low = low if first_BT is None else jnp.maximum(low, jnp.min(first_BT) // width)
     if blocks == 1:
         softmax = update(0, softmax)
     elif static:  # a fixed number of steps, as reverse mode demands
@@ -148,11 +170,15 @@ def query_block(  # noqa: PLR0913
     return (softmax.values_BKTGH / jnp.maximum(softmax.sum_BKTG, 1e-30)[..., None]).astype(q_BKTGH.dtype)
 
 
-def _visible(block: Block, query_BT, window: int | None):
-    """Bool [B, T, S]: the keys of a block that each query sees: up to its own position, within the window."""
+def _visible(block: Block, query_BT, window: int | None, first_BT=None):
+    """Bool [B, T, S]: the keys of a block that each query sees: up to its own position, within the window and
+    its segment.
+    """
     key_B1S = block.position_BS[:, None]
     query_BT1 = query_BT[..., None]
     visible_BTS = block.valid_BS[:, None] & (key_B1S <= query_BT1)
+    if first_BT is not None:
+        visible_BTS &= key_B1S >= first_BT[..., None]
     return visible_BTS if window is None else visible_BTS & (key_B1S > query_BT1 - window)
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
-from ..config.unsupported import check_supported
+from ..config.unsupported import check_causal, check_supported
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl, over_any_mesh, run
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
@@ -33,15 +34,20 @@ class Inputs(NamedTuple):
     tokens_BT: Any  # int32 ids, padded on the right
     num_tokens_B: Any = None  # int32: how many of each row are real; None: all
     embeddings_BTD: Any = None  # the input of the first layer; then only the shape of tokens_BT matters
+    segment_ids_BT: Any = None  # a segment is a run of one id, which sees nothing before it
+    positions_BT: Any = None  # of RoPE; None: from 0 in each segment, or after the tokens in the cache
 
 
-def forward(
+def forward(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
     cache: "MaybeCache" = None,  # type: ignore[assignment]
     num_tokens_B: AnyArray | None = None,
     *,
+    segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None,
+    remat: Any = None,
     impl: str | None = None,
 ) -> "tuple[jax.Array, MaybeCache]":
     """Logits of every token. The caller jits it. Without a cache every leaf has a reverse-mode gradient.
@@ -51,6 +57,7 @@ def forward(
         tokens_BT: int32 token ids.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
+        segment_ids_BT, positions_BT, remat: as in `hidden_states`.
         impl: of the operations: None (the best for the device), "xla", or a kernel's name, as "triton".
 
     Returns:
@@ -59,12 +66,15 @@ def forward(
     Raises:
         InputError: more tokens than the cache's capacity; an impl that is missing or does not support this.
     """
-    hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
+    hidden_BTD, cache = hidden_states(
+        params, config, tokens_BT, cache, num_tokens_B,
+        segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=remat, impl=impl,
+    )  # fmt: skip
     return unembed(params, config, hidden_BTD), cache
 
 
 @over_any_mesh
-def hidden_states(
+def hidden_states(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
@@ -72,41 +82,54 @@ def hidden_states(
     num_tokens_B: AnyArray | None = None,
     *,
     inputs_BTD: AnyArray | None = None,
+    segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None,
+    remat: Any = None,
     impl: str | None = None,
 ) -> tuple[jax.Array, Any]:
     """`forward` without its last step, `unembed`: hidden states after the final norm. Not jitted;
     differentiable as `forward` is.
 
     Args:
-        params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`.
+        params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`. Without a cache the layers of
+            params may be those of `stack_layers`: then equal layers are compiled once.
         inputs_BTD: used in place of `embed_tokens(tokens_BT)`; then only the shape of tokens_BT matters.
+        segment_ids_BT: int32, without a cache: several texts in a row, each a run of one id. A token sees
+            its segment only, so each has the results that it has in a row of its own.
+        positions_BT: int32, without a cache: of RoPE; None: from 0 in each segment.
+        remat: what the backward pass stores of a layer: None: all that it needs; "layer": the layer's input,
+            and computes the layer again; or a policy of `jax.checkpoint_policies`.
 
     Returns:
         The output of the final norm for every token, [B, T, D] in the dtype of the activations (undefined at
         padding), and the cache with the tokens appended.
 
     Raises:
-        InputError: as `forward`; inputs_BTD has another shape.
+        InputError: as `forward`; inputs_BTD has another shape; segments, positions or stacked layers with a
+            cache, or with a model that does not take them.
     """
-    return run_model(params, config, Inputs(tokens_BT, num_tokens_B, inputs_BTD), cache, impl)
+    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
+    return run_model(params, config, inputs, cache, impl, remat)
 
 
-def run_model(
-    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None
+def run_model(  # noqa: PLR0913
+    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None
 ) -> tuple[jax.Array, Any]:
     """`hidden_states` of these inputs, and the cache with them appended: what every executor computes."""
-    tokens_BT, num_tokens_B, embeddings_BTD = inputs
-    check_params(params, config)
+    tokens_BT, num_tokens_B, embeddings_BTD, *packing = inputs
+    check_params(params, config, stacked=cache is None)
     check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
+    if any(x is not None for x in packing):
+        check_packing(config, inputs, cache)
     check_impl(impl)
     if cache is not None:
         check_append(cache, tokens_BT.shape[1])
     x_BTD, positions = embed_inputs(params, config, inputs, cache)
     layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
     kinds = layer_kinds(config)
-    x_BTD, layers = run_layers(
-        params["layers"], config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl
-    )
+    args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
+    run_all = run_layers if isinstance(params["layers"], tuple) else plugin("layers", "stacked")
+    x_BTD, layers = run_all(params["layers"], *args)
     cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
     return final_norm(params, config, x_BTD), cache
 
@@ -115,7 +138,7 @@ def embed_inputs(
     params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None
 ) -> tuple[jax.Array, Positions]:
     """The input of the first layer, [B, T, D], and its positions. Of the cache only the lengths matter."""
-    tokens_BT, num_tokens_B, embeddings_BTD = inputs
+    tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT = inputs
     B, T = tokens_BT.shape
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = None if cache is None else cache.length_B
@@ -124,12 +147,19 @@ def embed_inputs(
     # With a cache a row's frequencies never change: `init_cache` rejects that, or rows say how long they may
     # become. Draft tokens beyond a row's end are dropped and must not change those of the tokens before them.
     length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B) if longest_B is None else longest_B
-    angles = rotary_angles(config, from_B[:, None] + jnp.arange(T), length_B)
+    first_BT = None
+    if segment_ids_BT is not None:
+        index_T = jnp.arange(T)
+        is_first_BT = jnp.diff(jnp.asarray(segment_ids_BT), prepend=-1) != 0
+        first_BT = lax.cummax(jnp.where(is_first_BT, index_T, 0), 1)
+        position_BT = index_T - first_BT if position_BT is None else position_BT
+    position_BT = from_B[:, None] + jnp.arange(T) if position_BT is None else jnp.asarray(position_BT)
+    angles = rotary_angles(config, position_BT, length_B)
     dtype = activation_dtype(params)
     if embeddings_BTD is None:
         embeddings_BTD = _embed(params, config, jnp.asarray(tokens_BT))
     x_BTD = jnp.asarray(embeddings_BTD).astype(dtype)
-    positions = Positions(angles, start_B, num_tokens_B)
+    positions = Positions(angles, start_B, num_tokens_B, first_BT=first_BT)
     if config.hidden_size_per_layer_input:
         of_layers = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)
         positions = positions._replace(layer_inputs=of_layers)
@@ -160,7 +190,7 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
     Raises:
         InputError: not an integer array; outside a trace, an id beyond the vocabulary.
     """
-    check_params(params, config)
+    check_params(params, config, stacked=True)
     if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InputError(f"tokens must be an array of ids, got {format_value(tokens)}")
     check_range("token id", tokens, 0, config.vocab_size - 1)
@@ -183,7 +213,7 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
     Raises:
         InputError: not an array, or one of another width.
     """
-    check_params(params, config)
+    check_params(params, config, stacked=True)
     if not isinstance(hidden, jax.Array | np.ndarray) or hidden.shape[-1:] != (config.hidden_size,):
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
@@ -200,6 +230,20 @@ def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
     """Hidden states [..., D] over `logits_scaling`, Hadamard-rotated as a rotated vocabulary matrix needs."""
     hidden = hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
     return plugin("rotation", "rotate")(hidden, config.hidden_size) if config.rotated else hidden
+
+
+def check_packing(config: ModelConfig, inputs: Inputs, cache: Any) -> None:
+    """Raises InputError where segments or positions have another shape, or do not go with the call."""
+    shape = inputs.tokens_BT.shape
+    for name in ("segment_ids_BT", "positions_BT"):
+        given = getattr(inputs, name)
+        if given is not None and (np.shape(given) != shape or not jnp.issubdtype(given.dtype, jnp.integer)):
+            raise InputError(f"{name} must be integers of the shape {shape}, got {format_value(given)}")
+    if cache is not None:
+        raise InputError("segment_ids_BT and positions_BT do not go with a cache: leave it out")
+    check_causal(config, "segment_ids_BT")
+    if any(rope.rope_type in ("dynamic", "longrope") for rope in config.ropes):
+        raise InputError("RoPE of this model depends on a row's length: give each text a row of its own")
 
 
 def lm_head(params: Params) -> Params:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ class Positions(NamedTuple):
     start_B: jax.Array | None  # int32: position of each row's first token; None: there is no cache
     num_tokens_B: jax.Array  # int32: real tokens of each row
     layer_inputs: tuple[jax.Array, ...] = ()  # of each layer [B, T, P]; (): the model has none
+    first_BT: jax.Array | None = None  # int32: where each token's segment begins; None: a row is one segment
 
     def of_layers(self, layers: slice) -> "Positions":
         """Of these layers only."""
@@ -109,17 +111,27 @@ def _of_layer_input(x_BTD, input_BTP, layer: Params, config: ModelConfig, impl: 
 _JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "impl"))
 
 
+def layer_runner(remat: Any) -> Callable:
+    """`run_layer`, of which the backward pass stores what `remat` says, as in `hidden_states`."""
+    if remat is None:
+        return _JITTED_LAYER
+    policy = None if remat == "layer" else remat
+    return jax.checkpoint(_JITTED_LAYER, policy=policy, static_argnums=(1, 2, 6))
+
+
 def run_layers(  # noqa: PLR0913
-    layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl
+    layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl, remat=None
 ) -> tuple[Any, tuple]:
     """`run_layer` for several layers in order; layers, kinds and caches have one entry for each.
 
-    kv: layer caches, or None for each. caches: the index in kv of the cache that the layer uses.
+    kv: layer caches, or None for each. caches: the index in kv of the cache that the layer uses. remat: as in
+    `hidden_states`.
     """
     kv = list(kv)
+    run_one = layer_runner(remat)
     for i, (layer, kind, cache) in enumerate(zip(layers, kinds, caches, strict=True)):
         of_layer = positions.of_layers(slice(i, i + 1))
-        x_BTD, kv[cache] = _JITTED_LAYER(layer, config, kind, x_BTD, of_layer, kv[cache], impl)
+        x_BTD, kv[cache] = run_one(layer, config, kind, x_BTD, of_layer, kv[cache], impl)
     return x_BTD, tuple(kv)
 
 
@@ -172,7 +184,8 @@ def self_attention(  # noqa: PLR0913
     cap = spec.logit_softcapping
     # The model's window: a cache that stores every token may have been made without one.
     windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
-    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer["sinks"] if spec.sinks else None, ahead=spec.ahead)
+    sink_N = layer["sinks"] if spec.sinks else None
+    scoring = dict(scale=scale, soft_cap=cap, sink_N=sink_N, ahead=spec.ahead, first_BT=positions.first_BT)
     out_BTNH = attention(q_BTNH, windowed, length_B=length_B, start_B=start_B, **scoring, impl=impl)
     out_BTI = out_BTNH.reshape(B, T, -1)
     if spec.o_norm:

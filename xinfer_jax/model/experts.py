@@ -1,5 +1,6 @@
 """Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ from .. import plugin
 from ..config.model_config import ModelConfig
 from ..ops.operation import match_varying_axes, run
 from ..weights.params import Params
-from .layers import gated_mlp, linear, products, rms_norm
+from .layers import activation, gated_mlp, linear, products, rms_norm
 
 
 def mixture_of_experts(
@@ -60,7 +61,10 @@ def mixture_of_experts(
 
     def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
         operands = x_MD, weight_MU, expert_MU, layer["experts"]
-        out_MD = run("experts", plain, *operands, impl=impl, derivative=plain, config=config)
+        call = partial(run, "experts", plain, impl=impl, config=config)
+        tiled = plugin("experts", "gradient")
+        out_MD = tiled and tiled(call, operands, config)
+        out_MD = call(*operands, derivative=plain) if out_MD is None else out_MD
         return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
     return mix(expert_MU) if over is None else plugin("mesh", "experts")(mix, expert_MU, layer, over)
@@ -68,13 +72,19 @@ def mixture_of_experts(
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
     """One expert's MLP for all tokens, float32 [M, D]."""
-    swiglu = config.experts.swiglu if config.experts else None
-    if swiglu is None:
+    if config.experts is None or config.experts.swiglu is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
-    up_MF = jnp.clip(up_MF, -swiglu.limit, swiglu.limit) + 1
-    inner_MF = swish(swiglu.alpha, jnp.minimum(gate_MF, swiglu.limit)) * up_MF
-    return linear(inner_MF, tree["down"], jnp.float32)
+    return linear(inner_activation(config)(gate_MF, up_MF), tree["down"], jnp.float32)
+
+
+def inner_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The function of an expert's gate and up, [M, F] each: its output is the input of down."""
+    swiglu = config.experts.swiglu if config.experts else None
+    if swiglu is None:
+        return lambda gate, up: activation(config)(gate) * up
+    alpha, limit = swiglu.alpha, swiglu.limit
+    return lambda gate, up: swish(alpha, jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
 
 
 def swish(alpha: float, x: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ class _Tokens(NamedTuple):
     v_BNTY: jax.Array
     decay_BNT: jax.Array  # its logarithm; 0 of padding
     beta_BNT: jax.Array  # 0 of padding
+    first_B1T: Any = None  # int32: where each token's segment begins; None: a row is one segment
 
 
 def linear_attention(  # noqa: PLR0913
@@ -74,7 +75,7 @@ def linear_attention(  # noqa: PLR0913
     else:
         inputs, state = _before(layer, config, cache, positions.start_B)
     inputs = tuple(jnp.concatenate(pair, 2) for pair in zip(inputs, new, strict=True))
-    out_BNTY, after = delta_rule(_tokens(layer, config, inputs, steps), state)
+    out_BNTY, after = delta_rule(_tokens(layer, config, inputs, steps, positions.first_BT), state)
     if cache is not None:
         state = state if cache.holds_drafts(x_BTD.shape[1]) else after
         cache = cache.after(inputs, state, steps, positions.start_B, positions.num_tokens_B)
@@ -94,7 +95,8 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
         padded = jnp.pad(x, [(0, blocks * C - T if axis == 2 else 0) for axis in range(x.ndim)])
         return jnp.moveaxis(padded.reshape(*x.shape[:2], blocks, C, *x.shape[3:]), 2, 0)
 
-    state_BNHY, out = lax.scan(_block, state_BNHY, jax.tree.map(split, tokens))
+    first_B1 = None if tokens.first_B1T is None else tokens.first_B1T[..., 0]
+    (state_BNHY, _), out = lax.scan(_block, (state_BNHY, first_B1), jax.tree.map(split, tokens))
     out_BNTY = jnp.moveaxis(out, 0, 2)
     return out_BNTY.reshape(*out_BNTY.shape[:2], blocks * C, -1)[:, :, :T], state_BNHY
 
@@ -110,7 +112,7 @@ def recurrent_step(
     """`delta_rule` of one token: both reads are of the old state, which is then written once. read: computes
     Sᵀk and Sᵀq, [B, N, Y], of k, q and the state.
     """
-    q_BNH, k_BNH, v_BNY, decay_BN, beta_BN = (x[:, :, 0] for x in tokens)
+    q_BNH, k_BNH, v_BNY, decay_BN, beta_BN = (x[:, :, 0] for x in tokens[:5])
     shrink_BN1 = jnp.exp(decay_BN)[..., None]
     (of_key_BNY, of_query_BNY) = read(k_BNH, q_BNH, state_BNHY)
     added_BNY = beta_BN[..., None] * (v_BNY - shrink_BN1 * of_key_BNY)
@@ -120,18 +122,24 @@ def recurrent_step(
     return out_BNY[:, :, None], state_BNHY
 
 
-def _block(state_BNHY: jax.Array, tokens: _Tokens) -> tuple[jax.Array, jax.Array]:
-    """The state after a block, and its outputs [B, N, C, Y]. With D the decay between two tokens and Γ that
-    from the block's begin, the values that it writes, U, solve (I + strictly lower (β K Kᵀ D)) U =
-    β V − β Γ K S.
+def _block(carry: tuple[jax.Array, Any], tokens: _Tokens) -> tuple[tuple[jax.Array, Any], jax.Array]:
+    """The state after a block and the begin of its segment, and the outputs [B, N, C, Y]. With D the decay
+    between two tokens and Γ that from the block's begin, the values that it writes, U, solve
+    (I + strictly lower (β K Kᵀ D)) U = β V − β Γ K S.
     """
-    q, k, v, decay_BNC, beta_BNC = tokens
+    state_BNHY, first_B1 = carry
+    q, k, v, decay_BNC, beta_BNC, first_B1C = tokens
     total_BNC = jnp.cumsum(decay_BNC, -1)
     C = total_BNC.shape[-1]
     between_BNCC = total_BNC[..., :, None] - total_BNC[..., None, :]
     between_BNCC = jnp.exp(jnp.where(jnp.tri(C, dtype=bool), between_BNCC, -jnp.inf))
     from_begin = jnp.exp(total_BNC)[..., None]
     to_end = jnp.exp(total_BNC[..., -1:] - total_BNC)[..., None]
+    if first_B1C is not None:  # nothing passes from one segment to another
+        between_BNCC *= first_B1C[..., :, None] == first_B1C[..., None, :]
+        from_begin *= (first_B1C == first_B1[..., None])[..., None]
+        to_end *= (first_B1C == first_B1C[..., -1:])[..., None]
+        first_B1 = first_B1C[..., -1]
     beta = beta_BNC[..., None]
     k_T = jnp.swapaxes(k, -1, -2)
     system = beta * _matmul(k, k_T) * between_BNCC
@@ -139,7 +147,7 @@ def _block(state_BNHY: jax.Array, tokens: _Tokens) -> tuple[jax.Array, jax.Array
     written = _matmul(_unit_lower_inverse(system), right)
     out = from_begin * _matmul(q, state_BNHY) + _matmul(_matmul(q, k_T) * between_BNCC, written)
     state_BNHY = state_BNHY * from_begin[..., -1:, :] + _matmul(jnp.swapaxes(k * to_end, -1, -2), written)
-    return state_BNHY, out
+    return (state_BNHY, first_B1), out
 
 
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
@@ -213,26 +221,36 @@ def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.
     return jnp.swapaxes(jnp.where(is_real_BT[..., None, None], steps_BTN2, 0), 1, 2)
 
 
-def _tokens(
-    layer: Params, config: ModelConfig, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array
+def _tokens(  # noqa: PLR0913
+    layer: Params, config: ModelConfig, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array, first_BT=None
 ) -> _Tokens:
     """What the delta rule reads: inputs after the convolution and the model's activation, queries and keys of
     length 1.
     """
-    convolved = (_convolve(x, layer[f"conv_{name}"]) for x, name in zip(inputs, "qkv", strict=True))
+    convolved = (_convolve(x, layer[f"conv_{name}"], first_BT) for x, name in zip(inputs, "qkv", strict=True))
     q, k, v = map(activation(config), convolved)
     groups = v.shape[1] // k.shape[1]
     q, k = (jnp.repeat(_unit(x), groups, 1) for x in (q, k))
-    return _Tokens(q * q.shape[-1] ** -0.5, k, v, steps_BNT2[..., 0], steps_BNT2[..., 1])
+    first_B1T = None if first_BT is None else first_BT[:, None]
+    return _Tokens(q * q.shape[-1] ** -0.5, k, v, steps_BNT2[..., 0], steps_BNT2[..., 1], first_B1T)
 
 
-def _convolve(x_BKSH: jax.Array, weight: jax.Array) -> jax.Array:
-    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]."""
+def _convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.Array:
+    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]. first_BT: the
+    first input of each token, as in `Positions`.
+    """
     _, K, S, H = x_BKSH.shape
     taps = weight.shape[1]
     weight_KHW = weight.astype(jnp.float32).reshape(K, 1, H, taps)
     T = S - taps + 1
-    out: Any = sum(x_BKSH[:, :, i : i + T] * weight_KHW[..., i] for i in range(taps))
+
+    def tap(i: int) -> jax.Array:
+        x_BKTH = x_BKSH[:, :, i : i + T]
+        if first_BT is not None:
+            x_BKTH = jnp.where((jnp.arange(T) - (taps - 1 - i) >= first_BT)[:, None, :, None], x_BKTH, 0)
+        return x_BKTH * weight_KHW[..., i]
+
+    out: Any = sum(map(tap, range(taps)))
     return out
 
 

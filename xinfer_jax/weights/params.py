@@ -72,13 +72,18 @@ def check_weights(
     check_fits(int(share * bits / 8), "the weights", remedy)
 
 
-def check_params(params: Any, config: Any) -> None:
-    """Raises InputError unless params are a model's tree and config is its `ModelConfig`."""
+def check_params(params: Any, config: Any, stacked: bool = False) -> None:
+    """Raises InputError unless params are a model's tree and config is its `ModelConfig`. stacked: layers may
+    be those of `stack_layers`.
+    """
     if not isinstance(config, ModelConfig):
         raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
     if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
         raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
-    if len(params["layers"]) != config.num_hidden_layers:
+    if isinstance(params["layers"], Mapping):
+        if not stacked:
+            raise InputError("the layers are stacked: this function takes what unstack_layers returns")
+    elif len(params["layers"]) != config.num_hidden_layers:
         raise InputError(
             f"params have {len(params['layers'])} layers, the config has {config.num_hidden_layers}"
         )

@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...config.model_config import ModelConfig
 from ...model.attention import blocked_attention, query_block
-from ...model.experts import expert_at, expert_output, num_local_experts
 from ...model.linear_attention import recurrent_step
-from ...weights.params import Params
-from ..operation import match_varying_axes
+from ..expert_tiles import experts_by_tiles, is_tiled
 
 _ROW_BLOCK = 64  # keys per loop step, which is cheap
 
@@ -41,9 +38,6 @@ def _by_row(q_BKTGH, kv, start_B, length_B, sink_KG, **options):
     return lax.map(one, jax.tree.map(lambda x: x[:, None], rows))[:, 0]
 
 
-_TILE_ROWS = 64  # at most: more rows are no faster
-
-
 def expert_at_form(plain: Callable, impl: str | None, operands: Any, static: Any) -> Callable:
     """A form of `expert_at`. On CPU jax 0.10 would slice 16-bit stacks in float32: without the barrier it
     would convert all experts once, before the loop.
@@ -52,44 +46,9 @@ def expert_at_form(plain: Callable, impl: str | None, operands: Any, static: Any
 
 
 def experts_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
-    """A form of `experts`; None: every expert for all tokens is faster than up to 3 rows per choice."""
+    """A form of `experts`."""
     config = static["config"]
-    choices = operands[2].size
-    if choices >= config.num_experts >= 4 * config.num_experts_per_tok:
-        return partial(_by_tiles, config=config)
-    return None
-
-
-def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D]: in order of the experts, a tile of choices (C) of one expert at a time; as many steps as there
-    are tiles. Its rows past the expert's last choice are overwritten by the next tile.
-    """
-    M, U = expert_MU.shape
-    C = M * U
-    X = num_local_experts(experts)
-    rows = min(_TILE_ROWS, 1 << (2 * C // config.num_experts - 1).bit_length())
-    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
-    choice_C = key_C % C
-    padded_C = jnp.pad(choice_C, (0, rows))
-    first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
-    tiles_X = -((first_X - stop_X) // rows)
-    last_X = jnp.cumsum(tiles_X)
-
-    def step(tile, out_CD):
-        expert = (last_X <= tile).sum()
-        first = first_X[expert] + (tile - last_X[expert] + tiles_X[expert]) * rows
-        token_R = lax.dynamic_slice_in_dim(padded_C, first, rows) // U
-        tree = expert_at(expert, experts)
-        out_RD = expert_output(x_MD[token_R], tree, config)
-        return lax.dynamic_update_slice_in_dim(out_CD, out_RD, first, 0)
-
-    start_CD = jnp.zeros((C + rows, x_MD.shape[1]), jnp.float32)
-    start_CD = match_varying_axes(start_CD, x_MD, expert_MU, experts)
-    out_CD = lax.fori_loop(0, last_X[-1], step, start_CD)
-    place_C = jnp.zeros_like(choice_C).at[choice_C].set(jnp.arange(C))
-    here_MU = (expert_MU >= 0) & (expert_MU < X)
-    out_MUD = out_CD[place_C].reshape(M, U, -1)
-    return jnp.where(here_MU[..., None], weight_MU[..., None] * out_MUD, 0).sum(1)
+    return partial(experts_by_tiles, config=config) if is_tiled(operands[2], config) else None
 
 
 def step_form(plain: Callable, impl: str | None, operands: Any, static: Any) -> Callable:

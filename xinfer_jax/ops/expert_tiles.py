@@ -1,0 +1,193 @@
+"""A mixture of experts in order of the experts: a tile of choices of one expert at a time.
+
+A token is computed by its chosen experts only, forwards and backwards, and each expert is read as often as it
+has tiles. Here C are the choices of all tokens, R the rows of a tile.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..config.model_config import ModelConfig
+from ..model.experts import expert_at, expert_output, inner_activation, num_local_experts
+from ..model.layers import products
+from ..weights.params import AnyArray, Params
+from .operation import match_varying_axes
+
+_TILE_ROWS = 64  # at most: more rows are no faster
+_GRADIENT_ROWS = 128  # of a backward pass, and of the forward pass before it
+
+
+class Tiles(NamedTuple):
+    """Choices in order of the experts, cut into tiles. Those of experts on other devices are in none."""
+
+    token_C: jax.Array  # int32, with R more entries
+    choice_C: jax.Array  # int32, with R more entries: the index of m, u
+    place_MU: jax.Array  # int32: where a choice is
+    here_MU: jax.Array  # bool: its expert is on this device
+    first_X: jax.Array  # int32: each expert's first choice, its number of tiles, and the end of its tiles
+    tiles_X: jax.Array
+    last_X: jax.Array
+    stop_X: jax.Array  # int32: the end of its choices
+
+
+def is_tiled(expert_MU: jax.Array, config: ModelConfig) -> bool:
+    """Whether tiles are faster than every expert for all tokens: that costs up to 3 rows per choice."""
+    return expert_MU.size >= config.num_experts >= 4 * config.num_experts_per_tok
+
+
+def _rows(expert_MU: jax.Array, config: ModelConfig, most: int = _GRADIENT_ROWS) -> int:
+    return min(most, 1 << (2 * expert_MU.size // config.num_experts - 1).bit_length())
+
+
+def _tiles(expert_MU: jax.Array, experts: Params, rows: int) -> Tiles:
+    M, U = expert_MU.shape
+    C = M * U
+    X = num_local_experts(experts)
+    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
+    choice_C = key_C % C
+    padded_C = jnp.pad(choice_C, (0, rows))
+    first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
+    tiles_X = -((first_X - stop_X) // rows)
+    place_C = jnp.zeros_like(choice_C).at[choice_C].set(jnp.arange(C))
+    here_MU = (expert_MU >= 0) & (expert_MU < X)
+    place_MU = place_C.reshape(M, U)
+    return Tiles(padded_C // U, padded_C, place_MU, here_MU, first_X, tiles_X, jnp.cumsum(tiles_X), stop_X)
+
+
+def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
+    """carry = step(expert, its first choice, carry) for every tile. A tile may have rows after the expert's
+    last choice; what is written of them is overwritten by the next tile.
+    """
+
+    def body(tile: Any, carry: Any) -> Any:
+        expert = (tiles.last_X <= tile).sum()
+        first = tiles.first_X[expert] + (tile - tiles.last_X[expert] + tiles.tiles_X[expert]) * rows
+        return step(expert, first, carry)
+
+    return lax.fori_loop(0, tiles.last_X[-1], body, carry)
+
+
+def experts_by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D], float32: as `plain_experts`."""
+    rows = _rows(expert_MU, config, _TILE_ROWS)
+    tiles = _tiles(expert_MU, experts, rows)
+
+    def step(expert: Any, first: Any, carry: Any) -> Any:
+        token_R = lax.dynamic_slice_in_dim(tiles.token_C, first, rows)
+        out_RD = expert_output(x_MD[token_R], expert_at(expert, experts), config)
+        return (lax.dynamic_update_slice_in_dim(carry[0], out_RD, first, 0),)
+
+    start_CD = jnp.zeros((len(tiles.token_C), x_MD.shape[1]), jnp.float32)
+    start_CD = match_varying_axes(start_CD, x_MD, expert_MU, experts)
+    (out_CD,) = _for_each_tile(tiles, rows, step, start_CD)
+    return _mix(out_CD, weight_MU, tiles)
+
+
+def _mix(out_CD: jax.Array, weight_MU: jax.Array, tiles: Tiles) -> jax.Array:
+    """[M, D]: the outputs of a token's experts with their weights."""
+    out_MUD = out_CD[tiles.place_MU]
+    return jnp.where(tiles.here_MU[..., None], weight_MU[..., None] * out_MUD, 0).sum(1)
+
+
+def with_tiled_gradient(call: Callable, operands: tuple[Any, ...], config: ModelConfig) -> jax.Array | None:
+    """call(*operands), which is the mixture by any form, with a reverse-mode gradient by tiles. None: plain
+    forms have a better one, as few tokens or few experts do, or quantized experts.
+    """
+    _, _, expert_MU, experts = operands
+    if not is_tiled(expert_MU, config) or not all(isinstance(x, AnyArray) for x in _leaves(experts)):
+        return None
+
+    @jax.custom_vjp
+    def mixture(*operands: Any) -> jax.Array:
+        return call(*operands)
+
+    mixture.defvjp(partial(_forwards, config=config), partial(_backwards, config))
+    return mixture(*match_varying_axes(operands, operands))
+
+
+def _leaves(experts: Params) -> list[Any]:
+    return [x for leaf in experts.values() for x in leaf.values()]
+
+
+def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> tuple[jax.Array, Any]:
+    """The output, and what the backward pass needs: the operands, and gate and up of each choice, [C, F]."""
+    rows = _rows(expert_MU, config)
+    tiles = _tiles(expert_MU, experts, rows)
+    inner = inner_activation(config)
+    C = len(tiles.token_C)
+    F = experts["gate"]["weight"].shape[1]
+
+    def step(expert: Any, first: Any, carry: Any) -> Any:
+        token_R = lax.dynamic_slice_in_dim(tiles.token_C, first, rows)
+        tree = expert_at(expert, experts)
+        gate_RF, up_RF = products(x_MD[token_R], [tree["gate"], tree["up"]])
+        (out_RD,) = products(inner(gate_RF, up_RF), [tree["down"]], dtype=jnp.dtype(jnp.float32))
+        new = out_RD, gate_RF, up_RF
+        return tuple(
+            lax.dynamic_update_slice_in_dim(old, x, first, 0) for old, x in zip(carry, new, strict=True)
+        )
+
+    starts = jnp.zeros((C, x_MD.shape[1]), jnp.float32), *(jnp.zeros((C, F), x_MD.dtype) for _ in range(2))
+    starts = match_varying_axes(starts, x_MD, expert_MU, experts)
+    out_CD, gate_CF, up_CF = _for_each_tile(tiles, rows, step, *starts)
+    return _mix(out_CD, weight_MU, tiles), (x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF)
+
+
+def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tuple[Any, ...]:
+    """The cotangents of the operands, those of experts summed in float32."""
+    x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF = residuals
+    rows = _rows(expert_MU, config)
+    tiles = _tiles(expert_MU, experts, rows)
+    weight_C = weight_MU.reshape(-1)
+    out_bar_MD = out_bar_MD.astype(x_MD.dtype)
+
+    def step(expert: Any, first: Any, carry: Any) -> Any:
+        x_bar_CD, weight_bar_C, sums = carry
+        cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=rows)
+        token_R = cut(tiles.token_C)
+        valid_R = first + jnp.arange(rows) < tiles.stop_X[expert]
+        weight_R = jnp.where(valid_R, weight_C[cut(tiles.choice_C)], 0)
+        tree = expert_at(expert, experts)
+        inner_RF, inner_vjp = jax.vjp(inner_activation(config), cut(gate_CF), cut(up_CF))
+        out_bar_RD = out_bar_MD[token_R]
+        unweighted_RF = _product(out_bar_RD, tree["down"]["weight"])
+        weight_bar_R = (inner_RF * unweighted_RF).astype(jnp.float32).sum(1)
+        if "bias" in tree["down"]:
+            weight_bar_R += (out_bar_RD * tree["down"]["bias"]).astype(jnp.float32).sum(1)
+        down_bar_RD = out_bar_RD * weight_R[:, None].astype(x_MD.dtype)
+        gate_bar_RF, up_bar_RF = inner_vjp(unweighted_RF * weight_R[:, None].astype(x_MD.dtype))
+        x_bar_RD = _product(gate_bar_RF, tree["gate"]["weight"]) + _product(up_bar_RF, tree["up"]["weight"])
+        x_RD = x_MD[token_R]
+        parts = dict(gate=(gate_bar_RF, x_RD), up=(up_bar_RF, x_RD), down=(down_bar_RD, inner_RF))
+
+        def add(name: str, kind: str, total: jax.Array) -> jax.Array:
+            bar, inputs = parts[name]
+            new = _product(bar.T, inputs) if kind == "weight" else bar.astype(jnp.float32).sum(0)
+            return total.at[expert].add(new.astype(jnp.float32))
+
+        sums = {name: {kind: add(name, kind, x) for kind, x in leaf.items()} for name, leaf in sums.items()}
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+        return put(x_bar_CD, x_bar_RD), put(weight_bar_C, weight_bar_R), sums
+
+    C = len(tiles.token_C)
+    starts = (
+        jnp.zeros((C, x_MD.shape[1]), x_MD.dtype),
+        jnp.zeros(C, jnp.float32),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), experts),
+    )
+    starts = match_varying_axes(starts, residuals, out_bar_MD)
+    x_bar_CD, weight_bar_C, sums = _for_each_tile(tiles, rows, step, *starts)
+    x_bar_MD = _mix(x_bar_CD.astype(jnp.float32), jnp.ones_like(weight_MU), tiles).astype(x_MD.dtype)
+    weight_bar_MU = jnp.where(tiles.here_MU, weight_bar_C[tiles.place_MU], 0).astype(weight_MU.dtype)
+    return x_bar_MD, weight_bar_MU, None, jax.tree.map(lambda x, like: x.astype(like.dtype), sums, experts)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x @ y in the dtype of x, summed in float32."""
+    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision).astype(x.dtype)
