@@ -44,7 +44,7 @@ PACKAGES = {
     ),
     "model": (
         "layers", "rope_scaling", "key_bias", "attention", "rope_append", "linear_attention", "experts",
-        "decoder_layer", "decoder",
+        "decoder_layer", "stacked_layers", "decoder",
     ),
     "sampling": (
         "processors", "biases", "sampling_config", "batched_settings", "context",
@@ -67,6 +67,7 @@ PACKAGES = {
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
+    "ops.expert_tiles": (),
     "ops.cpu.layer_forms": (),
     "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
     "ops.gpu.verify": (),

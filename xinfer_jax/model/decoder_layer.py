@@ -14,6 +14,7 @@ from ..cache.layer_cache import LayerCache
 from ..cache.stored_kv import is_quantized_kv
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
+from ..errors import InputError
 from ..ops.operation import run
 from ..weights.params import Params
 from .attention import attention
@@ -115,6 +116,8 @@ def layer_runner(remat: Any) -> Callable:
     """`run_layer`, of which the backward pass stores what `remat` says, as in `hidden_states`."""
     if remat is None:
         return _JITTED_LAYER
+    if remat != "layer" and not callable(remat):
+        raise InputError(f'remat must be None, "layer" or a policy of jax.checkpoint_policies, got {remat!r}')
     policy = None if remat == "layer" else remat
     return jax.checkpoint(_JITTED_LAYER, policy=policy, static_argnums=(1, 2, 6))
 

@@ -1,0 +1,186 @@
+"""What training adds to the forward pass: layers computed again, stacked layers, packed texts, gradients of
+experts by tiles. Each equals the plain way, gradients included.
+"""
+
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+from quick import full_except
+
+import xinfer_jax as xj
+from xinfer_jax.ops import expert_tiles
+
+NAMES = ("qwen2-gqa-tied-old", "gpt-oss-published", "qwen3-next-sparse-step", "gemma4-shared-kv")
+TEXTS = ([5, 9, 2, 7, 7, 3, 1], [8, 4], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2])
+
+
+def loss(params, config, tokens_BT, num_tokens_B=None, **how):
+    return xj.score(params, config, tokens_BT, num_tokens_B, **how).sum()
+
+
+gradient = jax.jit(jax.grad(loss), static_argnums=1, static_argnames="remat")
+
+
+@pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES))
+def model(request):
+    """Parameters, config and the plain gradient of the score of all texts."""
+    config = cases.CASES[request.param].config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    return params, config, gradient(params, config, *padded())
+
+
+def assert_close(got, want, bound=1e-5):
+    """To a part of each array's largest number."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=bound * max(0.1, float(np.max(np.abs(y)))), rtol=0)
+
+
+def padded():
+    return cases.pad_prompts(TEXTS)
+
+
+def packed():
+    """All texts in one row, with padding after them."""
+    tokens = np.array([[*sum(TEXTS, []), 0, 0, 0]], np.int32)
+    ids = [i for i, text in enumerate(TEXTS) for _ in text]
+    return tokens, np.array([[*ids, 9, 9, 9]], np.int32)
+
+
+def test_layers_computed_again_give_equal_gradients(model):
+    params, config, want = model
+    assert_close(gradient(params, config, *padded(), remat="layer"), want)
+
+
+def test_a_policy_says_what_is_stored():
+    config = cases.CASES[NAMES[0]].config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    stored = partial(gradient.lower, params, config, *padded())
+    sizes = [
+        stored(remat=remat).compile().memory_analysis().temp_size_in_bytes
+        for remat in ("layer", jax.checkpoint_policies.everything_saveable)
+    ]
+    assert sizes[0] < sizes[1]
+
+
+def test_packed_texts_are_the_texts_alone(model):
+    params, config, want = model
+    (tokens_BT, num_tokens_B), (row_1T, ids_1T) = padded(), packed()
+    alone_BT = xj.score(params, config, tokens_BT, num_tokens_B)
+    together_1T = xj.score(params, config, row_1T, segment_ids_BT=ids_1T)
+    at = 0
+    for text, alone_T in zip(TEXTS, alone_BT, strict=True):
+        np.testing.assert_allclose(
+            together_1T[0, at : at + len(text) - 1], alone_T[: len(text) - 1], atol=1e-5
+        )
+        at += len(text)
+        assert together_1T[0, at - 1] == 0  # what follows is another text's
+    size = np.int32([sum(map(len, TEXTS))])
+    got = gradient(params, config, row_1T, size, segment_ids_BT=ids_1T)
+    assert_close(got, want, 3e-5)  # sums over tokens in another order
+
+
+@pytest.mark.full
+def test_packed_texts_over_many_blocks():
+    """Longer than blocks of queries and keys, and than those of the delta rule; with a window."""
+    for name in ("qwen2-window-layer-types", "qwen3-next-sparse-step"):
+        config = cases.CASES[name].config
+        params = cases.params_from(config, cases.random_tensors(config, 3))
+        sizes = (300, 1, 450, 77)
+        row_1T = np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(sizes)), np.int32)
+        ids_1T = np.repeat(np.arange(4), sizes)[None].astype(np.int32)
+        hidden = jax.jit(xj.hidden_states, static_argnums=1)
+        together_1TD, _ = hidden(params, config, row_1T, segment_ids_BT=ids_1T)
+        for text in range(4):
+            here = ids_1T[0] == text
+            alone_1TD, _ = hidden(params, config, row_1T[:, here])
+            np.testing.assert_allclose(together_1TD[:, here], alone_1TD, atol=2e-5)
+
+
+def test_stacked_layers(model):
+    params, config, want = model
+    tokens_BT, num_tokens_B = padded()
+    stacked = xj.stack_layers(params, config)
+    if config.shares_kv:
+        with pytest.raises(xj.InputError, match="another layer's keys cannot be stacked"):
+            loss(stacked, config, tokens_BT)
+        return
+    want = xj.stack_layers(want, config)
+    assert_close(gradient(stacked, config, tokens_BT, num_tokens_B, remat="layer"), want)
+    with pytest.raises(xj.InputError, match="takes what unstack_layers returns"):
+        xj.prefill(stacked, config, tokens_BT, num_tokens_B, xj.init_cache(config, len(TEXTS), 32))
+
+
+@pytest.mark.parametrize("name", full_except(["moe-defaults"], ["moe-defaults", "gpt-oss-published"]))
+def test_gradients_of_experts_by_tiles(name):
+    """Also where a tile has rows after its expert's last choice, and with biases."""
+    config = cases.CASES[name].config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    tokens_BT, num_tokens_B = padded()
+    results = []
+    for is_tiled in (False, True):
+        with (
+            mock.patch.object(expert_tiles, "is_tiled", lambda *_, value=is_tiled: value),
+            mock.patch.object(expert_tiles, "_rows", lambda *_: 4),
+        ):
+            jax.clear_caches()
+            results.append(jax.jit(jax.grad(loss), static_argnums=1)(params, config, tokens_BT, num_tokens_B))
+    jax.clear_caches()
+    assert_close(*results)
+
+
+def test_entropy_and_divergences_without_all_logits(model):
+    params, config, _ = model
+    tokens_BT, num_tokens_B = padded()
+    other = jax.tree.map(lambda x: x * 1.1, params)
+    forward = jax.jit(xj.forward, static_argnums=1)
+    p, q = (
+        jax.nn.log_softmax(forward(x, config, tokens_BT, None, num_tokens_B)[0][:, :-1] / 0.7)
+        for x in (params, other)
+    )
+    best_BTk, ids_BTk = jax.lax.top_k(q, 3)
+    how = dict(temperature=0.7, entropy=True, reference=other, teacher_topk=(ids_BTk, best_BTk))
+    got = xj.score(params, config, tokens_BT, num_tokens_B, chunk=2, **how)
+    real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
+    want = xj.Scores(
+        jnp.take_along_axis(p, tokens_BT[:, 1:, None], -1)[..., 0],
+        -(jnp.exp(p) * p).sum(-1),
+        (jnp.exp(p) * (p - q)).sum(-1),
+        (jnp.exp(best_BTk) * (best_BTk - jnp.take_along_axis(p, ids_BTk, -1))).sum(-1),
+    )
+    for x_BT, y_BT in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x_BT, np.where(real_BT, y_BT, 0), atol=2e-5)
+
+
+def test_a_loss_of_ones_own_by_parts():
+    config = cases.CASES[NAMES[0]].config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    tokens_BT, _ = padded()
+
+    def by_parts(params, chunk):
+        hidden_BTD, _ = xj.hidden_states(params, config, tokens_BT)
+        best = lambda logits_BCV, tokens_BC: logits_BCV.max(-1) * tokens_BC  # noqa: E731
+        return xj.map_logits(params, config, hidden_BTD, best, tokens_BT, chunk=chunk).sum()
+
+    whole, parts = (jax.jit(jax.value_and_grad(partial(by_parts, chunk=c)))(params) for c in (None, 3))
+    assert_close(parts, whole)
+
+
+def test_what_does_not_go_together():
+    config = cases.CASES["qwen2-gqa-tied-old"].config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    row_1T, ids_1T = packed()
+    for how, message in (
+        (dict(segment_ids_BT=ids_1T[:, :-1]), "segment_ids_BT must be integers of the shape"),
+        (dict(segment_ids_BT=ids_1T, cache=xj.init_cache(config, 1, 64)), "do not go with a cache"),
+        (dict(remat="all"), "remat must be None"),
+        (dict(segment_ids_BT=ids_1T, impl="interpret"), "packed segments have no attention kernel"),
+    ):
+        with pytest.raises(xj.InputError, match=message):
+            xj.forward(params, config, row_1T, **how)
+    with pytest.raises(xj.InputError, match="temperature must be a number"):
+        xj.score(params, config, row_1T, temperature=np.ones(3))
