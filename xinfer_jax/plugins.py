@@ -26,6 +26,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache dtype", "float8_e4m3fn"): ("cache.float8_kv", "FLOAT8_E4M3FN"),
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("cache.recurrent", "Recurrent"),
+    ("layers", "packed"): ("model.packing", "packed_positions"),
     ("layers", "stacked"): ("model.stacked_layers", "run_stacked_layers"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
     ("layer params", "linear"): ("weights.linear_attention_specs", "linear_attention_specs"),

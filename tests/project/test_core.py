@@ -1,6 +1,6 @@
 """The core: what a reader of `decode_loop` and of `generate` needs is bounded, and holds no platform.
 
-The bounds are close to what was reached; the aims were 5,500 lines with 3,600 of code for `decode_loop`, and
+The bounds are close to what was reached, with what training adds to `forward`; the aims were 5,500 lines with 3,600 of code for `decode_loop`, and
 7,500 with 5,000 for `generate`. `python tests/support/closure.py` prints the modules.
 """
 
@@ -23,7 +23,7 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=5_470, code=3_300), GENERATE: Size(lines=6_545, code=4_000)}
+BOUNDS = {FUNCTIONAL: Size(lines=5_560, code=3_330), GENERATE: Size(lines=6_640, code=4_040)}
 CORE = closure.core()
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 

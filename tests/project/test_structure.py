@@ -44,7 +44,7 @@ PACKAGES = {
     ),
     "model": (
         "layers", "rope_scaling", "key_bias", "attention", "rope_append", "linear_attention", "experts",
-        "decoder_layer", "stacked_layers", "decoder",
+        "decoder_layer", "stacked_layers", "packing", "decoder",
     ),
     "sampling": (
         "processors", "biases", "sampling_config", "batched_settings", "context",

@@ -210,16 +210,16 @@ def _score(  # noqa: PLR0913
         def logprobs_of(ids_BCk: jax.Array) -> jax.Array:
             return jnp.take_along_axis(logits_BCV, ids_BCk, -1) - total_BC[..., None]
 
-        entropy_BC, kl_BC, topk_kl_BC = (None, None, None)
+        found: dict[str, Any] = {}
         if entropy:
-            entropy_BC = total_BC - (jax.nn.softmax(logits_BCV, -1) * logits_BCV).sum(-1)
+            found["entropy_BT"] = total_BC - (jax.nn.softmax(logits_BCV, -1) * logits_BCV).sum(-1)
         if of_reference_BCD is not None:
             logprobs_BCV = logits_BCV - total_BC[..., None]
             other_BCV = jax.nn.log_softmax(unembed(reference, config, of_reference_BCD) / temperature, -1)
-            kl_BC = (jnp.exp(logprobs_BCV) * (logprobs_BCV - other_BCV)).sum(-1)
+            found["kl_BT"] = (jnp.exp(logprobs_BCV) * (logprobs_BCV - other_BCV)).sum(-1)
         if ids_BCk is not None:
-            topk_kl_BC = (jnp.exp(logprobs_BCk) * (logprobs_BCk - logprobs_of(ids_BCk))).sum(-1)
-        return Scores(logprobs_of(target_BC[..., None])[..., 0], entropy_BC, kl_BC, topk_kl_BC)
+            found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * (logprobs_BCk - logprobs_of(ids_BCk))).sum(-1)
+        return Scores(logprobs_of(target_BC[..., None])[..., 0], **found)
 
     rows = lm_head(params)["weight"].shape[0]
     given = hidden_BTD[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
-from ..config.unsupported import check_causal, check_supported
+from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl, over_any_mesh, run
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
@@ -116,11 +115,9 @@ def run_model(  # noqa: PLR0913
     params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None
 ) -> tuple[jax.Array, Any]:
     """`hidden_states` of these inputs, and the cache with them appended: what every executor computes."""
-    tokens_BT, num_tokens_B, embeddings_BTD, *packing = inputs
+    tokens_BT, num_tokens_B, embeddings_BTD = inputs[:3]
     check_params(params, config, stacked=cache is None)
     check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
-    if any(x is not None for x in packing):
-        check_packing(config, inputs, cache)
     check_impl(impl)
     if cache is not None:
         check_append(cache, tokens_BT.shape[1])
@@ -148,12 +145,9 @@ def embed_inputs(
     # become. Draft tokens beyond a row's end are dropped and must not change those of the tokens before them.
     length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B) if longest_B is None else longest_B
     first_BT = None
-    if segment_ids_BT is not None:
-        index_T = jnp.arange(T)
-        is_first_BT = jnp.diff(jnp.asarray(segment_ids_BT), prepend=-1) != 0
-        first_BT = lax.cummax(jnp.where(is_first_BT, index_T, 0), 1)
-        position_BT = index_T - first_BT if position_BT is None else position_BT
-    position_BT = from_B[:, None] + jnp.arange(T) if position_BT is None else jnp.asarray(position_BT)
+    if segment_ids_BT is not None or position_BT is not None:
+        first_BT, position_BT = plugin("layers", "packed")(config, inputs, cache)
+    position_BT = from_B[:, None] + jnp.arange(T) if position_BT is None else position_BT
     angles = rotary_angles(config, position_BT, length_B)
     dtype = activation_dtype(params)
     if embeddings_BTD is None:
@@ -230,20 +224,6 @@ def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
     """Hidden states [..., D] over `logits_scaling`, Hadamard-rotated as a rotated vocabulary matrix needs."""
     hidden = hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
     return plugin("rotation", "rotate")(hidden, config.hidden_size) if config.rotated else hidden
-
-
-def check_packing(config: ModelConfig, inputs: Inputs, cache: Any) -> None:
-    """Raises InputError where segments or positions have another shape, or do not go with the call."""
-    shape = inputs.tokens_BT.shape
-    for name in ("segment_ids_BT", "positions_BT"):
-        given = getattr(inputs, name)
-        if given is not None and (np.shape(given) != shape or not jnp.issubdtype(given.dtype, jnp.integer)):
-            raise InputError(f"{name} must be integers of the shape {shape}, got {format_value(given)}")
-    if cache is not None:
-        raise InputError("segment_ids_BT and positions_BT do not go with a cache: leave it out")
-    check_causal(config, "segment_ids_BT")
-    if any(rope.rope_type in ("dynamic", "longrope") for rope in config.ropes):
-        raise InputError("RoPE of this model depends on a row's length: give each text a row of its own")
 
 
 def lm_head(params: Params) -> Params:

@@ -83,7 +83,8 @@ def inner_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], ja
     swiglu = config.experts.swiglu if config.experts else None
     if swiglu is None:
         return lambda gate, up: activation(config)(gate) * up
-    alpha, limit = swiglu.alpha, swiglu.limit
+    alpha = swiglu.alpha
+    limit = swiglu.limit
     return lambda gate, up: swish(alpha, jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
 
 
