@@ -1,7 +1,8 @@
 """The core: what a reader of `decode_loop` and of `generate` needs is bounded, and holds no platform.
 
-The bounds are close to what was reached, with what training adds to `forward`; the aims were 5,500 lines with 3,600 of code for `decode_loop`, and
-7,500 with 5,000 for `generate`. `python tests/support/closure.py` prints the modules.
+The bounds are close to what was reached, with what training adds to `forward`. The aims before that were
+5,500 lines with 3,600 of code for `decode_loop`, and 7,500 with 5,000 for `generate`.
+`python tests/support/closure.py` prints the modules.
 """
 
 import json
