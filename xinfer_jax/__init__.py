@@ -26,6 +26,7 @@ _EXPORTS = {
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),
     "weights.layout": ("shardings",),
+    "weights.resharding": ("reshard",),
     "weights.stacking": ("stack_layers", "unstack_layers"),
     "cache.prefix": ("Prefix",),
     "cache.prefix_files": ("load_prefix", "save_prefix"),

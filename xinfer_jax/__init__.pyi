@@ -76,6 +76,7 @@ from .tool_calls.answer_parser import (
 from .tool_calls.tool_call_parser import ToolCallDelta as ToolCallDelta
 from .weights.layout import shardings as shardings
 from .weights.params import init_params as init_params
+from .weights.resharding import reshard as reshard
 from .weights.stacking import stack_layers as stack_layers, unstack_layers as unstack_layers
 
 __version__: str

@@ -95,11 +95,11 @@ def check_divisible(
         )
 
 
-def check_mesh(mesh: Any) -> Mesh:
+def check_mesh(mesh: Any, axis: str | None = MODEL) -> Mesh:
     """Returns the mesh with Auto axes, for which the compiler chooses shardings, but under `jax.set_mesh` of
-    one with Explicit axes the mesh itself. Raises InputError unless it has an axis "model".
+    one with Explicit axes the mesh itself. Raises InputError unless it has the axis, if one is named.
     """
-    if not isinstance(mesh, Mesh) or MODEL not in mesh.shape:
+    if not isinstance(mesh, Mesh) or axis is not None and axis not in mesh.shape:
         given = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
         raise InputError(
             f"mesh must be a jax.sharding.Mesh with an axis {MODEL!r}, as jax.make_mesh((4,), ({MODEL!r},))"

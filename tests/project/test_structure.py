@@ -31,7 +31,8 @@ PACKAGES = {
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "stacking",
-        "quantized_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantization", "hadamard",
+        "quantized_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantization", "resharding",
+        "hadamard",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",

@@ -588,6 +588,41 @@ def explicit_axes() -> None:
         assert jax.tree.leaves(loaded.params)[0].sharding.mesh.axis_types == (AxisType.Auto,)
 
 
+def resharded() -> None:
+    """A tree moves to a mesh as `load_model` reads it there: cast, with key heads repeated and the vocabulary
+    padded; and to meshes whose axes have other names.
+    """
+    hf = FAMILIES["qwen2"] | dict(vocab_size=95)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder), hf)
+        for devices, quantize in ((4, None), (8, None), (4, "int8")):
+            alone = xj.load_model(path, dtype="float32")
+            loaded = xj.load_model(path, mesh=mesh_of(devices), dtype="bfloat16", quantize=quantize)
+            to = dict(dtype="bfloat16", quantize=quantize)
+            tree, config = xj.reshard(alone.params, alone.config, mesh_of(devices), **to)
+            if quantize is None:  # from float32, else from bfloat16
+                jax.tree.map(np.testing.assert_array_equal, tree, loaded.params)
+            assert config == loaded.config
+            for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(loaded.params), strict=True):
+                assert x.sharding == y.sharding and x.shape == y.shape and x.dtype == y.dtype
+            with pytest.raises(
+                xj.InputError, match="is quantized and cannot be" if quantize else "heads has"
+            ):
+                xj.reshard(tree, config, mesh_of(4 if quantize else 3), quantize=quantize)
+    config = CASES["qwen2-window-layer-types"].config
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    want = FORWARD(params, config, TOKENS)[0]
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    tp = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tp")
+    for how in (dict(fsdp="fsdp"), dict(rules=tp | dict(embed="fsdp"))):
+        given = jax.device_put(params, xj.shardings(config, mesh, **how))
+        q = given["layers"][0]["q"]["weight"].sharding.spec
+        assert q == PartitionSpec("tp" if "rules" in how else None, "fsdp"), q
+        assert_close(FORWARD(given, config, TOKENS)[0], want, 1e-5)
+    with pytest.raises(xj.InputError, match="unknown axes"):
+        xj.shardings(config, mesh, rules=dict(head="tp"))
+
+
 def another_layout() -> None:
     """On a mesh whose devices do not divide the heads the compiler completes the caller's sharding."""
     config = from_hf(FAMILIES["qwen2"])
@@ -667,7 +702,7 @@ CALLS = {
     for call in (
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, an_engine,
         caches, gradients, kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats,
-        odd_tree_of_a_user, tensors_by_name, explicit_axes,
+        odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
     )
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantization import check_activations, check_quantize, check_quantize_method
 from ..weights.quantized_weight import is_quantized
+from ..weights.resharding import with_repeated_kv_heads
 from .embedding_modules import EmbeddingModules, read_embedding_modules
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
@@ -39,7 +40,6 @@ from .mxfp4_format import dequantized
 from .other_formats import describe_files
 from .own_format import OwnFormat
 from .quantized_formats import kept_format, quantization_settings
-from .sharded_leaves import with_repeated_kv_heads
 from .tensors import Tensors, TensorSpec, open_tensors
 from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
 from .tokenizer import Tokenizer, eos_ids

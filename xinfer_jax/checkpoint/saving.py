@@ -23,9 +23,9 @@ from ..families.wrappers import text_settings
 from ..families.writing import to_hf
 from ..weights.params import Params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
+from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
 from .files import TEXT_FILES, checkpoint_dir, read_json
 from .quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
-from .sharded_leaves import with_kv_heads_once, with_repeated_kv_heads
 from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
 from .tensors import DTYPES, QuantizedFormat, StoredTensor, open_tensors
 from .text_tensors import other_tensors

@@ -15,58 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..config.layer_spec import LayerSpec
-from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.naming import FileSpec
-from ..sharding import MODEL, RULES, check_divisible
+from ..sharding import MODEL, RULES
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.layout import partition_specs
-from ..weights.params import Params, ParamSpec, param_specs
-from ..weights.quantized_weight import is_quantized
 from ..weights.ternary import TernaryWeight
 from .tensors import StoredTensor, Tensors
-
-
-def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
-    """The config with key/value heads repeated, where the devices outnumber them, so that each device has
-    one. Raises InputError where neither number divides the other.
-    """
-
-    def repeated(heads: int) -> int:
-        if devices % heads:
-            check_divisible("kv_heads", heads, devices)
-        return max(heads, devices)
-
-    def of_layer(layer: LayerSpec) -> LayerSpec:
-        own = getattr(layer.mixer, "num_key_value_heads", None)
-        return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
-
-    heads = repeated(config.num_key_value_heads)
-    return dataclasses.replace(config, num_key_value_heads=heads, layers=tuple(map(of_layer, config.layers)))
-
-
-def with_kv_heads_once(params: Params, config: ModelConfig, original: ModelConfig) -> Params:
-    """The parameters of `original`, of which `with_repeated_kv_heads` made this config.
-
-    Raises:
-        InputError: heads that were repeated differ by now, or are quantized.
-    """
-
-    def once(spec: ParamSpec, wanted: ParamSpec, leaf: Any) -> Any:
-        if spec.shape == wanted.shape:
-            return leaf
-        if is_quantized(leaf):
-            raise InputError(f"{spec.name} has repeated key heads, which are not saved once where quantized")
-        heads = leaf.reshape(wanted.kv_heads, spec.kv_heads // wanted.kv_heads, -1)
-        if not bool((heads == heads[:, :1]).all()):
-            raise InputError(
-                f"{spec.name} has key heads that were repeated for a mesh and now differ: leave out `like`"
-            )
-        return heads[:, 0].reshape(wanted.shape)
-
-    is_spec = lambda x: isinstance(x, ParamSpec)  # noqa: E731
-    return jax.tree.map(once, param_specs(config), param_specs(original), params, is_leaf=is_spec)
 
 
 class LeafPartition(NamedTuple):

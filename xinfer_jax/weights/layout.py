@@ -16,7 +16,12 @@ from .weight_leaf import WeightLeaf
 
 
 def shardings(
-    config: ModelConfig, mesh: Mesh, *, fsdp: str | None = None, like: Params | None = None
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    rules: Mapping[str, str | None] | None = None,
+    fsdp: str | None = None,
+    like: Params | None = None,
 ) -> Params:
     """Returns the parameter tree's `NamedSharding`s, for `jax.device_put` and `jax.jit`.
 
@@ -28,43 +33,55 @@ def shardings(
 
     Args:
         config: of the model.
-        mesh: a mesh with an axis "model". Its axes become Auto ones, but for `jax.set_mesh` of one with
-            Explicit axes.
+        mesh: a mesh with an axis "model", unless there are rules or fsdp. Its axes become Auto ones, but for
+            `jax.set_mesh` of one with Explicit axes.
+        rules: mesh axes by logical axis, for a mesh whose axes have other names: of "vocab", "heads",
+            "kv_heads", "linear_heads", "mlp", "experts" and "embed" (hidden_size). Those that are missing
+            are not divided. None: all but "embed" along "model". With other rules jax's compiler divides
+            the computation; forms for meshes are for "model" alone.
         fsdp: an axis of the mesh that divides hidden_size too: each device stores less, and parts are
-            gathered where they are used.
+            gathered where they are used. A mesh without "model" is divided along it alone.
         like: parameters or their shapes, where matrices are quantized or the vocabulary is padded.
 
     Raises:
         InputError: no such axis, or its devices do not divide a size other than the vocabulary.
     """
-    mesh = check_mesh(mesh)
+    if rules is not None and (unknown := rules.keys() - RULES.keys()):
+        raise InputError(f"rules have unknown axes {sorted(unknown)}: use some of {', '.join(RULES)}")
+    mesh = check_mesh(mesh, None if rules is not None or fsdp is not None else MODEL)
     if fsdp is not None and fsdp not in mesh.shape:
         raise InputError(f"fsdp={fsdp!r} is no axis of the mesh, which has {list(mesh.axis_names)}")
     specs = param_specs(config)
-    _check_heads(config, mesh)
+    if rules is not None or MODEL not in mesh.shape:
+        rules = dict.fromkeys(RULES) | dict(rules or {})
+    rules = {**(RULES if rules is None else rules), **({} if fsdp is None else dict(embed=fsdp))}
+    _check_heads(config, mesh, rules)
     if like is not None:
         check_params(like, config)
-    tree = partition_specs(specs, specs if like is None else like, mesh, {**RULES, "embed": fsdp})
+    tree = partition_specs(specs, specs if like is None else like, mesh, rules)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(partial(NamedSharding, mesh), tree, is_leaf=is_spec)
 
 
-def _check_heads(config: ModelConfig, mesh: Any) -> None:
+def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES) -> None:
     """Raises InputError where devices do not divide the heads, or the model is rotated."""
     if config.rotated:
         raise InputError(
             "int8 activations and rotations are not supported over a mesh: leave out one of them"
         )
-    devices = mesh.shape[MODEL]
-    check_divisible("heads", config.num_attention_heads, devices)
+
+    def devices(axis: str) -> int:
+        return mesh.shape.get(rules[axis], 1)  # partition_spec raises where the mesh has no such axis
+
+    check_divisible("heads", config.num_attention_heads, devices("heads"))
     remedy = (
         "choose a number that does, or load the checkpoint by load_model(path, mesh=mesh), which repeats key"
         " heads for a multiple of them"
     )
     for layer in config.layers_with_kv:
-        check_divisible("kv_heads", config.kv_heads(layer), devices, remedy=remedy)
+        check_divisible("kv_heads", config.kv_heads(layer), devices("kv_heads"), remedy=remedy)
     if linear := config.linear_attention:
-        check_divisible("linear_num_key_heads", linear.num_key_heads, devices)
+        check_divisible("linear_num_key_heads", linear.num_key_heads, devices("linear_heads"))
 
 
 @lru_cache(maxsize=64)
@@ -101,7 +118,7 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     def spec_of(part: Any, *axes: str | None) -> Any:
         if part is None:
             return None
-        if mesh and "vocab" in axes and part.shape[axes.index("vocab")] % mesh.shape[MODEL]:
+        if mesh and "vocab" in axes and part.shape[axes.index("vocab")] % mesh.shape.get(rules["vocab"], 1):
             axes = tuple(None if axis == "vocab" else axis for axis in axes)
         return partition_spec(axes, part.shape, mesh, rules)
 

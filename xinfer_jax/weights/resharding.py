@@ -1,0 +1,118 @@
+"""A tree of parameters for other devices: divided anew, cast or quantized; key heads repeated where devices
+outnumber them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ..config.layer_spec import LayerSpec
+from ..config.model_config import ModelConfig
+from ..errors import InputError
+from ..sharding import MODEL, RULES, check_divisible, check_mesh
+from .layout import shardings
+from .params import Params, ParamSpec, check_params, param_specs, resolve_dtype
+from .quantization import check_quantize_method, group_size_for_shards, quantized_leaf, quantized_stack
+from .quantized_weight import is_quantized
+
+
+def reshard(
+    params: Params,
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: Any = None,
+    quantize: str | None = None,
+    fsdp: str | None = None,
+) -> tuple[Params, ModelConfig]:
+    """Returns the parameters over a mesh, as `load_model(mesh=mesh)` divides them, and their config.
+
+    Where the mesh has more devices along "model" than the model has key heads, these are repeated, also in
+    the config. A vocabulary that the devices do not divide is padded with rows of zeros.
+
+    Args:
+        params, config: a model's, on one device or over any mesh.
+        mesh: with an axis "model".
+        dtype: of float leaves; None: they keep theirs.
+        quantize: None, "int8" or "int4": matrices are quantized one at a time on the host, so this needs all
+            of a matrix in one process.
+        fsdp: as in `shardings`.
+
+    Raises:
+        InputError: the devices do not divide a size; a matrix that is quantized already would be quantized,
+            or has key heads to repeat.
+    """
+    check_params(params, config)
+    devices = check_mesh(mesh).shape[MODEL]
+    new_config = with_repeated_kv_heads(config, devices)
+    check_quantize_method(quantize)
+    dtype = None if dtype is None else resolve_dtype(dtype)
+
+    def convert(spec: ParamSpec, wanted: ParamSpec, leaf: Any) -> Any:
+        if is_quantized(leaf):
+            if spec.shape != wanted.shape or quantize:
+                what = "quantized again" if quantize else "given more key heads"
+                raise InputError(f"{spec.name} is quantized and cannot be {what}: start from float weights")
+            return leaf
+        x = leaf if dtype is None else leaf.astype(dtype)
+        if spec.shape != wanted.shape:
+            x_KX = x.reshape(spec.kv_heads, -1)
+            x = jnp.repeat(x_KX, wanted.kv_heads // spec.kv_heads, 0).reshape(wanted.shape)
+        if spec.axes[0] == "vocab" and (more := -len(x) % devices):
+            x = jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
+        if quantize is None or not spec.is_quantizable:
+            return x
+        if x.ndim > 2:
+            return quantized_stack([*np.asarray(x)], spec.name, quantize)
+        parts = devices if RULES[spec.axes[-1] or "embed"] else 1  # of the groups of an output
+        group = group_size_for_shards(x.shape, spec.name, quantize, parts)
+        return quantized_leaf(np.asarray(x), spec.name, quantize, group)
+
+    specs = param_specs(config), param_specs(new_config)
+    tree = jax.tree.map(convert, *specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return jax.device_put(tree, shardings(new_config, mesh, fsdp=fsdp, like=tree)), new_config
+
+
+def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
+    """The config with key/value heads repeated, where the devices outnumber them, so that each device has
+    one. Raises InputError where neither number divides the other.
+    """
+
+    def repeated(heads: int) -> int:
+        if devices % heads:
+            check_divisible("kv_heads", heads, devices)
+        return max(heads, devices)
+
+    def of_layer(layer: LayerSpec) -> LayerSpec:
+        own = getattr(layer.mixer, "num_key_value_heads", None)
+        return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
+
+    heads = repeated(config.num_key_value_heads)
+    return dataclasses.replace(config, num_key_value_heads=heads, layers=tuple(map(of_layer, config.layers)))
+
+
+def with_kv_heads_once(params: Params, config: ModelConfig, original: ModelConfig) -> Params:
+    """The parameters of `original`, of which `with_repeated_kv_heads` made this config.
+
+    Raises:
+        InputError: heads that were repeated differ by now, or are quantized.
+    """
+
+    def once(spec: ParamSpec, wanted: ParamSpec, leaf: Any) -> Any:
+        if spec.shape == wanted.shape:
+            return leaf
+        if is_quantized(leaf):
+            raise InputError(f"{spec.name} has repeated key heads, which are not saved once where quantized")
+        heads = leaf.reshape(wanted.kv_heads, spec.kv_heads // wanted.kv_heads, -1)
+        if not bool((heads == heads[:, :1]).all()):
+            raise InputError(
+                f"{spec.name} has key heads that were repeated for a mesh and now differ: leave out `like`"
+            )
+        return heads[:, 0].reshape(wanted.shape)
+
+    is_spec = lambda x: isinstance(x, ParamSpec)  # noqa: E731
+    return jax.tree.map(once, param_specs(config), param_specs(original), params, is_leaf=is_spec)
