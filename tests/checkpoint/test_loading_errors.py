@@ -166,7 +166,7 @@ OTHER_FORMATS = {
     ),
     "gguf": (
         ["qwen2-Q4_K_M.gguf"],
-        r"a GGUF file \(qwen2-Q4_K_M.gguf\), which is not read: give the safetens",
+        r"a GGUF file \(qwen2-Q4_K_M.gguf\): to load a model, give the path of the file",
     ),
     "gguf-and-config": (["config.json", "a.gguf", "b.gguf"], r"a GGUF file \(a.gguf and 1 more\)"),
     "mistral": (["config.json", "params.json", "consolidated.safetensors"], "Mistral's or Meta's own format"),
@@ -205,7 +205,7 @@ def test_an_mlx_checkpoint_is_named(tmp_path):
 
 
 def test_other_names_of_models(tmp_path):
-    for file in ("model.safetensors", "model.gguf", "config.json"):
+    for file in ("model.safetensors", "config.json"):
         (tmp_path / file).touch()
     for name, message in {
         "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main": "a web address: give 'Qwen/Qwen3-0.6B'",
@@ -214,7 +214,6 @@ def test_other_names_of_models(tmp_path):
         "http://": "a web address: give a hub name",
         tmp_path
         / "model.safetensors": "a safetensors file, neither a directory nor a hub name: give the dir",
-        tmp_path / "model.gguf": "a GGUF file, which is not read: give the safetensors checkpoint",
         tmp_path / "config.json": "a file, neither a directory nor a hub name: give the directory that has",
     }.items():
         assert f"model {str(name)!r} is {message}" in tiny.load_error(name)

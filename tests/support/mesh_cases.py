@@ -5,6 +5,7 @@ with the error of each case; "": it passed.
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -262,6 +263,26 @@ def mxfp4_files() -> None:
                 outs = [xj.generate(m.params, m.config, TOKENS.tolist(), call) for m in (one, over)]
                 assert outs[0].tokens == outs[1].tokens
                 assert_close(outs[1].logprobs, outs[0].logprobs, 1e-5)
+
+
+def gguf_leaves() -> None:
+    """Groups stay whole on each device: of a hybrid with experts, also in another order."""
+    if importlib.util.find_spec("gguf") is None:
+        return
+    import gguf_files as files
+
+    kinds = (files.Q8_0, files.Q4_0, files.MXFP4, files.F16)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("llama", "qwen35moe", "gpt-oss"):
+            path = Path(folder) / f"{name}.gguf"
+            hf = dict(intermediate_size=128) if name == "llama" else dict(vocab_size=95)
+            of = lambda own, shape: kinds[3 if "conv1d" in own else sum(own.encode()) % 4]  # noqa: E731
+            files.write(path, name, of, hf)
+            leaves = [jax.tree.leaves(xj.load_model(path, mesh=mesh).params) for mesh in (None, mesh_of(2))]
+            for one, over in zip(*leaves, strict=True):
+                whole = np.asarray(over)[tuple(map(slice, one.shape))]  # the vocabulary is padded
+                np.testing.assert_array_equal(whole, one)
+                assert over.sharding.is_fully_replicated or over.addressable_shards[0].data.size < over.size
 
 
 def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logits: bool = True) -> None:
@@ -700,7 +721,8 @@ def experts() -> None:
 CALLS = {
     call.__name__: call
     for call in (
-        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, an_engine,
+        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files,
+        gguf_leaves, an_engine,
         caches, gradients, kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats,
         odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
     )

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer from a directory or a hub name. No other package reads those files.
+"""Loads a model and its tokenizer: from a directory, hub name or GGUF file. No other package reads them.
 
 In the order to read: `files` finds the directory and reads its small files, `other_formats` says what others
 are; `template_files`, `template_budget` and `chat_template` find, limit and render chat templates,
@@ -8,13 +8,14 @@ are; `template_files`, `template_budget` and `chat_template` find, limit and ren
 `conversation` returns the ids of a prompt, `tool_choice` has the grammar of answers that call a tool;
 `detokenizer` and `answer_detokenizer` decode ids as they arrive; `tensors` opens safetensors
 files, `text_tensors` leaves out those of other models, `tensor_files` writes files and directories;
-`own_format`, `awq_gptq_format`, `bitnet_format` and `mxfp4_format` are formats of quantized checkpoints, both
-read and written, `quantized_formats` finds the right one; `sharded_leaves` splits a leaf over the devices of
-a mesh and `leaf_loader` reads it; `embedding_modules` reads how vectors are made of hidden states; `loading`
-has `load_model`, `saving` has `save_model`.
+`own_format`, `awq_gptq_format`, `bitnet_format` and `mxfp4_format` are, read and written,
+formats of quantized checkpoints, `quantized_formats` finds the one; `sharded_leaves` splits a leaf over a
+mesh, `leaf_loader` reads it; `embedding_modules` reads how vectors are made of hidden states; `directory`
+opens a directory; `gguf_file`, `gguf_format`, `gguf_tensors`, `gguf_tokenizer` and `gguf_checkpoint` open a
+GGUF file; `loading` has `load_model`, `saving` has `save_model`.
 
-- A checkpoint is not trusted. Every value is checked before use; tensors come only from safetensors, never
-  from a pickle; the time and memory of a template are counted before they are spent.
+- A checkpoint is not trusted. Every value is checked before use; tensors come from safetensors and GGUF,
+  never from a pickle; the time and memory of a template are counted before they are spent.
 - Loading has two steps. `open_checkpoint` reads headers and small files, rejects what does not fit and knows
   every shape, so that programs compile while `Checkpoint.read` reads the weights.
 - Weights are read leaf by leaf, in blocks on all cores, into memory that the device array keeps. Files are

@@ -87,6 +87,17 @@ def read_index(path: Path) -> dict[str, str] | None:
     return weight_map
 
 
+def checkpoint_path(path_or_repo_id: str | Path) -> Path:
+    """The GGUF file or the directory of a checkpoint, as `checkpoint_dir` finds it."""
+    path = Path(os.path.expanduser(path_or_repo_id))
+    return path if is_gguf(path) else checkpoint_dir(path_or_repo_id)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf" and os.path.isfile(path)
+
+
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     """The directory of a checkpoint; a name owner/name is downloaded from the Hugging Face hub. Raises
     InputError.

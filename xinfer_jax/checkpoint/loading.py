@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,32 +16,28 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..families.conversion import check_leaves
 from ..families.naming import TIED, FileSpec, file_specs
-from ..families.reading import from_hf
 from ..families.skipped_tensors import unused_names
-from ..families.wrappers import text_settings
 from ..formatting import format_mib
 from ..host import run_in_blocks
 from ..ops.cpu import cpu_features
 from ..ops.operation import without_mesh_context
-from ..sampling.sampling_config import check_generation_config
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
 from ..weights.hadamard import tensor_rotations
 from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
-from ..weights.quantization import check_activations, check_quantize, check_quantize_method
+from ..weights.quantization import check_activations, check_quantize_method
 from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_repeated_kv_heads
-from .embedding_modules import EmbeddingModules, read_embedding_modules
-from .files import BUNDLED, checkpoint_dir, file_exists, read_json
+from .directory import open_directory
+from .embedding_modules import EmbeddingModules
+from .files import BUNDLED, checkpoint_path, is_gguf
+from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
-from .mxfp4_format import dequantized
-from .other_formats import describe_files
 from .own_format import OwnFormat
-from .quantized_formats import kept_format, quantization_settings
-from .tensors import Tensors, TensorSpec, open_tensors
-from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
-from .tokenizer import Tokenizer, eos_ids
+from .tensors import Tensors, TensorSpec
+from .text_tensors import other_tensors, warn_of_other_tensors
+from .tokenizer import Tokenizer
 
 _FLOATS = {"F32", "F16", "BF16"}
 
@@ -122,8 +117,9 @@ def load_model(
     """Loads a Hugging Face checkpoint.
 
     Args:
-        path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), or a hub
-            name owner/name; None: the bundled checkpoint. Quantized matrices stay as they are stored.
+        path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), a hub
+            name owner/name, or a GGUF file; None: the bundled checkpoint. Quantized matrices stay as they are
+            stored.
         dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16.
         quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; None: they
             are not.
@@ -133,8 +129,8 @@ def load_model(
         activations: "int8" (with quantize="int8", not over a mesh): the weights are rotated (QuaRot), so that
             on a CPU activations are quantized to int8 too. Prefill and batches are faster, and less accurate.
             None: activations keep 16 bits.
-        dequantize: the numbers of a checkpoint in MXFP4 become those of `dtype`, or are quantized anew as
-            `quantize` says.
+        dequantize: the numbers of a checkpoint in MXFP4, or of a GGUF file, become those of `dtype`, or are
+            quantized anew as `quantize` says; GGUF files are also without it.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
@@ -157,39 +153,20 @@ def open_checkpoint(
     dtype = resolve_dtype(dtype)
     check_quantize_method(quantize)
     check_activations(activations, quantize)
-    path = BUNDLED if path_or_repo_id is None else checkpoint_dir(path_or_repo_id)
-    settings = read_json(path / "config.json")
-    if settings is None:
-        others = [name for name in os.listdir(path) if not name.startswith("model")]
-        no_config = "holds no config.json: give the directory of a Hugging Face checkpoint"
-        raise InputError(f"{path} {describe_files(others, no_config)}")
-    settings = text_settings(settings)
-    embedding = read_embedding_modules(path)
-    if embedding is not None:
-        settings["architectures"] = None  # it may be a model without a head
-    config = from_hf(settings)
-    stored_settings = quantization_settings(settings, path)
-    quant_format = kept_format(stored_settings, path, quantize, dequantize)
-    check_quantize(config, quant_format.method if quant_format else quantize)
-    tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
-    generation = read_json(path / "generation_config.json") or {}
-    check_generation_config(generation, config.vocab_size)
-    ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
+    path = BUNDLED if path_or_repo_id is None else checkpoint_path(path_or_repo_id)
+    open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
+    opened = open_files(path, quantize, dequantize)
+    (config, tensors, skipped, quant_format, tokenizer, ends, generation, embedding) = opened
     eos_token_ids = tuple(i for i in ends if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
     rotations = tensor_rotations(config) if activations else {}
     rotated = bool(rotations) or isinstance(quant_format, OwnFormat) and quant_format.rotated
-    config = dataclasses.replace(
-        config, eos_token_ids=eos_token_ids, rotated=rotated,
-        quantization_config=stored_settings if quant_format else None,
-    )  # fmt: skip
+    config = dataclasses.replace(config, eos_token_ids=eos_token_ids, rotated=rotated)
     config_of_files = config
     if mesh is not None:
         mesh = check_mesh(mesh)
         config = with_repeated_kv_heads(config, mesh.shape[MODEL])
         shardings(config, mesh)  # raises where the devices do not divide a size
-    stored = open_tensors(path)
-    (tensors, skipped) = text_tensors(dequantized(stored) if dequantize else stored)
     if config.tie_word_embeddings and TIED[0] not in tensors and TIED[1] in tensors:
         tensors[TIED[0]] = tensors.pop(TIED[1])  # a tied matrix may be stored under either name
     if embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used

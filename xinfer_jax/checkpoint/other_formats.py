@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 from ..errors import format_names
 
-_GGUF = "which is not read: give the safetensors checkpoint that it was made from"
 _ADAPTER = "merge it into its base model (peft's merge_and_unload), save that and give its directory"
 # What a directory's files are, by a pattern that some of them match; the first that matches counts.
 _FILES = {
     "adapter_config.json": f"holds a LoRA adapter, not a model: {_ADAPTER}",
-    "*.gguf": f"holds a GGUF file ({{}}), {_GGUF}",
+    "*.gguf": "holds a GGUF file ({}): to load a model, give the path of the file itself",
     "consolidated*": "holds weights in Mistral's or Meta's own format ({}), which is not read: fetch those in"
     " the format of transformers, model*.safetensors",
     "*.safetensors": "holds {} without model.safetensors.index.json, which says what each file has: fetch the"
@@ -44,6 +43,6 @@ def describe_name(name: str) -> str:
     if not os.path.isfile(os.path.expanduser(name)):
         return "neither a directory nor a hub name of the form owner/name"
     if name.endswith(".gguf"):
-        return f"a GGUF file, {_GGUF}"
+        return "a GGUF file, where only a directory is read: give the safetensors that it was made from"
     kind = "safetensors file" if name.endswith(".safetensors") else "file"
     return f"a {kind}, neither a directory nor a hub name: give the directory that has config.json too"

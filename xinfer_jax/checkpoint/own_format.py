@@ -1,4 +1,4 @@
-"""Our format of quantized checkpoints: a matrix is the tensors X.weight.values, .scale, .zero and .order."""
+"""Our format of quantized checkpoints: a matrix is X.weight.values, .scale, .zero, .order and .offset."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,14 @@ from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.int8_weight import Int8Weight
+from ..weights.mxfp4 import Mxfp4Weight, mxfp4_struct
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
 VERSION = 1
 VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
-_FIELDS = ("values", "scale", "zero", "order")
+_FIELDS = ("values", "scale", "zero", "order", "offset")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,9 @@ class OwnFormat(QuantizedFormat):
         (outputs, inputs) = shape
         stored = tensors[values]
         by_output: TensorSpec = ((outputs,), {"F32"})
+        if f"{name}.scale" in tensors and tensors[f"{name}.scale"].type == "U8":
+            fields = vars(mxfp4_struct(shape)).items()
+            return {f"{name}.{field}": (struct.shape, {"U8"}) for field, struct in fields}
         if len(stored.shape) != 3:
             return {values: (shape, {"I8"}), f"{name}.scale": by_output}
         if stored.type == "I32":
@@ -42,6 +46,7 @@ class OwnFormat(QuantizedFormat):
         Q = -(-inputs // max(1, Y * (2 if packed else 1)))
         specs = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
         optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
+        optional[f"{name}.offset"] = ((Q, outputs), {"F16", "F32"})
         return specs | {field: spec for field, spec in optional.items() if field in tensors}
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> QuantizedWeight:
@@ -72,6 +77,8 @@ class OwnFormat(QuantizedFormat):
         self, name: str, shape: Shape, tensors: Tensors, get: Callable[[StoredTensor], Any]
     ) -> QuantizedWeight:
         arrays = {field: get(tensors[full]) for field in _FIELDS if (full := f"{name}.{field}") in tensors}
+        if arrays["scale"].dtype == np.uint8:
+            return Mxfp4Weight(**arrays)
         if len(arrays["values"].shape) == 2:
             return Int8Weight(arrays["values"], arrays["scale"], self.once)
         if arrays["values"].dtype == np.int32:

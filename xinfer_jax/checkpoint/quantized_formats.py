@@ -96,7 +96,8 @@ def format_to_write(
     if not settings:
         return None, {}
     stored = config.quantization_config
-    if stored is None and any(isinstance(leaf, Mxfp4Weight) for leaf in leaves):
+    quantized = filter(is_quantized, leaves)
+    if stored is None and all(isinstance(leaf, Mxfp4Weight) and len(leaf.shape) > 2 for leaf in quantized):
         stored = dict(quant_method=Mxfp4Format.method, modules_to_not_convert=_MXFP4_FLOATS)
     if stored and stored.get("quant_method") != OwnFormat.method:
         named = zip((spec.hf_name for spec in specs), leaves, strict=True)

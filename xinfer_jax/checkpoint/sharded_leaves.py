@@ -50,7 +50,7 @@ class LeafPartition(NamedTuple):
 
     def slice_quantized(self, names: Iterable[str], tensors: Tensors, i: int) -> dict[str, StoredTensor]:
         """The slices of a quantized matrix's tensors for part i. All of them have inputs first and outputs
-        last, except a two-dimensional `.values`, and MXFP4's, which have experts first.
+        last, except a two-dimensional `.values`, MXFP4's, which have experts first, and GGUF's `.weight`.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:
@@ -58,7 +58,7 @@ class LeafPartition(NamedTuple):
         for name, tensor in found.items():
             last = len(tensor.shape) - 1
             outputs_first = last == 0 or name.endswith(".values") and last == 1
-            outputs_first |= name.endswith(("_blocks", "_scales"))
+            outputs_first |= name.endswith(("_blocks", "_scales", ".weight"))
             axis = (0, last)[self.axis] if outputs_first else (last, 0)[self.axis]
             has_only_inputs = name.endswith((".order", "g_idx"))
             has_only_outputs = last == 0 and not has_only_inputs
@@ -87,7 +87,7 @@ def leaf_partition(spec: FileSpec, devices: int) -> LeafPartition:
 
 def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition, packed: int) -> None:
     """Raises InputError where a part would split a group of inputs, or a word of `packed` numbers."""
-    if partition.axis is None or not isinstance(struct, GroupedWeight | TernaryWeight):
+    if partition.axis is None or not hasattr(struct, "group"):
         return
     part = partition.part_spec(spec).shape[partition.axis]
     group = struct.group if partition.axis == 1 else 1
@@ -108,7 +108,7 @@ def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_part
         return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=NamedSharding(mesh, places))
 
     leaf = jax.tree.map(shard_struct, part, partition_specs(spec, part, None, RULES))
-    if hasattr(part, "inputs") and spec.axes[1] and RULES[spec.axes[1]]:
+    if isinstance(part, GroupedWeight | TernaryWeight) and spec.axes[1] and RULES[spec.axes[1]]:
         leaf = dataclasses.replace(leaf, inputs=part.inputs // num_parts * devices)
     return leaf
 

@@ -97,7 +97,7 @@ class Tokenizer:
         InputError: not a text, half a surrogate pair in it, or a broken tokenizer.
         """
         try:
-            with _as_input_error("this tokenizer cannot encode the text"):
+            with as_input_error("this tokenizer cannot encode the text"):
                 # A batch of one: `encode` holds the interpreter's lock, and takes twice as long.
                 (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 return encoding.ids
@@ -162,7 +162,7 @@ class Tokenizer:
         return bool(self.harmony_marks) and "<|channel|>" in (self.chat_template or "")
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        with _as_input_error("this tokenizer cannot decode the ids"):
+        with as_input_error("this tokenizer cannot decode the ids"):
             ids = list(ids)
             if len(ids) < _LONG:
                 return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -242,7 +242,7 @@ class Tokenizer:
 
 
 @contextlib.contextmanager
-def _as_input_error(what: str) -> Iterator[None]:
+def as_input_error(what: str) -> Iterator[None]:
     """Turns what the tokenizers library raises into InputError. A panic of it is not even an Exception."""
     try:
         yield
@@ -259,7 +259,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
             f"{path} holds no tokenizer.json: text needs a tokenizer (from Python, token ids work without"
             " one)"
         )
-    with _as_input_error(f"{file} is not a readable tokenizer"):
+    with as_input_error(f"{file} is not a readable tokenizer"):
         backend = tokenizers.Tokenizer.from_file(str(file))
     if not backend.get_vocab_size(with_added_tokens=False):
         raise InputError(f"{file} has an empty vocabulary: fetch the checkpoint again")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint.files import BUNDLED, checkpoint_dir
+from ..checkpoint.files import BUNDLED, checkpoint_path, is_gguf
 from ..errors import InputError
 from .flag_parser import FlagParser, version
 
@@ -18,6 +18,7 @@ _OWN = {
 }  # fmt: skip
 _SEVERAL = ("data_parallel", "prefill_devices", "decode_devices")  # engines
 _SAMPLE = 1 << 14  # bytes that are read at each of 64 offsets of a safetensors file
+_HEADER = 2**24  # bytes of a GGUF file
 _DETECT = """import json
 from jax._src.clusters import ClusterEnv
 print(json.dumps(ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [0], None, 60)[:3]))"""
@@ -112,22 +113,23 @@ def shared_settings(parser: FlagParser) -> dict[str, str]:
     for name in ("model", "draft"):
         path = flags[name].value if name in flags else "none"
         if path not in ("lookup", "none") and (path or name == "model"):
-            directory = checkpoint_dir(path) if path else BUNDLED
-            files = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+            directory = checkpoint_path(path) if path else BUNDLED
+            files = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
             files = [file for file in sorted(files) if file.suffix in (".json", ".jinja", ".safetensors")]
+            files += [directory] * is_gguf(directory)
             same |= {f"{file.name} of --{name}": _digest(file) for file in files}
     return same
 
 
 def _digest(file: Path) -> str:
-    """Digest of a file; of a safetensors file its size, its header and samples of its numbers."""
+    """Digest of a file; of weights its size, its header and samples of its numbers."""
     size = file.stat().st_size
     sha = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
             sha.update(opened.read(min(size, 8 + int.from_bytes(opened.read(8), "little"))))
         else:
-            sha.update(opened.read(size))
+            sha.update(opened.read(_HEADER if is_gguf(file) else size))
         for at in range(opened.tell(), size, max(_SAMPLE, size // 64)):
             opened.seek(at)
             sha.update(opened.read(_SAMPLE))

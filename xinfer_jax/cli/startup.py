@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ..checkpoint.files import checkpoint_dir
+from ..checkpoint.files import checkpoint_path
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, format_message, format_value
 from ..layerwise.precompile import Precompiler
@@ -31,7 +31,7 @@ def join_processes() -> int:
 
 def open_model(name: str | None, flags: Any) -> Checkpoint:
     """`open_checkpoint` with the settings of flags, after a download with its own progress bar."""
-    path = name and checkpoint_dir(name)
+    path = name and checkpoint_path(name)
     mesh = flags.mesh
     if distributed_args() and not mesh:
         mesh = f"model={jax.device_count()}"

@@ -18,7 +18,7 @@ from .layer_fields import (
     write_layer_types,
     write_window,
 )
-from .rope_settings import flat_rope_settings, read_rope, write_rope
+from .rope_settings import ROPE_TYPES, flat_rope_settings, read_rope, write_rope
 from .values import get_boolean, get_integer, get_number
 
 
@@ -27,7 +27,8 @@ def _layer(hf: Mapping) -> LayerSpec:
 
 
 def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
-    return dict(layers=(_layer(hf),) * layers)
+    """`longrope` is how GGUF files have the frequencies of `llama3`: a divisor of each."""
+    return dict(rope=read_rope(hf, (*ROPE_TYPES, "longrope")), layers=(_layer(hf),) * layers)
 
 
 def read_arcee(hf: Mapping, layers: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jax
 from ..config.model_config import ModelConfig
 from ..plugins import load
 from ..weights.param_specs import Params, ParamSpec, leaf_name, param_specs
-from .family import Joined
+from .family import Joined, Names
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
 # Names of leaves in the files, of families that have no others; those of a layer are within it.
@@ -93,13 +93,25 @@ class FileSpec(ParamSpec):
 def file_specs(config: ModelConfig) -> Params:
     """Returns the parameter tree of `config` with a `FileSpec` at every leaf."""
     family = load("family", config.model_type)
+    return specs_by_names(config, NAMES | family.names.leaves, family.names, family.linear_names)
+
+
+def specs_by_names(
+    config: ModelConfig,
+    names: Mapping[str, str],
+    attention: Names,
+    linear: Names,
+    prefix: str = "model.layers",
+) -> Params:
+    """Returns `file_specs` by other names: of all leaves, of layers of attention and of linear attention.
+    prefix: of a layer's tensors.
+    """
     tree = param_specs(config)
-    names = NAMES | family.names.leaves
     layers = []
     for i, layer in enumerate(tree["layers"]):
-        own = family.linear_names if config.is_linear(i) else family.names
+        own = linear if config.is_linear(i) else attention
         sizes = config.linear_attention if config.is_linear(i) else config
-        layers.append(_named(layer, names | own.leaves, f"model.layers.{i}.", own.joined, sizes))
+        layers.append(_named(layer, {**names, **own.leaves}, f"{prefix}.{i}.", own.joined, sizes))
     rest = {leaf: spec for leaf, spec in tree.items() if leaf != "layers"}
     return _named(rest, names, "", (), None) | {"layers": tuple(layers)}
 

@@ -37,13 +37,14 @@ _ROW_BY_ROW = 8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedWeight(QuantizedWeight):
-    """A matrix [O, I] as `(values - zero) * scale` in groups of inputs. Outputs are the last axis."""
+    """A matrix [O, I] as `(values - zero) * scale + offset` in groups of inputs. Outputs are last."""
 
     values: jax.Array  # int8 [Q, Y, O], I padded to Q * J; int4: uint8 from `pack_int4`
     scale: jax.Array  # float16 or float32 [Q, O]; on TPUs of int4 float32 (`device_form`)
     zero: jax.Array | None  # uint8 [Q, O]; None: 0
     order: jax.Array | None  # int32 [I]: the inputs of each group; None: in their own order
     inputs: int = dataclasses.field(metadata=dict(static=True))  # I
+    offset: jax.Array | None = None  # a float type [Q, O]; None: 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,7 +69,13 @@ class GroupedWeight(QuantizedWeight):
         *experts, outputs, inputs = axes
         of_groups = *experts, inputs, outputs
         values = *experts, inputs, None, outputs
-        return {"values": values, "scale": of_groups, "zero": of_groups, "order": (inputs,)}
+        return {
+            "values": values,
+            "scale": of_groups,
+            "zero": of_groups,
+            "order": (inputs,),
+            "offset": of_groups,
+        }
 
     def dequantize(self) -> jax.Array:
         values = self.values
@@ -80,10 +87,22 @@ class GroupedWeight(QuantizedWeight):
         levels_QJO = levels_QJO.astype(jnp.float32)
         if self.zero is not None:
             levels_QJO -= self.zero.astype(jnp.float32)[:, None]
-        matrix_IO = (levels_QJO * scale[:, None]).reshape(-1, values.shape[-1])[: self.inputs]
+        matrix_QJO = levels_QJO * scale[:, None]
+        if self.offset is not None:
+            matrix_QJO += self.offset.astype(jnp.float32)[:, None]
+        matrix_IO = matrix_QJO.reshape(-1, values.shape[-1])[: self.inputs]
         if self.order is not None:
             matrix_IO = jnp.zeros_like(matrix_IO).at[self.order].set(matrix_IO)
         return matrix_IO.T
+
+    def forms_product(self, x_MI: jax.Array) -> jax.Array:
+        """Offsets are multiplied with the sums of groups of activations."""
+        if self.offset is None:
+            return super().forms_product(x_MI)
+        y_MO = dataclasses.replace(self, offset=None).forms_product(x_MI)
+        x_MI = x_MI if self.order is None else x_MI[:, self.order]
+        sum_MQ = split_groups(x_MI.astype(jnp.float32), self.group, jnp).sum(-1)
+        return y_MO + dot(sum_MQ, self.offset.astype(jnp.float32), 0)
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
         weight = self
@@ -121,6 +140,12 @@ def grouped_struct(
         struct((inputs,), np.int32) if ordered else None,
         inputs,
     )
+
+
+def offset_struct(shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16) -> GroupedWeight:
+    """Returns `grouped_struct` with offsets in place of zero points. scale: the type of both."""
+    weight = grouped_struct(shape, bits, J, scale)
+    return dataclasses.replace(weight, zero=None, offset=weight.scale)
 
 
 def group_size(shape: tuple[int, ...], bits: int) -> int:

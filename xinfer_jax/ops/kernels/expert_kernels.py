@@ -18,8 +18,9 @@ from ..forms import Kernel, named
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
     """The implementation for these tokens and experts; raises as `named`."""
-    weight = experts["gate"]["weight"]
-    obstacle = "quantized experts" if is_quantized(weight) and not isinstance(weight, Mxfp4Weight) else None
+    weights = [experts[name]["weight"] for name in ("gate", "up", "down")]
+    is_mxfp4 = all(isinstance(weight, Mxfp4Weight) for weight in weights)
+    obstacle = "quantized experts" if any(map(is_quantized, weights)) and not is_mxfp4 else None
     args = () if obstacle else _arrays(experts)
     return named("gated_experts", impl, x_MD, *args, obstacle=obstacle)
 

@@ -104,7 +104,7 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
         return f"{rows} rows of {x.shape[-1]} numbers"
     if isinstance(matrices[0], Int8Weight):
         return "int8 activations" if any(map(_has_int8_activations, matrices)) else None
-    if not isinstance(matrices[0], GroupedWeight):
+    if not isinstance(matrices[0], GroupedWeight) or any(matrix.offset is not None for matrix in matrices):
         return _other_kind(matrices[0])
     if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
         return "int8 in groups, or groups that are no multiple of 64"
@@ -148,8 +148,8 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
     if isinstance(matrix, Int8Weight):
         return "a norm before int8 activations" if normed and matrix.int8_activations else None
     if isinstance(matrix, GroupedWeight):
-        if matrix.values.shape[1] % 16:
-            return "small groups"
+        if matrix.values.shape[1] % 16 or matrix.offset is not None:
+            return "small groups, or offsets of groups"
         ordered = matrix.order is not None and (normed or several)
         return "inputs in the order of one matrix" if ordered else None
     return None if matrix.dtype == dtype and rows <= FEW_ROWS else "floats of another dtype, or for many rows"

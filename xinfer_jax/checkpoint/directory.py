@@ -1,0 +1,63 @@
+"""Opens the directory of a Hugging Face checkpoint."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config.model_config import ModelConfig
+from ..errors import InputError
+from ..families.reading import from_hf
+from ..families.wrappers import text_settings
+from ..sampling.sampling_config import check_generation_config
+from ..weights.quantization import check_quantize
+from .embedding_modules import EmbeddingModules, read_embedding_modules
+from .files import file_exists, read_json
+from .mxfp4_format import dequantized
+from .other_formats import describe_files
+from .quantized_formats import kept_format, quantization_settings
+from .tensors import QuantizedFormat, open_tensors
+from .text_tensors import text_tensors
+from .tokenizer import Tokenizer, eos_ids
+
+
+class OpenedFiles(NamedTuple):
+    """What the files of a checkpoint say; weights are not read."""
+
+    config: ModelConfig
+    tensors: dict[str, Any]  # by Hugging Face name
+    skipped: tuple[str, ...]  # patterns of tensors that are known and not read, with counts
+    quant_format: QuantizedFormat | None  # in which quantized matrices stay; None: they are read as floats
+    tokenizer: Tokenizer | None
+    eos_token_ids: Sequence[int]
+    generation_config: dict[str, Any]
+    embedding: EmbeddingModules | None = None
+
+
+def open_directory(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
+    """Reads the small files of a directory and the headers of its weights. Arguments and errors as of
+    `load_model`.
+    """
+    settings = read_json(path / "config.json")
+    if settings is None:
+        others = [name for name in os.listdir(path) if not name.startswith("model")]
+        no_config = "holds no config.json: give the directory of a Hugging Face checkpoint"
+        raise InputError(f"{path} {describe_files(others, no_config)}")
+    settings = text_settings(settings)
+    embedding = read_embedding_modules(path)
+    if embedding is not None:
+        settings["architectures"] = None  # it may be a model without a head
+    config = from_hf(settings)
+    stored_settings = quantization_settings(settings, path)
+    quant_format = kept_format(stored_settings, path, quantize, dequantize)
+    check_quantize(config, quant_format.method if quant_format else quantize)
+    tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
+    generation = read_json(path / "generation_config.json") or {}
+    check_generation_config(generation, config.vocab_size)
+    ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
+    stored = open_tensors(path)
+    (tensors, skipped) = text_tensors(dequantized(stored) if dequantize else stored)
+    if quant_format:
+        config = dataclasses.replace(config, quantization_config=stored_settings)
+    return OpenedFiles(config, tensors, skipped, quant_format, tokenizer, ends, generation, embedding)

@@ -1,0 +1,170 @@
+"""The tensors of a GGUF file under the names of a Hugging Face checkpoint, and in its order and values.
+
+llama.cpp's converters change some: rows of queries and keys of llama alternate between the halves of a head,
+norms are stored as 1 + w, decays as -exp(A_log), and value heads of linear attention by turns of key heads.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_names
+from ..families.family import Joined, Names
+from ..families.naming import FileSpec, file_specs, specs_by_names
+from .gguf_file import GgufFile, GgufTensor
+from .gguf_format import is_kept
+
+_MLP = ("gate", "up", "down")
+_NAMES = dict(
+    embed="token_embd", final_norm="output_norm.weight", lm_head="output",
+    layer_embed="per_layer_token_embd", layer_proj="per_layer_model_proj",
+    layer_input_norm="per_layer_proj_norm.weight", attn_norm="attn_norm.weight", mlp_norm="ffn_norm.weight",
+    attn_post_norm="post_attention_norm.weight", mlp_post_norm="post_ffw_norm.weight",
+    q="attn_q", k="attn_k", v="attn_v", o="attn_output", attn_gate="attn_q.gate", sinks="attn_sinks.weight",
+    q_norm="attn_q_norm.weight", k_norm="attn_k_norm.weight", router="ffn_gate_inp",
+    **{leaf: f"ffn_{leaf}" for leaf in _MLP},
+    **{f"experts.{leaf}": f"ffn_{leaf}_exps" for leaf in _MLP},
+    **{f"shared.{leaf}": f"ffn_{leaf}_shexp" for leaf in _MLP}, shared_gate="ffn_gate_inp_shexp",
+    **{"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"},
+    mlp_out_norm="post_ffw_norm_1.weight", experts_norm="pre_ffw_norm_2.weight",
+    experts_out_norm="post_ffw_norm_2.weight", input_gate="inp_gate", input_proj="proj",
+    input_norm="post_norm.weight", layer_scalar="layer_output_scale.weight",
+)  # fmt: skip
+_GATE_UP = Joined("ffn_gate_up_exps.weight", ("experts.gate", "experts.up"), stacked=True)
+_ATTENTION = Names(joined=(_GATE_UP,))
+_GATED = Names(joined=(Joined("attn_q", ("q", "attn_gate"), groups="num_attention_heads"), _GATE_UP))
+_LINEAR = Names(
+    dict(z="attn_gate", a="ssm_alpha", b="ssm_beta", A_log="ssm_a", dt_bias="ssm_dt.bias", o="ssm_out",
+        gated_norm="ssm_norm.weight", **{f"conv_{leaf}": f"ssm_conv1d.{leaf}" for leaf in "qkv"}),
+    (Joined("attn_qkv", ("q", "k", "v")), Joined("ssm_conv1d.weight", ("conv_q", "conv_k", "conv_v")),
+        _GATE_UP),
+)  # fmt: skip
+_POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no norm after the attention
+_OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM}
+_NOT_READ = ("rope_freqs.weight",)  # the config has it
+
+
+@dataclasses.dataclass(frozen=True)
+class InterleavedExperts:
+    """Experts' tensors as gpt-oss's checkpoints have them: outputs last, by turns those of several leaves."""
+
+    parts: Mapping[int, GgufTensor]  # [experts, outputs, inputs] or, of biases, [experts, outputs]
+    step: int  # from an output of a part to its next
+    type = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        (experts, outputs, *inputs) = next(iter(self.parts.values())).shape
+        return experts, *inputs, outputs * self.step
+
+    def transposed(self, first: int, step: int) -> list[GgufTensor]:
+        """Each expert's matrix of a part; biases together."""
+        part = self.parts[first]
+        return _experts(part) if len(part.shape) > 2 else [part]
+
+
+def gguf_tensors(
+    file: GgufFile, arch: str, config: ModelConfig, keep: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the tensors of all leaves by their Hugging Face names, where those that stay quantized are
+    whole leaves, and patterns with counts of those that are not read. keep: whether any stay quantized.
+    Raises InputError, all tensors at fault named.
+    """
+    attention = _GATED if config.linear_attention else _ATTENTION
+    own_specs = specs_by_names(config, _NAMES | _OWN_NAMES.get(arch, {}), attention, _LINEAR, "blk")
+    stored = file.tensors
+    expected: dict[str, tuple[int, ...]] = {}
+    for own in jax.tree.leaves(own_specs):
+        expected |= own.tensor_shapes(stored)
+    skipped = _check_tensors(file, config, expected)
+    found: dict[str, Any] = {}
+    for spec, own in zip(jax.tree.leaves(file_specs(config)), jax.tree.leaves(own_specs), strict=True):
+        tensor = _in_own_order(config, arch, own, _joined(own.tensor_parts(stored), own.shape))
+        if keep and is_kept(tensor, spec):
+            found[spec.hf_name] = dataclasses.replace(tensor, kept=True)
+        elif spec.interleaved:
+            others = getattr(found.get(spec.fused_name), "parts", {})
+            parts = {**others, spec.first_row: tensor}
+            found[str(spec.fused_name)] = InterleavedExperts(parts, spec.interleaved)
+        elif "{}" in spec.hf_name:
+            found |= {spec.hf_name.format(i): expert for i, expert in enumerate(_experts(tensor))}
+        else:
+            found[spec.hf_name] = tensor
+    return found, skipped
+
+
+def _check_tensors(
+    file: GgufFile, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    stored = file.tensors
+    layers = range(config.num_hidden_layers)
+    shared = layers[config.num_cached_layers :]  # they reuse keys and values
+    unused = {f"blk.{i}.{name}.weight" for i in shared for name in ("attn_k", "attn_v", "attn_k_norm")}
+    own = tuple(f"blk.{i}." for i in layers)
+    drafts = {name for name in stored if name.startswith("blk.") and not name.startswith(own)}
+    faults = [f"missing {name} {list(expected[name])}" for name in expected.keys() - stored.keys()]
+    unknown = stored.keys() - expected.keys() - unused - drafts - {*_NOT_READ}
+    faults += [f"unexpected {name}" for name in unknown]
+    faults += [
+        f"{name} has shape {list(stored[name].shape)}, the metadata ask for {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    if faults:
+        what = format_names(sorted(faults), 2)
+        raise InputError(f"{file.path}: the tensors do not fit the metadata: {what}")
+    counts = Counter(".".join([*name.split(".")[:2], "*"]) for name in drafts)
+    return tuple(f"{name} ({count})" for name, count in sorted(counts.items()))
+
+
+def _experts(tensor: GgufTensor) -> list[GgufTensor]:
+    (experts, outputs, inputs) = tensor.shape
+    return [tensor.view(i * outputs, (outputs, inputs)) for i in range(experts)]
+
+
+def _joined(parts: list[GgufTensor], shape: tuple[int, ...]) -> GgufTensor:
+    """A leaf of parts of one tensor."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = np.concatenate([np.asarray(part.rows, np.int32) for part in parts])
+    return dataclasses.replace(parts[0], rows=rows, shape=shape)
+
+
+def _in_own_order(config: ModelConfig, arch: str, spec: FileSpec, tensor: GgufTensor) -> GgufTensor:
+    """A leaf with its rows, columns and values as in a Hugging Face checkpoint."""
+    leaf = spec.name.split(".")[2] if spec.name.startswith("layers.") else ""
+    is_linear = leaf and config.is_linear(int(spec.name.split(".")[1]))
+    if arch == "llama" and leaf in ("q", "k"):
+        heads = config.num_attention_heads if leaf == "q" else config.num_key_value_heads
+        return _with_rows(tensor, np.arange(len(tensor.rows)).reshape(heads, -1, 2).swapaxes(1, 2))
+    if spec.init == "norm" and config.norm_offset:
+        return dataclasses.replace(tensor, convert=_minus_one)
+    if is_linear and (linear := config.linear_attention):
+        size = tensor.width if leaf == "o" else len(tensor.rows)
+        turns = (linear.num_value_heads // linear.num_key_heads, linear.num_key_heads)
+        if leaf in ("v", "z", "a", "b", "conv_v", "A_log", "dt_bias", "o") and turns[0] > 1:
+            order = np.arange(size).reshape(*turns, -1).swapaxes(0, 1)
+            if leaf == "o":
+                return dataclasses.replace(tensor, columns=order.reshape(-1))
+            tensor = _with_rows(tensor, order)
+        if leaf == "A_log":
+            return dataclasses.replace(tensor, convert=_log_of_minus)
+    return tensor
+
+
+def _with_rows(tensor: GgufTensor, order: np.ndarray) -> GgufTensor:
+    return dataclasses.replace(tensor, rows=np.asarray(tensor.rows, np.int32)[order.reshape(-1)])
+
+
+def _minus_one(x: np.ndarray) -> np.ndarray:
+    return x - 1
+
+
+def _log_of_minus(x: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.log(-x)
