@@ -197,13 +197,6 @@ def test_a_directory_of_another_format_is_named(tmp_path, name):
     assert re.search(message, tiny.load_error(tmp_path / "whole"))
 
 
-def test_an_mlx_checkpoint_is_named(tmp_path):
-    mlx = dict(group_size=64, bits=4)
-    for settings in (dict(quantization=mlx), dict(quantization=mlx, quantization_config=mlx)):
-        message = tiny.load_error(tiny.write(tmp_path, tiny.CONFIG | settings))
-        assert "is quantized for MLX (4 bits), which is not supported: awq" in message
-
-
 def test_other_names_of_models(tmp_path):
     for file in ("model.safetensors", "config.json"):
         (tmp_path / file).touch()

@@ -79,7 +79,7 @@ PACKAGES = {
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "tensor_files", "own_format", "awq_gptq_format", "bitnet_format",
-        "mxfp4_format", "quantized_formats", "sharded_leaves", "leaf_loader",
+        "mlx_format", "mxfp4_format", "quantized_formats", "sharded_leaves", "leaf_loader",
         "embedding_modules", "directory", "gguf_file", "gguf_format", "gguf_tensors", "gguf_tokenizer",
         "gguf_checkpoint", "loading", "saving",
     ),

@@ -8,7 +8,7 @@ are; `template_files`, `template_budget` and `chat_template` find, limit and ren
 `conversation` returns the ids of a prompt, `tool_choice` has the grammar of answers that call a tool;
 `detokenizer` and `answer_detokenizer` decode ids as they arrive; `tensors` opens safetensors
 files, `text_tensors` leaves out those of other models, `tensor_files` writes files and directories;
-`own_format`, `awq_gptq_format`, `bitnet_format` and `mxfp4_format` are, read and written,
+`own_format`, `awq_gptq_format`, `bitnet_format`, `mxfp4_format` (read and written) and `mlx_format` are
 formats of quantized checkpoints, `quantized_formats` finds the one; `sharded_leaves` splits a leaf over a
 mesh, `leaf_loader` reads it; `embedding_modules` reads how vectors are made of hidden states; `directory`
 opens a directory; `gguf_file`, `gguf_format`, `gguf_tensors`, `gguf_tokenizer` and `gguf_checkpoint` open a

@@ -1,4 +1,4 @@
-"""Finds out in which format a checkpoint stores quantized matrices: ours, AWQ, GPTQ, BitNet or MXFP4."""
+"""Finds out in which format a checkpoint stores matrices: ours, AWQ, GPTQ, BitNet, MLX or MXFP4."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,14 @@ from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
 from .bitnet_format import BitNetFormat, is_listed
 from .files import read_json
+from .mlx_format import MlxFormat
 from .mxfp4_format import Mxfp4Format
 from .own_format import VERSION, VERSION_ROTATED, OwnFormat, quantization_config
 from .tensors import QuantizedFormat
 
 _REMEDY = (
-    "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet and mxfp4 are supported: use such a checkpoint,"
-    " or the unquantized one with quantize="
+    "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet, mlx and mxfp4 are supported: use such a"
+    " checkpoint, or the unquantized one with quantize="
 )
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
@@ -34,10 +35,7 @@ def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
     config = settings.get("quantization_config") or _old_settings(path)
     mlx = settings.get("quantization")
     if isinstance(mlx, Mapping) and "group_size" in mlx and config in (None, mlx):
-        raise InputError(
-            f"{path} is quantized for MLX ({format_value(mlx.get('bits'))} bits), which is not supported:"
-            f" {_REMEDY}"
-        )
+        return {**mlx, "quant_method": MlxFormat.method}
     return config or None
 
 
@@ -48,7 +46,7 @@ def read_format(config: Any) -> QuantizedFormat | None:
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, Mapping) else config
-    methods = ("awq", "gptq", BitNetFormat.method, Mxfp4Format.method, OwnFormat.method)
+    methods = ("awq", "gptq", *(x.method for x in (BitNetFormat, MlxFormat, Mxfp4Format, OwnFormat)))
     if method not in methods or not isinstance(config, Mapping):
         raise InputError(
             f"quantization_config with quant_method {format_value(method)} is not supported: {_REMEDY}"
@@ -62,6 +60,8 @@ def read_format(config: Any) -> QuantizedFormat | None:
     if method == OwnFormat.method:
         require(config.get("version") in (VERSION, VERSION_ROTATED), "version")
         return OwnFormat(config.get("rotated") is True, config.get("once") is True)
+    if method == MlxFormat.method:
+        return MlxFormat(dict(config))
     if method == Mxfp4Format.method:  # the tensors show what is not converted
         return Mxfp4Format()
     if method == BitNetFormat.method:
@@ -99,7 +99,7 @@ def format_to_write(
     quantized = filter(is_quantized, leaves)
     if stored is None and all(isinstance(leaf, Mxfp4Weight) and len(leaf.shape) > 2 for leaf in quantized):
         stored = dict(quant_method=Mxfp4Format.method, modules_to_not_convert=_MXFP4_FLOATS)
-    if stored and stored.get("quant_method") != OwnFormat.method:
+    if stored and stored.get("quant_method") not in (OwnFormat.method, MlxFormat.method):
         named = zip((spec.hf_name for spec in specs), leaves, strict=True)
         floats = [name for name, leaf in named if len(leaf.shape) == 2 and not is_quantized(leaf)]
         settings = _with_floats(stored, [name.removesuffix(".weight") for name in floats if name != TIED[0]])

@@ -25,7 +25,7 @@ from .other_formats import describe_files
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
-    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
+    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U32": np.uint32, "U8": np.uint8,
 }  # fmt: skip
 # Bytes that a core copies at a time: starting another core costs more than a smaller copy.
 _COPY_BLOCK = 1 << 23
