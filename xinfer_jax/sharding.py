@@ -26,12 +26,12 @@ REPLICATED = PartitionSpec()
 def abstract_mesh_of(tree: Any) -> Any:
     """Returns the abstract mesh whose axis "model" divides the arrays, from their types, also under `jit`.
 
-    None: one device, no such axis, or inside a `shard_map` over it.
+    None: one device along it, no such axis, or inside a `shard_map` over it.
     """
     leaves = jax.tree.leaves(tree)
     mesh = jax.typeof(leaves[0]).sharding.mesh if leaves else None
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
-    return mesh if kinds.get(MODEL) == AxisType.Auto else None
+    return mesh if kinds.get(MODEL) == AxisType.Auto and mesh.shape[MODEL] > 1 else None
 
 
 def concrete_mesh_of(tree: Any) -> Mesh | None:

@@ -596,6 +596,11 @@ def explicit_axes() -> None:
             assert cache.layers[0].k.sharding.spec[:2] == (None, "model"), cache.layers[0].k.sharding
             alone = xj.forward(explicit, config, TOKENS)[0]  # outside a trace
             assert_close(alone[0, -1], logits_BV[0], 1e-4)
+    one = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    replicated = jax.device_put(params, NamedSharding(one, PartitionSpec()))  # "model" divides nothing
+    rows = NamedSharding(one, PartitionSpec("data"))
+    found = calls(replicated, *jax.device_put((*inputs, keys), rows))
+    jax.tree.map(partial(assert_close, bound=1e-4), found, want)
     mesh = mesh_of(2)
     with jax.set_mesh(mesh):
         assert jax.tree.leaves(xj.shardings(config, mesh))[0].mesh == mesh
