@@ -35,12 +35,12 @@ from ..weights.quantized_weight import is_quantized
 from .embedding_modules import EmbeddingModules, read_embedding_modules
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
-from .mxfp4_format import dequantized
 from .other_formats import describe_files
 from .own_format import OwnFormat
-from .quantized_formats import kept_format, quantization_settings
+from .quantized_formats import quantization_settings, stored_format
+from .scaled_tensor import MatrixFormat, quantized_shapes
 from .sharded_leaves import with_repeated_kv_heads
-from .tensors import Tensors, TensorSpec, open_tensors
+from .tensors import QuantizedFormat, Shape, Tensors, TensorSpec, open_tensors
 from .text_tensors import other_tensors, text_tensors, warn_of_other_tensors
 from .tokenizer import Tokenizer, eos_ids
 
@@ -123,8 +123,11 @@ def load_model(
 
     Args:
         path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), or a hub
-            name owner/name; None: the bundled checkpoint. Quantized matrices stay as they are stored.
-        dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16.
+            name owner/name; None: the bundled checkpoint. Quantized matrices stay as they are stored where a
+            leaf has that form: AWQ, GPTQ, BitNet, MXFP4, whole numbers of compressed-tensors. Those in FP8
+            and NVFP4 become floats on every device.
+        dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16;
+            of FP8 and NVFP4 bfloat16.
         quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; None: they
             are not.
         mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`); each
@@ -133,8 +136,8 @@ def load_model(
         activations: "int8" (with quantize="int8", not over a mesh): the weights are rotated (QuaRot), so that
             on a CPU activations are quantized to int8 too. Prefill and batches are faster, and less accurate.
             None: activations keep 16 bits.
-        dequantize: the numbers of a checkpoint in MXFP4 become those of `dtype`, or are quantized anew as
-            `quantize` says.
+        dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
+            says.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
@@ -154,6 +157,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Does everything of `load_model` except reading the weights; same arguments and errors."""
     start = time.perf_counter()
+    given_dtype = dtype
     dtype = resolve_dtype(dtype)
     check_quantize_method(quantize)
     check_activations(activations, quantize)
@@ -169,8 +173,13 @@ def open_checkpoint(
         settings["architectures"] = None  # it may be a model without a head
     config = from_hf(settings)
     stored_settings = quantization_settings(settings, path)
-    quant_format = kept_format(stored_settings, path, quantize, dequantize)
+    found = stored_format(stored_settings, path, quantize, dequantize)
+    matrix_format = found if isinstance(found, MatrixFormat) else None
+    quant_format = found if isinstance(found, QuantizedFormat) else None
+    keeps = matrix_format is not None and matrix_format.stays_quantized and not dequantize
     check_quantize(config, quant_format.method if quant_format else quantize)
+    if matrix_format and not matrix_format.stays_quantized and given_dtype is quantize is None:
+        dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
     check_generation_config(generation, config.vocab_size)
@@ -181,7 +190,7 @@ def open_checkpoint(
     rotated = bool(rotations) or isinstance(quant_format, OwnFormat) and quant_format.rotated
     config = dataclasses.replace(
         config, eos_token_ids=eos_token_ids, rotated=rotated,
-        quantization_config=stored_settings if quant_format else None,
+        quantization_config=stored_settings if quant_format or keeps else None,
     )  # fmt: skip
     config_of_files = config
     if mesh is not None:
@@ -189,43 +198,54 @@ def open_checkpoint(
         config = with_repeated_kv_heads(config, mesh.shape[MODEL])
         shardings(config, mesh)  # raises where the devices do not divide a size
     stored = open_tensors(path)
-    (tensors, skipped) = text_tensors(dequantized(stored) if dequantize else stored)
+    matrix_format = matrix_format and matrix_format.of_files(stored)
+    (tensors, skipped) = text_tensors(stored)
     if config.tie_word_embeddings and TIED[0] not in tensors and TIED[1] in tensors:
         tensors[TIED[0]] = tensors.pop(TIED[1])  # a tied matrix may be stored under either name
     if embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
-    loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
-    structs, read = _open_params(path, config_of_files, loader)
-    dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
+    loader = LeafLoader(tensors, dtype, quantize, quant_format, keeps, mesh, rotations)
+    structs, read = _open_params(path, config_of_files, loader, matrix_format)
+    dtype_name = found.method if found and (quant_format or keeps) else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, skipped)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
     return Checkpoint(Model(structs, config, tokenizer, generation, stats, name, embedding), read)
 
 
-def _open_params(path: Path, config: ModelConfig, loader: LeafLoader) -> tuple[Params, Callable[[], Params]]:
+def _open_params(
+    path: Path, config: ModelConfig, loader: LeafLoader, matrix_format: MatrixFormat | None
+) -> tuple[Params, Callable[[], Params]]:
     """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
-    tensors = loader.tensors
+    files = loader.tensors
     quant_format = loader.quant_format
+    tensors: Any = matrix_format.with_matrices(files) if matrix_format else files
     specs, tree = _checked_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
     expected: dict[str, TensorSpec] = {}
+    matrices: dict[str, Shape] = {}  # quantized ones that are read as tensors of floats
     for spec in specs:
-        found = quant_format.tensor_specs(spec.hf_name, spec.shape, tensors) if quant_format else {}
+        found = quant_format.tensor_specs(spec.hf_name, spec.shape, files) if quant_format else {}
         quantized.append(found)
-        float_shapes = spec.tensor_shapes(tensors)
-        expected |= found or {name: (shape, _FLOATS) for name, shape in float_shapes.items()}
-    unused = unused_names(config, tensors)
-    unused |= {name for name in tensors if quant_format and quant_format.is_unused(name, tensors)}
-    others = other_tensors(tensors.keys() - expected.keys() - unused)
-    _check_tensors(path, tensors, expected, unused | others)
+        shapes = {} if found else spec.tensor_shapes(tensors)
+        own = quantized_shapes(shapes, tensors)
+        matrices |= own
+        expected |= found | {name: (shape, _FLOATS) for name, shape in shapes.items() if name not in own}
+        for name, shape in own.items():
+            expected |= matrix_format.tensor_specs(name, shape, files) if matrix_format else {}
+    known = quant_format or matrix_format
+    unused = unused_names(config, files)
+    unused |= {name for name in files if known and known.is_unused(name, files)}
+    others = other_tensors(files.keys() - expected.keys() - unused)
+    _check_tensors(path, files, expected, unused | others)
     warn_of_other_tensors(path, others)
-    method = quant_format.method if quant_format else loader.quantize
-    check_weights(specs, loader.dtype, method, memory_fraction(loader.mesh))
+    if matrix_format:
+        tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
     file_names = {spec.name: spec.hf_name for spec in specs}
     rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in loader.rotations.items()}
-    loader = dataclasses.replace(loader, rotations=rotations)
+    loader = dataclasses.replace(loader, tensors=tensors, rotations=rotations)
     structs = list(map(loader.struct, specs, quantized))
+    check_weights(int(memory_fraction(loader.mesh) * tree_bytes(structs)))
 
     def read() -> Params:
         _check_tied(path, config, tensors)
@@ -272,7 +292,7 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
     if not config.tie_word_embeddings or not all(name in tensors for name in TIED):
         return
     embedding, head = (tensors[name] for name in TIED)
-    same = [embedding.shape == head.shape and head.type in _FLOATS]
+    same = [embedding.shape == head.shape and getattr(head, "type", None) in _FLOATS]
     if all(same):
         rows, width = head.shape
         run_in_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), rows, 4 * width)

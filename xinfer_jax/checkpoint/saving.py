@@ -25,9 +25,10 @@ from ..weights.params import Params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from .files import TEXT_FILES, checkpoint_dir, read_json
 from .quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
+from .scaled_tensor import MatrixFormat, quantized_shapes
 from .sharded_leaves import with_kv_heads_once, with_repeated_kv_heads
 from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
-from .tensors import DTYPES, QuantizedFormat, StoredTensor, open_tensors
+from .tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
 from .text_tensors import other_tensors
 from .tokenizer import Tokenizer
 
@@ -88,6 +89,8 @@ def save_model(
             params = with_kv_heads_once(params, config, original)
             config = original
         kept_format = read_format(quantization_settings(text_settings(settings), source))
+        if isinstance(kept_format, MatrixFormat):
+            kept_format = kept_format.of_files(kept)
     (tensors, quantization) = _tensors(params, config, dtype, kept, kept_format)
     floats = {tensor.type for tensor in tensors.values()} & {"F32", "F16", "BF16"}
     name = next((np.dtype(DTYPES[type]).name for type in ("F32", "BF16", "F16") if type in floats), None)
@@ -168,7 +171,7 @@ def _tensors(
     config: ModelConfig,
     dtype: Any,
     kept: Mapping[str, StoredTensor],
-    kept_format: QuantizedFormat | None,
+    kept_format: StoredFormat | None,
 ) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
     """The tensors to write, by name, and what config.json says of those that are quantized.
 
@@ -189,7 +192,12 @@ def _tensors(
     replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}
     if kept_format is not None:
         replaced |= {name for name in stored if kept_format.is_unused(name, stored)}
-        replaced.update(*(kept_format.tensor_specs(spec.hf_name, spec.shape, stored) for spec in specs))
+        matrices = kept_format.with_matrices(stored) if isinstance(kept_format, MatrixFormat) else {}
+        for spec in specs:
+            shapes = {spec.hf_name: spec.shape}
+            if isinstance(kept_format, MatrixFormat):
+                shapes = quantized_shapes(spec.tensor_shapes(matrices), matrices)
+            replaced.update(*(kept_format.tensor_specs(*of, stored) for of in shapes.items()))
     (embed, head) = TIED
     if config.tie_word_embeddings and head in original:  # under that name alone, or under both
         tied = {name: tensor for name, tensor in tensors.items() if name.startswith(embed)}

@@ -18,7 +18,7 @@ from .int8_weight import Int8Weight
 from .quantized_weight import QuantizedWeight, is_quantized
 from .ternary import ternary_leaf
 
-METHODS = ("int8", "int4")  # for any model; "ternary" and "mxfp4" are of models trained so
+METHODS = ("int8", "int4")  # for any model; "ternary" is of models trained so
 _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
 _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without clipping, for int8 in groups
 
@@ -44,9 +44,8 @@ def check_quantize_method(quantize: str | None) -> None:
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
     if method and method not in METHODS:
-        feature = "mxfp4" if method == "mxfp4" else "stored formats"
         remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
-        check_supported(config, feature, f"quantized weights ({method}) are", remedy)
+        check_supported(config, "leaf formats", f"quantized weights ({method}) are", remedy)
 
 
 def check_activations(activations: str | None, quantize: str | None, group: int | None = None) -> None:
