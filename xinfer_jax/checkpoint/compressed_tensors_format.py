@@ -194,7 +194,7 @@ def compressed_tensors_format(
     groups: Any = config.get("config_groups")
     ignore = config.get("ignore") or []
     sparsity = config.get("sparsity_config") or {}
-    require(isinstance(ignore, list | tuple) and all(map(_is_target, ignore)), "ignore")
+    require(isinstance(ignore, list | tuple) and all(isinstance(x, str) for x in ignore), "ignore")
     require(isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense", "sparsity_config")
     require(not config.get("transform_config"), "transform_config")
     are_groups = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())

@@ -22,7 +22,7 @@ from ..weights.mxfp4 import BYTES, GROUP, Mxfp4Weight, mxfp4_struct
 from .scaled_tensor import ScaledTensor, flat_bytes
 from .tensors import Shape
 
-_BLOCK = 1 << 22  # bytes that a core handles at a time: AWQ and GPTQ store outputs last, in many short runs
+_BLOCK = 1 << 21  # bytes that a core handles at a time: AWQ and GPTQ store outputs last, in many short runs
 
 
 class KeptForm(NamedTuple):
