@@ -8,8 +8,10 @@ import ml_dtypes
 import numpy as np
 import parity_cases as cases
 import pytest
+import run_script
 import tiny
 from quick import full_except
+from safetensors.numpy import load_file
 from scaled_checkpoints import (
     BF16,
     E4M3,
@@ -194,6 +196,8 @@ def test_the_dtype_of_floats(tmp_path):
     np.testing.assert_array_equal(leaf, equal[Q0].astype(BF16))
     wanted = xj.load_model(write(tmp_path / "b", HF, equal), "float32", "int4")
     jax.tree.map(np.testing.assert_array_equal, xj.load_model(path, "float32", "int4").params, wanted.params)
+    xj.save_model(tmp_path / "c", model.params, model.config, like=path)  # no scale is left, nor a setting
+    jax.tree.map(np.testing.assert_array_equal, xj.load_model(tmp_path / "c").params, model.params)
 
 
 @pytest.mark.full
@@ -242,6 +246,58 @@ def test_compressed_tensors_own_functions(tmp_path):
         )  # fmt: skip
         path, equal = checkpoint(tmp_path / format, HF, settings, encode)
         assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / f"{format}-b", HF, equal))
+
+
+@pytest.mark.parametrize(
+    "name", ["w4a16", "w4a16-zeros", "w4a16-channel", "w4a16-order", "w4a16-last-group-short"]
+)
+def test_w4a16_is_saved_as_it_was(tmp_path, name):
+    """Packed numbers and zero points byte for byte; scales, of float models, in float32."""
+    path, _ = checkpoint(tmp_path / "a", HF, *CASES[name][:2])
+    model = xj.load_model(path, "float32")
+    xj.save_model(tmp_path / "b", model.params, model.config)
+    (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "b"))
+    assert source.keys() == saved.keys()
+    for tensor, array in saved.items():
+        np.testing.assert_array_equal(array, source[tensor].astype(array.dtype), err_msg=tensor)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_model(tmp_path / "b", "float32").params, model.params)
+
+
+def test_a_mixture_in_w4a16_is_saved(tmp_path):
+    hf = cases.CASES["moe-defaults"].hf
+    path, _ = checkpoint(tmp_path / "a", hf, w4(16), integers(4, 16), False)
+    model = xj.load_model(path, "float32")
+    xj.save_model(tmp_path / "b", model.params, model.config)
+    again = xj.load_model(tmp_path / "b", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.parametrize("name, hf", [("int-quantized", HF), ("mxfp4-packed", HF), ("w4a16", None)])
+def test_others_are_not_saved_in_their_format(tmp_path, name, hf):
+    """Matrices that are joined in published files neither."""
+    path, _ = checkpoint(tmp_path / "a", hf or cases.CASES["qwen3-5-tied"].hf, *CASES[name][:2])
+    model = xj.load_model(path, "float32")
+    with pytest.raises(xj.InputError, match="cannot be written in the format compressed-tensors"):
+        xj.save_model(tmp_path / "b", model.params, model.config)
+
+
+@pytest.mark.full
+def test_quantize_writes_what_transformers_reads(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    done = run_script.run(
+        "quantize", f"--output={tmp_path}/w4", "--method=rtn", "--format=compressed-tensors"
+    )
+    assert done.returncode == 0, done.stderr
+    model = xj.load_model(tmp_path / "w4", "float32")
+    assert isinstance(model.params["layers"][0]["q"]["weight"], GroupedWeight)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "w4", dtype="float32")
+    tokens = np.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        wanted = other(torch.tensor(tokens)).logits.numpy()
+    found = jax.jit(xj.forward, static_argnums=1)(model.params, model.config, tokens)[0]
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
 
 
 WEIGHTS = dict(num_bits=4, type="int", strategy="group", group_size=32)

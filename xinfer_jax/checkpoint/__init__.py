@@ -9,10 +9,10 @@ are; `template_files`, `template_budget` and `chat_template` find, limit and ren
 `detokenizer` and `answer_detokenizer` decode ids as they arrive; `tensors` opens safetensors
 files, `text_tensors` leaves out those of other models, `tensor_files` writes files and directories;
 `own_format` and `bitnet_format` store leaves, `scaled_tensor` reads the matrices of all other formats
-(`awq_gptq_format`, `mxfp4_format`, `fp8_format`, `nvfp4_format`, `compressed_tensors_format`), `kept_leaves`
-keeps them as they are, `quantized_formats` finds the right one to read or write; `sharded_leaves` splits a
-leaf over a mesh and `leaf_loader` reads it; `embedding_modules` reads how vectors are made of hidden states;
-`loading` has `load_model`, `saving` has `save_model`.
+(`awq_gptq_format`, `mxfp4_format`, `fp8_format`, `nvfp4_format`, `compressed_tensors_format`, which
+`compressed_tensors_packing` writes), `kept_leaves` keeps them as they are, `quantized_formats` chooses one;
+`sharded_leaves` splits a leaf over a mesh and `leaf_loader` reads it; `embedding_modules` reads how vectors
+are made of hidden states; `loading` has `load_model`, `saving` has `save_model`.
 
 - A checkpoint is not trusted. Every value is checked before use; tensors come only from safetensors, never
   from a pickle; the time and memory of a template are counted before they are spent.

@@ -14,7 +14,10 @@ from typing import Any, Self
 import numpy as np
 
 from ..errors import InputError, format_value
+from ..families.conversion import TensorOfLeaves
 from ..families.skipped_tensors import text_name
+from ..weights.grouped_weight import GroupedWeight
+from .compressed_tensors_packing import packed_tensors
 from .fp8_format import FLOAT8, SCALE_TYPES, is_of_activations, read_float8, scale_layout, scaled_numbers
 from .mxfp4_format import mxfp4_tensor
 from .nvfp4_format import nvfp4_specs, nvfp4_tensor
@@ -151,6 +154,26 @@ class CompressedTensorsFormat(MatrixFormat):
             has_float16_scales=scale.type == "F16",
         )
         return ScaledTensor(numbers, shape)
+
+    def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
+        tensors: dict[str, TensorOfLeaves] = {}
+        for name, leaf in leaves.items():
+            scheme = self._scheme(name.removesuffix(".weight").format(0))
+            even = leaf.shape[-1] + leaf.shape[-1] % 2
+            J = min(scheme.block[1], even) if scheme.block else even
+            is_int4 = isinstance(leaf, GroupedWeight) and leaf.zero is not None and leaf.group == J
+            if not is_int4 or scheme.format != _PACKED_INT or scheme.bits != 4:
+                raise self.misfit(name)
+            check = partial(self._check_symmetric, name) if scheme.is_symmetric else None
+            kind = np.float32 if np.dtype(dtype) == np.float32 else leaf.scale.dtype
+            experts = range(leaf.shape[0]) if "{}" in name else (None,)
+            for expert in experts:
+                tensors |= packed_tensors(name.format(expert), leaf, expert, kind, check)
+        return tensors
+
+    def _check_symmetric(self, name: str, zeros: np.ndarray) -> None:
+        if (zeros != 8).any():
+            raise self.misfit(name)
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         """Also zero points of symmetric matrices, which are 0."""

@@ -12,7 +12,7 @@ from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
 from .bitnet_format import BitNetFormat, is_listed
-from .compressed_tensors_format import compressed_tensors_format
+from .compressed_tensors_format import CompressedTensorsFormat, compressed_tensors_format
 from .files import read_json
 from .fp8_format import Fp8Format
 from .mxfp4_format import Mxfp4Format
@@ -29,6 +29,7 @@ OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 Require = Callable[[bool, str], None]  # raises where a setting, by its name, is not supported
 # Of ModelOpt, whose tensors show which of them a matrix has.
 _MODELOPT = ("FP8", "FP8_PB_WO", "FP8_BLOCK_SCALES", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
+_WRITTEN_APART = (AwqGptqFormat, CompressedTensorsFormat)  # not where published files have matrices joined
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 # The modules of gpt-oss that its files have as float numbers.
 _MXFP4_FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -102,7 +103,11 @@ def format_to_write(
         named = zip((spec.hf_name for spec in specs), leaves, strict=True)
         floats = [name for name, leaf in named if len(leaf.shape) == 2 and not is_quantized(leaf)]
         settings = _with_floats(stored, [name.removesuffix(".weight") for name in floats if name != TIED[0]])
-    return read_format(settings), dict(quantization_config=settings)
+    found = read_format(settings)
+    for spec, leaf in zip(specs, leaves, strict=True):
+        if isinstance(found, _WRITTEN_APART) and is_quantized(leaf) and spec.published_name != spec.hf_name:
+            raise found.misfit(spec.hf_name)
+    return found, dict(quantization_config=settings)
 
 
 def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
@@ -116,10 +121,11 @@ def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, An
         if rules:
             found["dynamic"] = {**(settings.get("dynamic") or {}), **rules}
     elif method != Mxfp4Format.method:
-        names = settings.get("modules_to_not_convert")
+        field = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
+        names = settings.get(field)
         names = [*names] if isinstance(names, list | tuple) else ["lm_head"]
         if added := [module for module in floats if not is_listed(module, map(str, names))]:
-            found["modules_to_not_convert"] = names + added
+            found[field] = names + added
     return found
 
 

@@ -55,7 +55,7 @@ def save_model(
     Args:
         path: the directory.
         params: of the model. Quantized matrices are written in the format of the files that they are from
-            (AWQ, GPTQ, BitNet, MXFP4); those that this library quantized in its own, which only it reads.
+            (AWQ, GPTQ, BitNet, MXFP4, W4A16); those that this library quantized in its own.
         config: of the model, as `load_model` or `from_hf` returns it.
         tokenizer: whose files are written.
         like: a checkpoint of this config, also one that sees images, or `path` itself: names and config.json

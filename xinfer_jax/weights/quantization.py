@@ -171,6 +171,20 @@ def quantize_matrix(
     return weight
 
 
+def quantize_symmetric(matrix: np.ndarray, group: int | None = None) -> GroupedWeight:
+    """Quantizes a float matrix, or those of experts, to int4 with all zero points in the middle, on the host.
+    group: as in `quantize_matrix`.
+    """
+    if matrix.ndim > 2:
+        return jax.tree.map(lambda *x: np.stack(x), *(quantize_symmetric(x, group) for x in matrix))
+    blocks_OQJ = split_groups(matrix.astype(np.float32), group or group_size(matrix.shape, 4))
+    step_OQ = float16_step(np.maximum(blocks_OQJ.max(-1) / 7, blocks_OQJ.min(-1) / -8))
+    levels_OQJ = np.clip(np.rint(blocks_OQJ / step_OQ[..., None]) + 8, 0, 15).astype(np.uint8)
+    zero_QO = np.full(step_OQ.T.shape, 8, np.uint8)
+    values_QYO = pack_int4(levels_OQJ.transpose(1, 2, 0))
+    return GroupedWeight(values_QYO, step_OQ.T.astype(np.float16), zero_QO, None, matrix.shape[1])
+
+
 def _quantized_struct(shape: tuple[int, ...], bits: int, group: int | None = None) -> QuantizedWeight:
     (outputs, inputs) = shape
     J = group or group_size(shape, bits)
