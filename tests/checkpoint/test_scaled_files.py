@@ -10,6 +10,7 @@ import parity_cases as cases
 import pytest
 import run_script
 import tiny
+from quantized_checkpoints import AWQ, GPTQ, pack_matrix
 from quick import full_except
 from safetensors.numpy import load_file
 from scaled_checkpoints import (
@@ -30,9 +31,11 @@ from scaled_checkpoints import (
     write,
 )
 
+import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.weights.grouped_weight import GroupedWeight
+from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
 from xinfer_jax.weights.quantized_weight import is_quantized
 
@@ -149,6 +152,36 @@ def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
     wanted = equal_model(tmp_path / "b", hf, equal)
     assert_equal(model, wanted)
     np.testing.assert_allclose(logits(model), logits(wanted), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
+@pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults"])
+def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, settings):
+    """Experts apart; several leaves are in one matrix. Widths are multiples of what a word holds."""
+    random = np.random.default_rng(0)
+
+    def encode(tensor, x):
+        parts, equal = pack_matrix(settings, random, *x.shape)
+        return {tensor.removesuffix("weight") + part: array for part, array in parts.items()}, equal
+
+    hf = dict(cases.CASES[name].hf)
+    hf |= {x: 24 for x in ("shared_expert_intermediate_size",) if x in hf}
+    stored = float_tensors(hf, name != "moe-defaults")
+    for tensor in [tensor for tensor, x in stored.items() if x.ndim == 3 and "experts" in tensor]:
+        stored |= _apart(tensor, stored.pop(tensor))
+    (stored, equal) = convert(stored, encode)
+    path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
+    model = xj.load_model(path, "float32")
+    assert isinstance(model.params["layers"][0]["o"]["weight"], GroupedWeight)
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+
+
+def _apart(name, x):
+    """Each expert's tensors of a stacked one."""
+    stem = name.rpartition(".")[0]
+    parts = [("gate_proj", x[:, : x.shape[1] // 2]), ("up_proj", x[:, x.shape[1] // 2 :])]
+    parts = parts if name.endswith("gate_up_proj") else [("down_proj", x)]
+    return {f"{stem}.{i}.{part}.weight": matrix for part, all in parts for i, matrix in enumerate(all)}
 
 
 def test_a_model_that_sees(tmp_path):
@@ -379,3 +412,16 @@ def test_modelopt_settings_in_a_separate_file(tmp_path):
     with pytest.warns(UserWarning, match="k_scale"):
         model = xj.load_model(path, "float32")
     assert_equal(model, equal_model(tmp_path / "b", HF, equal))
+
+
+def test_int8_with_a_scale_per_output_where_there_are_kernels(tmp_path, monkeypatch):
+    path, equal = checkpoint(tmp_path, HF, *CASES["int-quantized"][:2])
+    monkeypatch.setattr(
+        kernels_pallas, "device_impl", lambda: kernels_pallas.dispatch.Selection("mosaic", "")
+    )
+    opened = open_checkpoint(path, dtype="float32")
+    leaf = opened.read().params["layers"][0]["q"]["weight"]
+    assert isinstance(leaf, Int8Weight) and isinstance(
+        opened.model.params["layers"][0]["q"]["weight"], Int8Weight
+    )
+    np.testing.assert_array_equal(leaf.dequantize(), equal[Q0])
