@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -75,22 +76,28 @@ class CompressedTensorsFormat(MatrixFormat):
                 found[own] = self._scheme(name.rpartition(".")[0], own)
         return dataclasses.replace(self, of_module=found)
 
+    @cached_property
+    def _by_target(self) -> dict[str, Scheme]:
+        return {target: scheme for scheme in self.schemes for target in scheme.targets}
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern, str]]:
+        targets = sorted(target for target in self._by_target if target.startswith("re:"))
+        return [(re.compile(target[3:]), target) for target in targets]
+
     def _scheme(self, *names: str) -> Scheme:
-        """The scheme of a module with these names: of the first target that is its name, a regular expression
-        for it, or its class. Raises InputError.
+        """The scheme of a module with these names: of the target that is its name, or else of the first
+        regular expression for it, or of its class. Raises InputError.
         """
+        matching = (target for pattern, target in self._patterns if any(map(pattern.match, names)))
         classes = ("Linear", "Embedding") if names[0].endswith("embed_tokens") else ("Linear",)
-        targets = sorted(
-            (target.startswith("re:"), target, i) for i, x in enumerate(self.schemes) for target in x.targets
+        for target in chain(names, matching, classes):
+            if target in self._by_target:
+                return self._by_target[target]
+        raise InputError(
+            f"quantization_config: {names[0]} is quantized, but no target of config_groups is its name or"
+            " class: correct config.json"
         )
-        by_name = [i for _, target, i in targets if any(_matches(target, name) for name in names)]
-        by_class = [i for _, target, i in targets if target in classes]
-        if not by_name and not by_class:
-            raise InputError(
-                f"quantization_config: {names[0]} is quantized, but no target of config_groups is its name or"
-                " class: correct config.json"
-            )
-        return self.schemes[(by_name + by_class)[0]]
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
         return {f"{module}.weight": (0, 0) for module in self.of_module}
@@ -181,10 +188,6 @@ class CompressedTensorsFormat(MatrixFormat):
         if field == "weight_zero_point" and module in self.of_module:
             return not tensors[name].array().any()
         return is_of_activations(name)
-
-
-def _matches(target: str, name: str) -> bool:
-    return target == name or target.startswith("re:") and re.match(target[3:], name) is not None
 
 
 def _divide(divisor: StoredTensor, scales: np.ndarray) -> np.ndarray:

@@ -23,7 +23,8 @@ from .tensors import StoredFormat
 
 _REMEDY = (
     "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet, mxfp4, fp8, modelopt (FP8, NVFP4) and"
-    " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize="
+    " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
+    " dequantize() and save_pretrained() of transformers make of this one"
 )
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 Require = Callable[[bool, str], None]  # raises where a setting, by its name, is not supported
