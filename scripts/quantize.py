@@ -3,6 +3,7 @@
     python scripts/quantize.py --output=DIR    # the bundled model, int4, by AWQ
     python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn --eval=TEXT.txt
     python scripts/quantize.py --output=DIR --quantize=int8 --activations=int8 --method=rtn --eval=sampled
+    python scripts/quantize.py --model=DIR --output=DIR --format=compressed-tensors    # for transformers too
 
 `--model=DIR` of any command opens the result. --calibration and --eval take a file of UTF-8 text, with lines
 <|endoftext|> between its documents, or one of two words: `capitals`, conversations of train/tiny_data.py like
@@ -30,14 +31,16 @@ from absl import flags
 from train import tiny_data
 
 import xinfer_jax as xj
+from xinfer_jax.checkpoint.compressed_tensors_packing import w4a16_settings
 from xinfer_jax.checkpoint.files import checkpoint_dir
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.awq import with_outliers
+from xinfer_jax.families.conversion import specs_and_leaves
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
 from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantization import check_activations
+from xinfer_jax.weights.quantization import check_activations, quantize_symmetric
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 MODEL = flags.DEFINE_string(
@@ -50,6 +53,12 @@ GROUP = flags.DEFINE_integer(
     None,
     f"Number of inputs that share a scale, even. Default: int8: all inputs of an output, int4: {GROUP_SIZE};"
     " small matrices: 8 and 32.",
+)
+FORMAT = flags.DEFINE_string(
+    "format",
+    "xinfer_jax",
+    "xinfer_jax: files that only this library reads. compressed-tensors: W4A16 files, also for transformers;"
+    " for --quantize=int4, rounded to nearest around 0, also after awq's scales; the vocabulary stays float.",
 )
 METHOD = flags.DEFINE_string(
     "method",
@@ -102,12 +111,15 @@ def main(argv: list[str]) -> None:
 
 def check_flags() -> None:
     """Raises InputError for values or combinations that are not allowed."""
-    for flag, known in ((METHOD, ("rtn", "awq")), (QUANTIZE, ("int8", "int4"))):
+    formats = ("xinfer_jax", "compressed-tensors")
+    for flag, known in ((METHOD, ("rtn", "awq")), (QUANTIZE, ("int8", "int4")), (FORMAT, formats)):
         if flag.value not in known:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
+    if is_w4a16() and (QUANTIZE.value != "int4" or uses_rotations()):
+        raise xj.InputError("--format=compressed-tensors is for --quantize=int4 without rotations")
     if uses_rotations() and METHOD.value == "awq" and not COMPENSATE.value:
         raise xj.InputError(
             "--nocompensate uses only scales, which rotations make useless: give --method=rtn"
@@ -154,6 +166,8 @@ def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
         params, config = rotated_params(model.params, model.config)
         model = dataclasses.replace(model, params=params, config=config)
     method = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
+    if METHOD.value == "rtn" and is_w4a16():
+        return quantize_w4a16(model), {}
     if METHOD.value == "rtn":
         return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
     rows = chunks(model, calibration, max_tokens=CALIBRATION_TOKENS.value)
@@ -164,12 +178,31 @@ def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     }
     print(f"calibrating on {report['calibration_tokens']} tokens of {report['calibration']}", flush=True)
     inputs = model.params, model.config, rows
+    if is_w4a16():
+        scaled = awq.scaled_params(*inputs, *method[:2])
+        return quantize_w4a16(dataclasses.replace(model, params=scaled)), report | {"compensate": False}
     params = (
         awq.awq_params(*inputs, *method)
         if COMPENSATE.value
         else awq.quantized_params(awq.scaled_params(*inputs, *method[:2]), *method)
     )
     return dataclasses.replace(model, params=params), report
+
+
+def quantize_w4a16(model: xj.Model) -> xj.Model:
+    """The model with matrices of its layers in symmetric int4, to be written by compressed-tensors' rules."""
+    (specs, leaves) = specs_and_leaves(model.params, model.config)
+    for i, spec in enumerate(specs):
+        if spec.is_quantizable and spec.name.startswith("layers."):
+            leaves[i] = jax.tree.map(jnp.asarray, quantize_symmetric(np.asarray(leaves[i]), GROUP.value))
+    int4 = {spec.hf_name: leaf for spec, leaf in zip(specs, leaves, strict=True) if is_quantized(leaf)}
+    config = dataclasses.replace(model.config, quantization_config=w4a16_settings(int4))
+    params = jax.tree.unflatten(jax.tree.structure(model.params), leaves)
+    return dataclasses.replace(model, params=params, config=config)
+
+
+def is_w4a16() -> bool:
+    return FORMAT.value == "compressed-tensors"
 
 
 def uses_rotations() -> bool:

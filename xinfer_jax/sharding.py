@@ -31,7 +31,7 @@ def abstract_mesh_of(tree: Any) -> Any:
     leaves = jax.tree.leaves(tree)
     mesh = jax.typeof(leaves[0]).sharding.mesh if leaves else None
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
-    return mesh if kinds.get(MODEL) == AxisType.Auto and mesh.shape[MODEL] > 1 else None
+    return mesh if mesh and kinds.get(MODEL) == AxisType.Auto and mesh.shape[MODEL] > 1 else None
 
 
 def concrete_mesh_of(tree: Any) -> Mesh | None:

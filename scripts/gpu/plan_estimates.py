@@ -123,7 +123,8 @@ def valid_mesh_sizes(job: Job) -> list[int]:
 def device_weights(job: Job, n: int) -> Params:
     """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them."""
     quantize = None if job.weights in ("float32", "bfloat16") else job.weights
-    check_quantize(job.config, quantize)
+    if quantize != "mxfp4":
+        check_quantize(job.config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
         partition = leaf_partition(spec, n)

@@ -235,7 +235,7 @@ def test_asymmetric_gptq_with_8_bits(tmp_path):
 
 UNSUPPORTED = {
     "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method 'bitsandbytes'"),
-    "fp8": (dict(quant_method="fp8", activation_scheme="dynamic"), "quant_method 'fp8'"),
+    "fp8": (dict(quant_method="fp8", activation_scheme="block"), "fp8 with activation_scheme 'block'"),
     "no-method": (dict(bits=4), "quant_method None"),
     "no-object": ("int8", "quant_method 'int8'"),
     "awq-text": ("awq", "quant_method 'awq'"),

@@ -246,7 +246,7 @@ BAD_CHECKPOINTS = {
     "no-config": (_remove("config.json"), "holds no config.json"),
     "config-cut": (cut("config.json"), "config.json is not readable JSON"),
     "unknown-model-type": (_config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
-    "quantized": (_config(quantization_config=dict(quant_method="fp8")), "'fp8' is not supported"),
+    "quantized": (_config(quantization_config=dict(quant_method="hqq")), "'hqq' is not supported"),
     "wrong-shapes": (_config(intermediate_size=49), "has shape .* the config asks for"),
     "weights-cut": (cut("model.safetensors"), "model.safetensors is truncated"),
     "no-weights": (_remove("model.safetensors"), "holds neither model.safetensors nor"),

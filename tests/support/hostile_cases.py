@@ -339,7 +339,7 @@ QUANTIZED = {
         },
         **{
             f"method {method!r}": ("quant_method", dict(quant_method=method))
-            for method in ("fp8", "", None, 1, ["awq"], {"a": 1}, "x" * 5000)
+            for method in ("hqq", "", None, 1, ["awq"], {"a": 1}, "x" * 5000)
         },
         "desc_act text": ("desc_act", _GPTQ | dict(desc_act="false")),
         "desc_act number": ("desc_act", _GPTQ | dict(desc_act=2)),
@@ -352,6 +352,17 @@ QUANTIZED = {
         "layout": ("checkpoint_format", _GPTQ | dict(checkpoint_format="marlin")),
         "marlin": ("is_marlin", _GPTQ | dict(is_marlin_format=True)),
         "words": ("pack_dtype", _GPTQ | dict(pack_dtype="int16")),
+        **{
+            f"blocks {block!r}": ("weight_block_size", dict(quant_method="fp8", weight_block_size=block))
+            for block in (0, [0, 1], [128], "128", {}, [1.5, 2], True)
+        },
+        **{
+            f"groups {groups!r}": (
+                "config_groups",
+                dict(quant_method="compressed-tensors", config_groups=groups),
+            )
+            for groups in (None, {}, [], "a", {"a": 1}, {"a": ["Linear"]})
+        },
         "ours of a later version": ("version", dict(quant_method="xinfer_jax", version=99)),
     }.items()
 } | {

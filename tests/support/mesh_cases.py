@@ -200,14 +200,12 @@ def formats() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         paths = {"float32": write_checkpoint(Path(folder) / "float", hf, shards=2)}
-        for name, size, message in (
-            ("awq", dict(group_size=48), "groups of 48 do not divide"),
-            ("gptq-act-order", dict(group_size=80), "groups of 80 do not divide"),
-        ):
-            settings, how = files.CASES[name]
-            path, _ = files.write(Path(folder) / message, settings | size, hf, **how)
-            with pytest.raises(xj.InputError, match=message):
-                xj.load_model(path, "float32", mesh=mesh_of(2))
+        settings, how = files.CASES["gptq-act-order"]
+        path, _ = files.write(Path(folder) / "80", settings | dict(group_size=80), hf, **how)
+        with pytest.raises(xj.InputError, match="groups of 80 do not divide"):
+            xj.load_model(path, "float32", mesh=mesh_of(2))
+        settings, how = files.CASES["awq"]  # groups of 48 become smaller, with equal scales
+        paths["awq-48"], _ = files.write(Path(folder) / "48", settings | dict(group_size=48), hf, **how)
         for name in ("awq", "gptq", "gptq-act-order", "gptq-8"):
             settings, how = files.CASES[name]
             paths[name], _ = files.write(Path(folder) / name, settings, hf, **how)
@@ -283,6 +281,25 @@ def gguf_leaves() -> None:
                 whole = np.asarray(over)[tuple(map(slice, one.shape))]  # the vocabulary is padded
                 np.testing.assert_array_equal(whole, one)
                 assert over.sharding.is_fully_replicated or over.addressable_shards[0].data.size < over.size
+
+
+def scaled_files() -> None:
+    """Blocks of FP8 that devices and heads of linear attention cross, and a mixture in W4A16."""
+    import scaled_checkpoints as files
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, settings, encode, is_fused in (
+            ("qwen3-next-sparse-step", files.fp8_settings([10, 14]), files.fp8((10, 14)), True),
+            ("qwen3-5-moe-no-shared", files.w4(16), files.integers(4, 16), False),
+        ):
+            hf = CASES[name].hf
+            path, _ = files.checkpoint(Path(folder) / name, hf, settings, encode, is_fused, 2)
+            one, over = (xj.load_model(path, "float32", mesh=mesh) for mesh in (None, mesh_of(2)))
+            assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(over.params)} == {2}
+            wanted, found = (np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over))
+            assert_close(found, wanted, 1e-4)
+            experts = [m.params["layers"][1]["experts"]["up"]["weight"] for m in (one, over)]
+            jax.tree.map(np.testing.assert_array_equal, *experts)
 
 
 def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logits: bool = True) -> None:
@@ -726,10 +743,9 @@ def experts() -> None:
 CALLS = {
     call.__name__: call
     for call in (
-        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files,
-        gguf_leaves, an_engine,
-        caches, gradients, kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats,
-        odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
+        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, scaled_files,
+        gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
+        odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
     )
 }  # fmt: skip
 

@@ -8,11 +8,12 @@ are; `template_files`, `template_budget` and `chat_template` find, limit and ren
 `conversation` returns the ids of a prompt, `tool_choice` has the grammar of answers that call a tool;
 `detokenizer` and `answer_detokenizer` decode ids as they arrive; `tensors` opens safetensors
 files, `text_tensors` leaves out those of other models, `tensor_files` writes files and directories;
-`own_format`, `awq_gptq_format`, `bitnet_format`, `mxfp4_format` (read and written) and `mlx_format` are
-formats of quantized checkpoints, `quantized_formats` finds the one; `sharded_leaves` splits a leaf over a
-mesh, `leaf_loader` reads it; `embedding_modules` reads how vectors are made of hidden states; `directory`
-opens a directory; `gguf_file`, `gguf_format`, `gguf_tensors`, `gguf_tokenizer` and `gguf_checkpoint` open a
-GGUF file; `loading` has `load_model`, `saving` has `save_model`.
+`own_format`, `bitnet_format` and `mlx_format` store leaves, `scaled_tensor` reads matrices of other formats
+(`awq_gptq_format`, `mxfp4_format`, `fp8_format`, `nvfp4_format`, `compressed_tensors_format`, which
+`compressed_tensors_packing` writes), `kept_leaves` keeps them as they are, `quantized_formats` chooses one;
+`sharded_leaves` splits a leaf over a mesh, `leaf_loader` reads it; `embedding_modules` reads how vectors are
+made of hidden states; `directory` opens a directory, `gguf_checkpoint` a GGUF file (`gguf_file`,
+`gguf_format`, `gguf_tensors`, `gguf_tokenizer`); `loading` has `load_model`, `saving` `save_model`.
 
 - A checkpoint is not trusted. Every value is checked before use; tensors come from safetensors and GGUF,
   never from a pickle; the time and memory of a template are counted before they are spent.

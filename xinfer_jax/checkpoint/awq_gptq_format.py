@@ -13,16 +13,18 @@ import numpy as np
 
 from ..errors import InputError, format_names
 from ..families.conversion import TensorOfLeaves
-from ..host import aligned_empty, run_in_blocks
-from ..weights.grouped_weight import GroupedWeight, grouped_struct, pack_int4, unpack_int4
-from .tensors import DTYPES, QuantizedFormat, Shape, Tensors, TensorSpec
+from ..host import run_in_blocks
+from ..weights.grouped_weight import GroupedWeight, grouped_struct, unpack_int4
+from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, group_of_inputs
+from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec
 
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of a word's 8 outputs, which 4 bits it has, from the lowest
 _SCALE_TYPES = {"F16", "BF16", "F32"}
+_FIELDS = ("qweight", "qzeros", "scales")
 
 
 @dataclasses.dataclass(frozen=True)
-class AwqGptqFormat(QuantizedFormat):
+class AwqGptqFormat(MatrixFormat):
     method: str  # awq or gptq
     bits: int
     group: int  # inputs that share a scale; -1: all of them
@@ -31,12 +33,12 @@ class AwqGptqFormat(QuantizedFormat):
     zeros_borrow: bool = False  # gptq: the one was subtracted from whole words, with borrows between numbers
     symmetric: bool = False  # gptq: every zero is the middle number
 
+    def find(self, tensors: Tensors) -> dict[str, Shape]:
+        modules = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _FIELDS}
+        return {name: (0, 0) for name in (f"{module}.weight" for module in modules) if name not in tensors}
+
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
-        if len(shape) == 1 or name in tensors:
-            return {}
         module = name.removesuffix(".weight")
-        if not any(f"{module}.{field}" in tensors for field in ("qweight", "qzeros", "scales")):
-            return {}
         (outputs, inputs) = shape
         per_word = 32 // self.bits
         Q = -(-inputs // self._group_size(inputs))
@@ -51,43 +53,22 @@ class AwqGptqFormat(QuantizedFormat):
             specs["g_idx"] = ((inputs,), {"I32", "I64"})
         return {f"{module}.{field}": spec for field, spec in specs.items()}
 
-    def struct(self, name: str, shape: Shape, tensors: Tensors) -> GroupedWeight:
-        J = self._group_size(shape[1])
+    def open(self, name: str, shape: Shape, tensors: Tensors) -> ScaledTensor:
         module = name.removesuffix(".weight")
-        scale = np.float16 if tensors[f"{module}.scales"].type == "F16" else np.float32
-        return grouped_struct(shape, self.bits, J, scale, self._order(name, shape[1], tensors) is not None)
-
-    def load(self, name: str, shape: Shape, tensors: Tensors) -> GroupedWeight:
-        def get(field: str) -> Any:
-            return tensors[f"{name.removesuffix('.weight')}.{field}"].array()
-
-        (outputs, inputs) = shape
+        (words, zeros, scales) = (tensors[f"{module}.{field}"] for field in _FIELDS)
         J = self._group_size(shape[1])
-        order = self._order(name, inputs, tensors)
-        zero_QO = self._unpack_zeros(name, get("qzeros"), outputs)
-        scale_QO = get("scales")
-        if self.bits == 8 and (zero_QO != 128).any():
-            raise InputError(
-                f"{name}: gptq with 8 bits is only supported if symmetric, with all zeros 128, got"
-                f" {int(zero_QO[zero_QO != 128][0])}"
-            )
-        words = get("qweight")
-        values_QYO = aligned_empty(grouped_struct(shape, self.bits, J).values)
-
-        def fill(at: slice) -> None:
-            levels_IO = self._unpack_levels(words, at)[:inputs]
-            if order is not None:
-                levels_IO = levels_IO[order]
-            levels_QJO = np.pad(levels_IO, ((0, -inputs % J), (0, 0))).reshape(-1, J, levels_IO.shape[1])
-            if self.bits == 4:
-                values_QYO[..., at] = pack_int4(levels_QJO)
-            else:
-                values_QYO[..., at] = (levels_QJO ^ 128).view(np.int8)  # level - 128
-
-        run_in_blocks(fill, outputs, inputs)
-        scale_QO = scale_QO if scale_QO.dtype == np.float16 else scale_QO.astype(np.float32)
-        zero = np.ascontiguousarray(zero_QO) if self.bits == 4 else None
-        return GroupedWeight(values_QYO, scale_QO, zero, order, inputs)
+        numbers = ScaledNumbers(
+            name,
+            (shape[0], shape[1]),
+            (1, J),
+            self._read_outputs(words) if self.method == "awq" else self._read_inputs(words),
+            lambda rows, groups: _columns(scales, rows)[groups].T,
+            lambda rows, groups: self._read_zeros(name, zeros, rows, groups),
+            self._groups(name, shape[1], tensors),
+            self.bits,
+            scales.type == "F16",
+        )
+        return ScaledTensor(numbers, shape)
 
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
         tensors = {}
@@ -152,52 +133,71 @@ class AwqGptqFormat(QuantizedFormat):
         even = inputs + inputs % 2
         return min(self.group, even) if self.group > 0 else even
 
-    def _order(self, name: str, inputs: int, tensors: Tensors) -> np.ndarray | None:
-        """The inputs sorted by their group in X.g_idx; None if that is the natural order."""
+    def _groups(self, name: str, inputs: int, tensors: Tensors) -> np.ndarray | None:
+        """X.g_idx, the group of each input; None: neighbours share one."""
         J = self._group_size(inputs)
-        module = name.removesuffix(".weight")
-        if self.method == "awq" or f"{module}.g_idx" not in tensors:
+        field = f"{name.removesuffix('.weight')}.g_idx"
+        if self.method == "awq" or field not in tensors:
             return None
-        natural_I = np.arange(inputs) // J
-        group_I = tensors[f"{module}.g_idx"].array()
-        if np.array_equal(group_I, natural_I):
-            return None
-        order_I = np.argsort(group_I, kind="stable")
-        if not np.array_equal(group_I[order_I], natural_I):
-            raise InputError(
-                f"{name}: g_idx does not give every group its {J} inputs: fetch the checkpoint again"
-            )
-        return order_I.astype(np.int32)
+        return group_of_inputs(name, tensors[field], J)
 
-    def _unpack_levels(self, words: np.ndarray, at: slice) -> np.ndarray:
-        """Some outputs of X.qweight, from a multiple of 8 on, as uint8 [I, O]. A word of AWQ holds
-        neighbouring outputs, one of GPTQ neighbouring inputs.
-        """
+    def _read_inputs(self, words: StoredTensor) -> Read:
+        """Reads X.qweight of GPTQ, where a word holds neighbouring inputs."""
+        per_word = 32 // self.bits
+
+        def read(rows: slice, columns: slice) -> np.ndarray:
+            first = columns.start // per_word
+            part = _columns(words, rows)[first : -(-columns.stop // per_word)]
+            numbers_IO = np.stack(_unpack_words(part, self.bits), 1).reshape(-1, part.shape[1])
+            skipped = columns.start - first * per_word
+            return self._signed(numbers_IO[skipped : skipped + columns.stop - columns.start].T)
+
+        return read
+
+    def _read_outputs(self, words: StoredTensor) -> Read:
+        """Reads X.qweight of AWQ, or X.qzeros transposed: a word holds neighbouring outputs."""
+
+        def read(rows: slice, columns: slice) -> np.ndarray:
+            return self._signed(self._outputs(words, rows, columns).T)
+
+        return read
+
+    def _outputs(self, words: StoredTensor, rows: slice, columns: slice, added: Any = 0) -> np.ndarray:
+        """Numbers of words that hold neighbouring outputs, `added` to each word: [columns, rows]."""
+        per_word = 32 // self.bits
+        first = rows.start // per_word
+        part = _columns(words, slice(first, -(-rows.stop // per_word)))[columns]
+        numbers = _unpack_words((part.view(np.uint32) + np.uint32(added)).view(np.int32), self.bits)
         if self.method == "awq":
-            return self._unpack_outputs(words[:, at.start // 8 : -(-at.stop // 8)])[:, : at.stop - at.start]
-        numbers = np.stack(_unpack_words(words[:, at], self.bits), 1)
-        return numbers.reshape(-1, numbers.shape[-1])
+            numbers = [numbers[nibble] for nibble in _AWQ_NIBBLES]
+        skipped = rows.start - first * per_word
+        return np.stack(numbers, -1).reshape(len(part), -1)[:, skipped : skipped + rows.stop - rows.start]
 
-    def _unpack_zeros(self, name: str, words: np.ndarray, outputs: int) -> np.ndarray:
-        """X.qzeros as uint8 [Q, O], with the subtracted one added again: a stored 15 means 0. Symmetric ones
-        are known: programs have written 8 under format gptq, which has 7 there, and 7 under gptq_v2.
+    def _signed(self, levels: np.ndarray) -> np.ndarray:
+        """Numbers around 0 of those around the middle."""
+        return (levels - np.uint8(2 ** (self.bits - 1))).view(np.int8)
+
+    def _read_zeros(self, name: str, words: StoredTensor, rows: slice, groups: slice) -> np.ndarray:
+        """X.qzeros, with the subtracted one added again: a stored 15 means 0. Symmetric ones are known:
+        programs have written 8 under format gptq, which has 7 there, and 7 under gptq_v2.
         """
         if self.symmetric:
             middle = 2 ** (self.bits - 1)
-            stored_QO = self._unpack_outputs(words)[:, :outputs]
+            stored_QO = self._outputs(words, rows, groups)
             if not any((stored_QO == zero).all() for zero in (middle - 1, middle)):
                 raise InputError(
                     f"{name}: qzeros of a symmetric matrix must all be {middle - 1} or all {middle}, got"
                     f" {format_names(np.unique(stored_QO))}: correct sym in quantization_config"
                 )
-            return np.full_like(stored_QO, middle)
-        if self.zeros_borrow:
-            words = words.view(np.uint32) + self._ones
+            return np.zeros(stored_QO.T.shape, np.int8)
         added = np.uint8(self.zeros_minus_one and not self.zeros_borrow)
-        return ((self._unpack_outputs(words) + added) & np.uint8(2**self.bits - 1))[:, :outputs]
+        zero_QO = (
+            self._outputs(words, rows, groups, self._ones if self.zeros_borrow else 0) + added
+        ) & np.uint8(2**self.bits - 1)
+        return self._signed(zero_QO.T)
 
     def _pack_zeros(self, name: str, zero_QO: np.ndarray) -> np.ndarray:
-        """X.qzeros, from which `_unpack_zeros` makes these numbers."""
+        """X.qzeros, from which `_read_zeros` makes these numbers."""
         if self.symmetric and (zero_QO != 2 ** (self.bits - 1)).any():
             raise self.misfit(name)
         subtracted = np.uint8(self.zeros_minus_one and not self.zeros_borrow)
@@ -209,15 +209,8 @@ class AwqGptqFormat(QuantizedFormat):
         """A word of ones."""
         return np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
 
-    def _unpack_outputs(self, words: np.ndarray) -> np.ndarray:
-        """Numbers of words that hold neighbouring outputs, in their order: [..., O]."""
-        numbers = _unpack_words(words, self.bits)
-        if self.method == "awq":
-            numbers = [numbers[nibble] for nibble in _AWQ_NIBBLES]
-        return np.stack(numbers, -1).reshape(len(words), -1)
-
     def _pack_rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Words of neighbouring numbers of each row, from which `_unpack_outputs` makes them."""
+        """Words of neighbouring numbers of each row, from which `_outputs` makes them."""
         size = 32 // self.bits
         padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)))
         columns = [padded[:, i::size] for i in range(size)]
@@ -226,6 +219,11 @@ class AwqGptqFormat(QuantizedFormat):
         if self.bits == 4:
             columns = [low | high << 4 for low, high in zip(columns[::2], columns[1::2], strict=True)]
         return np.stack(columns, -1).view("<i4")[..., 0]
+
+
+def _columns(stored: StoredTensor, at: slice) -> np.ndarray:
+    """Columns of a matrix."""
+    return stored.slice_axis(1, at.start, at.stop - at.start)[:]
 
 
 def _unpack_words(words: np.ndarray, bits: int) -> list[np.ndarray]:

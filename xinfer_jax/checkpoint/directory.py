@@ -14,9 +14,9 @@ from ..sampling.sampling_config import check_generation_config
 from ..weights.quantization import check_quantize
 from .embedding_modules import EmbeddingModules, read_embedding_modules
 from .files import file_exists, read_json
-from .mxfp4_format import dequantized
 from .other_formats import describe_files
-from .quantized_formats import kept_format, quantization_settings
+from .quantized_formats import quantization_settings, stored_format
+from .scaled_tensor import MatrixFormat
 from .tensors import QuantizedFormat, open_tensors
 from .text_tensors import text_tensors
 from .tokenizer import Tokenizer, eos_ids
@@ -28,11 +28,13 @@ class OpenedFiles(NamedTuple):
     config: ModelConfig
     tensors: dict[str, Any]  # by Hugging Face name
     skipped: tuple[str, ...]  # patterns of tensors that are known and not read, with counts
-    quant_format: QuantizedFormat | None  # in which quantized matrices stay; None: they are read as floats
     tokenizer: Tokenizer | None
     eos_token_ids: Sequence[int]
     generation_config: dict[str, Any]
     embedding: EmbeddingModules | None = None
+    quant_format: QuantizedFormat | None = None  # in which matrices are read as leaves
+    matrix_format: MatrixFormat | None = None  # in which they are read as tensors
+    keeps: bool = False  # those of `matrix_format` stay quantized
 
 
 def open_directory(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
@@ -50,14 +52,19 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
         settings["architectures"] = None  # it may be a model without a head
     config = from_hf(settings)
     stored_settings = quantization_settings(settings, path)
-    quant_format = kept_format(stored_settings, path, quantize, dequantize)
+    found = stored_format(stored_settings, path, quantize, dequantize)
+    quant_format = found if isinstance(found, QuantizedFormat) else None
+    matrix_format = found if isinstance(found, MatrixFormat) else None
+    keeps = matrix_format is not None and matrix_format.stays_quantized and not dequantize
     check_quantize(config, quant_format.method if quant_format else quantize)
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
     check_generation_config(generation, config.vocab_size)
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
     stored = open_tensors(path)
-    (tensors, skipped) = text_tensors(dequantized(stored) if dequantize else stored)
-    if quant_format:
+    matrix_format = matrix_format and matrix_format.of_files(stored)
+    (tensors, skipped) = text_tensors(stored)
+    if quant_format or keeps:
         config = dataclasses.replace(config, quantization_config=stored_settings)
-    return OpenedFiles(config, tensors, skipped, quant_format, tokenizer, ends, generation, embedding)
+    files = config, tensors, skipped, tokenizer, ends, generation, embedding
+    return OpenedFiles(*files, quant_format, matrix_format, keeps)

@@ -62,7 +62,7 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
     (tensors, skipped) = gguf_tensors(file, arch, config, keep=quantize is None and not dequantize)
     quant_format = GgufFormat() if any(getattr(x, "kept", False) for x in tensors.values()) else None
     ends = tokenizer.eos_token_ids if tokenizer else ()
-    return OpenedFiles(config, tensors, skipped, quant_format, tokenizer, ends, {})
+    return OpenedFiles(config, tensors, skipped, tokenizer, ends, {}, quant_format=quant_format)
 
 
 def _settings(file: GgufFile) -> tuple[str, Settings]:

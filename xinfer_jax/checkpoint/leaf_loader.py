@@ -22,6 +22,7 @@ from ..weights.quantization import (
     with_int8_activations,
 )
 from .bitnet_format import BitNetFormat
+from .kept_leaves import KeptForm, kept_form, read_kept
 from .mlx_format import MlxFormat
 from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
 from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
@@ -31,14 +32,15 @@ from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
 class LeafLoader:
     """Returns a leaf's shapes (`struct`), or reads it (`load`).
 
-    The argument `quantized` of its methods has the tensors that store a quantized leaf; for float tensors
-    it is empty.
+    The argument `quantized` of its methods has the tensors that store a leaf in `quant_format`; for others it
+    is empty.
     """
 
-    tensors: Tensors
+    tensors: Tensors  # those of floats, and quantized ones as such
     dtype: Any
     quantize: str | None
-    quant_format: QuantizedFormat | None
+    quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
+    keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
     mesh: Mesh | None
     rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
 
@@ -48,19 +50,19 @@ class LeafLoader:
         if self.mesh is None:
             return whole
         partition = leaf_partition(spec, self._num_devices)
-        packed = 1 if self._reads_whole(spec, quantized) else self._numbers_per_word(quantized)
-        check_partition(spec, whole, partition, packed)
+        check_partition(spec, whole, partition)
         return sharded_shapes(spec, whole, self.mesh, self._num_devices, partition.num_parts)
 
     def load(self, spec: FileSpec, quantized: Collection[str], struct: Any) -> Any:
         """Reads a leaf and puts it on the devices. struct: its shapes."""
         stored = [] if quantized else spec.tensor_parts(self.tensors)
         group = self._group(spec)
+        form = None if quantized else self._kept_form(spec)
         if self.mesh is None:
-            return jax.device_put(self._load_host(spec, quantized, self.tensors, stored, group))
+            return jax.device_put(self._load_host(spec, quantized, self.tensors, stored, group, form))
         partition = leaf_partition(spec, self._num_devices)
         if self._reads_whole(spec, quantized):
-            leaf = self._load_host(spec, quantized, self.tensors, stored, group)
+            leaf = self._load_host(spec, quantized, self.tensors, stored, group, form)
 
         def get_part(device: int) -> Any:
             i = device // partition.devices_per_part
@@ -68,7 +70,7 @@ class LeafLoader:
                 return device_part(spec, leaf, i, partition.num_parts)
             tensors = partition.slice_quantized(quantized, self.tensors, i)
             own = partition.slice_parts(stored, i)
-            return self._load_host(partition.part_spec(spec), quantized, tensors, own, group)
+            return self._load_host(partition.part_spec(spec), quantized, tensors, own, group, form)
 
         return shard_leaf(spec, get_part, struct, self.mesh)
 
@@ -76,9 +78,13 @@ class LeafLoader:
     def _num_devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
-    def _numbers_per_word(self, quantized: Collection[str]) -> int:
-        """How many numbers of a quantized matrix the files pack in one word."""
-        return 32 // getattr(self.quant_format, "bits", 32) if quantized else 1
+    def _kept_form(self, spec: FileSpec) -> KeptForm | None:
+        """The form in which a matrix of the files stays; None: it is read as floats."""
+        if not self.keeps or not spec.is_quantizable:
+            return None
+        partition = leaf_partition(spec, self._num_devices)
+        parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
+        return kept_form(spec.shape, spec.tensor_parts(self.tensors), parts)
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
@@ -93,33 +99,44 @@ class LeafLoader:
 
     def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
         """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
-        they share scales or an order (g_idx); a byte of BitNet holds outputs of several parts; a word of MLX
-        inputs; the devices do not divide a vocabulary.
+        they share scales or an order; a byte of BitNet holds outputs of several parts; a word of MLX inputs;
+        the devices do not divide a vocabulary.
         """
         if quantized and isinstance(self.quant_format, BitNetFormat | MlxFormat):
             return True
         if spec.axes[0] == "vocab":
-            return spec.shape[0] % (self._num_devices * self._numbers_per_word(quantized)) > 0
-        has_order = any(name.endswith((".order", ".g_idx")) for name in quantized)
+            return spec.shape[0] % self._num_devices > 0
+        form = None if quantized else self._kept_form(spec)
+        has_order = any(name.endswith(".order") for name in quantized) or form and form.order is not None
         partition = leaf_partition(spec, self._num_devices)
         # A part with one group would have the form of a matrix with a scale for each output.
         shares_scales = (self._group(spec) or 0) * partition.num_parts >= spec.shape[-1]
-        return partition.axis == 1 and (has_order or shares_scales)
+        return partition.axis == 1 and bool(has_order or shares_scales)
 
     def _host_struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
         if self.quant_format and quantized:
             return device_form(self.quant_format.struct(spec.hf_name, spec.shape, self.tensors))
+        if form := self._kept_form(spec):
+            return device_form(form.struct(spec.shape))
         if self.quantize is None or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(spec.shape, self.dtype)
         struct = quantized_struct(spec.shape, spec.hf_name, self.quantize, self._group(spec))
         return device_form(self._mark_int8(struct))
 
     def _load_host(
-        self, spec: FileSpec, quantized: Any, tensors: Any, stored: list[Any], group: int | None
+        self,
+        spec: FileSpec,
+        quantized: Any,
+        tensors: Any,
+        stored: list[Any],
+        group: int | None,
+        form: KeptForm | None,
     ) -> Any:
         """A leaf, or a part of one, on the host."""
         if self.quant_format and quantized:
             return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
+        if form:
+            return device_form(read_kept(spec.shape, stored, form))
         tensor = stored[0]
         if rotation := self.rotations.get(spec.name):
             tensor = rotate_tensor(tensor, rotation, lambda name: self.tensors[name].array())

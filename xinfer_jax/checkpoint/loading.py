@@ -35,7 +35,8 @@ from .files import BUNDLED, checkpoint_path, is_gguf
 from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
 from .own_format import OwnFormat
-from .tensors import Tensors, TensorSpec
+from .scaled_tensor import MatrixFormat, quantized_shapes
+from .tensors import Shape, Tensors, TensorSpec
 from .text_tensors import other_tensors, warn_of_other_tensors
 from .tokenizer import Tokenizer
 
@@ -119,8 +120,10 @@ def load_model(
     Args:
         path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), a hub
             name owner/name, or a GGUF file; None: the bundled checkpoint. Quantized matrices stay as they are
-            stored.
-        dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16.
+            stored where a leaf has that form: GGUF, AWQ, GPTQ, BitNet, MLX, MXFP4, whole numbers of
+            compressed-tensors. Those in FP8 and NVFP4 become floats on every device.
+        dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16;
+            of FP8 and NVFP4 bfloat16.
         quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; None: they
             are not.
         mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`); each
@@ -129,8 +132,8 @@ def load_model(
         activations: "int8" (with quantize="int8", not over a mesh): the weights are rotated (QuaRot), so that
             on a CPU activations are quantized to int8 too. Prefill and batches are faster, and less accurate.
             None: activations keep 16 bits.
-        dequantize: the numbers of a checkpoint in MXFP4, or of a GGUF file, become those of `dtype`, or are
-            quantized anew as `quantize` says; GGUF files are also without it.
+        dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
+            says; those of GGUF files are also without it.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
@@ -150,14 +153,20 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Does everything of `load_model` except reading the weights; same arguments and errors."""
     start = time.perf_counter()
+    given_dtype = dtype
     dtype = resolve_dtype(dtype)
     check_quantize_method(quantize)
     check_activations(activations, quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_path(path_or_repo_id)
     open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
     opened = open_files(path, quantize, dequantize)
-    (config, tensors, skipped, quant_format, tokenizer, ends, generation, embedding) = opened
-    eos_token_ids = tuple(i for i in ends if 0 <= i < config.vocab_size)
+    config = opened.config
+    tensors = opened.tensors
+    quant_format = opened.quant_format
+    matrix_format = opened.matrix_format
+    if matrix_format and not matrix_format.stays_quantized and given_dtype is quantize is None:
+        dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
+    eos_token_ids = tuple(i for i in opened.eos_token_ids if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
     rotations = tensor_rotations(config) if activations else {}
     rotated = bool(rotations) or isinstance(quant_format, OwnFormat) and quant_format.rotated
@@ -169,40 +178,52 @@ def open_checkpoint(
         shardings(config, mesh)  # raises where the devices do not divide a size
     if config.tie_word_embeddings and TIED[0] not in tensors and TIED[1] in tensors:
         tensors[TIED[0]] = tensors.pop(TIED[1])  # a tied matrix may be stored under either name
-    if embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
+    if opened.embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
-    loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
-    structs, read = _open_params(path, config_of_files, loader)
-    dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
-    stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, skipped)
+    loader = LeafLoader(tensors, dtype, quantize, quant_format, opened.keeps, mesh, rotations)
+    structs, read = _open_params(path, config_of_files, loader, matrix_format)
+    kept = quant_format or (matrix_format if opened.keeps else None)
+    dtype_name = kept.method if kept else quantize or jnp.dtype(dtype).name
+    stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
-    return Checkpoint(Model(structs, config, tokenizer, generation, stats, name, embedding), read)
+    texts = opened.tokenizer, opened.generation_config
+    return Checkpoint(Model(structs, config, *texts, stats, name, opened.embedding), read)
 
 
-def _open_params(path: Path, config: ModelConfig, loader: LeafLoader) -> tuple[Params, Callable[[], Params]]:
+def _open_params(
+    path: Path, config: ModelConfig, loader: LeafLoader, matrix_format: MatrixFormat | None
+) -> tuple[Params, Callable[[], Params]]:
     """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
-    tensors = loader.tensors
+    files = loader.tensors
     quant_format = loader.quant_format
+    tensors: Any = matrix_format.with_matrices(files) if matrix_format else files
     specs, tree = _checked_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
     expected: dict[str, TensorSpec] = {}
+    matrices: dict[str, Shape] = {}  # quantized ones that are read as tensors of floats
     for spec in specs:
-        found = quant_format.tensor_specs(spec.hf_name, spec.shape, tensors) if quant_format else {}
+        found = quant_format.tensor_specs(spec.hf_name, spec.shape, files) if quant_format else {}
         quantized.append(found)
-        float_shapes = spec.tensor_shapes(tensors)
-        expected |= found or {name: (shape, _FLOATS) for name, shape in float_shapes.items()}
-    unused = unused_names(config, tensors)
-    unused |= {name for name in tensors if quant_format and quant_format.is_unused(name, tensors)}
-    others = other_tensors(tensors.keys() - expected.keys() - unused)
-    _check_tensors(path, tensors, expected, unused | others)
+        shapes = {} if found else spec.tensor_shapes(tensors)
+        own = quantized_shapes(shapes, tensors)
+        matrices |= own
+        expected |= found | {name: (shape, _FLOATS) for name, shape in shapes.items() if name not in own}
+        for name, shape in own.items():
+            expected |= matrix_format.tensor_specs(name, shape, files) if matrix_format else {}
+    known = quant_format or matrix_format
+    unused = unused_names(config, files)
+    unused |= {name for name in files if known and known.is_unused(name, files)}
+    others = other_tensors(files.keys() - expected.keys() - unused)
+    _check_tensors(path, files, expected, unused | others)
     warn_of_other_tensors(path, others)
-    method = quant_format.method if quant_format else loader.quantize
-    check_weights(specs, loader.dtype, method, memory_fraction(loader.mesh))
+    if matrix_format:
+        tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
     file_names = {spec.name: spec.hf_name for spec in specs}
     rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in loader.rotations.items()}
-    loader = dataclasses.replace(loader, rotations=rotations)
+    loader = dataclasses.replace(loader, tensors=tensors, rotations=rotations)
     structs = list(map(loader.struct, specs, quantized))
+    check_weights(int(memory_fraction(loader.mesh) * tree_bytes(structs)))
 
     def read() -> Params:
         _check_tied(path, config, tensors)
@@ -249,7 +270,7 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
     if not config.tie_word_embeddings or not all(name in tensors for name in TIED):
         return
     embedding, head = (tensors[name] for name in TIED)
-    same = [embedding.shape == head.shape and head.type in _FLOATS]
+    same = [embedding.shape == head.shape and getattr(head, "type", None) in _FLOATS]
     if all(same):
         rows, width = head.shape
         run_in_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), rows, 4 * width)

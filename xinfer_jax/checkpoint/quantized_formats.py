@@ -1,4 +1,4 @@
-"""Finds out in which format a checkpoint stores matrices: ours, AWQ, GPTQ, BitNet, MLX or MXFP4."""
+"""Finds out in which format a checkpoint stores quantized matrices: ours, or one of others."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,26 @@ from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
 from .bitnet_format import BitNetFormat, is_listed
+from .compressed_tensors_format import CompressedTensorsFormat, compressed_tensors_format
 from .files import read_json
+from .fp8_format import Fp8Format
 from .mlx_format import MlxFormat
 from .mxfp4_format import Mxfp4Format
+from .nvfp4_format import ModelOptFormat
 from .own_format import VERSION, VERSION_ROTATED, OwnFormat, quantization_config
-from .tensors import QuantizedFormat
+from .scaled_tensor import MatrixFormat
+from .tensors import StoredFormat
 
 _REMEDY = (
-    "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet, mlx and mxfp4 are supported: use such a"
-    " checkpoint, or the unquantized one with quantize="
+    "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
+    " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
+    " dequantize() and save_pretrained() of transformers make of this one"
 )
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+Require = Callable[[bool, str], None]  # raises where a setting, by its name, is not supported
+# Of ModelOpt, whose tensors show which of them a matrix has.
+_MODELOPT = ("FP8", "FP8_PB_WO", "FP8_BLOCK_SCALES", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
+_WRITTEN_APART = (AwqGptqFormat, CompressedTensorsFormat)  # not where published files have matrices joined
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 # The modules of gpt-oss that its files have as float numbers.
 _MXFP4_FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -39,15 +48,14 @@ def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
     return config or None
 
 
-def read_format(config: Any) -> QuantizedFormat | None:
+def read_format(config: Any) -> StoredFormat | None:
     """Returns how a checkpoint with this `quantization_config` stores its matrices; None: as float numbers.
     Raises InputError.
     """
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, Mapping) else config
-    methods = ("awq", "gptq", *(x.method for x in (BitNetFormat, MlxFormat, Mxfp4Format, OwnFormat)))
-    if method not in methods or not isinstance(config, Mapping):
+    if not isinstance(method, str) or method not in _READERS or not isinstance(config, Mapping):
         raise InputError(
             f"quantization_config with quant_method {format_value(method)} is not supported: {_REMEDY}"
         )
@@ -57,38 +65,30 @@ def read_format(config: Any) -> QuantizedFormat | None:
             what = f"{method} with {name} {format_value(config.get(name))}"
             raise InputError(f"quantization_config: {what} is not supported: {_REMEDY}")
 
-    if method == OwnFormat.method:
-        require(config.get("version") in (VERSION, VERSION_ROTATED), "version")
-        return OwnFormat(config.get("rotated") is True, config.get("once") is True)
-    if method == MlxFormat.method:
-        return MlxFormat(dict(config))
-    if method == Mxfp4Format.method:  # the tensors show what is not converted
-        return Mxfp4Format()
-    if method == BitNetFormat.method:
-        return _bitnet_format(config, require)
-    return _awq_gptq_format(method, config, require)
+    return _READERS[method](config, require)
 
 
-def kept_format(config: Any, path: Path, quantize: str | None, dequantize: bool) -> QuantizedFormat | None:
-    """Returns the format in which quantized matrices stay as they are stored; None: all are read as floats.
-    Raises InputError where the format is not supported, or the arguments of `load_model` do not suit it.
+def stored_format(config: Any, path: Path, quantize: str | None, dequantize: bool) -> StoredFormat | None:
+    """Returns the format in which matrices are stored; None: as floats. Raises InputError where the format is
+    not supported, or the arguments of `load_model` do not suit it.
     """
     found = read_format(config)
-    is_mxfp4 = isinstance(found, Mxfp4Format)
-    if dequantize and not is_mxfp4:
+    if dequantize and not isinstance(found, MatrixFormat):
         stored = found.method if found else "float numbers"
-        raise InputError(f"dequantize is of checkpoints in MXFP4, and {path} has {stored}: leave it out")
-    if found and quantize and not dequantize:
         raise InputError(
-            f"{path} is already quantized ({found.method}), and quantize={quantize!r} is asked for:"
-            f" load it without quantize{', or with dequantize' if is_mxfp4 else ''}"
+            f"dequantize is of quantized checkpoints of others, and {path} has {stored}: leave it out"
         )
-    return None if dequantize else found
+    if found and quantize and not dequantize and getattr(found, "stays_quantized", True):
+        raise InputError(
+            f"{path} is already quantized ({found.method}), and quantize={quantize!r} is asked for: load it"
+            f" without quantize{', or with dequantize' if isinstance(found, MatrixFormat) else ''}"
+        )
+    return found
 
 
 def format_to_write(
     config: ModelConfig, specs: Sequence[FileSpec], leaves: Sequence[Any]
-) -> tuple[QuantizedFormat | None, dict[str, Any]]:
+) -> tuple[StoredFormat | None, dict[str, Any]]:
     """Returns the format for a model's quantized leaves, which is that of its checkpoint or else ours, and
     the entry of config.json for it; None and {}: none is quantized. Raises InputError.
     """
@@ -103,7 +103,11 @@ def format_to_write(
         named = zip((spec.hf_name for spec in specs), leaves, strict=True)
         floats = [name for name, leaf in named if len(leaf.shape) == 2 and not is_quantized(leaf)]
         settings = _with_floats(stored, [name.removesuffix(".weight") for name in floats if name != TIED[0]])
-    return read_format(settings), dict(quantization_config=settings)
+    found = read_format(settings)
+    for spec, leaf in zip(specs, leaves, strict=True):
+        if isinstance(found, _WRITTEN_APART) and is_quantized(leaf) and spec.published_name != spec.hf_name:
+            raise found.misfit(spec.hf_name)
+    return found, dict(quantization_config=settings)
 
 
 def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
@@ -117,16 +121,47 @@ def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, An
         if rules:
             found["dynamic"] = {**(settings.get("dynamic") or {}), **rules}
     elif method != Mxfp4Format.method:
-        names = settings.get("modules_to_not_convert")
+        field = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
+        names = settings.get(field)
         names = [*names] if isinstance(names, list | tuple) else ["lm_head"]
         if added := [module for module in floats if not is_listed(module, map(str, names))]:
-            found["modules_to_not_convert"] = names + added
+            found[field] = names + added
     return found
 
 
-def _awq_gptq_format(
-    method: str, config: Mapping[str, Any], require: Callable[[bool, str], None]
-) -> AwqGptqFormat:
+def _own_format(config: Mapping[str, Any], require: Require) -> OwnFormat:
+    require(config.get("version") in (VERSION, VERSION_ROTATED), "version")
+    return OwnFormat(config.get("rotated") is True, config.get("once") is True)
+
+
+def _fp8_format(config: Mapping[str, Any], require: Require) -> Fp8Format:
+    block = config.get("weight_block_size", (128, 128))
+    require(config.get("activation_scheme") in (None, "dynamic", "static"), "activation_scheme")
+    require(config.get("scale_fmt") in (None, "float", "ue8m0"), "scale_fmt")
+    require(config.get("expert_dtype") in (None, "fp8"), "expert_dtype")
+    require(config.get("fmt") in (None, "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2"), "fmt")
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    require(block is None or is_pair and all(type(x) is int and x > 0 for x in block), "weight_block_size")
+    return Fp8Format(block and (block[0], block[1]), bool(config.get("weight_block_size")))
+
+
+def _modelopt_format(config: Mapping[str, Any], require: Require) -> ModelOptFormat:
+    layers = config.get("quantized_layers") or {}
+    require(
+        isinstance(layers, Mapping) and all(isinstance(x, Mapping) for x in layers.values()),
+        "quantized_layers",
+    )
+    for algorithm in (config, *layers.values()):
+        require(
+            str(algorithm.get("quant_algo")).upper() in _MODELOPT,
+            "quant_algo" if algorithm is config else "quantized_layers",
+        )
+        require(algorithm.get("group_size") in (None, 16, 128), "group_size")
+    return ModelOptFormat((128, 128))
+
+
+def _awq_gptq_format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
+    method = config["quant_method"]
     bits = config.get("bits")
     group = config.get("group_size")
     require(type(bits) is int and bits in ((4,) if method == "awq" else (4, 8)), "bits")
@@ -155,7 +190,7 @@ def _awq_gptq_format(
     return AwqGptqFormat(method, bits, group, needs_order, zeros_minus_one, zeros_borrow, symmetric)
 
 
-def _bitnet_format(config: Mapping[str, Any], require: Callable[[bool, str], None]) -> BitNetFormat:
+def _bitnet_format(config: Mapping[str, Any], require: Require) -> BitNetFormat:
     linear = config.get("linear_class", "bitlinear")
     mode = config.get("quantization_mode", "offline")
     require(linear in ("bitlinear", "autobitlinear"), "linear_class")
@@ -170,9 +205,23 @@ def _bitnet_format(config: Mapping[str, Any], require: Callable[[bool, str], Non
 
 
 def _old_settings(path: Path) -> Mapping[str, Any] | None:
-    """The settings in the file of an older program; None: there is no such file."""
+    """The settings in the file of an older program, or of ModelOpt; None: there is no such file."""
     for file, method in OLD_FILES.items():
         config = {_OLD_NAMES.get(name, name): value for name, value in (read_json(path / file) or {}).items()}
         if "bits" in config:  # other programs have files of these names too
             return {"quant_method": method} | config
-    return None
+    modelopt = (read_json(path / "hf_quant_config.json") or {}).get("quantization")
+    return {"quant_method": "modelopt"} | modelopt if isinstance(modelopt, dict) else None
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Require], StoredFormat]] = {
+    "awq": _awq_gptq_format,
+    "gptq": _awq_gptq_format,
+    "bitnet": _bitnet_format,
+    "mxfp4": lambda config, require: Mxfp4Format(),  # the tensors show what is not converted
+    "mlx": lambda config, require: MlxFormat(dict(config)),
+    "xinfer_jax": _own_format,
+    "fp8": _fp8_format,
+    **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), _modelopt_format),
+    "compressed-tensors": compressed_tensors_format,
+}

@@ -26,8 +26,9 @@ from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
 from .files import TEXT_FILES, checkpoint_dir, read_json
 from .quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
+from .scaled_tensor import MatrixFormat, quantized_shapes
 from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
-from .tensors import DTYPES, QuantizedFormat, StoredTensor, open_tensors
+from .tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
 from .text_tensors import other_tensors
 from .tokenizer import Tokenizer
 
@@ -54,7 +55,7 @@ def save_model(
     Args:
         path: the directory.
         params: of the model. Quantized matrices are written in the format of the files that they are from
-            (AWQ, GPTQ, BitNet, MXFP4); those that this library quantized in its own, which only it reads.
+            (AWQ, GPTQ, BitNet, MXFP4, W4A16); those that this library quantized in its own.
         config: of the model, as `load_model` or `from_hf` returns it.
         tokenizer: whose files are written.
         like: a checkpoint of this config, also one that sees images, or `path` itself: names and config.json
@@ -88,6 +89,8 @@ def save_model(
             params = with_kv_heads_once(params, config, original)
             config = original
         kept_format = read_format(quantization_settings(text_settings(settings), source))
+        if isinstance(kept_format, MatrixFormat):
+            kept_format = kept_format.of_files(kept)
     (tensors, quantization) = _tensors(params, config, dtype, kept, kept_format)
     floats = {tensor.type for tensor in tensors.values()} & {"F32", "F16", "BF16"}
     name = next((np.dtype(DTYPES[type]).name for type in ("F32", "BF16", "F16") if type in floats), None)
@@ -168,7 +171,7 @@ def _tensors(
     config: ModelConfig,
     dtype: Any,
     kept: Mapping[str, StoredTensor],
-    kept_format: QuantizedFormat | None,
+    kept_format: StoredFormat | None,
 ) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
     """The tensors to write, by name, and what config.json says of those that are quantized.
 
@@ -189,7 +192,12 @@ def _tensors(
     replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}
     if kept_format is not None:
         replaced |= {name for name in stored if kept_format.is_unused(name, stored)}
-        replaced.update(*(kept_format.tensor_specs(spec.hf_name, spec.shape, stored) for spec in specs))
+        matrices = kept_format.with_matrices(stored) if isinstance(kept_format, MatrixFormat) else {}
+        for spec in specs:
+            shapes = {spec.hf_name: spec.shape}
+            if isinstance(kept_format, MatrixFormat):
+                shapes = quantized_shapes(spec.tensor_shapes(matrices), matrices)
+            replaced.update(*(kept_format.tensor_specs(*of, stored) for of in shapes.items()))
     (embed, head) = TIED
     if config.tie_word_embeddings and head in original:  # under that name alone, or under both
         tied = {name: tensor for name, tensor in tensors.items() if name.startswith(embed)}

@@ -20,6 +20,7 @@ from ..families.naming import FileSpec
 from ..sharding import MODEL, RULES
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.layout import partition_specs
+from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.ternary import TernaryWeight
 from .tensors import StoredTensor, Tensors
 
@@ -50,7 +51,7 @@ class LeafPartition(NamedTuple):
 
     def slice_quantized(self, names: Iterable[str], tensors: Tensors, i: int) -> dict[str, StoredTensor]:
         """The slices of a quantized matrix's tensors for part i. All of them have inputs first and outputs
-        last, except a two-dimensional `.values`, MXFP4's, which have experts first, and GGUF's `.weight`.
+        last, except a two-dimensional `.values` and GGUF's `.weight`.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:
@@ -58,9 +59,9 @@ class LeafPartition(NamedTuple):
         for name, tensor in found.items():
             last = len(tensor.shape) - 1
             outputs_first = last == 0 or name.endswith(".values") and last == 1
-            outputs_first |= name.endswith(("_blocks", "_scales", ".weight"))
+            outputs_first |= name.endswith(".weight")
             axis = (0, last)[self.axis] if outputs_first else (last, 0)[self.axis]
-            has_only_inputs = name.endswith((".order", "g_idx"))
+            has_only_inputs = name.endswith(".order")
             has_only_outputs = last == 0 and not has_only_inputs
             if not (has_only_inputs and self.axis == 0 or has_only_outputs and self.axis == 1):
                 found[name] = self._slice(tensor, axis, i)
@@ -70,7 +71,7 @@ class LeafPartition(NamedTuple):
         size, rest = divmod(tensor.shape[axis], self.num_parts)
         if rest:
             raise InputError(
-                f"{tensor.file}: a tensor {list(tensor.shape)} has no {self.num_parts} equal parts on axis"
+                f"a tensor {list(tensor.shape)} of the checkpoint has no {self.num_parts} equal parts on axis"
                 f" {axis}"
             )
         return tensor.slice_axis(axis, i * size, size)
@@ -85,18 +86,18 @@ def leaf_partition(spec: FileSpec, devices: int) -> LeafPartition:
     return LeafPartition(n, axis, devices // n)
 
 
-def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition, packed: int) -> None:
-    """Raises InputError where a part would split a group of inputs, or a word of `packed` numbers."""
-    if partition.axis is None or not hasattr(struct, "group"):
+def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition) -> None:
+    """Raises InputError where a part would split a group of inputs."""
+    if partition.axis != 1 or len(spec.shape) > 2:
         return
-    part = partition.part_spec(spec).shape[partition.axis]
-    group = struct.group if partition.axis == 1 else 1
-    for size, what in ((group, "groups"), (packed, "packed words")):
-        if part % size:
-            raise InputError(
-                f"{spec.hf_name} has {part} {('outputs', 'inputs')[partition.axis]} for each of"
-                f" {partition.num_parts} devices, which {what} of {size} do not divide: choose fewer devices"
-            )
+    if not isinstance(struct, GroupedWeight | TernaryWeight | Mxfp4Weight):
+        return
+    part = partition.part_spec(spec).shape[1]
+    if part % struct.group:
+        raise InputError(
+            f"{spec.hf_name} has {part} inputs for each of {partition.num_parts} devices, which groups of"
+            f" {struct.group} do not divide: choose fewer devices"
+        )
 
 
 def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_parts: int = 1) -> Any:

@@ -26,6 +26,8 @@ from .other_formats import describe_files
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
     "I32": np.int32, "I16": np.int16, "I8": np.int8, "U32": np.uint32, "U8": np.uint8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
 # Bytes that a core copies at a time: starting another core costs more than a smaller copy.
 _COPY_BLOCK = 1 << 23
@@ -55,6 +57,8 @@ class StoredTensor:
         """A slice along the first axis (0) or the last (any other number)."""
         if axis == 0:
             return self.view(start, (size, *self.shape[1:]))
+        if size == self.shape[-1]:
+            return self
         first_byte = self.start + start * self.struct.dtype.itemsize
         stride = self.stride or self.shape[-1]
         return dataclasses.replace(self, start=first_byte, shape=(*self.shape[:-1], size), stride=stride)
@@ -124,7 +128,7 @@ class RowsAsTensor:
 class TransposedMatrix(RowsAsTensor):
     """A matrix that a file has with its inputs first, its outputs by turns with those of other matrices."""
 
-    stored: StoredTensor  # [inputs, columns]
+    stored: Any  # [inputs, columns]
     first: int  # of its columns
     step: int  # from one of its columns to the next
 
@@ -164,7 +168,7 @@ TensorSpec = tuple[Shape, set[str]]  # shape and possible types of a tensor in a
 Tensors = Mapping[str, StoredTensor]  # of a checkpoint, by name
 
 
-class QuantizedFormat:
+class StoredFormat:
     """How a checkpoint stores quantized matrices. A matrix has its name X.weight, and its shape [O, I]."""
 
     method: str  # quant_method of config.json
@@ -173,19 +177,11 @@ class QuantizedFormat:
         """The stored tensors of a matrix, or of experts' matrices; empty if they are not quantized."""
         raise NotImplementedError
 
-    def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """The shapes and types of what `load` returns. Reads at most the order of inputs."""
-        raise NotImplementedError
-
-    def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        """Reads what has the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
-        raise NotImplementedError
-
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
-        """The tensors of quantized leaves by their names: the inverse of `load`. dtype: of the float tensors
-        beside them. Raises InputError: the format has no such matrix.
+        """The tensors of quantized leaves by their names. dtype: of the float tensors beside them. Raises
+        InputError: the format has no such matrix.
         """
-        raise NotImplementedError
+        raise self.misfit(next(iter(leaves)))
 
     def misfit(self, name: str) -> InputError:
         """The error of `pack` for this matrix."""
@@ -195,8 +191,20 @@ class QuantizedFormat:
         )
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
-        """Whether a tensor can be ignored."""
+        """Whether a tensor can be ignored, as scales of activations can, which stay floats."""
         return False
+
+
+class QuantizedFormat(StoredFormat):
+    """A format whose matrices are leaves, and are read as such only."""
+
+    def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
+        """The shapes and types of what `load` returns. Reads at most the order of inputs."""
+        raise NotImplementedError
+
+    def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
+        """Reads what has the checked `tensor_specs` as a leaf of NumPy arrays. Raises InputError."""
+        raise NotImplementedError
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:

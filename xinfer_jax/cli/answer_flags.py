@@ -39,14 +39,15 @@ def define_model(parser: FlagParser) -> None:
         empty="give a directory or a hub name",
     )  # fmt: skip
     parser.add_choice(
-        "dtype", "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.",
+        "dtype",
+        "float32, bfloat16 or float16. Default: float32 on CPU; bfloat16 on GPU and TPU, and of FP8 files.",
         "float32", "bfloat16", "float16",
     )  # fmt: skip
     parser.add_choice(
         "quantize", "int8 or int4: weights in fewer bytes. Default: as --dtype says.", "int8", "int4"
     )
     parser.add_switch(
-        "dequantize", "Experts of an MXFP4 checkpoint become numbers of --dtype, or of --quantize."
+        "dequantize", "Matrices of a quantized checkpoint become numbers of --dtype, or of --quantize."
     )
     parser.add_choice(
         "activations", "int8, with --quantize=int8: faster prompts and batches on CPU, less exact.", "int8"

@@ -25,14 +25,12 @@ _PARTS: dict[str, Callable[[ModelConfig], bool]] = {
     "inputs of each layer by token id": lambda config: config.hidden_size_per_layer_input > 0,
     "attention to later tokens": lambda config: any(getattr(x.mixer, "ahead", 0) for x in config.layers),
     "an MLP without a gate": lambda config: any(x.mlp and not x.mlp.gated for x in config.layers),
-    "no experts with a clamped SwiGLU": lambda config: not (config.experts and config.experts.swiglu),
 }
-_EXPERTS, _NORMS, _LINEAR, _SCALED, _INPUTS, _LATER, _NO_GATE, _NO_SWIGLU = _PARTS
+_EXPERTS, _NORMS, _LINEAR, _SCALED, _INPUTS, _LATER, _NO_GATE = _PARTS
 _UNSUPPORTED = {  # by feature: the parts of a model with which it is not
     "rotations": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
     "scales": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
-    "stored formats": (_EXPERTS, _LINEAR, _SCALED),
-    "mxfp4": (_NO_SWIGLU,),
+    "leaf formats": (_EXPERTS, _LINEAR, _SCALED),  # ours and BitNet's
     "inputs_BTD": (_INPUTS,),
     "draft model": (_LINEAR, _LATER),
     "causal": (_LATER,),

@@ -1,7 +1,7 @@
 """Parameters from their specs: initialisation, checks and byte counts; the dtypes of a model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,7 +36,10 @@ def init_params(
     dtype = resolve_dtype(dtype)
     quantized = None if quantize is None else plugin("leaf", "quantizer")(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
-    check_weights(specs, dtype, quantize)
+    float_bits = 8 * jnp.dtype(dtype).itemsize
+    matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
+    bits = (math.prod(x.shape) * (matrix_bits if x.is_quantizable else float_bits) for x in specs)
+    check_weights(sum(bits) // 8)
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
@@ -53,23 +56,9 @@ def init_params(
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
 
-def check_weights(
-    specs: Sequence[ParamSpec], dtype: Any, quantize: str | None = None, share: float = 1
-) -> None:
-    """Raises InputError where a fraction of the tensors, `share`, needs more memory than there is.
-
-    dtype: of floats. quantize: a method other than "int8" counts 4 bits a number; "mxfp4" only of experts.
-    """
-    float_bits = 8 * jnp.dtype(dtype).itemsize
-    matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
-
-    def bits_of(spec: ParamSpec) -> int:
-        is_quantized = spec.is_quantizable and (quantize != "mxfp4" or spec.axes[0] == "experts")
-        return math.prod(spec.shape) * (matrix_bits if is_quantized else float_bits)
-
-    bits = sum(map(bits_of, specs))
-    remedy = "use a smaller dtype, quantize them, or use a smaller model"
-    check_fits(int(share * bits / 8), "the weights", remedy)
+def check_weights(size: int) -> None:
+    """Raises InputError where weights of this many bytes need more memory than there is."""
+    check_fits(size, "the weights", "use a smaller dtype, quantize them, or use a smaller model")
 
 
 def check_params(params: Any, config: Any, stacked: bool = False) -> None:

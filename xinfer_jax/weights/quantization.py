@@ -18,7 +18,7 @@ from .int8_weight import Int8Weight
 from .quantized_weight import QuantizedWeight, is_quantized
 from .ternary import ternary_leaf
 
-METHODS = ("int8", "int4")  # for any model; "ternary" and "mxfp4" are of models trained so
+METHODS = ("int8", "int4")  # for any model; "ternary" is of models trained so
 _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
 _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without clipping, for int8 in groups
 
@@ -44,9 +44,8 @@ def check_quantize_method(quantize: str | None) -> None:
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
     if method and method not in METHODS:
-        feature = "mxfp4" if method == "mxfp4" else "stored formats"
         remedy = f"load a float checkpoint with quantize={' or '.join(METHODS)}"
-        check_supported(config, feature, f"quantized weights ({method}) are", remedy)
+        check_supported(config, "leaf formats", f"quantized weights ({method}) are", remedy)
 
 
 def check_activations(activations: str | None, quantize: str | None, group: int | None = None) -> None:
@@ -170,6 +169,20 @@ def quantize_matrix(
 
     run_in_blocks(quantize, outputs, 4 * inputs)
     return weight
+
+
+def quantize_symmetric(matrix: np.ndarray, group: int | None = None) -> GroupedWeight:
+    """Quantizes a float matrix, or those of experts, to int4 with all zero points in the middle, on the host.
+    group: as in `quantize_matrix`.
+    """
+    if matrix.ndim > 2:
+        return jax.tree.map(lambda *x: np.stack(x), *(quantize_symmetric(x, group) for x in matrix))
+    blocks_OQJ = split_groups(matrix.astype(np.float32), group or group_size(matrix.shape, 4))
+    step_OQ = float16_step(np.maximum(blocks_OQJ.max(-1) / 7, blocks_OQJ.min(-1) / -8))
+    levels_OQJ = np.clip(np.rint(blocks_OQJ / step_OQ[..., None]) + 8, 0, 15).astype(np.uint8)
+    zero_QO = np.full(step_OQ.T.shape, 8, np.uint8)
+    values_QYO = pack_int4(levels_OQJ.transpose(1, 2, 0))
+    return GroupedWeight(values_QYO, step_OQ.T.astype(np.float16), zero_QO, None, matrix.shape[1])
 
 
 def _quantized_struct(shape: tuple[int, ...], bits: int, group: int | None = None) -> QuantizedWeight:

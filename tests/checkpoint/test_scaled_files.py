@@ -1,0 +1,427 @@
+"""Files in FP8, NVFP4, MXFP4 and compressed-tensors' formats: equal to the weights that NumPy dequantizes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import parity_cases as cases
+import pytest
+import run_script
+import tiny
+from quantized_checkpoints import AWQ, GPTQ, pack_matrix
+from quick import full_except
+from safetensors.numpy import load_file
+from scaled_checkpoints import (
+    BF16,
+    E4M3,
+    checkpoint,
+    compressed,
+    convert,
+    float_tensors,
+    fp8,
+    fp8_settings,
+    integers,
+    largest,
+    mxfp4,
+    nvfp4,
+    nvfp4_packed,
+    w4,
+    write,
+)
+
+import kernels_pallas
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.weights.grouped_weight import GroupedWeight
+from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.mxfp4 import Mxfp4Weight
+from xinfer_jax.weights.quantized_weight import is_quantized
+
+pytestmark = pytest.mark.oldest
+
+HF = tiny.UNTIED | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16)
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+
+
+_FP4 = partial(compressed, bits=4, kind="float")
+_FP8 = partial(compressed, bits=8, kind="float")
+_E8M0 = ml_dtypes.float8_e8m0fnu
+CASES = {  # settings, how matrices are stored, and the leaf that they become; None: floats
+    "fp8-blocks": (fp8_settings([24, 40]), fp8((24, 40)), None),
+    "fp8-blocks-by-default": (dict(quant_method="fp8"), fp8((128, 128)), None),
+    "fp8-tensor": (fp8_settings(activation_scheme="static"), fp8(), None),
+    "fp8-rows": (fp8_settings(), fp8("row", end="_scale", scale_dtype=BF16), None),
+    "fp8-e5m2": (fp8_settings([16, 16], fmt="e5m2"), fp8((16, 16), ml_dtypes.float8_e5m2), None),
+    "fp8-ue8m0": (fp8_settings([32, 32], scale_fmt="ue8m0"), fp8((32, 32), scale_dtype=_E8M0), None),
+    "modelopt-fp8": (dict(quant_method="modelopt", quant_algo="FP8"), fp8(end="_scale"), None),
+    "modelopt-nvfp4": (dict(quant_method="modelopt_fp4", quant_algo="NVFP4", group_size=16), nvfp4, None),
+    "nvfp4-packed": (
+        _FP4("nvfp4-pack-quantized", strategy="tensor_group", group_size=16), nvfp4_packed, None,
+    ),
+    "mxfp4-packed": (_FP4("mxfp4-pack-quantized", strategy="group", group_size=32), mxfp4, Mxfp4Weight),
+    "float-quantized": (_FP8("float-quantized"), fp8("row", end="_scale"), None),
+    "float-blocks": (
+        _FP8("naive-quantized", strategy="block", block_structure=[32, 48]), fp8((32, 48), end="_scale"),
+        None,
+    ),
+    "int-quantized": (compressed("int-quantized", 8), integers(8, packed=False), GroupedWeight),
+    "int-zeros": (compressed("int-quantized", 8, symmetric=False), integers(8, None, False, False), None),
+    "int-groups": (
+        compressed("naive-quantized", 8, strategy="group", group_size=32), integers(8, 32, packed=False),
+        GroupedWeight,
+    ),
+    "w4a16": (w4(), integers(4, 32), GroupedWeight),
+    "w4a16-zeros": (w4(symmetric=False), integers(4, 32, False, scale_dtype=np.float16), GroupedWeight),
+    "w4a16-last-group-short": (w4(48), integers(4, 48), GroupedWeight),
+    "w4a16-channel": (compressed("pack-quantized"), integers(4), GroupedWeight),
+    "w4a16-order": (w4(16), integers(4, 16, order=True), GroupedWeight),
+    "w8a16": (compressed("pack-quantized", 8), integers(8), GroupedWeight),
+    "w8a16-zeros": (w4(bits=8, symmetric=False), integers(8, 32, False), None),
+}  # fmt: skip
+
+
+def equal_model(path, hf, equal):
+    return xj.load_model(write(path, hf, equal), "float32")
+
+
+def matrix(leaf):
+    if not is_quantized(leaf):
+        return np.asarray(leaf)
+    return np.asarray(
+        (jax.vmap(type(leaf).dequantize) if len(leaf.shape) > 2 else type(leaf).dequantize)(leaf)
+    )
+
+
+def assert_equal(model, wanted, exact=True):
+    """Every leaf, to the bit: the product of a number and its scale is rounded once."""
+    known = jax.tree_util.tree_leaves_with_path(wanted.params)
+    found = jax.tree.leaves(model.params, is_leaf=is_quantized)
+    for (place, x), leaf in zip(known, found, strict=True):
+        np.testing.assert_array_equal(matrix(leaf), np.asarray(x), err_msg=jax.tree_util.keystr(place))
+
+
+def logits(model):
+    tokens = jnp.arange(1, 25).reshape(2, 12)
+    return np.asarray(jax.jit(xj.forward, static_argnums=1)(model.params, model.config, tokens)[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_equals_its_numbers(tmp_path, name):
+    settings, encode, kind = CASES[name]
+    unused = {f"{Q0.removesuffix('weight')}input_scale": np.float32(1)}
+    path, equal = checkpoint(tmp_path / "a", HF, settings, encode, **unused)
+    opened = open_checkpoint(path, dtype="float32")
+    tiny.assert_same_shapes(opened)
+    model = opened.read()
+    assert isinstance(model.params["layers"][0]["up"]["weight"], kind or jax.Array)
+    wanted = equal_model(tmp_path / "b", HF, equal)
+    assert_equal(model, wanted)
+    assert_equal(xj.load_model(path, "float32", dequantize=True), wanted)
+    if kind is not None:
+        np.testing.assert_allclose(logits(model), logits(wanted), atol=1e-4, rtol=0)
+
+
+FAMILIES = {  # the case of `parity_cases`, its files, and whether experts are in one tensor
+    "moe-defaults": False,
+    "qwen3-next-sparse-step": True,
+    "qwen3-5-moe-no-shared": False,
+    "gemma4-experts": True,
+    "gpt-oss-published": True,
+}
+W4A16 = ["moe-defaults", "qwen3-5-moe-no-shared", "gemma4-experts"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp8_of_every_family(tmp_path, name):
+    """Blocks that splits, heads and fused tensors cross; experts together and apart."""
+    hf = cases.CASES[name].hf
+    path, equal = checkpoint(tmp_path / "a", hf, fp8_settings([10, 14]), fp8((10, 14)), FAMILIES[name], 3)
+    assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / "b", hf, equal))
+
+
+@pytest.mark.parametrize("name", full_except(["qwen3-5-moe-no-shared"], W4A16))
+def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
+    hf = cases.CASES[name].hf
+    path, equal = checkpoint(tmp_path / "a", hf, w4(16), integers(4, 16), False)
+    opened = open_checkpoint(path, dtype="float32")
+    tiny.assert_same_shapes(opened)
+    model = opened.read()
+    assert isinstance(model.params["layers"][1]["experts"]["gate"]["weight"], GroupedWeight)
+    wanted = equal_model(tmp_path / "b", hf, equal)
+    assert_equal(model, wanted)
+    np.testing.assert_allclose(logits(model), logits(wanted), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
+@pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults"])
+def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, settings):
+    """Experts apart; several leaves are in one matrix. Widths are multiples of what a word holds."""
+    random = np.random.default_rng(0)
+
+    def encode(tensor, x):
+        parts, equal = pack_matrix(settings, random, *x.shape)
+        return {tensor.removesuffix("weight") + part: array for part, array in parts.items()}, equal
+
+    hf = dict(cases.CASES[name].hf)
+    hf |= {x: 24 for x in ("shared_expert_intermediate_size",) if x in hf}
+    stored = float_tensors(hf, name != "moe-defaults")
+    for tensor in [tensor for tensor, x in stored.items() if x.ndim == 3 and "experts" in tensor]:
+        stored |= _apart(tensor, stored.pop(tensor))
+    (stored, equal) = convert(stored, encode)
+    path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
+    model = xj.load_model(path, "float32")
+    assert isinstance(model.params["layers"][0]["o"]["weight"], GroupedWeight)
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+
+
+def _apart(name, x):
+    """Each expert's tensors of a stacked one."""
+    stem = name.rpartition(".")[0]
+    parts = [("gate_proj", x[:, : x.shape[1] // 2]), ("up_proj", x[:, x.shape[1] // 2 :])]
+    parts = parts if name.endswith("gate_up_proj") else [("down_proj", x)]
+    return {f"{stem}.{i}.{part}.weight": matrix for part, all in parts for i, matrix in enumerate(all)}
+
+
+def test_a_model_that_sees(tmp_path):
+    """Targets and tensors have the names of the whole model; some of its other tensors are quantized too."""
+    stored, equal = convert(float_tensors(HF), integers(4, 32))
+    whole = "model.language_model."
+    stored = {
+        whole + name.removeprefix("model.") if name != tiny.HEAD else name: x for name, x in stored.items()
+    }
+    stored["model.vision_tower.patch.weight_packed"] = np.zeros((4, 4), np.int32)
+    settings = w4(32)
+    settings["config_groups"]["group_0"]["targets"] = [
+        rf"re:{whole}layers\.\d+\.(mlp|self_attn)",
+        "re:model.vis",
+    ]
+    hf = dict(model_type="mistral3", text_config=HF | dict(model_type="qwen2"), vision_config={})
+    path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
+    model = xj.load_model(path, "float32")
+    assert_equal(model, equal_model(tmp_path / "b", HF, equal))
+
+
+def test_mixed_precision_and_fused_matrices(tmp_path):
+    """W4A16 and FP8 in one file; a group with zeros in heads of which a query and a gate share a tensor."""
+    settings = w4(16, symmetric=False)
+    groups = settings["config_groups"]
+    groups["group_0"] |= dict(targets=["re:.*self_attn"], format="pack-quantized")
+    groups["group_1"] = compressed("", 8, "float")["config_groups"]["group_0"] | dict(
+        format="float-quantized"
+    )
+    (packed, float8) = (integers(4, 16, False), fp8("row", end="_scale"))
+    encode = lambda name, x: (packed if "self_attn" in name else float8)(name, x)  # noqa: E731
+    hf = cases.CASES["qwen3-5-tied"].hf
+    path, equal = checkpoint(tmp_path / "a", hf, settings | dict(format="mixed-precision"), encode)
+    model = xj.load_model(path, "float32")
+    assert isinstance(model.params["layers"][1]["attn_gate"]["weight"], GroupedWeight)
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+
+
+def test_the_dtype_of_floats(tmp_path):
+    """FP8 becomes bfloat16 unless another is asked for, or int8 or int4."""
+    path, equal = checkpoint(tmp_path / "a", HF, *CASES["fp8-blocks"][:2])
+    model = xj.load_model(path)
+    leaf = model.params["layers"][0]["q"]["weight"]
+    assert leaf.dtype == jnp.bfloat16 and model.load_stats.dtype == "bfloat16"
+    np.testing.assert_array_equal(leaf, equal[Q0].astype(BF16))
+    wanted = xj.load_model(write(tmp_path / "b", HF, equal), "float32", "int4")
+    jax.tree.map(np.testing.assert_array_equal, xj.load_model(path, "float32", "int4").params, wanted.params)
+    xj.save_model(tmp_path / "c", model.params, model.config, like=path)  # no scale is left, nor a setting
+    jax.tree.map(np.testing.assert_array_equal, xj.load_model(tmp_path / "c").params, model.params)
+
+
+@pytest.mark.full
+def test_the_engine_generates_the_same(tmp_path):
+    hf = cases.CASES["qwen3-5-moe-no-shared"].hf
+    path, equal = checkpoint(tmp_path / "a", hf, w4(16), integers(4, 16), False)
+    (prompts, call) = ([[5, 6, 7], [9, 8]], xj.GenerateOptions(6, eos_token_ids=()))
+    wanted = equal_model(tmp_path / "b", hf, equal)
+    with xj.Engine(xj.load_model(path, "float32"), rows=2, capacity=128, chunk=64) as engine:
+        found = [request.result().tokens[0] for request in [engine.submit(x, call) for x in prompts]]
+    assert found == xj.generate(wanted.params, wanted.config, prompts, call).tokens
+
+
+@pytest.mark.full
+def test_compressed_tensors_own_functions(tmp_path):
+    """Files as its compressors write them equal what they read back, in float32."""
+    torch = pytest.importorskip("torch")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    for format, given in (
+        ("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)),
+        ("int-quantized", dict(num_bits=8, type="int", strategy="channel")),
+        ("float-quantized", dict(num_bits=8, type="float", strategy="block", block_structure=[32, 48])),
+    ):
+        compressor = compressors.BaseCompressor.get_value_from_registry(format)
+        scheme = QuantizationScheme(targets=["Linear"], weights=given)
+
+        def encode(name, x, given=given, scheme=scheme, compressor=compressor):
+            top = 448 if given["type"] == "float" else 2 ** (given["num_bits"] - 1)
+            block = {"group": (1, 32), "channel": (1, x.shape[1]), "block": (32, 48)}[given["strategy"]]
+            state = dict(weight=torch.tensor(x), weight_scale=torch.tensor(largest(x, block) / top))
+            if not given.get("symmetric", True):
+                shape = state["weight_scale"].shape
+                state["weight_zero_point"] = torch.randint(-8, 8, shape, dtype=torch.int8)
+            state = compressor.compress(state, scheme)
+            equal = compressor.decompress(state, scheme)["weight"].float().numpy()
+            if given["type"] == "float":  # of which torch has no arrays
+                state["weight"] = state["weight"].view(torch.uint8)
+            stored = {name.replace("weight", part): x.numpy() for part, x in state.items()}
+            return stored | ({name: stored[name].view(E4M3)} if given["type"] == "float" else {}), equal
+
+        settings = dict(
+            quant_method="compressed-tensors", format=format,
+            config_groups=dict(group_0=scheme.model_dump(mode="json")), ignore=["lm_head"],
+        )  # fmt: skip
+        path, equal = checkpoint(tmp_path / format, HF, settings, encode)
+        assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / f"{format}-b", HF, equal))
+
+
+@pytest.mark.parametrize(
+    "name", ["w4a16", "w4a16-zeros", "w4a16-channel", "w4a16-order", "w4a16-last-group-short"]
+)
+def test_w4a16_is_saved_as_it_was(tmp_path, name):
+    """Packed numbers and zero points byte for byte; scales, of float models, in float32."""
+    path, _ = checkpoint(tmp_path / "a", HF, *CASES[name][:2])
+    model = xj.load_model(path, "float32")
+    xj.save_model(tmp_path / "b", model.params, model.config)
+    (source, saved) = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "b"))
+    assert source.keys() == saved.keys()
+    for tensor, array in saved.items():
+        np.testing.assert_array_equal(array, source[tensor].astype(array.dtype), err_msg=tensor)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_model(tmp_path / "b", "float32").params, model.params)
+
+
+def test_a_mixture_in_w4a16_is_saved(tmp_path):
+    hf = cases.CASES["moe-defaults"].hf
+    path, _ = checkpoint(tmp_path / "a", hf, w4(16), integers(4, 16), False)
+    model = xj.load_model(path, "float32")
+    xj.save_model(tmp_path / "b", model.params, model.config)
+    again = xj.load_model(tmp_path / "b", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.parametrize("name, hf", [("int-quantized", HF), ("mxfp4-packed", HF), ("w4a16", None)])
+def test_others_are_not_saved_in_their_format(tmp_path, name, hf):
+    """Matrices that are joined in published files neither."""
+    path, _ = checkpoint(tmp_path / "a", hf or cases.CASES["qwen3-5-tied"].hf, *CASES[name][:2])
+    model = xj.load_model(path, "float32")
+    with pytest.raises(xj.InputError, match="cannot be written in the format compressed-tensors"):
+        xj.save_model(tmp_path / "b", model.params, model.config)
+
+
+@pytest.mark.full
+def test_quantize_writes_what_transformers_reads(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    done = run_script.run(
+        "quantize", f"--output={tmp_path}/w4", "--method=rtn", "--format=compressed-tensors"
+    )
+    assert done.returncode == 0, done.stderr
+    model = xj.load_model(tmp_path / "w4", "float32")
+    assert isinstance(model.params["layers"][0]["q"]["weight"], GroupedWeight)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "w4", dtype="float32")
+    tokens = np.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        wanted = other(torch.tensor(tokens)).logits.numpy()
+    found = jax.jit(xj.forward, static_argnums=1)(model.params, model.config, tokens)[0]
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+
+
+WEIGHTS = dict(num_bits=4, type="int", strategy="group", group_size=32)
+SCALE = "model.layers.0.mlp.up_proj.weight_scale"
+
+
+def _group(**changed):
+    settings = w4(32)
+    settings["config_groups"]["group_0"] |= changed
+    return settings
+
+
+@pytest.mark.parametrize(
+    "settings, changed, message",
+    [
+        (w4(), {SCALE: np.ones((96, 3), BF16)}, r"up_proj.weight_scale has shape \[96, 3\], .* \[96, 2\]"),
+        (w4(), {SCALE: np.full((96, 2), np.nan, BF16)}, "up_proj.weight: its scales hold NaN or inf"),
+        (w4(), {SCALE: None}, "missing .*up_proj.weight_scale"),
+        (w4(), {SCALE.replace("scale", "packed"): np.zeros((96, 7), np.int32)}, "weight_packed has shape"),
+        (_group(targets=["Conv2d"]), {}, "is quantized, but no target of config_groups is its name or class"),
+        (_group(targets=["re:("]), {}, "with targets .* is not supported"),
+        (_group(targets=["re:(a+)+b"]), {}, "with targets .* is not supported"),
+        (_group(targets=5), {}, "with targets 5 is not supported"),
+        (_group(weights=[]), {}, "with weights .* is not supported"),
+        (_group(weights=WEIGHTS | dict(num_bits=3)), {}, r"num_bits \('int', 3\) is not supported"),
+        (_group(weights=WEIGHTS | dict(num_bits=[4])), {}, "is not supported"),
+        (_group(weights=WEIGHTS | dict(strategy=[1])), {}, r"strategy \[1\] is not supported"),
+        (_group(weights=WEIGHTS | dict(group_size=-5)), {}, "group_size -5 is not supported"),
+        (w4(config_groups=dict.fromkeys("ab", _group()["config_groups"]["group_0"])), {},
+         "several config_groups have the target 'Linear'"),
+        (w4(config_groups=dict(W4A16=["Linear"])), {}, "with config_groups .* not supported"),
+        (w4(transform_config=dict(a=1)), {}, "compressed-tensors with transform_config"),
+        (w4(sparsity_config=dict(format="sparse-24-bitmask")), {}, "compressed-tensors with sparsity_config"),
+        (compressed("marlin-24"), {}, "format 'marlin-24' is not supported: only the formats pack-quantized"),
+        (compressed("mxfp8-quantized"), {}, "format 'mxfp8-quantized' is not supported"),
+        (fp8_settings([0, 4]), {}, "fp8 with weight_block_size"),
+        (fp8_settings(expert_dtype="fp4"), {}, "fp8 with expert_dtype 'fp4'"),
+        (fp8_settings(scale_fmt="e5"), {}, "fp8 with scale_fmt 'e5'"),
+        (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), {}, "modelopt with quant_algo 'W4A8_AWQ'"),
+        (dict(quant_method="modelopt", quant_algo="FP8", quantized_layers=dict(a=dict(quant_algo="X"))), {},
+         "modelopt with quantized_layers"),
+        *((dict(quant_method=name), {}, f"quant_method '{name}' is not supported: awq .*fp8.*compressed-t")
+          for name in ("bitsandbytes", "torchao", "hqq", "quark", "auto-round")),
+    ],
+)  # fmt: skip
+def test_rejected_by_name(tmp_path, settings, changed, message):
+    path, _ = checkpoint(tmp_path, HF, settings, integers(4, 32), **changed)
+    with pytest.raises(xj.InputError, match=message) as error:
+        xj.load_model(path, "float32")
+    assert "\n" not in str(error.value)
+
+
+def test_fp8_files_that_are_wrong(tmp_path):
+    for changed, message in (
+        ({f"{Q0}_scale_inv": None}, "missing .*q_proj.weight_scale_inv"),
+        ({f"{Q0}_scale_inv": np.ones((3, 3), np.float32)}, "q_proj.weight_scale_inv has shape"),
+        (
+            {f"{Q0}_scale_inv": np.full((3, 2), np.inf, np.float32)},
+            "q_proj.weight: its scales hold NaN or inf",
+        ),
+        ({Q0: np.zeros((8, 8), E4M3)}, "q_proj.weight has shape"),
+    ):
+        path, _ = checkpoint(tmp_path, HF, fp8_settings([24, 40]), fp8((24, 40)), **changed)
+        with pytest.raises(xj.InputError, match=message):
+            xj.load_model(path)
+
+
+def test_modelopt_settings_in_a_separate_file(tmp_path):
+    """With scales of keys and values, which one warning names."""
+    stored, equal = convert(float_tensors(HF), nvfp4)
+    stored["model.layers.0.self_attn.k_proj.k_scale"] = np.float32(1)
+    path = write(tmp_path / "a", HF, stored)
+    quantization = dict(
+        quant_algo="NVFP4", kv_cache_quant_algo="FP8", group_size=16, exclude_modules=["lm_head"]
+    )
+    tiny.write_json(
+        path / "hf_quant_config.json", dict(producer=dict(name="modelopt"), quantization=quantization)
+    )
+    with pytest.warns(UserWarning, match="k_scale"):
+        model = xj.load_model(path, "float32")
+    assert_equal(model, equal_model(tmp_path / "b", HF, equal))
+
+
+def test_int8_with_a_scale_per_output_where_there_are_kernels(tmp_path, monkeypatch):
+    path, equal = checkpoint(tmp_path, HF, *CASES["int-quantized"][:2])
+    monkeypatch.setattr(
+        kernels_pallas, "device_impl", lambda: kernels_pallas.dispatch.Selection("mosaic", "")
+    )
+    opened = open_checkpoint(path, dtype="float32")
+    leaf = opened.read().params["layers"][0]["q"]["weight"]
+    assert isinstance(leaf, Int8Weight) and isinstance(
+        opened.model.params["layers"][0]["q"]["weight"], Int8Weight
+    )
+    np.testing.assert_array_equal(leaf.dequantize(), equal[Q0])

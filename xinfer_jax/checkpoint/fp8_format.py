@@ -1,0 +1,104 @@
+"""Matrices in FP8: numbers of 8 bits with a scale for each block, output, or matrix.
+
+X.weight, or X of all experts, has a type of 8 bits; the scale is X.weight_scale_inv, or X.weight_scale.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, read_bytes, read_rows
+from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec
+
+FLOAT8 = {"F8_E4M3", "F8_E5M2"}
+SCALE_TYPES = {"F32", "BF16", "F16", "F8_E8M0"}
+_TABLES = {  # the number of each byte
+    type: np.arange(256).astype(np.uint8).view(DTYPES[type]).astype(np.float32)[:, None] for type in FLOAT8
+}
+_OF_ACTIVATIONS = (
+    "activation_scale",
+    "input_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Format(MatrixFormat):
+    method = "fp8"
+    stays_quantized = False
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale
+    has_block: bool = False  # there are no others
+
+    def find(self, tensors: Tensors) -> dict[str, Shape]:
+        return {name: x.shape for name, x in tensors.items() if x.type in FLOAT8 and len(x.shape) > 1}
+
+    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
+        scale = _scale_name(name, tensors)
+        stored = tensors[scale].shape if scale in tensors else ()
+        (wanted, _, _) = scale_layout(stored, shape, self.block, self.has_block)
+        return {name: (shape, FLOAT8), scale: (wanted, SCALE_TYPES)}
+
+    def open(self, name: str, shape: Shape, tensors: Tensors) -> ScaledTensor:
+        scale = tensors[_scale_name(name, tensors)]
+        layout = scale_layout(scale.shape, shape, self.block, self.has_block)
+        return ScaledTensor(scaled_numbers(name, shape, read_float8(tensors[name]), scale, layout), shape)
+
+    def is_unused(self, name: str, tensors: Tensors) -> bool:
+        return is_of_activations(name)
+
+
+def is_of_activations(name: str) -> bool:
+    """Whether a tensor quantizes activations, which stay floats here."""
+    return name.endswith(_OF_ACTIVATIONS)
+
+
+def _scale_name(name: str, tensors: Tensors) -> str:
+    return next((x for end in ("_scale_inv", "_scale") if (x := name + end) in tensors), f"{name}_scale_inv")
+
+
+def read_float8(stored: StoredTensor) -> Read:
+    """Returns a reader of numbers in FP8, float32."""
+    return read_bytes(stored, _TABLES[stored.type])
+
+
+def scaled_numbers(
+    name: str, shape: Shape, read: Read, scale: StoredTensor, layout: Any, **how: Any
+) -> ScaledNumbers:
+    """Returns numbers that are read so. layout: of their scales, as `scale_layout` returns it."""
+    (_, shared, scale_shape) = layout
+    return ScaledNumbers(name, (shape[-2], shape[-1]), shared, read, read_rows(scale, scale_shape), **how)
+
+
+def scale_layout(
+    stored: Shape, shape: Shape, block: Sequence[int] | None, has_block: bool = True
+) -> tuple[Shape, tuple[int, int], tuple[int, int]]:
+    """How scales of a matrix, or of experts, lie: in blocks, one for each output, or one for all of them.
+
+    Args:
+        stored: the shape in which they are stored.
+        shape: of the matrix.
+        block: rows and columns of a block; None: there are none.
+        has_block: False: there may be others than those of blocks.
+
+    Returns:
+        the shape that they must have, rows and columns that share one, and their shape as a matrix.
+    """
+    (*experts, outputs, inputs) = shape
+    count = math.prod(experts)
+    scalars = [(*experts, *ones) for ones in ((), (1,), (1, 1))]
+    forms = dict.fromkeys(scalars, ((outputs, inputs), (count, 1)))
+    by_output = [(*experts, outputs, 1), (*experts, outputs)]
+    forms |= dict.fromkeys(by_output, ((1, inputs), (count * outputs, 1)))
+    if block is not None:
+        height = -(-outputs // block[0])
+        width = -(-inputs // block[1])
+        by_block = [(*experts, height, width), (*experts, height, 1, width, 1)]
+        of_blocks = dict.fromkeys(by_block, ((block[0], block[1]), (count * height, width)))
+        forms = of_blocks if has_block else forms | of_blocks
+    wanted = stored if stored in forms else next(iter(forms))
+    return wanted, *forms[wanted]

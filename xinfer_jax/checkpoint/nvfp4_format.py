@@ -1,0 +1,56 @@
+"""Matrices in NVFP4, numbers of 4 bits (E2M1) with an FP8 scale for 16 inputs, and the files of ModelOpt.
+
+ModelOpt stores X.weight, uint8 [O, I/2], X.weight_scale [O, I/16] and X.weight_scale_2, one number by which
+scales are multiplied. Its matrices in FP8 are as in other files.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from ..errors import InputError
+from .fp8_format import Fp8Format
+from .mxfp4_format import PAIRS
+from .scaled_tensor import ScaledNumbers, ScaledTensor, read_bytes, read_rows
+from .tensors import Shape, StoredTensor, Tensors, TensorSpec
+
+_GROUP = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptFormat(Fp8Format):
+    method = "modelopt"
+
+    def find(self, tensors: Tensors) -> dict[str, Shape]:
+        packed = {name: x.shape for name, x in tensors.items() if x.type == "U8" and name.endswith(".weight")}
+        return super().find(tensors) | packed
+
+    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
+        if tensors[name].type != "U8":
+            return super().tensor_specs(name, shape, tensors)
+        return nvfp4_specs(name, shape, name) | {f"{name}_scale_2": ((), {"F32"})}
+
+    def open(self, name: str, shape: Shape, tensors: Tensors) -> ScaledTensor:
+        if tensors[name].type != "U8":
+            return super().open(name, shape, tensors)
+        factor = tensors[f"{name}_scale_2"]
+        scales = tensors[f"{name}_scale"]
+        return nvfp4_tensor(name, shape, tensors[name], scales, lambda x: x * factor.array())
+
+
+def nvfp4_specs(name: str, shape: Shape, packed: str) -> dict[str, TensorSpec]:
+    """The tensors of a matrix in NVFP4: packed numbers, and scales of groups; there is one of all beside."""
+    (outputs, inputs) = shape
+    if inputs % _GROUP:
+        raise InputError(f"{name} has {inputs} inputs, which nvfp4's groups of {_GROUP} do not divide")
+    scales = (outputs, inputs // _GROUP)
+    return {packed: ((outputs, inputs // 2), {"U8"}), f"{name}_scale": (scales, {"F8_E4M3"})}
+
+
+def nvfp4_tensor(
+    name: str, shape: Shape, values: StoredTensor, scales: StoredTensor, finish: Callable
+) -> ScaledTensor:
+    """Returns the tensor of a matrix in NVFP4. finish: applies the scale of all to those of groups."""
+    (outputs, inputs) = shape
+    read_scales = read_rows(scales, (outputs, inputs // _GROUP), finish)
+    numbers = ScaledNumbers(name, (outputs, inputs), (1, _GROUP), read_bytes(values, PAIRS), read_scales)
+    return ScaledTensor(numbers, shape)

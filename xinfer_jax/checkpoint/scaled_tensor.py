@@ -1,0 +1,195 @@
+"""A quantized matrix of a file as a tensor of float numbers, whose rows and columns are read when asked for.
+
+Every format is small numbers and scales, each shared by a block of rows and columns. A format's file says
+which tensors hold both (`ScaledNumbers`). Splits, fused tensors, experts and meshes are slices of it
+(`ScaledTensor`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import jax
+import numpy as np
+
+from ..errors import InputError
+from .tensors import RowsAsTensor, Shape, StoredFormat, StoredTensor, Tensors, TransposedMatrix
+
+Read = Callable[[slice, slice], np.ndarray]  # returns those rows and columns
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledNumbers:
+    """Matrices of one shape, one below the other: (numbers - zeros) * scales."""
+
+    name: str
+    shape: tuple[int, int]  # of one matrix
+    block: tuple[int, int]  # rows and columns that share a scale
+    numbers: Read  # int8 or float32
+    scales: Read  # a row and a column for each block
+    zeros: Read | None = None  # int8, like the scales
+    group_of: np.ndarray | None = None  # of each column the column of its scale; None: by the block
+    # How it can stay as it is: whole numbers of so many bits, and whether scales are float16; 0: as floats.
+    bits: int = 0
+    has_float16_scales: bool = False
+    mxfp4: tuple[StoredTensor, StoredTensor] | None = None  # its bytes, if it is MXFP4: numbers and scales
+
+    def floats(self, rows: slice, columns: slice) -> np.ndarray:
+        """Returns these rows and columns of all matrices, float32. Raises InputError: a scale is NaN."""
+        numbers = self.numbers(rows, columns).astype(np.float32, copy=False)
+        start = columns.start
+        end = columns.stop
+        J = self.block[1]
+        step = 1
+        if self.group_of is None and start // J == (end - 1) // J:
+            step = end - start
+        elif self.group_of is None and start % J == end % J == 0:
+            step = J
+        at = np.arange(start, end, step)
+        blocks = numbers.reshape(len(numbers), len(at), step)
+        if self.zeros is not None:
+            blocks = blocks - self.per_row(self.zeros, rows, at).astype(np.float32)[..., None]
+        with np.errstate(over="ignore"):
+            return (blocks * self.row_scales(rows, at)[..., None]).reshape(numbers.shape)
+
+    def row_scales(self, rows: slice, columns: np.ndarray) -> np.ndarray:
+        """Returns the scales of these rows at these columns, one for each row, float32."""
+        scales = self.per_row(self.scales, rows, columns).astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise InputError(f"{self.name}: its scales hold NaN or inf: fetch the checkpoint again")
+        return scales
+
+    def per_row(self, read: Read, rows: slice, columns: np.ndarray) -> np.ndarray:
+        """What `scales` or `zeros` has of these rows and columns, once for each of them."""
+        (height, _) = self.shape
+        (matrix, row) = np.divmod(np.arange(rows.start, rows.stop), height)
+        row = matrix * -(-height // self.block[0]) + row // self.block[0]
+        column = columns // self.block[1] if self.group_of is None else self.group_of[columns]
+        left = column.min()
+        part = read(slice(row[0], row[-1] + 1), slice(left, column.max() + 1))
+        return part[row - row[0]][:, column - left]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledTensor(RowsAsTensor):
+    """A slice of `ScaledNumbers`, with the methods of a `StoredTensor`."""
+
+    numbers: ScaledNumbers
+    shape: Shape
+    first_row: int = 0  # of all matrices
+    step: int = 1  # from one of its rows to the next
+    first_column: int = 0
+    type: ClassVar = "F32"
+
+    def rows(self, at: slice) -> slice:
+        """Where its rows are, of which every `step`-th is its own. at: on its first axis."""
+        (first, end, _) = at.indices(self.shape[0])
+        each = math.prod(self.shape[1:-1])
+        last = self.first_row + (end * each - 1) * self.step
+        return slice(self.first_row + first * each * self.step, last + 1)
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.first_column, self.first_column + self.shape[-1])
+
+    def __getitem__(self, at: slice) -> np.ndarray:
+        rows = self.numbers.floats(self.rows(at), self.columns)[:: self.step]
+        return rows.reshape(-1, *self.shape[1:])
+
+    def view(self, first_row: int, shape: Shape) -> "ScaledTensor":
+        first = self.first_row + first_row * math.prod(shape[1:-1]) * self.step
+        return dataclasses.replace(self, first_row=first, shape=shape)
+
+    def slice_axis(self, axis: int, start: int, size: int) -> "ScaledTensor":
+        if axis == 0:
+            return self.view(start, (size, *self.shape[1:]))
+        first = self.first_column + start
+        return dataclasses.replace(self, first_column=first, shape=(*self.shape[:-1], size))
+
+    def transposed(self, first: int, step: int) -> list[Any]:
+        (experts, inputs, columns) = self.shape
+        matrices = (self.view(i * inputs, (inputs, columns)) for i in range(experts))
+        return [TransposedMatrix(matrix, first, step) for matrix in matrices]
+
+
+class MatrixFormat(StoredFormat):
+    """A format whose matrices can be read as tensors of floats: it finds `ScaledNumbers` for each.
+
+    A matrix has the name that it has in a float checkpoint; `tensor_specs` are of those that `find` returns.
+    """
+
+    stays_quantized = True  # whether its matrices stay as they are stored, unless they are dequantized
+
+    def of_files(self, tensors: Tensors) -> Self:
+        """The format of a checkpoint with these tensors, by their names in the files. Raises InputError where
+        its settings do not fit them.
+        """
+        return self
+
+    def find(self, tensors: Tensors) -> dict[str, Shape]:
+        """The quantized matrices, and shapes of those of experts; zeros where only one layout is possible."""
+        raise NotImplementedError
+
+    def open(self, name: str, shape: Shape, tensors: Tensors) -> Any:
+        """The tensor of floats of what has the checked `tensor_specs`: a `ScaledTensor`, or a kin of it."""
+        raise NotImplementedError
+
+    def with_matrices(self, tensors: Tensors) -> dict[str, Any]:
+        """The tensors with quantized matrices as if they were floats, as `find` has their shapes."""
+        found = self.find(tensors).items()
+        return {**tensors, **{name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in found}}
+
+
+def quantized_shapes(shapes: Mapping[str, Shape], tensors: Mapping[str, Any]) -> dict[str, Shape]:
+    """Of tensors with these shapes those that are matrices of `with_matrices`, none of them a vector."""
+    is_quantized = lambda name: isinstance(tensors.get(name), jax.ShapeDtypeStruct)  # noqa: E731
+    return {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_quantized(name)}
+
+
+def read_bytes(stored: StoredTensor, table: np.ndarray) -> Read:
+    """Returns a reader of numbers that are stored in bytes, inputs last. table: the numbers of each byte,
+    [256, numbers in a byte].
+    """
+    per_byte = table.shape[1]
+    raw = flat_bytes(stored)
+
+    def read(rows: slice, columns: slice) -> np.ndarray:
+        first = columns.start // per_byte
+        part = raw.slice_axis(1, first, -(-columns.stop // per_byte) - first)[rows]
+        numbers = np.take(table, part, axis=0).reshape(len(part), -1)
+        skipped = columns.start - first * per_byte
+        return numbers[:, skipped : skipped + columns.stop - columns.start]
+
+    return read
+
+
+def flat_bytes(stored: StoredTensor) -> StoredTensor:
+    """All rows of a tensor as bytes, [rows, bytes]."""
+    width = stored.shape[-1] * stored.struct.dtype.itemsize
+    return dataclasses.replace(stored, type="U8", shape=(math.prod(stored.shape[:-1]), width))
+
+
+def read_rows(stored: StoredTensor, shape: tuple[int, int], finish: Callable | None = None) -> Read:
+    """Returns a reader of scales in this shape, float32. finish: gets those of the file and returns them."""
+    flat = dataclasses.replace(stored, shape=shape)
+
+    def read(rows: slice, columns: slice) -> np.ndarray:
+        part = flat.slice_axis(1, columns.start, columns.stop - columns.start)
+        scales = part[rows].astype(np.float32)
+        return scales if finish is None else finish(scales)
+
+    return read
+
+
+def group_of_inputs(name: str, stored: StoredTensor, J: int) -> np.ndarray | None:
+    """Returns the group of each input as a file has it; None: neighbours share one. Raises InputError."""
+    group_I = stored.array()
+    natural_I = np.arange(len(group_I)) // J
+    if np.array_equal(group_I, natural_I):
+        return None
+    if not np.array_equal(np.sort(group_I), natural_I):
+        raise InputError(
+            f"{name}: g_idx does not give every group its {J} inputs: fetch the checkpoint again"
+        )
+    return group_I
