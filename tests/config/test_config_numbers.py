@@ -33,6 +33,7 @@ ACCEPTED = dict(
     no_rope_layers=lambda value: value in (0, 1),
     max_window_layers=lambda value: type(value) is int and value >= 0,
     mlp_only_layers=lambda value: type(value) is int and value >= 0,
+    llama_4_scaling_beta=lambda value: type(value) in (int, float) and value == 0,
     rope_theta=lambda value: value == 2**31,
     rope_local_base_freq=lambda value: value == 2**31,
 )

@@ -23,9 +23,9 @@ from .scaled_tensor import MatrixFormat
 from .tensors import StoredFormat
 
 _REMEDY = (
-    "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
+    "awq (gemm, 4 bits), gptq (4, 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
     " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
-    " dequantize() and save_pretrained() of transformers make of this one"
+    " dequantize() and save_pretrained() of transformers make"
 )
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 Require = Callable[[bool, str], None]  # raises where a setting, by its name, is not supported

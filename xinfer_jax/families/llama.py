@@ -46,7 +46,8 @@ def read_ministral3(hf: Mapping, layers: int) -> dict[str, Any]:
     given = flat_rope_settings(hf)
     rope = read_rope(hf)
     scaling = None
-    if given.get("llama_4_scaling_beta"):
+    beta = given.get("llama_4_scaling_beta")
+    if beta is not None and (type(beta) not in (int, float) or beta != 0):  # 0: there is none
         length = rope.original_max_position_embeddings or get_integer(
             given, "original_max_position_embeddings"
         )
