@@ -14,6 +14,7 @@ _EXPORTS = {
     "errors": ("InputError",),
     "families.reading": ("from_hf",),
     "families.conversion": ("ParamName", "param_names", "params_from_tensors", "params_to_tensors"),
+    "generation.rollouts": ("PackedRollout", "continue_rows", "pack_rollout", "repeat_rows"),
     "generation.kernels": ("kernels_used",),
     "generation.state": ("DecodeState",),
     "generation.entrypoints": ("Stream", "generate", "stream"),

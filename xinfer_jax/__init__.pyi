@@ -2,7 +2,11 @@ from typing import Any
 
 from .batch.dataset import DatasetGenerator as DatasetGenerator
 from .batch.run_batch import generate_file as generate_file
-from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
+from .cache.kv_cache import (
+    KVCache as KVCache,
+    init_cache as init_cache,
+    truncate as truncate,
+)
 from .cache.prefix import Prefix as Prefix
 from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
 from .checkpoint.loading import Model as Model, load_model as load_model
@@ -34,6 +38,11 @@ from .generation.functional import (
 )
 from .generation.kernels import kernels_used as kernels_used
 from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
+from .generation.rollouts import (
+    PackedRollout as PackedRollout,
+    continue_rows as continue_rows,
+    pack_rollout as pack_rollout,
+)
 from .generation.scoring import (
     Scores as Scores,
     map_logits as map_logits,

@@ -64,7 +64,7 @@ PACKAGES = {
     "compress": ("gptq", "awq"),
     "generation": (
         "state", "executor", "strategies", "loop", "executor_choice", "speculation", "beam_steps",
-        "functional", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
+        "functional", "rollouts", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("top_k", "reductions", "gpu_sampler"),

@@ -8,8 +8,8 @@ belongs to a row but its keys and values; `output_checks` finds errors that are 
 `executor` says what an executor does, and rounds up the sizes of arrays; `loop` is the traced one, which
 makes one program of the whole model; `executor_choice` says which one runs a call. `strategies` says what a
 decoding strategy is, and has the plain one; `speculation` (with `drafting`) and `beam_steps` are the others,
-all written over an executor. `functional` has `prefill`, `decode_step` and `decode_loop`, `beams`
-`beam_search`, `scoring` `score`, `kernels` `kernels_used`.
+all written over an executor. `functional` has `prefill`, `decode_step` and `decode_loop`, `rollouts`
+rows for training, `beams` `beam_search`, `scoring` `score`, `kernels` `kernels_used`.
 
 - All that differs between rows (settings, keys, limits, EOS ids) is an array of the state. So a row that
   joins or ends changes no program. Rows and lengths are rounded up to powers of two; padding rows have ended.

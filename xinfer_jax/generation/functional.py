@@ -20,6 +20,7 @@ from ..model.decoder import hidden_states, unembed
 from ..ops.operation import check_impl, over_any_mesh
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
+from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import AnyArray, Params
@@ -38,6 +39,7 @@ class Decoded(DecodeState):
     """What `decode_loop` returns: the state of the rows, and their KV cache."""
 
     cache: KVCache | None = None  # with all tokens but the last one of each row
+    at_capacity_B: Any = None  # bool: the row ended before its limit, since the cache has no space for more
 
 
 def prefill(
@@ -47,6 +49,7 @@ def prefill(
     num_tokens_B: AnyArray,
     cache: KVCache,
     *,
+    inputs_BTD: AnyArray | None = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -58,6 +61,7 @@ def prefill(
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
+        inputs_BTD: as in `hidden_states`.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
         impl: of the operations: None (what suits the device), "xla", or a kernel's name, as "triton".
 
@@ -80,7 +84,8 @@ def prefill(
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     _check_capacity(impl, cache, num_tokens_B)
     append = PREFILL.donating if donate else PREFILL.keeping
-    return append(params, config, tokens_BT, num_tokens_B, cache, impl, prefill_chunk_size(cache))
+    chunk = prefill_chunk_size(cache)
+    return append(params, config, tokens_BT, num_tokens_B, cache, impl, chunk, inputs_BTD)
 
 
 def decode_step(
@@ -120,6 +125,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     seen_BV: AnyArray | None = None,
     history_BS: AnyArray | None = None,
     output_size: int | None = None,
+    logprobs: int | None = None,
     grammar: "Dfa | Sequence[Dfa | None] | None" = None,
     donate: bool = False,
     impl: str | None = None,
@@ -133,14 +139,17 @@ def decode_loop(  # noqa: PLR0913  a public function
         row_key_B: one PRNG key per row, or one that is split for them.
         sampling_B: settings as numbers or arrays [B].
         eos_ids: int32 [E], may be empty.
-        max_new_tokens: at least 1. Traced: another number compiles nothing if output_size is the same. A
-            number below 1 that the caller traces counts as 1.
+        max_new_tokens: at least 1: a number, or int32 [B]. Traced: others compile nothing if output_size is
+            the same. A number below 1 that the caller traces counts as 1.
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
             samples.
         history_BS: int32, each row's tokens in order up to the cache's `length_B`, with space for the new
             ones. `no_repeat_ngram_size` and `bad_words_ids` need it.
         output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be
             traced by the caller.
+        logprobs: k: the results have `alternatives`: the log-probability of each token after the logits
+            processors, and before and after them the k most likely tokens, which may be none. None: they
+            have not.
         grammar: from `dfa`, for all rows or one (or None) per row; traced or not. A row ends where the
             automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as well:
             its text does not match then.
@@ -148,8 +157,9 @@ def decode_loop(  # noqa: PLR0913  a public function
 
     Returns:
         The rows' state (tokens_BT, logprobs_BT, length_B, all three with the EOS token, finished_B) and
-        cache, with all tokens but the last one of each row. This function checks neither that
-        log-probabilities are finite, which shows broken weights or an overflow, nor the cache's `overflow_B`.
+        cache, with all tokens but the last one of each row. A row for which the cache has no more space ends
+        (`at_capacity_B`). This function does not check that log-probabilities are finite; others show broken
+        weights or an overflow.
 
     Raises:
         InputError: an argument of another shape, type or range, a cache of another model; the tokens may
@@ -167,8 +177,9 @@ def decode_loop(  # noqa: PLR0913  a public function
         check_array("seen_BV", seen_BV, np.bool_, B, V)
     if history_BS is not None:
         check_array("history_BS", history_BS, np.integer, B, "tokens")
-    size, limit = _size(max_new_tokens, output_size)
+    size, limit = _size(max_new_tokens, output_size, B)
     _check_capacity(impl, cache, limit - 1)
+    logprobs = None if logprobs is None else check_integer("logprobs", logprobs, 0, V)
     key_B = row_keys(row_key_B, B)
     sampling_B = settings_per_row(sampling_B, B, V)
     if history_BS is None and has_all_settings(sampling_B):
@@ -183,23 +194,37 @@ def decode_loop(  # noqa: PLR0913  a public function
     state, cache = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
         np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,
+        logprobs,
     )  # fmt: skip
+    if state.alternatives is not None:
+        cut_alternatives = jax.tree.map(lambda x_BT: x_BT[:, :size], state.alternatives)
+        state = dataclasses.replace(state, alternatives=cut_alternatives)
+    at_capacity_B = state.limit_B < limit
+    at_capacity_B &= ~state.finished_B & (state.length_B >= state.limit_B)
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     cut = dict(tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
-    return Decoded(**fields | cut, cache=cache)
+    return Decoded(**fields | cut, cache=cache, at_capacity_B=at_capacity_B)
 
 
-def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
-    """T of the results, and the limit of new tokens, which may be traced."""
+def _size(max_new_tokens: Any, output_size: Any, rows: int) -> tuple[int, Any]:
+    """T of the results, and the limit of new tokens: of all rows or of each, which may be traced."""
     size = None if output_size is None else check_integer("output_size", output_size, 1)
     if is_traced(max_new_tokens):
         if size is None:
             raise InputError(
                 "decode_loop with a traced max_new_tokens needs output_size, the static size of its results"
             )
-        if max_new_tokens.shape or not jnp.issubdtype(max_new_tokens.dtype, np.integer):
-            raise InputError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}")
+        has_shape = max_new_tokens.shape in ((), (rows,))
+        if not has_shape or not jnp.issubdtype(max_new_tokens.dtype, np.integer):
+            what = f"a whole number of at least 1, or one for each of {rows} rows"
+            raise InputError(f"max_new_tokens must be {what}, got {max_new_tokens!r}")
         return size, jnp.clip(max_new_tokens.astype(jnp.int32), 1, size)
+    if np.ndim(max_new_tokens):
+        check_array("max_new_tokens", max_new_tokens, np.integer, rows)
+        limit_B = np.asarray(max_new_tokens, np.int32)
+        check_range("max_new_tokens:", limit_B, 1, 2**31 - 1)
+        size = size or int(limit_B.max())
+        return size, np.minimum(limit_B, size)
     most = check_integer("max_new_tokens", max_new_tokens, 1)
     return size or most, np.int32(min(most, size or most))
 
@@ -245,16 +270,20 @@ def _decode_step(params, config, token_B, cache, impl):
 @over_any_mesh
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl,
-    automata,
+    automata, logprobs,
 ):  # fmt: skip
-    B = len(logits_BV)
+    B, V = logits_BV.shape
     eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
-    limit_B = jnp.full(B, limit)
+    # The last token is not appended.
+    limit_B = jnp.minimum(jnp.broadcast_to(limit, (B,)), cache.capacity - cache.length_B + 1)
     context = init_context(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS, automata=automata)
     state = new_state(key_B, sampling_B, limit_B, context, size)
+    if logprobs is not None:
+        recorded = empty_alternatives(B, size, logprobs, V, logits=False)
+        state = dataclasses.replace(state, alternatives=recorded)
     state = sample_and_append(logits_BV, state, impl)
     return decode(Plain(config), (params,), (state, cache), size, impl)
 
 
 _STEP = jit_variants(_decode_step, "config", "impl")
-_LOOP = jit_variants(_decode_loop, "config", "impl", "size")
+_LOOP = jit_variants(_decode_loop, "config", "impl", "size", "logprobs")

@@ -42,28 +42,32 @@ def prefill_chunks(
     cache: KVCache,
     impl: str | None,
     chunk: int,
+    inputs_BTD: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Logits [B, V] after each row's last token, and the cache with the tokens appended. A forward pass takes
     `chunk` tokens of each row. Chunks that are all padding are skipped. A row without tokens stays as it is.
     """
     B, T = tokens_BT.shape
 
-    def run_chunk(tokens_BT, num_tokens_B, cache, previous_BD):
+    def run_chunk(tokens_BT, num_tokens_B, cache, previous_BD, inputs_BTD):
         """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
-        hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
+        hidden_BTD, cache = hidden_states(
+            params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl
+        )
         last_BD = last_hidden(hidden_BTD, num_tokens_B)
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, previous_BD), cache
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
     if T <= chunk:
-        last_BD, cache = run_chunk(tokens_BT, num_tokens_B, cache, none_BD)
+        last_BD, cache = run_chunk(tokens_BT, num_tokens_B, cache, none_BD, inputs_BTD)
         return unembed(params, config, last_BD), cache
-    padded_BT = jnp.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
+    padding = (0, 0), (0, -T % chunk)
+    padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), (tokens_BT, inputs_BTD))
 
     def body(i, carry):
         last_BD, cache = carry
-        tokens = lax.dynamic_slice_in_dim(padded_BT, i * chunk, chunk, 1)
-        return run_chunk(tokens, jnp.clip(num_tokens_B - i * chunk, 0, chunk), cache, last_BD)
+        tokens, inputs = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1), padded)
+        return run_chunk(tokens, jnp.clip(num_tokens_B - i * chunk, 0, chunk), cache, last_BD, inputs)
 
     chunks = -(-jnp.max(num_tokens_B) // chunk)
     carry = match_varying_axes((none_BD, cache), params, tokens_BT, num_tokens_B, cache)

@@ -64,7 +64,7 @@ def choose_at_draft_positions(
     (_, T, V) = logits_BTV.shape
 
     def as_rows(logits_BTV, key_B, sampling_B, context, draft_BT):
-        repeated = repeat_rows((key_B, sampling_B), T)
+        repeated = repeated_rows((key_B, sampling_B), T)
         return logits_BTV.reshape(-1, V), *repeated, at_draft_positions(context, draft_BT)
 
     arrays = logits_BTV, key_B, sampling_B, context, draft_BT
@@ -79,7 +79,7 @@ def at_draft_positions(context: Context, draft_BT: jax.Array) -> Context:
     can do it where they are read, and need not store them.
     """
     (B, T) = draft_BT.shape
-    rows = repeat_rows(context, T + 1)
+    rows = repeated_rows(context, T + 1)
     draft_RT = jnp.repeat(draft_BT, T + 1, 0)
     before_R = jnp.tile(jnp.arange(T + 1, dtype=jnp.int32), B)  # draft tokens before the position
     token_V = jnp.arange(context.seen_BV.shape[1])
@@ -98,7 +98,7 @@ def at_draft_positions(context: Context, draft_BT: jax.Array) -> Context:
     return dataclasses.replace(appended, seen_BV=seen_RV, count_BV=count_RV, allowed_bits=bits)
 
 
-def repeat_rows(tree: Any, times: int) -> Any:
+def repeated_rows(tree: Any, times: int) -> Any:
     """Returns a tree of arrays with so many copies of each row; the copies of a row are consecutive."""
     return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
