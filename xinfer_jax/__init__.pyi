@@ -42,6 +42,7 @@ from .generation.rollouts import (
     PackedRollout as PackedRollout,
     continue_rows as continue_rows,
     pack_rollout as pack_rollout,
+    repeat_rows as repeat_rows,
 )
 from .generation.scoring import (
     Scores as Scores,
