@@ -138,6 +138,10 @@ def test_like_another_model(tmp_path, small):
     wide = dataclasses.replace(config, rms_norm_eps=1e-3)
     with pytest.raises(xj.InputError, match="like: rms_norm_eps is 1e-06 in .*own, and 0.001 here"):
         xj.save_model(tmp_path / "out", params, wide, like=tmp_path / "own")
+    slides = tuple(layer.with_mixer(window=7) for layer in config.layers)
+    other = dataclasses.replace(config, layers=slides)
+    with pytest.raises(xj.InputError, match="like: layers.0.mixer.window is None in .*own, and 7 here"):
+        xj.save_model(tmp_path / "out", params, other, like=tmp_path / "own")
     stored = load_file(tmp_path / "own" / "model.safetensors")
     more = {"model.layers.0.mlp.odd.weight": np.ones(3, np.float32)}
     save_file(stored | more, tmp_path / "own" / "model.safetensors")
@@ -168,6 +172,37 @@ def test_targets_that_are_not_replaced(tmp_path, small):
         xj.save_model(tmp_path / "out", *small, max_shard_bytes=0)
     xj.save_model(tmp_path / "empty", *small)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "words" and xj.load_model(tmp_path / "empty")
+
+
+def test_what_is_no_part_of_a_checkpoint(tmp_path, small):
+    params, config = small
+    wide = params | dict(final_norm=np.ones(config.hidden_size))
+    with pytest.raises(xj.InputError, match="model.norm.weight is float64: give a dtype, as dtype='float32'"):
+        xj.save_model(tmp_path / "out", wide, config)
+    xj.save_model(tmp_path / "out", wide, config, dtype="float32")
+    assert xj.load_model(tmp_path / "out").params["final_norm"].dtype == np.float32
+    with pytest.raises(xj.InputError, match="config must be a ModelConfig, as model.config is, got dict"):
+        xj.save_model(tmp_path / "other", config, params)
+    with pytest.raises(xj.InputError, match="must be a Tokenizer, as model.tokenizer is, got 'gpt2'"):
+        xj.save_model(tmp_path / "other", params, config, tokenizer="gpt2")
+
+
+def test_a_link_stays_and_what_is_beside_the_target_too(tmp_path, small, monkeypatch):
+    params, config = small
+    (tmp_path / "latest").symlink_to(tmp_path / "step1")
+    xj.save_model(tmp_path / "latest", params, config)
+    xj.save_model(tmp_path / "latest", params, config, overwrite=True)
+    assert (tmp_path / "latest").is_symlink() and xj.load_model(tmp_path / "step1").config == config
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step1"}
+    (tmp_path / "step1.old").mkdir()
+    (tmp_path / "step1.old" / "thesis.txt").write_text("words")
+    with pytest.raises(xj.InputError, match="step1.old exists, .*: move it away"):
+        xj.save_model(tmp_path / "step1", params, config, overwrite=True)
+    assert (tmp_path / "step1.old" / "thesis.txt").read_text() == "words"
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "volume")
+    with pytest.raises(xj.InputError, match="volume is where a disk is mounted: give a directory within it"):
+        xj.save_model(tmp_path / "volume", params, config)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, small, monkeypatch):

@@ -118,6 +118,21 @@ def test_all_faults_are_one_error():
         xj.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
 
 
+def test_what_is_no_array_of_floats():
+    config, tensors, params = published("qwen2-gqa-tied-old")
+    norm = {"model.norm.weight": np.ones(config.hidden_size, np.int32)}
+    with pytest.raises(xj.InputError, match="parameters are floats, .*, got model.norm.weight of int32"):
+        xj.params_from_tensors(config, tensors | norm)
+    with pytest.raises(xj.InputError, match="parameters are floats, .*, got final_norm of int32"):
+        xj.Model(params | dict(final_norm=norm["model.norm.weight"]), config)
+    with pytest.raises(xj.InputError, match="model.norm.weight must be an array of .*, got builtins.list"):
+        xj.params_from_tensors(config, tensors | {"model.norm.weight": [1.0] * config.hidden_size})
+    with pytest.raises(xj.InputError, match="config must be a ModelConfig, as model.config is, got dict"):
+        xj.params_from_tensors(tensors, config)
+    with pytest.raises(xj.InputError, match="tensors must be arrays by name, got None"):
+        xj.params_from_tensors(config, None)
+
+
 def test_a_model_of_ones_own_arrays():
     config, _, params = published("qwen2-gqa-tied-old")
     model = xj.Model(params, config)

@@ -95,6 +95,22 @@ def mesh():
     return jax.make_mesh((1,), ("model",))
 
 
+@pytest.mark.parametrize("how", ["closed over", "vmap", "remat"])
+def test_explicit_axes_outside_a_trace(mesh, how):
+    """Parameters that are not traced, beside tokens that may be."""
+    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    tokens_BT = jax.numpy.arange(6).reshape(2, 3) + 1
+    want = jax.jit(xj.forward, static_argnums=1)(params, CONFIG, tokens_BT)[0]
+    explicit = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, REPLICATED)), params)
+    assert jax.typeof(explicit["final_norm"]).sharding.mesh.explicit_axes == ("model",)
+    call = {
+        "closed over": jax.jit(lambda x: xj.forward(explicit, CONFIG, x)[0]),
+        "vmap": jax.vmap(lambda x_T: xj.forward(explicit, CONFIG, x_T[None])[0][0]),
+        "remat": lambda x: xj.forward(explicit, CONFIG, x, remat="layer")[0],
+    }[how]
+    np.testing.assert_allclose(call(tokens_BT), want, atol=1e-5)
+
+
 def test_shardings_of_parameters(mesh):
     """Outputs of matrices with hidden states as input, inputs of the others, rows of the vocabulary."""
     specs = jax.tree.map(lambda sharding: tuple(sharding.spec), xj.shardings(CONFIG, mesh))

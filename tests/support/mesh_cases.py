@@ -611,6 +611,9 @@ def explicit_axes() -> None:
             cache = xj.init_cache(config, 2, 32, mesh=mesh)
             logits_BV, cache = xj.prefill(explicit, config, *inputs, cache)
             assert cache.layers[0].k.sharding.spec[:2] == (None, "model"), cache.layers[0].k.sharding
+            new = xj.init_cache(config, 2, 32)  # over no mesh
+            again_BV, _ = xj.prefill(explicit, config, *inputs, new, donate=True)
+            assert_close(again_BV, logits_BV, 1e-4)
             alone = xj.forward(explicit, config, TOKENS)[0]  # outside a trace
             assert_close(alone[0, -1], logits_BV[0], 1e-4)
     one = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])

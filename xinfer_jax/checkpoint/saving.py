@@ -21,7 +21,7 @@ from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import text_settings
 from ..families.writing import to_hf
-from ..weights.params import Params, resolve_dtype
+from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
 from .files import TEXT_FILES, checkpoint_dir, read_json
@@ -33,6 +33,7 @@ from .text_tensors import other_tensors
 from .tokenizer import Tokenizer
 
 _LARGE = re.compile(r"^\.|\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx)$|\.index\.json$")  # not copied
+_FLOATS = {np.dtype(DTYPES[name]) for name in ("F32", "F16", "BF16")}
 _NORM = "model.norm.weight"  # a tensor of every family
 
 
@@ -53,7 +54,7 @@ def save_model(
     Over several processes each calls this, and process 0 writes.
 
     Args:
-        path: the directory.
+        path: the directory; of a symbolic link, where it points.
         params: of the model. Quantized matrices are written in the format of the files that they are from
             (AWQ, GPTQ, BitNet, MXFP4, W4A16); those that this library quantized in its own.
         config: of the model, as `load_model` or `from_hf` returns it.
@@ -69,7 +70,12 @@ def save_model(
         InputError: the parameters do not fit the config, or the config not `like`; matrices that the format
             cannot have, by name; `path` exists, or cannot be written.
     """
-    path = Path(os.path.abspath(path))
+    check_params(params, config)
+    if not isinstance(tokenizer, Tokenizer | None):
+        raise InputError(
+            f"tokenizer must be a Tokenizer, as model.tokenizer is, got {format_value(tokenizer)}"
+        )
+    path = Path(os.path.realpath(path))
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise InputError(
             f"max_shard_bytes must be a whole number from 1 on, got {format_value(max_shard_bytes)}"
@@ -101,14 +107,19 @@ def save_model(
 
 
 def _check_target(path: Path, overwrite: bool) -> None:
-    if not os.path.lexists(path) or path.is_dir() and not any(path.iterdir()):
+    if not path.exists():
         return
-    if not overwrite:
+    if os.path.ismount(path):  # nor can it be renamed
+        raise InputError(f"{path} is where a disk is mounted: give a directory within it")
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if not is_empty and not overwrite:
         raise InputError(f"{path} exists: give another directory, or overwrite=True")
-    if not (path / "config.json").is_file():
+    if not is_empty and not (path / "config.json").is_file():
         raise InputError(
             f"{path} holds no config.json, so it is no checkpoint to overwrite: give another directory"
         )
+    if os.path.lexists(old := f"{path}.old"):
+        raise InputError(f"{old} exists, where the directory would be meanwhile: move it away")
 
 
 def _settings_like(source: Path, config: ModelConfig, has_head: bool) -> tuple[dict[str, Any], ModelConfig]:
@@ -125,13 +136,24 @@ def _settings_like(source: Path, config: ModelConfig, has_head: bool) -> tuple[d
     with contextlib.suppress(InputError):  # these numbers do not divide each other
         if config == with_repeated_kv_heads(other, config.num_key_value_heads):
             return settings, other
-    for field in dataclasses.fields(config):
-        (ours, theirs) = (getattr(x, field.name) for x in (config, other))
-        if field.compare and ours != theirs:
-            raise InputError(
-                f"like: {field.name} is {format_value(theirs)} in {source}, and {format_value(ours)} here"
-            )
+    if config != other:
+        (name, ours, theirs) = _first_difference("", config, other)
+        raise InputError(f"like: {name} is {format_value(theirs)} in {source}, and {format_value(ours)} here")
     return settings, other
+
+
+def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+    """Where two unequal values first differ, as in layers.0.mixer.window, and what they have there."""
+    pairs = []
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        names = [field.name for field in dataclasses.fields(a) if field.compare]
+        pairs = [(part, getattr(a, part), getattr(b, part)) for part in names]
+    elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        pairs = [(str(i), *pair) for i, pair in enumerate(zip(a, b, strict=True))]
+    for part, x, y in pairs:
+        if x != y:
+            return _first_difference(f"{name}.{part}".removeprefix("."), x, y)
+    return name, a, b
 
 
 def _set_dtype(settings: dict[str, Any], dtype: str | None) -> None:
@@ -183,6 +205,8 @@ def _tensors(
     (quant_format, quantization) = format_to_write(config, specs, leaves)
     is_float = [not is_quantized(leaf) for leaf in leaves]
     floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
+    if dtype is None and (others := [name for name, x in floats.items() if x.dtype not in _FLOATS]):
+        raise InputError(f"{others[0]} is {floats[others[0]].dtype}: give a dtype, as dtype='float32'")
     to_write = {name: tensor._replace(dtype=dtype or tensor.dtype) for name, tensor in floats.items()}
     if quant_format is not None:
         found = zip(specs, leaves, strict=True)

@@ -94,11 +94,16 @@ def write_whole(path: Path, write: Callable[[Path | None], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise error if isinstance(error, InputError) else InputError(f"{path} cannot be written: {error}")
     if is_first:
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(path, old)
-        os.rename(temporary, path)
-        shutil.rmtree(old, ignore_errors=True)
+        replaces = path.exists()
+        try:
+            if replaces:
+                os.rename(path, old)
+            os.rename(temporary, path)
+        except OSError as caught:
+            raise InputError(f"{path} cannot be replaced: {caught}; {temporary} is the new one") from caught
+        if replaces:  # by its other name it is removed the next time too, if this is killed
+            os.rename(old, temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_checkpoint(

@@ -6,10 +6,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_names
+from ..errors import InputError, format_names, format_value
 from ..sharding import RULES
 from ..weights.layout import partition_specs, shardings
 from ..weights.param_specs import leaf_name
@@ -99,6 +101,7 @@ def check_leaves(params: Params, config: ModelConfig) -> dict[str, Any]:
     specs = jax.tree.leaves(param_specs(config))
     padded = {spec.name: spec.shape for spec in specs if _is_padded(spec, shapes.get(spec.name, ()))}
     _check_shapes("params", {spec.name: spec.shape for spec in specs}, shapes | padded)
+    _check_floats({name: leaf for name, leaf in leaves.items() if not is_quantized(leaf)})
     return leaves
 
 
@@ -149,6 +152,7 @@ def params_from_tensors(
     Raises:
         InputError: tensors that are missing, unknown or misshapen, all in one error.
     """
+    _check_arrays(config, tensors)
     named = {own: tensor for name, tensor in tensors.items() if (own := text_name(name))}
     (embed, head) = TIED
     if config.tie_word_embeddings and embed not in named and head in named:
@@ -159,11 +163,33 @@ def params_from_tensors(
         expected |= spec.tensor_shapes(named)
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     _check_shapes("tensors", expected, shapes, unused_names(config, named))
+    _check_floats({name: named[name] for name in expected})
     leaves = [_split(spec, named) for spec in specs]
     if dtype is not None:
         leaves = [leaf.astype(resolve_dtype(dtype)) for leaf in leaves]
     params = jax.tree.unflatten(tree, leaves)
     return params if mesh is None else jax.device_put(params, shardings(config, mesh))
+
+
+def _check_arrays(config: Any, tensors: Any) -> None:
+    if not isinstance(config, ModelConfig):
+        raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+        raise InputError(f"tensors must be arrays by name, got {format_value(tensors)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, np.ndarray | jax.Array):
+            raise InputError(
+                f"{name} must be an array of NumPy or jax, as np.asarray makes it, got"
+                f" {type(tensor).__module__}.{type(tensor).__name__}"
+            )
+
+
+def _check_floats(arrays: Mapping[str, Any]) -> None:
+    others = [
+        f"{name} of {x.dtype}" for name, x in arrays.items() if not jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    if others:
+        raise InputError(f"parameters are floats, or quantized leaves, got {format_names(others, _SHOWN)}")
 
 
 def _check_shapes(

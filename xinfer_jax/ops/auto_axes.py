@@ -4,7 +4,6 @@ axes, for which the compiler chooses the shardings.
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, An
     """Returns function(*args, **kwargs); its arguments are parameters, config, an array with rows in front,
     and others.
 
-    Over Explicit axes a cache in the result is sharded as the given one, what has rows in front is sharded
-    along these as the third argument, and the rest is replicated.
+    Over Explicit axes a cache in the result is sharded as the given one (or, where that is over no such
+    axes, as the compiler chooses), what has rows in front is sharded along these as the third argument, and
+    the rest is replicated.
     """
     mesh = _explicit_mesh((args, kwargs))
     if mesh is None:
@@ -28,9 +28,15 @@ def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, An
     bound = inspect.signature(function).bind(*args, **kwargs)
     args = bound.args
     kwargs = bound.kwargs
-    if not any(map(is_traced, jax.tree.leaves((args, kwargs)))):  # there is no such context outside a trace
-        traced = partial(jax.jit, static_argnums=1, static_argnames="impl")
-        return traced(lambda *args, **kwargs: on_auto_axes(function, args, kwargs))(*args, **kwargs)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+    if not all(map(is_traced, arrays.values())):  # there is no such context for them outside a trace
+
+        def traced(arrays: dict[int, Any]) -> Any:
+            given = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            return on_auto_axes(function, *jax.tree.unflatten(tree, given))
+
+        return jax.jit(traced, inline=True)(arrays)
     with use_abstract_mesh(mesh.update_axis_types({axis: AxisType.Auto for axis in mesh.explicit_axes})):
         auto_args, auto_kwargs = jax.tree.map(
             lambda x: reshard(x, REPLICATED) if _explicit_mesh(x) else x, (args, kwargs)
@@ -42,8 +48,7 @@ def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, An
     def like(x: Any, old: Any) -> Any:
         """The part of a cache with the sharding of the old one, which may have Auto axes."""
         sharding = jax.typeof(old).sharding
-        is_auto = sharding.mesh.auto_axes and not sharding.mesh.explicit_axes
-        return x if is_auto else reshard(x, NamedSharding(mesh, sharding.spec))
+        return reshard(x, NamedSharding(mesh, sharding.spec)) if sharding.mesh.explicit_axes else x
 
     def result(x: Any) -> Any:
         if isinstance(x, KVCache):
