@@ -25,24 +25,29 @@ class _Kind(NamedTuple):
     """A type of tensors."""
 
     bits: int  # of a leaf's values
-    group: int
+    group: int  # inputs that share a scale
     struct: Callable[..., Any]  # of a leaf, from its shape, bits, group and the type of scales
     scale: Any
-    # Of blocks, uint8 [..., bytes], the values [..., inputs], the scales, and offsets if the leaf has them.
+    # Of blocks, uint8 [..., bytes], the values [..., inputs] or bytes, the scales, and offsets if the leaf has them.
     decode: Callable[[np.ndarray], tuple[np.ndarray, ...]]
 
 
 def is_kept(tensor: GgufTensor, spec: ParamSpec) -> bool:
-    """Whether a leaf stays quantized: also its blocks must be whole in the order of the model's inputs."""
-    if not spec.is_quantizable or tensor.kind.name not in _KINDS:
+    """Whether a leaf stays quantized: also its groups must be whole in the order of the model's inputs."""
+    kind = _KINDS.get(tensor.kind.name)
+    if kind is None or not spec.is_quantizable:
         return False
-    if tensor.columns is None:
-        return True
-    size = tensor.block[0]
-    if tensor.width % size or len(tensor.columns) % size:
+    columns = _columns(tensor)
+    if len(columns) % kind.group:
         return False
-    columns = np.asarray(tensor.columns).reshape(-1, size)
-    return not (columns[:, :1] % size).any() and bool((columns == columns[:, :1] + np.arange(size)).all())
+    groups = columns.reshape(-1, kind.group)
+    first = groups[:, :1]
+    return not (first % kind.group).any() and bool((groups == first + np.arange(kind.group)).all())
+
+
+def _columns(tensor: GgufTensor) -> np.ndarray:
+    """Which numbers of a row of the file it has."""
+    return np.asarray(range(tensor.width) if tensor.columns is None else tensor.columns)
 
 
 class GgufFormat(QuantizedFormat):
@@ -64,20 +69,23 @@ class GgufFormat(QuantizedFormat):
         (*_, outputs, inputs) = shape
         kind = _KINDS[stored.kind.name]
         leaf = jax.tree.map(aligned_empty, self.struct(name, shape, tensors))
-        blocks = slice(None) if stored.columns is None else np.asarray(stored.columns)[:: stored.block[0]]
-        blocks = blocks if isinstance(blocks, slice) else blocks // stored.block[0]
+        per_block = stored.block[0] // kind.group
+        group_Q = _columns(stored)[:: kind.group] // kind.group  # of a row of the file
+        (blocks, block_Q) = np.unique(group_Q // per_block, return_inverse=True)
+        group_Q = block_Q * per_block + group_Q % per_block  # of these blocks
         for expert in range(len(stored.rows) // outputs):
             one = jax.tree.map(lambda x, i=expert: x[i], leaf) if len(shape) > 2 else leaf
 
             def fill(at: slice, one=one, first=expert * outputs) -> None:
                 rows = stored.blocks(slice(first + at.start, first + at.stop))[:, blocks]
                 (values, *scales) = kind.decode(rows)
-                levels_QJO = values.reshape(len(rows), -1, kind.group).transpose(1, 2, 0)
+                by_group = values.reshape(len(rows), len(blocks) * per_block, -1)
+                levels_QJO = by_group.transpose(1, 2, 0)[group_Q]
                 one.values[..., at] = pack_int4(levels_QJO) if kind.bits == 4 else levels_QJO
                 for field, numbers in zip(("scale", "offset"), scales, strict=False):
                     if not (numbers != _NAN if numbers.dtype == np.uint8 else np.isfinite(numbers)).all():
                         raise InputError(f"{name} holds NaN or inf: fetch the file again")
-                    getattr(one, field)[:, at] = numbers.reshape(len(rows), -1).T
+                    getattr(one, field)[:, at] = numbers.reshape(len(rows), -1).T[group_Q]
                 if getattr(one, "zero", None) is not None:
                     one.zero[:, at] = 8
 
@@ -153,5 +161,5 @@ _KINDS = {
     "Q4_K": _Kind(4, 32, offset_struct, np.float32, lambda x: (_shifted(x[..., 16:], 32, 4), *_k_scales(x))),
     "Q5_K": _Kind(8, 32, offset_struct, np.float32, _q5_k),
     "Q6_K": _Kind(8, 16, grouped_struct, np.float32, _q6_k),
-    "MXFP4": _Kind(8, 16, _mxfp4_struct, np.uint8, _mxfp4),  # bytes, of which a group has 16
+    "MXFP4": _Kind(8, 32, _mxfp4_struct, np.uint8, _mxfp4),
 }
