@@ -28,7 +28,8 @@ class _Kind(NamedTuple):
     group: int  # inputs that share a scale
     struct: Callable[..., Any]  # of a leaf, from its shape, bits, group and the type of scales
     scale: Any
-    # Of blocks, uint8 [..., bytes], the values [..., inputs] or bytes, the scales, and offsets if the leaf has them.
+    # Of blocks, uint8 [..., bytes], the values [..., inputs] or their bytes, the scales, and offsets if the
+    # leaf has them.
     decode: Callable[[np.ndarray], tuple[np.ndarray, ...]]
 
 

@@ -23,7 +23,6 @@ from ..weights.quantization import (
 )
 from .bitnet_format import BitNetFormat
 from .kept_leaves import KeptForm, kept_form, read_kept
-from .mlx_format import MlxFormat
 from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
 from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
 
@@ -99,10 +98,10 @@ class LeafLoader:
 
     def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
         """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
-        they share scales or an order; a byte of BitNet holds outputs of several parts; a word of MLX inputs;
-        the devices do not divide a vocabulary.
+        they share scales or an order; a byte of BitNet holds outputs of several parts; the devices do not
+        divide a vocabulary.
         """
-        if quantized and isinstance(self.quant_format, BitNetFormat | MlxFormat):
+        if quantized and isinstance(self.quant_format, BitNetFormat):
             return True
         if spec.axes[0] == "vocab":
             return spec.shape[0] % self._num_devices > 0
