@@ -6,7 +6,7 @@ floats there, at 1.3 times the time of a row; GPUs and TPUs have kernels for the
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class KeptForm(NamedTuple):
     scale: Any = np.float32  # the type of scales
     order: np.ndarray | None = None  # the inputs of each group
     has_offsets: bool = False
+    fill: Callable[..., None] | None = None  # reads rows of a part; None: that of its kind in `_FILL`
 
     def struct(self, shape: Shape) -> Any:
         """Shapes and types of a leaf, or of a part of one."""
@@ -93,7 +94,7 @@ def read_kept(shape: Shape, parts: Sequence[Any], form: KeptForm) -> Any:
     for part in parts:
         (expert, first) = divmod(rows, shape[-2])
         target = leaf if len(shape) == 2 else jax.tree.map(lambda x, i=expert: x[i], leaf)
-        fill = partial(_FILL[form.kind], target, form, part, first)
+        fill = partial(form.fill or _FILL[form.kind], target, form, part, first)
         run_in_blocks(fill, part.shape[0], part.shape[1], _BLOCK)
         rows += part.shape[0]
     return leaf

@@ -22,6 +22,8 @@ from ..weights.quantization import (
     with_int8_activations,
 )
 from .bitnet_format import BitNetFormat
+from .gguf_file import GgufTensor
+from .gguf_format import gguf_form
 from .kept_leaves import KeptForm, kept_form, read_kept
 from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
 from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
@@ -83,7 +85,10 @@ class LeafLoader:
             return None
         partition = leaf_partition(spec, self._num_devices)
         parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
-        return kept_form(spec.shape, spec.tensor_parts(self.tensors), parts)
+        stored = spec.tensor_parts(self.tensors)
+        return (
+            gguf_form(stored) if isinstance(stored[0], GgufTensor) else kept_form(spec.shape, stored, parts)
+        )
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
