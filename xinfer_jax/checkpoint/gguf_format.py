@@ -47,7 +47,7 @@ def gguf_form(parts: Sequence[GgufTensor]) -> KeptForm | None:
     if (first % kind.group).any() or (groups != first + np.arange(kind.group)).any():
         return None
     fill = partial(_fill, kind)
-    return KeptForm(kind.leaf, kind.bits, kind.group, kind.scale, has_offsets=kind.has_offsets, fill=fill)
+    return KeptForm(kind.leaf, fill, kind.bits, kind.group, kind.scale, has_offsets=kind.has_offsets)
 
 
 def _columns(tensor: GgufTensor) -> np.ndarray:

@@ -30,12 +30,13 @@ class KeptForm(NamedTuple):
     """The form of a leaf whose numbers are those of the file."""
 
     kind: type  # of the leaf
+    fill: Callable[..., None]  # reads rows of a tensor: gets the leaf, the form, the tensor, its first row in
+    # the leaf, and a slice of its own rows
     bits: int = 0
     group: int = 0  # inputs that share a scale
     scale: Any = np.float32  # the type of scales
     order: np.ndarray | None = None  # the inputs of each group
     has_offsets: bool = False
-    fill: Callable[..., None] | None = None  # reads rows of a part; None: that of its kind in `_FILL`
 
     def struct(self, shape: Shape) -> Any:
         """Shapes and types of a leaf, or of a part of one."""
@@ -62,7 +63,7 @@ def kept_form(shape: Shape, parts: Sequence[Any], devices: int = 1) -> KeptForm 
     numbers = [part.numbers for part in parts]
     inputs = shape[-1]
     if all(x.mxfp4 for x in numbers):
-        return KeptForm(Mxfp4Weight) if inputs % GROUP == 0 else None
+        return KeptForm(Mxfp4Weight, _fill_mxfp4) if inputs % GROUP == 0 else None
     fields = ("group_of", "zeros", "offsets")
     (first, *others) = {
         (x.bits, x.block[1], *(getattr(x, field) is None for field in fields)) for x in numbers
@@ -76,13 +77,13 @@ def kept_form(shape: Shape, parts: Sequence[Any], devices: int = 1) -> KeptForm 
         return None
     has_kernels = kernels_pallas.device_impl().impl != "xla"
     if bits == 8 and J >= inputs and is_natural and has_no_zeros and has_kernels:
-        return KeptForm(Int8Weight)
+        return KeptForm(Int8Weight, _fill_int8)
     smaller = math.gcd(J, inputs // devices)
     if devices > 1 and is_natural and smaller % 2 == 0:  # groups that cross devices are divided
         J = smaller
     scale = np.float16 if all(x.has_float16_scales for x in numbers) else np.float32
     order = None if is_natural else np.argsort(numbers[0].group_of, kind="stable").astype(np.int32)  # type: ignore
-    return KeptForm(GroupedWeight, bits, J, scale, order, not has_no_offsets)
+    return KeptForm(GroupedWeight, _fill_groups, bits, J, scale, order, not has_no_offsets)
 
 
 def read_kept(shape: Shape, parts: Sequence[Any], form: KeptForm) -> Any:
@@ -94,7 +95,7 @@ def read_kept(shape: Shape, parts: Sequence[Any], form: KeptForm) -> Any:
     for part in parts:
         (expert, first) = divmod(rows, shape[-2])
         target = leaf if len(shape) == 2 else jax.tree.map(lambda x, i=expert: x[i], leaf)
-        fill = partial(form.fill or _FILL[form.kind], target, form, part, first)
+        fill = partial(form.fill, target, form, part, first)
         run_in_blocks(fill, part.shape[0], part.shape[1], _BLOCK)
         rows += part.shape[0]
     return leaf
@@ -155,6 +156,3 @@ def _zeros(form: KeptForm, part: ScaledTensor, rows: slice, columns: np.ndarray)
             f" {int(zeros[zeros != 0][0]) + 128}: load it with dequantize"
         )
     return zeros
-
-
-_FILL = {Mxfp4Weight: _fill_mxfp4, Int8Weight: _fill_int8, GroupedWeight: _fill_groups}
