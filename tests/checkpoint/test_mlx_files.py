@@ -69,6 +69,18 @@ def test_all_sizes(tmp_path):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+def test_a_model_that_sees(tmp_path):
+    """Settings of modules have their names in the whole model."""
+    up = "model.layers.1.mlp.up_proj"
+    whole = "language_model."
+    stored, equal = quantized(tiny.tensors(HF), lambda name: (8 if name == f"{up}.weight" else 4, 32))
+    stored = {whole + name: x for name, x in stored.items()}
+    settings = {"group_size": 32, "bits": 4, whole + up: dict(bits=8)}
+    hf = dict(model_type="mistral3", text_config=HF, vision_config={}, quantization=settings)
+    model = xj.load_model(tiny.write(tmp_path, hf, weights=stored), "float32", dequantize=True)
+    np.testing.assert_array_equal(model.params["layers"][1]["up"]["weight"], equal[f"{up}.weight"])
+
+
 @pytest.mark.parametrize(
     "settings, change, message",
     [

@@ -16,7 +16,9 @@ from .tensors import Shape, StoredTensor, Tensors, TensorSpec
 @dataclasses.dataclass(frozen=True)
 class MlxFormat(MatrixFormat):
     method = "mlx"
-    settings: dict[str, Any]  # `quantization` of config.json; that of single modules is by their names
+    settings: dict[
+        str, Any
+    ]  # `quantization` of config.json; that of single modules by names in the text model
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
         modules = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
