@@ -111,6 +111,15 @@ def test_types_with_scales_of_two_levels_in_splits(tmp_path):
     assert abs(numbers(q) - wanted["layers"][0]["q"]["weight"]).max() <= q.scale.max()
 
 
+def test_a_block_of_several_heads(tmp_path):
+    """Groups of K-quants stay as they are where a block of 256 has those of heads that are apart."""
+    of = lambda own, shape: files.Q4_K if "ssm_out" in own else files.F32  # noqa: E731
+    config, tensors = files.write(tmp_path / "m.gguf", "qwen35", of, hf=dict(linear_value_head_dim=64))
+    params = xj.load_model(tmp_path / "m.gguf", "float32").params
+    assert is_quantized(params["layers"][0]["o"]["weight"])
+    assert_same_numbers(params, cases.params_from(config, tensors))
+
+
 def test_layers_that_draft_are_left_out(tmp_path):
     """Files of Qwen3.5 may have one layer more, for multi-token prediction."""
 

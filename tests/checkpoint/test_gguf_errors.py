@@ -104,7 +104,7 @@ TENSORS = {
     "no-embedding": ("qwen3", "token_embd.weight", None, "only language models with token_embd.weight"),
     "four-axes": ("qwen3", "blk.0.x", np.zeros((1, 1, 2, 2), np.float32), "blk.0.x of type F32 has shape"),
     "no-rows": ("qwen3", "blk.0.x", np.zeros((0, 32), np.float32), "blk.0.x of type F32 has shape [0, 32]"),
-    "nan": ("qwen3", "blk.0.attn_k.weight", NAN, "self_attn.k_proj.weight holds NaN or inf"),
+    "nan": ("qwen3", "blk.0.attn_k.weight", NAN, "blk.0.attn_k.weight holds NaN or inf"),
     "growth": ("qwen35", "blk.0.ssm_a", np.ones(4, np.float32), "A_log holds NaN or inf"),
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Checkpoints that are quantized for MLX: their leaves have the numbers that the packed words mean."""
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -62,8 +63,22 @@ def test_all_sizes(tmp_path):
             tolerance = 1e-6 if name == "gate" else 0  # of 8 bits the middle is part of the offset
             np.testing.assert_allclose(leaf["weight"].dequantize(), wanted, atol=tolerance, err_msg=name)
     assert model.params["layers"][0]["up"]["weight"].dtype == "float32"
+    floats = xj.load_model(tmp_path / "mlx", "float32", dequantize=True)
+    jax.tree.map(np.testing.assert_array_equal, floats.params, float_model.params)
     (want, got) = (xj.forward(x.params, x.config, IDS)[0] for x in (float_model, model))
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_a_model_that_sees(tmp_path):
+    """Settings of modules have their names in the whole model."""
+    up = "model.layers.1.mlp.up_proj"
+    whole = "language_model."
+    stored, equal = quantized(tiny.tensors(HF), lambda name: (8 if name == f"{up}.weight" else 4, 32))
+    stored = {whole + name: x for name, x in stored.items()}
+    settings = {"group_size": 32, "bits": 4, whole + up: dict(bits=8)}
+    hf = dict(model_type="mistral3", text_config=HF, vision_config={}, quantization=settings)
+    model = xj.load_model(tiny.write(tmp_path, hf, weights=stored), "float32", dequantize=True)
+    np.testing.assert_array_equal(model.params["layers"][1]["up"]["weight"], equal[f"{up}.weight"])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +94,7 @@ def test_all_sizes(tmp_path):
             {},
             "bits, group_size and mode [4, 32, 'mxfp4'] of MLX are not supported",
         ),
-        (dict(group_size=64), {}, "scales has shape"),
+        (dict(group_size=64), {}, "down_proj.weight has 96 inputs, which groups of 64 do not divide"),
         ({}, {"model.layers.0.mlp.up_proj.biases": None}, "missing model.layers.0.mlp.up_proj.biases"),
         ({}, {"model.layers.0.mlp.up_proj.scales": np.full((96, 2), np.nan, np.float16)}, "NaN or inf"),
     ],

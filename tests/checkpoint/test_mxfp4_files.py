@@ -99,7 +99,7 @@ OTHER = dict(HF, intermediate_size=80)
     "settings, changed, given, message",
     [
         (HF, {}, dict(quantize="int8"), r"\(mxfp4\), and quantize='int8' .* quantize, or with dequantize"),
-        (OTHER, {}, {}, "down_proj has 80 inputs, which mxfp4's groups of 32 do not divide"),
+        (OTHER, {}, {}, "down_proj has 80 inputs, which groups of 32 do not divide"),
         (HF, {f"{STEM}_scales": np.full((8, 192, 2), 255, np.uint8)}, {}, "its scales hold NaN"),
         (HF, {f"{STEM}_scales": np.zeros((8, 192, 3), np.uint8)}, {}, r"has shape \[8, 192, 3\]"),
         (HF, {f"{STEM}_scales": np.zeros((8, 3), np.uint8)}, dict(dequantize=True), r"has shape \[8, 3\]"),

@@ -264,7 +264,9 @@ def mxfp4_files() -> None:
 
 
 def gguf_leaves() -> None:
-    """Groups stay whole on each device: of a hybrid with experts, also in another order."""
+    """Groups stay whole on each device: of a hybrid with experts, also in another order; a block of a K-quant
+    is on both devices.
+    """
     if importlib.util.find_spec("gguf") is None:
         return
     import gguf_files as files
@@ -273,8 +275,12 @@ def gguf_leaves() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("llama", "qwen35moe", "gpt-oss"):
             path = Path(folder) / f"{name}.gguf"
-            hf = dict(intermediate_size=128) if name == "llama" else dict(vocab_size=95)
-            of = lambda own, shape: kinds[3 if "conv1d" in own else sum(own.encode()) % 4]  # noqa: E731
+            hf = dict(intermediate_size=256) if name == "llama" else dict(vocab_size=95)
+
+            def of(own: str, shape: tuple[int, ...]) -> Any:
+                kind = kinds[3 if "conv1d" in own else sum(own.encode()) % 4]
+                return files.Q4_K if shape[-1] == 256 else kind
+
             files.write(path, name, of, hf)
             leaves = [jax.tree.leaves(xj.load_model(path, mesh=mesh).params) for mesh in (None, mesh_of(2))]
             for one, over in zip(*leaves, strict=True):

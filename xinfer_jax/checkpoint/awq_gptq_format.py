@@ -64,9 +64,9 @@ class AwqGptqFormat(MatrixFormat):
             self._read_outputs(words) if self.method == "awq" else self._read_inputs(words),
             lambda rows, groups: _columns(scales, rows)[groups].T,
             lambda rows, groups: self._read_zeros(name, zeros, rows, groups),
-            self._groups(name, shape[1], tensors),
-            self.bits,
-            scales.type == "F16",
+            group_of=self._groups(name, shape[1], tensors),
+            bits=self.bits,
+            has_float16_scales=scales.type == "F16",
         )
         return ScaledTensor(numbers, shape)
 

@@ -21,8 +21,8 @@ from ..weights.grouped_weight import GroupedWeight
 from .compressed_tensors_packing import packed_tensors
 from .fp8_format import FLOAT8, SCALE_TYPES, is_of_activations, read_float8, scale_layout, scaled_numbers
 from .mxfp4_format import mxfp4_tensor
-from .nvfp4_format import nvfp4_specs, nvfp4_tensor
-from .scaled_tensor import MatrixFormat, Read, ScaledTensor, group_of_inputs, read_bytes
+from .nvfp4_format import number_spec, nvfp4_specs, nvfp4_tensor
+from .scaled_tensor import MatrixFormat, Read, ScaledTensor, check_groups, group_of_inputs, read_bytes
 from .tensors import Shape, StoredTensor, Tensors, TensorSpec
 
 _BYTES = np.arange(256)[:, None]
@@ -106,12 +106,10 @@ class CompressedTensorsFormat(MatrixFormat):
         scheme = self.of_module[name.removesuffix(".weight")]
         (outputs, inputs) = shape
         if scheme.format == _NVFP4:
-            return nvfp4_specs(name, shape, f"{name}_packed") | {f"{name}_global_scale": ((1,), {"F32"})}
+            number = number_spec(f"{name}_global_scale", tensors)
+            return nvfp4_specs(name, shape, f"{name}_packed") | number
         if scheme.format == _MXFP4:
-            if inputs % _GROUPS[_MXFP4]:
-                raise InputError(
-                    f"{name} has {inputs} inputs, which groups of {_GROUPS[_MXFP4]} do not divide"
-                )
+            check_groups(name, inputs, _GROUPS[_MXFP4])
             scales: TensorSpec = ((outputs, inputs // _GROUPS[_MXFP4]), {"U8"})
             return {f"{name}_packed": ((outputs, inputs // 2), {"U8"}), f"{name}_scale": scales}
         scale = tensors.get(f"{name}_scale")

@@ -34,7 +34,7 @@ class OpenedFiles(NamedTuple):
     embedding: EmbeddingModules | None = None
     quant_format: QuantizedFormat | None = None  # in which matrices are read as leaves
     matrix_format: MatrixFormat | None = None  # in which they are read as tensors
-    keeps: bool = False  # those of `matrix_format` stay quantized
+    kept: str | None = None  # the method of matrices that stay quantized; None: none do
 
 
 def open_directory(path: Path, quantize: str | None, dequantize: bool) -> OpenedFiles:
@@ -55,7 +55,8 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
     found = stored_format(stored_settings, path, quantize, dequantize)
     quant_format = found if isinstance(found, QuantizedFormat) else None
     matrix_format = found if isinstance(found, MatrixFormat) else None
-    keeps = matrix_format is not None and matrix_format.stays_quantized and not dequantize
+    stay = quant_format or matrix_format and matrix_format.stays_quantized and not dequantize
+    kept = found.method if found and stay else None
     check_quantize(config, quant_format.method if quant_format else quantize)
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
@@ -64,7 +65,7 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
     stored = open_tensors(path)
     matrix_format = matrix_format and matrix_format.of_files(stored)
     (tensors, skipped) = text_tensors(stored)
-    if quant_format or keeps:
+    if kept:
         config = dataclasses.replace(config, quantization_config=stored_settings)
     files = config, tensors, skipped, tokenizer, ends, generation, embedding
-    return OpenedFiles(*files, quant_format, matrix_format, keeps)
+    return OpenedFiles(*files, quant_format, matrix_format, kept)

@@ -15,7 +15,7 @@ from ..families.reading import from_hf
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
 from .gguf_file import GgufFile, open_gguf
-from .gguf_format import GgufFormat
+from .gguf_format import gguf_form
 from .gguf_tensors import gguf_tensors
 from .gguf_tokenizer import read_gguf_tokenizer
 
@@ -59,10 +59,11 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
         raise InputError(f"{path}: its metadata as a config.json: {error}") from error
     check_quantize(config, quantize)
     tokenizer = read_gguf_tokenizer(file, config.vocab_size)
-    (tensors, skipped) = gguf_tensors(file, arch, config, keep=quantize is None and not dequantize)
-    quant_format = GgufFormat() if any(getattr(x, "kept", False) for x in tensors.values()) else None
+    (tensors, skipped) = gguf_tensors(file, arch, config)
+    keeps = quantize is None and not dequantize
+    kept = "gguf" if keeps and any(gguf_form([x]) for x in file.tensors.values()) else None
     ends = tokenizer.eos_token_ids if tokenizer else ()
-    return OpenedFiles(config, tensors, skipped, tokenizer, ends, {}, quant_format=quant_format)
+    return OpenedFiles(config, tensors, skipped, tokenizer, ends, {}, kept=kept)
 
 
 def _settings(file: GgufFile) -> tuple[str, Settings]:

@@ -44,6 +44,7 @@ class GgufTensor(RowsAsTensor):
     """A tensor in a file, or some of its rows and columns. Quantized ones are read as float32 numbers."""
 
     file: Path
+    name: str
     start: int  # the byte of the file at which it begins
     kind: Any  # its `gguf.GGMLQuantizationType`
     shape: tuple[int, ...]
@@ -51,7 +52,6 @@ class GgufTensor(RowsAsTensor):
     rows: Rows  # which rows of the file it has; of experts' matrices, those of all
     columns: Rows | None = None  # which numbers of a row of the file; None: all
     convert: Callable[[np.ndarray], np.ndarray] | None = None  # of its numbers, elementwise
-    kept: bool = False  # its groups stay quantized
 
     @property
     def type(self) -> str:
@@ -249,4 +249,4 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int
     width = shape[-1] if len(shape) > 1 else 1
     if not 1 <= len(shape) <= 3 or width % size or not 0 < min(shape) <= max(shape) < 2**31:
         raise InputError(f"{path}: {name} of type {known.name} has shape {list(shape)}")
-    return GgufTensor(path, start, known, shape, width, range(math.prod(shape) // width))
+    return GgufTensor(path, name, start, known, shape, width, range(math.prod(shape) // width))

@@ -4,19 +4,17 @@ A block of a file is one group, or of K-quants 256 inputs, whose groups have sca
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from ..errors import InputError
-from ..host import aligned_empty, run_in_blocks
-from ..weights.grouped_weight import grouped_struct, offset_struct, pack_int4
-from ..weights.mxfp4 import mxfp4_struct
-from ..weights.param_specs import ParamSpec
+from ..weights.grouped_weight import GroupedWeight, pack_int4
+from ..weights.mxfp4 import Mxfp4Weight
 from .gguf_file import GgufTensor
-from .tensors import QuantizedFormat, Shape, Tensors, TensorSpec
+from .kept_leaves import KeptForm
 
 _NAN = 255  # as an exponent of MXFP4
 
@@ -25,64 +23,54 @@ class _Kind(NamedTuple):
     """A type of tensors."""
 
     bits: int  # of a leaf's values
-    group: int
-    struct: Callable[..., Any]  # of a leaf, from its shape, bits, group and the type of scales
+    group: int  # inputs that share a scale
     scale: Any
-    # Of blocks, uint8 [..., bytes], the values [..., inputs], the scales, and offsets if the leaf has them.
+    # Of blocks, uint8 [..., bytes], the values [..., inputs] or their bytes, the scales, and offsets if the
+    # leaf has them.
     decode: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+    has_offsets: bool = False
+    leaf: type = GroupedWeight
 
 
-def is_kept(tensor: GgufTensor, spec: ParamSpec) -> bool:
-    """Whether a leaf stays quantized: also its blocks must be whole in the order of the model's inputs."""
-    if not spec.is_quantizable or tensor.kind.name not in _KINDS:
-        return False
-    if tensor.columns is None:
-        return True
-    size = tensor.block[0]
-    if tensor.width % size or len(tensor.columns) % size:
-        return False
-    columns = np.asarray(tensor.columns).reshape(-1, size)
-    return not (columns[:, :1] % size).any() and bool((columns == columns[:, :1] + np.arange(size)).all())
+def gguf_form(parts: Sequence[GgufTensor]) -> KeptForm | None:
+    """Returns the form in which the tensors of a matrix, or of experts, stay; None: they are read as floats.
+    Groups must be whole in the order of the model's inputs.
+    """
+    kind = _KINDS.get(parts[0].kind.name)
+    if kind is None or any(part.kind != parts[0].kind for part in parts):
+        return None
+    columns = _columns(parts[0])
+    if len(columns) % kind.group:
+        return None
+    groups = columns.reshape(-1, kind.group)
+    first = groups[:, :1]
+    if (first % kind.group).any() or (groups != first + np.arange(kind.group)).any():
+        return None
+    fill = partial(_fill, kind)
+    return KeptForm(kind.leaf, fill, kind.bits, kind.group, kind.scale, has_offsets=kind.has_offsets)
 
 
-class GgufFormat(QuantizedFormat):
-    method = "gguf"
+def _columns(tensor: GgufTensor) -> np.ndarray:
+    """Which numbers of a row of the file it has."""
+    return np.asarray(range(tensor.width) if tensor.columns is None else tensor.columns)
 
-    def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
-        stored: Any = tensors.get(name)
-        return {name: (shape, {stored.type})} if getattr(stored, "kept", False) else {}
 
-    def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        stored: Any = tensors[name]
-        (*experts, outputs, inputs) = shape
-        kind = _KINDS[stored.kind.name]
-        leaf = kind.struct((outputs, inputs), kind.bits, kind.group, kind.scale)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*experts, *x.shape), x.dtype), leaf)
-
-    def load(self, name: str, shape: Shape, tensors: Tensors) -> Any:
-        stored: Any = tensors[name]
-        (*_, outputs, inputs) = shape
-        kind = _KINDS[stored.kind.name]
-        leaf = jax.tree.map(aligned_empty, self.struct(name, shape, tensors))
-        blocks = slice(None) if stored.columns is None else np.asarray(stored.columns)[:: stored.block[0]]
-        blocks = blocks if isinstance(blocks, slice) else blocks // stored.block[0]
-        for expert in range(len(stored.rows) // outputs):
-            one = jax.tree.map(lambda x, i=expert: x[i], leaf) if len(shape) > 2 else leaf
-
-            def fill(at: slice, one=one, first=expert * outputs) -> None:
-                rows = stored.blocks(slice(first + at.start, first + at.stop))[:, blocks]
-                (values, *scales) = kind.decode(rows)
-                levels_QJO = values.reshape(len(rows), -1, kind.group).transpose(1, 2, 0)
-                one.values[..., at] = pack_int4(levels_QJO) if kind.bits == 4 else levels_QJO
-                for field, numbers in zip(("scale", "offset"), scales, strict=False):
-                    if not (numbers != _NAN if numbers.dtype == np.uint8 else np.isfinite(numbers)).all():
-                        raise InputError(f"{name} holds NaN or inf: fetch the file again")
-                    getattr(one, field)[:, at] = numbers.reshape(len(rows), -1).T
-                if getattr(one, "zero", None) is not None:
-                    one.zero[:, at] = 8
-
-            run_in_blocks(fill, outputs, inputs)
-        return leaf
+def _fill(kind: _Kind, leaf: Any, form: KeptForm, part: GgufTensor, first: int, at: slice) -> None:
+    per_block = part.block[0] // kind.group
+    group_Q = _columns(part)[:: kind.group] // kind.group  # of a row of the file
+    (blocks, block_Q) = np.unique(group_Q // per_block, return_inverse=True)
+    group_Q = block_Q * per_block + group_Q % per_block  # of these blocks
+    rows = part.blocks(at)[:, blocks]
+    to = slice(first + at.start, first + at.stop)
+    (values, *scales) = kind.decode(rows)
+    levels_QJO = values.reshape(len(rows), len(blocks) * per_block, -1).transpose(1, 2, 0)[group_Q]
+    leaf.values[..., to] = pack_int4(levels_QJO) if kind.bits == 4 else levels_QJO
+    for field, numbers in zip(("scale", "offset"), scales, strict=False):
+        if not (numbers != _NAN if numbers.dtype == np.uint8 else np.isfinite(numbers)).all():
+            raise InputError(f"{part.name} holds NaN or inf: fetch the file again")
+        getattr(leaf, field)[:, to] = numbers.reshape(len(rows), -1).T[group_Q]
+    if getattr(leaf, "zero", None) is not None:
+        leaf.zero[:, to] = 8
 
 
 def _halves(blocks: np.ndarray) -> np.ndarray:
@@ -134,24 +122,16 @@ def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
     return numbers[..., ::2] | numbers[..., 1::2] << 4, blocks[..., 0]
 
 
-def _mxfp4_struct(shape: Shape, *_: Any) -> Any:
-    return mxfp4_struct(shape)
-
-
 _KINDS = {
-    "Q8_0": _Kind(8, 32, grouped_struct, np.float16, lambda x: (x[..., 2:].view(np.int8), _float16(x, 0))),
-    "Q4_0": _Kind(4, 32, grouped_struct, np.float16, lambda x: (_halves(x[..., 2:]), _float16(x, 0))),
-    "Q4_1": _Kind(
-        4, 32, offset_struct, np.float16, lambda x: (_halves(x[..., 4:]), _float16(x, 0), _float16(x, 2))
-    ),
-    "Q5_0": _Kind(
-        8, 32, grouped_struct, np.float16, lambda x: (_five_bits(x[..., 2:]) - np.int8(16), _float16(x, 0))
-    ),
+    "Q8_0": _Kind(8, 32, np.float16, lambda x: (x[..., 2:].view(np.int8), _float16(x, 0))),
+    "Q4_0": _Kind(4, 32, np.float16, lambda x: (_halves(x[..., 2:]), _float16(x, 0))),
+    "Q4_1": _Kind(4, 32, np.float16, lambda x: (_halves(x[..., 4:]), _float16(x, 0), _float16(x, 2)), True),
+    "Q5_0": _Kind(8, 32, np.float16, lambda x: (_five_bits(x[..., 2:]) - np.int8(16), _float16(x, 0))),
     "Q5_1": _Kind(
-        8, 32, offset_struct, np.float16, lambda x: (_five_bits(x[..., 4:]), _float16(x, 0), _float16(x, 2))
+        8, 32, np.float16, lambda x: (_five_bits(x[..., 4:]), _float16(x, 0), _float16(x, 2)), True
     ),
-    "Q4_K": _Kind(4, 32, offset_struct, np.float32, lambda x: (_shifted(x[..., 16:], 32, 4), *_k_scales(x))),
-    "Q5_K": _Kind(8, 32, offset_struct, np.float32, _q5_k),
-    "Q6_K": _Kind(8, 16, grouped_struct, np.float32, _q6_k),
-    "MXFP4": _Kind(8, 16, _mxfp4_struct, np.uint8, _mxfp4),  # bytes, of which a group has 16
+    "Q4_K": _Kind(4, 32, np.float32, lambda x: (_shifted(x[..., 16:], 32, 4), *_k_scales(x)), True),
+    "Q5_K": _Kind(8, 32, np.float32, _q5_k, True),
+    "Q6_K": _Kind(8, 16, np.float32, _q6_k),
+    "MXFP4": _Kind(8, 32, np.uint8, _mxfp4, leaf=Mxfp4Weight),
 }

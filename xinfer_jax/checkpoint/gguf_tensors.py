@@ -17,7 +17,6 @@ from ..errors import InputError, format_names
 from ..families.family import Joined, Names
 from ..families.naming import FileSpec, file_specs, specs_by_names
 from .gguf_file import GgufFile, GgufTensor
-from .gguf_format import is_kept
 
 _MLP = ("gate", "up", "down")
 _NAMES = dict(
@@ -68,12 +67,9 @@ class InterleavedExperts:
         return _experts(part) if len(part.shape) > 2 else [part]
 
 
-def gguf_tensors(
-    file: GgufFile, arch: str, config: ModelConfig, keep: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the tensors of all leaves by their Hugging Face names, where those that stay quantized are
-    whole leaves, and patterns with counts of those that are not read. keep: whether any stay quantized.
-    Raises InputError, all tensors at fault named.
+def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the tensors of all leaves by their Hugging Face names, and patterns with counts of those that
+    are not read. Raises InputError, all tensors at fault named.
     """
     attention = _GATED if config.linear_attention else _ATTENTION
     own_specs = specs_by_names(config, _NAMES | _OWN_NAMES.get(arch, {}), attention, _LINEAR, "blk")
@@ -85,9 +81,7 @@ def gguf_tensors(
     found: dict[str, Any] = {}
     for spec, own in zip(jax.tree.leaves(file_specs(config)), jax.tree.leaves(own_specs), strict=True):
         tensor = _in_own_order(config, arch, own, _joined(own.tensor_parts(stored), own.shape))
-        if keep and is_kept(tensor, spec):
-            found[spec.hf_name] = dataclasses.replace(tensor, kept=True)
-        elif spec.interleaved:
+        if spec.interleaved:
             others = getattr(found.get(spec.fused_name), "parts", {})
             parts = {**others, spec.first_row: tensor}
             found[str(spec.fused_name)] = InterleavedExperts(parts, spec.interleaved)

@@ -4,8 +4,9 @@ In int8 with a scale for each output, activations keep 15 bits on a CPU. As one 
 floats there, at 1.3 times the time of a row; GPUs and TPUs have kernels for the former alone.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,10 +30,13 @@ class KeptForm(NamedTuple):
     """The form of a leaf whose numbers are those of the file."""
 
     kind: type  # of the leaf
+    fill: Callable[..., None]  # reads rows of a tensor: gets the leaf, the form, the tensor, its first row in
+    # the leaf, and a slice of its own rows
     bits: int = 0
     group: int = 0  # inputs that share a scale
     scale: Any = np.float32  # the type of scales
     order: np.ndarray | None = None  # the inputs of each group
+    has_offsets: bool = False
 
     def struct(self, shape: Shape) -> Any:
         """Shapes and types of a leaf, or of a part of one."""
@@ -44,6 +48,8 @@ class KeptForm(NamedTuple):
         if self.kind is GroupedWeight:
             has_order = self.order is not None
             leaf = grouped_struct((outputs, inputs), self.bits, self.group, self.scale, has_order)
+            if self.has_offsets:
+                leaf = dataclasses.replace(leaf, zero=None, offset=leaf.scale)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*experts, *x.shape), x.dtype), leaf)
 
 
@@ -57,9 +63,12 @@ def kept_form(shape: Shape, parts: Sequence[Any], devices: int = 1) -> KeptForm 
     numbers = [part.numbers for part in parts]
     inputs = shape[-1]
     if all(x.mxfp4 for x in numbers):
-        return KeptForm(Mxfp4Weight) if inputs % GROUP == 0 else None
-    (first, *others) = {(x.bits, x.block[1], x.group_of is None, x.zeros is None) for x in numbers}
-    (bits, J, is_natural, has_no_zeros) = first
+        return KeptForm(Mxfp4Weight, _fill_mxfp4) if inputs % GROUP == 0 else None
+    fields = ("group_of", "zeros", "offsets")
+    (first, *others) = {
+        (x.bits, x.block[1], *(getattr(x, field) is None for field in fields)) for x in numbers
+    }
+    (bits, J, is_natural, has_no_zeros, has_no_offsets) = first
     even = inputs + inputs % 2
     J = min(J, even) if bits == 8 or J < inputs else even
     if others or not bits or bits == 4 and J % 2:
@@ -68,13 +77,13 @@ def kept_form(shape: Shape, parts: Sequence[Any], devices: int = 1) -> KeptForm 
         return None
     has_kernels = kernels_pallas.device_impl().impl != "xla"
     if bits == 8 and J >= inputs and is_natural and has_no_zeros and has_kernels:
-        return KeptForm(Int8Weight)
+        return KeptForm(Int8Weight, _fill_int8)
     smaller = math.gcd(J, inputs // devices)
     if devices > 1 and is_natural and smaller % 2 == 0:  # groups that cross devices are divided
         J = smaller
     scale = np.float16 if all(x.has_float16_scales for x in numbers) else np.float32
     order = None if is_natural else np.argsort(numbers[0].group_of, kind="stable").astype(np.int32)  # type: ignore
-    return KeptForm(GroupedWeight, bits, J, scale, order)
+    return KeptForm(GroupedWeight, _fill_groups, bits, J, scale, order, not has_no_offsets)
 
 
 def read_kept(shape: Shape, parts: Sequence[Any], form: KeptForm) -> Any:
@@ -86,7 +95,7 @@ def read_kept(shape: Shape, parts: Sequence[Any], form: KeptForm) -> Any:
     for part in parts:
         (expert, first) = divmod(rows, shape[-2])
         target = leaf if len(shape) == 2 else jax.tree.map(lambda x, i=expert: x[i], leaf)
-        fill = partial(_FILL[form.kind], target, form, part, first)
+        fill = partial(form.fill, target, form, part, first)
         run_in_blocks(fill, part.shape[0], part.shape[1], _BLOCK)
         rows += part.shape[0]
     return leaf
@@ -96,7 +105,8 @@ def _fill_mxfp4(leaf: Any, form: KeptForm, part: ScaledTensor, first: int, at: s
     rows = part.rows(at)
     group = part.first_column // GROUP
     Q = part.shape[1] // GROUP
-    part.numbers.row_scales(rows, np.arange(group, group + Q) * GROUP)  # raises where one is NaN
+    at_Q = np.arange(group, group + Q) * GROUP
+    part.numbers.finite_per_row(part.numbers.scales, rows, at_Q)  # raises where one is NaN
     (values, scales) = map(flat_bytes, part.numbers.mxfp4 or ())
     values_OY = values.slice_axis(1, group * BYTES, Q * BYTES)[rows][:: part.step]
     to = slice(first + at.start, first + at.stop)
@@ -109,7 +119,7 @@ def _fill_int8(leaf: Any, form: KeptForm, part: ScaledTensor, first: int, at: sl
     to = slice(first + at.start, first + at.stop)
     column = np.array([part.first_column])
     leaf.values[to] = part.numbers.numbers(rows, part.columns)
-    leaf.scale[to] = part.numbers.row_scales(rows, column)[:, 0]
+    leaf.scale[to] = part.numbers.finite_per_row(part.numbers.scales, rows, column)[:, 0]
 
 
 def _fill_groups(leaf: Any, form: KeptForm, part: ScaledTensor, first: int, at: slice) -> None:
@@ -122,13 +132,16 @@ def _fill_groups(leaf: Any, form: KeptForm, part: ScaledTensor, first: int, at: 
         numbers_IO = numbers_IO[form.order]
         column_Q = form.order[::J]
     numbers_QJO = np.pad(numbers_IO, ((0, -len(numbers_IO) % J), (0, 0))).reshape(-1, J, numbers_IO.shape[1])
-    leaf.scale[:, to] = part.numbers.row_scales(rows, column_Q).T
-    zero_OQ = _zeros(form, part, rows, column_Q)
-    if form.bits == 8:
-        leaf.values[..., to] = numbers_QJO
-        return
-    leaf.values[..., to] = pack_int4((numbers_QJO + np.int8(8)).view(np.uint8))
-    leaf.zero[:, to] = zero_OQ.T + np.int8(8)
+    middle = np.int8(8 if form.bits == 4 else 0)
+    leaf.values[..., to] = numbers_QJO if form.bits == 8 else pack_int4((numbers_QJO + middle).view(np.uint8))
+    scale_OQ = part.numbers.finite_per_row(part.numbers.scales, rows, column_Q)
+    leaf.scale[:, to] = scale_OQ.T
+    zero_OQ = _zeros(form, part, rows, column_Q) + middle
+    if part.numbers.offsets is not None:
+        offset_OQ = part.numbers.finite_per_row(part.numbers.offsets, rows, column_Q)
+        leaf.offset[:, to] = (offset_OQ - zero_OQ * scale_OQ).T
+    elif form.bits == 4:
+        leaf.zero[:, to] = zero_OQ.T
 
 
 def _zeros(form: KeptForm, part: ScaledTensor, rows: slice, columns: np.ndarray) -> np.ndarray:
@@ -137,12 +150,9 @@ def _zeros(form: KeptForm, part: ScaledTensor, rows: slice, columns: np.ndarray)
     if numbers.zeros is None:
         return np.zeros((rows.stop - rows.start, len(columns)), np.int8)
     zeros = numbers.per_row(numbers.zeros, rows, columns)
-    if form.bits == 8 and zeros.any():
+    if form.bits == 8 and numbers.offsets is None and zeros.any():
         raise InputError(
             f"{numbers.name}: 8 bits are only supported if symmetric, with all zeros 128, got"
             f" {int(zeros[zeros != 0][0]) + 128}: load it with dequantize"
         )
     return zeros
-
-
-_FILL = {Mxfp4Weight: _fill_mxfp4, Int8Weight: _fill_int8, GroupedWeight: _fill_groups}

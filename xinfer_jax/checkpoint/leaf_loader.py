@@ -22,8 +22,9 @@ from ..weights.quantization import (
     with_int8_activations,
 )
 from .bitnet_format import BitNetFormat
+from .gguf_file import GgufTensor
+from .gguf_format import gguf_form
 from .kept_leaves import KeptForm, kept_form, read_kept
-from .mlx_format import MlxFormat
 from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
 from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
 
@@ -84,7 +85,10 @@ class LeafLoader:
             return None
         partition = leaf_partition(spec, self._num_devices)
         parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
-        return kept_form(spec.shape, spec.tensor_parts(self.tensors), parts)
+        stored = spec.tensor_parts(self.tensors)
+        return (
+            gguf_form(stored) if isinstance(stored[0], GgufTensor) else kept_form(spec.shape, stored, parts)
+        )
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
@@ -99,10 +103,10 @@ class LeafLoader:
 
     def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
         """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
-        they share scales or an order; a byte of BitNet holds outputs of several parts; a word of MLX inputs;
-        the devices do not divide a vocabulary.
+        they share scales or an order; a byte of BitNet holds outputs of several parts; the devices do not
+        divide a vocabulary.
         """
-        if quantized and isinstance(self.quant_format, BitNetFormat | MlxFormat):
+        if quantized and isinstance(self.quant_format, BitNetFormat):
             return True
         if spec.axes[0] == "vocab":
             return spec.shape[0] % self._num_devices > 0

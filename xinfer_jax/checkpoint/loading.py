@@ -181,10 +181,9 @@ def open_checkpoint(
     if opened.embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
-    loader = LeafLoader(tensors, dtype, quantize, quant_format, opened.keeps, mesh, rotations)
+    loader = LeafLoader(tensors, dtype, quantize, quant_format, bool(opened.kept), mesh, rotations)
     structs, read = _open_params(path, config_of_files, loader, matrix_format)
-    kept = quant_format or (matrix_format if opened.keeps else None)
-    dtype_name = kept.method if kept else quantize or jnp.dtype(dtype).name
+    dtype_name = opened.kept or quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
     texts = opened.tokenizer, opened.generation_config

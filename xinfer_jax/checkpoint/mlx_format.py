@@ -9,46 +9,45 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, format_value
-from ..host import aligned_empty, run_in_blocks
-from ..weights.grouped_weight import GroupedWeight, offset_struct, pack_int4
-from .tensors import QuantizedFormat, Shape, Tensors, TensorSpec
+from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, check_groups, read_rows
+from .tensors import Shape, StoredTensor, Tensors, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class MlxFormat(QuantizedFormat):
+class MlxFormat(MatrixFormat):
     method = "mlx"
-    settings: dict[str, Any]  # `quantization` of config.json; that of single modules is by their names
+    settings: dict[
+        str, Any
+    ]  # `quantization` of config.json; that of single modules by names in the text model
+
+    def find(self, tensors: Tensors) -> dict[str, Shape]:
+        modules = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
+        return {f"{module}.weight": (0, 0) for module in modules}
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
-        module = name.removesuffix(".weight")
-        if len(shape) != 2 or f"{module}.scales" not in tensors:
-            return {}
+        (outputs, inputs) = shape
         (bits, J) = self._sizes(name)
-        groups = ((shape[0], shape[1] // J), {"F16", "BF16", "F32"})
-        words = ((shape[0], shape[1] * bits // 32), {"U32"})
+        check_groups(name, inputs, J)
+        groups = ((outputs, inputs // J), {"F16", "BF16", "F32"})
+        module = name.removesuffix(".weight")
+        words = ((outputs, inputs * bits // 32), {"U32"})
         return {name: words, f"{module}.scales": groups, f"{module}.biases": groups}
 
-    def struct(self, name: str, shape: Shape, tensors: Tensors) -> GroupedWeight:
+    def open(self, name: str, shape: Shape, tensors: Tensors) -> ScaledTensor:
+        (outputs, inputs) = shape
         (bits, J) = self._sizes(name)
-        return offset_struct(shape, 4 if bits <= 4 else 8, J, np.float32)
-
-    def load(self, name: str, shape: Shape, tensors: Tensors) -> GroupedWeight:
-        (bits, J) = self._sizes(name)
-        (words, *parts) = (tensors[x].array() for x in self.tensor_specs(name, shape, tensors))
-        (scale_QO, offset_QO) = (np.ascontiguousarray(x.T, np.float32) for x in parts)
-        if not np.isfinite([scale_QO, offset_QO]).all():
-            raise InputError(f"{name} has scales that are NaN or inf: fetch the checkpoint again")
-        middle = 128 * (bits == 8)
-        values = aligned_empty(self.struct(name, shape, tensors).values)
-
-        def fill(at: slice) -> None:
-            stored = np.unpackbits(words[at].view(np.uint8), axis=1, bitorder="little")
-            levels_OI = np.packbits(stored.reshape(-1, shape[1], bits), axis=2, bitorder="little")
-            levels_QJO = levels_OI.reshape(len(stored), -1, J).transpose(1, 2, 0)
-            values[..., at] = pack_int4(levels_QJO) if bits <= 4 else levels_QJO.astype(np.int16) - middle
-
-        run_in_blocks(fill, *shape)
-        return GroupedWeight(values, scale_QO, None, None, shape[1], offset_QO + middle * scale_QO)
+        (words, *groups) = (tensors[x] for x in self.tensor_specs(name, shape, tensors))
+        (scales, offsets) = (read_rows(x, (outputs, inputs // J)) for x in groups)
+        leaf_bits = 4 if bits <= 4 else 8
+        middle = 0 if bits in (5, 6) else 2 ** (leaf_bits - 1)
+        zeros = lambda rows, columns: np.full(  # noqa: E731
+            (rows.stop - rows.start, columns.stop - columns.start), -middle, np.int8
+        )
+        read = _read_words(words, bits, middle)
+        numbers = ScaledNumbers(
+            name, (outputs, inputs), (1, J), read, scales, zeros, offsets=offsets, bits=leaf_bits
+        )
+        return ScaledTensor(numbers, shape)
 
     def _sizes(self, name: str) -> tuple[int, int]:
         """Bits of a number, and inputs of a group. Raises InputError."""
@@ -59,3 +58,17 @@ class MlxFormat(QuantizedFormat):
             what = format_value([bits, J, mode])
             raise InputError(f"{name}: bits, group_size and mode {what} of MLX are not supported")
         return bits, J
+
+
+def _read_words(words: StoredTensor, bits: int, middle: int) -> Read:
+    """Returns a reader of numbers less the middle one: 32 of them have as many words as bits."""
+
+    def read(rows: slice, columns: slice) -> np.ndarray:
+        first = columns.start // 32
+        part = words.slice_axis(1, first * bits, (-(-columns.stop // 32) - first) * bits)[rows]
+        stored = np.unpackbits(part.view(np.uint8), axis=1, bitorder="little")
+        levels = np.packbits(stored.reshape(len(part), -1, bits), axis=2, bitorder="little")[..., 0]
+        skipped = columns.start - 32 * first
+        return (levels[:, skipped : skipped + columns.stop - columns.start] - np.uint8(middle)).view(np.int8)
+
+    return read

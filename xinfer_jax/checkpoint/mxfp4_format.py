@@ -12,10 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import InputError
 from ..families.conversion import TensorOfLeaves
 from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight
-from .scaled_tensor import MatrixFormat, ScaledNumbers, ScaledTensor, flat_bytes, read_bytes, read_rows
+from .scaled_tensor import (
+    MatrixFormat,
+    ScaledNumbers,
+    ScaledTensor,
+    check_groups,
+    flat_bytes,
+    read_bytes,
+    read_rows,
+)
 from .tensors import Shape, StoredTensor, Tensors, TensorSpec
 
 _JOINED = dict.fromkeys(("gate_proj", "up_proj"), ("gate_proj", "up_proj")) | {"down_proj": ("down_proj",)}
@@ -32,8 +39,7 @@ class Mxfp4Format(MatrixFormat):
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         (experts, inputs, outputs) = shape
-        if inputs % GROUP:
-            raise InputError(f"{name} has {inputs} inputs, which mxfp4's groups of {GROUP} do not divide")
+        check_groups(name, inputs, GROUP)
         groups = (experts, outputs, inputs // GROUP)
         return {f"{name}_blocks": ((*groups, BYTES), {"U8"}), f"{name}_scales": (groups, {"U8"})}
 

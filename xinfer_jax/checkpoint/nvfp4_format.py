@@ -7,10 +7,9 @@ scales are multiplied. Its matrices in FP8 are as in other files.
 import dataclasses
 from collections.abc import Callable
 
-from ..errors import InputError
 from .fp8_format import Fp8Format
 from .mxfp4_format import PAIRS
-from .scaled_tensor import ScaledNumbers, ScaledTensor, read_bytes, read_rows
+from .scaled_tensor import ScaledNumbers, ScaledTensor, check_groups, read_bytes, read_rows
 from .tensors import Shape, StoredTensor, Tensors, TensorSpec
 
 _GROUP = 16
@@ -27,7 +26,7 @@ class ModelOptFormat(Fp8Format):
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         if tensors[name].type != "U8":
             return super().tensor_specs(name, shape, tensors)
-        return nvfp4_specs(name, shape, name) | {f"{name}_scale_2": ((), {"F32"})}
+        return nvfp4_specs(name, shape, name) | number_spec(f"{name}_scale_2", tensors)
 
     def open(self, name: str, shape: Shape, tensors: Tensors) -> ScaledTensor:
         if tensors[name].type != "U8":
@@ -37,11 +36,16 @@ class ModelOptFormat(Fp8Format):
         return nvfp4_tensor(name, shape, tensors[name], scales, lambda x: x * factor.array())
 
 
+def number_spec(name: str, tensors: Tensors) -> dict[str, TensorSpec]:
+    """The scale of a whole matrix: one number, in an array or not."""
+    is_array = name in tensors and tensors[name].shape == (1,)
+    return {name: ((1,) if is_array else (), {"F32"})}
+
+
 def nvfp4_specs(name: str, shape: Shape, packed: str) -> dict[str, TensorSpec]:
     """The tensors of a matrix in NVFP4: packed numbers, and scales of groups; there is one of all beside."""
     (outputs, inputs) = shape
-    if inputs % _GROUP:
-        raise InputError(f"{name} has {inputs} inputs, which nvfp4's groups of {_GROUP} do not divide")
+    check_groups(name, inputs, _GROUP)
     scales = (outputs, inputs // _GROUP)
     return {packed: ((outputs, inputs // 2), {"U8"}), f"{name}_scale": (scales, {"F8_E4M3"})}
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..families.naming import TIED, FileSpec
+from ..families.skipped_tensors import text_name
 from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
@@ -219,7 +220,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Require], StoredFormat]] = {
     "gptq": _awq_gptq_format,
     "bitnet": _bitnet_format,
     "mxfp4": lambda config, require: Mxfp4Format(),  # the tensors show what is not converted
-    "mlx": lambda config, require: MlxFormat(dict(config)),
+    "mlx": lambda config, require: MlxFormat({text_name(key) or key: x for key, x in config.items()}),
     "xinfer_jax": _own_format,
     "fp8": _fp8_format,
     **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), _modelopt_format),

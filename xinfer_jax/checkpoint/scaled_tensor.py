@@ -21,7 +21,7 @@ Read = Callable[[slice, slice], np.ndarray]  # returns those rows and columns
 
 @dataclasses.dataclass(frozen=True)
 class ScaledNumbers:
-    """Matrices of one shape, one below the other: (numbers - zeros) * scales."""
+    """Matrices of one shape, one below the other: (numbers - zeros) * scales + offsets."""
 
     name: str
     shape: tuple[int, int]  # of one matrix
@@ -29,6 +29,7 @@ class ScaledNumbers:
     numbers: Read  # int8 or float32
     scales: Read  # a row and a column for each block
     zeros: Read | None = None  # int8, like the scales
+    offsets: Read | None = None  # float32, like the scales
     group_of: np.ndarray | None = None  # of each column the column of its scale; None: by the block
     # How it can stay as it is: whole numbers of so many bits, and whether scales are float16; 0: as floats.
     bits: int = 0
@@ -36,7 +37,9 @@ class ScaledNumbers:
     mxfp4: tuple[StoredTensor, StoredTensor] | None = None  # its bytes, if it is MXFP4: numbers and scales
 
     def floats(self, rows: slice, columns: slice) -> np.ndarray:
-        """Returns these rows and columns of all matrices, float32. Raises InputError: a scale is NaN."""
+        """Returns these rows and columns of all matrices, float32. Raises InputError: a scale or an offset is
+        NaN or inf.
+        """
         numbers = self.numbers(rows, columns).astype(np.float32, copy=False)
         start = columns.start
         end = columns.stop
@@ -51,17 +54,20 @@ class ScaledNumbers:
         if self.zeros is not None:
             blocks = blocks - self.per_row(self.zeros, rows, at).astype(np.float32)[..., None]
         with np.errstate(over="ignore"):
-            return (blocks * self.row_scales(rows, at)[..., None]).reshape(numbers.shape)
+            blocks = blocks * self.finite_per_row(self.scales, rows, at)[..., None]
+            if self.offsets is not None:
+                blocks += self.finite_per_row(self.offsets, rows, at)[..., None]
+        return blocks.reshape(numbers.shape)
 
-    def row_scales(self, rows: slice, columns: np.ndarray) -> np.ndarray:
-        """Returns the scales of these rows at these columns, one for each row, float32."""
-        scales = self.per_row(self.scales, rows, columns).astype(np.float32)
+    def finite_per_row(self, read: Read, rows: slice, columns: np.ndarray) -> np.ndarray:
+        """Returns `per_row` of scales or offsets, float32. Raises InputError: one is NaN or inf."""
+        scales = self.per_row(read, rows, columns).astype(np.float32)
         if not np.isfinite(scales).all():
             raise InputError(f"{self.name}: its scales hold NaN or inf: fetch the checkpoint again")
         return scales
 
     def per_row(self, read: Read, rows: slice, columns: np.ndarray) -> np.ndarray:
-        """What `scales` or `zeros` has of these rows and columns, once for each of them."""
+        """What `scales`, `zeros` or `offsets` has of these rows and columns, once for each of them."""
         (height, _) = self.shape
         (matrix, row) = np.divmod(np.arange(rows.start, rows.stop), height)
         row = matrix * -(-height // self.block[0]) + row // self.block[0]
@@ -145,6 +151,12 @@ def quantized_shapes(shapes: Mapping[str, Shape], tensors: Mapping[str, Any]) ->
     """Of tensors with these shapes those that are matrices of `with_matrices`, none of them a vector."""
     is_quantized = lambda name: isinstance(tensors.get(name), jax.ShapeDtypeStruct)  # noqa: E731
     return {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_quantized(name)}
+
+
+def check_groups(name: str, inputs: int, J: int) -> None:
+    """Raises InputError where groups of J inputs do not divide those of a matrix."""
+    if inputs % J:
+        raise InputError(f"{name} has {inputs} inputs, which groups of {J} do not divide")
 
 
 def read_bytes(stored: StoredTensor, table: np.ndarray) -> Read:

@@ -51,7 +51,7 @@ class LeafPartition(NamedTuple):
 
     def slice_quantized(self, names: Iterable[str], tensors: Tensors, i: int) -> dict[str, StoredTensor]:
         """The slices of a quantized matrix's tensors for part i. All of them have inputs first and outputs
-        last, except a two-dimensional `.values` and GGUF's `.weight`.
+        last, except a two-dimensional `.values`.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:
@@ -59,7 +59,6 @@ class LeafPartition(NamedTuple):
         for name, tensor in found.items():
             last = len(tensor.shape) - 1
             outputs_first = last == 0 or name.endswith(".values") and last == 1
-            outputs_first |= name.endswith(".weight")
             axis = (0, last)[self.axis] if outputs_first else (last, 0)[self.axis]
             has_only_inputs = name.endswith(".order")
             has_only_outputs = last == 0 and not has_only_inputs

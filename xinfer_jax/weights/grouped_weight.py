@@ -142,12 +142,6 @@ def grouped_struct(
     )
 
 
-def offset_struct(shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16) -> GroupedWeight:
-    """Returns `grouped_struct` with offsets in place of zero points. scale: the type of both."""
-    weight = grouped_struct(shape, bits, J, scale)
-    return dataclasses.replace(weight, zero=None, offset=weight.scale)
-
-
 def group_size(shape: tuple[int, ...], bits: int) -> int:
     """Returns how many inputs of a matrix [O, I] share a scale by default."""
     if min(shape) <= _SMALL:
