@@ -18,7 +18,7 @@ from gpu.programs import Call, ProgramJob, find_call, target_card, to_shapes
 from xinfer_jax.cache.kv_cache import cache_bytes, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
-from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
+from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.sharding import MODEL, RULES, check_mesh
 from xinfer_jax.weights.layout import partition_specs
@@ -31,6 +31,7 @@ from xinfer_jax.weights.quantization import (
     group_size_for_shards,
     quantized_struct,
 )
+from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
 WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4")  # mxfp4: experts; the rest is bfloat16
 MOST_DEVICES = 128

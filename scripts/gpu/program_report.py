@@ -24,11 +24,12 @@ from gpu.program_counts import Counts, Operation, ProgramCounter, whole_copies
 from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
-from xinfer_jax.checkpoint.sharded_leaves import sharded_shapes, with_repeated_kv_heads
+from xinfer_jax.checkpoint.sharded_leaves import sharded_shapes
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.errors import InputError
 from xinfer_jax.sharding import MODEL, check_mesh
 from xinfer_jax.weights.params import param_specs, tree_bytes
+from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
 MIB = 2**20
 _MOST_LAYERS = 48  # of a model that is compiled for a TPU as it is
