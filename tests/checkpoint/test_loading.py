@@ -236,9 +236,10 @@ def _write_large(path, hf):
     specs = jax.tree.leaves(file_specs(from_hf(hf)))
     stacked = {spec.fused_name for spec in specs}
     shapes = {}
-    for spec in specs:
-        packed = "quantization_config" in hf and Mxfp4Format().tensor_specs(spec.hf_name, spec.shape, {})
-        shapes |= {name: x for name, (x, _) in packed.items()} if packed else spec.tensor_shapes(stacked)
+    for name, shape in (item for spec in specs for item in spec.tensor_shapes(stacked).items()):
+        is_packed = "quantization_config" in hf and len(shape) == 3
+        packed = Mxfp4Format().tensor_specs(name, shape, {}) if is_packed else {name: (shape, None)}
+        shapes |= {stored: x for stored, (x, _) in packed.items()}
 
     def bits(name, shape):
         if name.endswith(("_blocks", "_scales")):
