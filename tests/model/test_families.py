@@ -2,8 +2,6 @@
 switch, rejected features.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,8 +216,8 @@ def test_few_and_many_tokens_use_the_same_experts():
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_of_one_expert(dtype):
-    """With many experts, many tokens are sorted by expert: results and derivatives of both modes are those of
-    each token alone, and at one shape the bits of a row depend neither on its place nor on other rows.
+    """With many experts, many tokens are sorted by expert: results and gradients are those of each token
+    alone, and at one shape the bits of a row depend neither on its place nor on other rows.
     """
     config = with_experts(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
     layer = xj.init_params(config, jax.random.key(0), dtype)["layers"][0]
@@ -244,8 +242,6 @@ def test_tiles_of_one_expert(dtype):
             for f in (together, alone)
         ]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max()), *gradients)
-        changes = [jax.jvp(partial(f, x_TD), (layer,), (layer,))[1] for f in (together, alone)]
-        np.testing.assert_allclose(*changes, atol=1e-4 * np.abs(changes[1]).max())
 
 
 @pytest.mark.full

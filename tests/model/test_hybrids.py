@@ -62,7 +62,7 @@ def random_tokens(T: int) -> tuple[_Tokens, jax.Array]:
 
 def single_steps(tokens: _Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     def step(state, t):
-        one, state = recurrent_step(_Tokens(*(x[:, :, None] for x in t)), state)
+        one, state = recurrent_step(jax.tree.map(lambda x: x[:, :, None], t), state)
         return state, one[:, :, 0]
 
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), tokens)
@@ -85,7 +85,7 @@ def test_blocks_equal_single_steps_and_so_do_their_gradients():
 
 @pytest.mark.full
 def test_equal_keys_lose_no_digits():
-    (q, k, v, _, beta), state = random_tokens(128)
+    (q, k, v, _, beta, _), state = random_tokens(128)
     k = np.broadcast_to(k[:, :, :1], k.shape)
     args = _Tokens(q, k, v, np.zeros_like(beta), np.ones_like(beta)), 0 * state
     for a, b in zip(jax.jit(delta_rule)(*args), jax.jit(single_steps)(*args), strict=True):
