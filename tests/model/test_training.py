@@ -112,6 +112,8 @@ def test_stacked_layers(model):
         return
     want = xj.stack_layers(want, config)
     assert_close(gradient(stacked, config, tokens_BT, num_tokens_B, remat="layer"), want)
+    in_a_list = params | dict(layers=[*params["layers"]])  # as some libraries restore tuples
+    np.testing.assert_array_equal(loss(in_a_list, config, tokens_BT), loss(params, config, tokens_BT))
     with pytest.raises(xj.InputError, match="takes what unstack_layers returns"):
         xj.prefill(stacked, config, tokens_BT, num_tokens_B, xj.init_cache(config, len(TEXTS), 32))
 

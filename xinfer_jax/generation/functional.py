@@ -191,18 +191,14 @@ def decode_loop(  # noqa: PLR0913  a public function
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
     automata = None if grammar is None else plugin("grammar", "automata")(grammar, B, V, eos_ids)
     loop = _LOOP.donating if donate else _LOOP.keeping
-    state, cache = loop(
+    state, cache, at_capacity_B = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
         np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,
         logprobs,
     )  # fmt: skip
-    if state.alternatives is not None:
-        cut_alternatives = jax.tree.map(lambda x_BT: x_BT[:, :size], state.alternatives)
-        state = dataclasses.replace(state, alternatives=cut_alternatives)
-    at_capacity_B = state.limit_B < limit
-    at_capacity_B &= ~state.finished_B & (state.length_B >= state.limit_B)
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    cut = dict(tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
+    recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
+    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], recorded)
     return Decoded(**fields | cut, cache=cache, at_capacity_B=at_capacity_B)
 
 
@@ -282,7 +278,9 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)
         state = dataclasses.replace(state, alternatives=recorded)
     state = sample_and_append(logits_BV, state, impl)
-    return decode(Plain(config), (params,), (state, cache), size, impl)
+    state, cache = decode(Plain(config), (params,), (state, cache), size, impl)
+    at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
+    return state, cache, at_capacity_B
 
 
 _STEP = jit_variants(_decode_step, "config", "impl")

@@ -101,8 +101,10 @@ def score(  # noqa: PLR0913  a public function
         shapes = [np.shape(x) for x in teacher_topk]
         raise InputError(f"teacher_topk must be ids and log-probabilities [{B}, {T - 1}, k], got {shapes}")
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
+    is_one = isinstance(temperature, int | float) and temperature == 1
+    temperature_B11 = None if is_one else jnp.reshape(temperature, (-1, 1, 1))
     scores = _score(
-        params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature,
+        params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature_B11,
         reference, teacher_topk, entropy=entropy, chunk=chunk, remat=remat, impl=impl,
     )  # fmt: skip
     return scores if entropy or reference is not None or teacher_topk is not None else scores.logprobs_BT
@@ -189,7 +191,7 @@ def score_completions(
 @partial(jax.jit, static_argnames=("config", "entropy", "chunk", "remat", "impl"))
 @over_any_mesh
 def _score(  # noqa: PLR0913
-    params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature, reference, teacher_topk, *,
+    params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature_B11, reference, teacher_topk, *,
     entropy, chunk, remat, impl,
 ):  # fmt: skip
     segment_ids_BT, positions_BT = packing
@@ -201,10 +203,13 @@ def _score(  # noqa: PLR0913
         of_reference_BTD, _ = hidden_states(reference, config, tokens_BT, None, num_tokens_B, **how)
         of_reference_BTD = of_reference_BTD[:, :-1]
     ids_BTk, logprobs_BTk = (None, None) if teacher_topk is None else teacher_topk
-    temperature = temperature if np.ndim(temperature) == 0 else jnp.asarray(temperature)[:, None, None]
+
+    def logits(params, hidden_BCD) -> jax.Array:
+        logits_BCV = unembed(params, config, hidden_BCD)
+        return logits_BCV if temperature_B11 is None else logits_BCV / temperature_B11
 
     def part(hidden_BCD, target_BC, of_reference_BCD, ids_BCk, logprobs_BCk) -> Scores:
-        logits_BCV = unembed(params, config, hidden_BCD) / temperature
+        logits_BCV = logits(params, hidden_BCD)
         total_BC = jax.nn.logsumexp(logits_BCV, -1)
 
         def logprobs_of(ids_BCk: jax.Array) -> jax.Array:
@@ -215,7 +220,7 @@ def _score(  # noqa: PLR0913
             found["entropy_BT"] = total_BC - (jax.nn.softmax(logits_BCV, -1) * logits_BCV).sum(-1)
         if of_reference_BCD is not None:
             logprobs_BCV = logits_BCV - total_BC[..., None]
-            other_BCV = jax.nn.log_softmax(unembed(reference, config, of_reference_BCD) / temperature, -1)
+            other_BCV = jax.nn.log_softmax(logits(reference, of_reference_BCD), -1)
             found["kl_BT"] = (jnp.exp(logprobs_BCV) * (logprobs_BCV - other_BCV)).sum(-1)
         if ids_BCk is not None:
             found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * (logprobs_BCk - logprobs_of(ids_BCk))).sum(-1)
@@ -224,14 +229,12 @@ def _score(  # noqa: PLR0913
     rows = lm_head(params)["weight"].shape[0]
     given = hidden_BTD[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
     scores = _map_tokens(part, rows, chunk, *given)
-    real_BT = jnp.ones(tokens_BT[:, 1:].shape, bool)
+    real_BT: Any = True
     if num_tokens_B is not None:
         real_BT = jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
     if segment_ids_BT is not None:
         real_BT &= segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
-    if num_tokens_B is None and segment_ids_BT is None:
-        return scores
-    return jax.tree.map(lambda x_BT: jnp.where(real_BT, x_BT, 0), scores)
+    return scores if real_BT is True else jax.tree.map(lambda x_BT: jnp.where(real_BT, x_BT, 0), scores)
 
 
 def _map_tokens(function: Callable, V: int, chunk: int | None, *args: Any) -> Any:

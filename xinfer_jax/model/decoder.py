@@ -125,7 +125,7 @@ def run_model(  # noqa: PLR0913
     layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
     kinds = layer_kinds(config)
     args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
-    run_all = run_layers if isinstance(params["layers"], tuple) else plugin("layers", "stacked")
+    run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
     x_BTD, layers = run_all(params["layers"], *args)
     cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
     return final_norm(params, config, x_BTD), cache

@@ -69,7 +69,7 @@ def check_params(params: Any, config: Any, stacked: bool = False) -> None:
         raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
     if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
         raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
-    if isinstance(params["layers"], Mapping):
+    if isinstance(params["layers"], dict):
         if not stacked:
             raise InputError("the layers are stacked: this function takes what unstack_layers returns")
     elif len(params["layers"]) != config.num_hidden_layers:
