@@ -8,7 +8,7 @@ computed for a part of the tokens at a time, and the backward pass computes each
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,46 @@ class Scores:
     entropy_BT: jax.Array | None = None
     kl_BT: jax.Array | None = None  # KL(this model ‖ reference)
     topk_kl_BT: jax.Array | None = None  # sum over the teacher's tokens of p (log p - log q)
+
+
+@overload
+def score(  # noqa: PLR0913
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    inputs_BTD: AnyArray | None = None,
+    segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None,
+    temperature: float | AnyArray = 1.0,
+    entropy: Literal[False] = False,
+    reference: None = None,
+    teacher_topk: None = None,
+    chunk: int | None = None,
+    remat: Any = None,
+    impl: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def score(  # noqa: PLR0913
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    inputs_BTD: AnyArray | None = None,
+    segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None,
+    temperature: float | AnyArray = 1.0,
+    entropy: bool = False,
+    reference: Params | None = None,
+    teacher_topk: tuple[AnyArray, AnyArray] | None = None,
+    chunk: int | None = None,
+    remat: Any = None,
+    impl: str | None = None,
+) -> Any: ...
 
 
 def score(  # noqa: PLR0913  a public function
