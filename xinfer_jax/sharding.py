@@ -14,6 +14,7 @@ from .checks import check_integer
 from .errors import InputError
 
 MODEL = "model"  # the axis of a mesh over which one model is divided
+DATA = "data"  # the axis over which rows are divided
 
 # The mesh axis of each logical axis of parameters, caches and states; None: not divided.
 RULES: Mapping[str, str | None] = dict(
@@ -69,18 +70,30 @@ def partition_spec(
     return PartitionSpec(*mesh_axes)
 
 
-def cache_specs(tree: Any, mesh: Any) -> Any:
-    """Returns the PartitionSpecs of a cache or of parts of it: all are sharded by heads, on axis 1."""
+def row_axis(mesh: Any, rows: int) -> str | None:
+    """Returns the mesh axis over which so many rows are divided; None: they are not."""
+    size = mesh.shape.get(DATA, 1)
+    is_manual = size > 1 and mesh.axis_types[mesh.axis_names.index(DATA)] == AxisType.Manual
+    return DATA if size > 1 and rows % size == 0 and not is_manual else None
+
+
+def cache_specs(tree: Any, mesh: Any, rows: str | None = None) -> Any:
+    """Returns the PartitionSpecs of a cache or of parts of it: all are sharded by heads, on axis 1, and by
+    rows, on axis 0, over this mesh axis.
+    """
+    rules = dict(RULES, rows=rows)
 
     def of(x: Any) -> PartitionSpec:
-        return partition_spec(("rows", "kv_heads", None, None), x.shape, mesh) if x.ndim == 4 else REPLICATED
+        axes = ("rows", "kv_heads", None, None) if x.ndim == 4 else ("rows",)
+        return partition_spec(axes, x.shape[: len(axes)], mesh, rules)
 
     return jax.tree.map(of, tree)
 
 
-def constrain_heads(tree: Any, mesh: Mesh) -> Any:
+def constrain_heads(tree: Any, mesh: Mesh, has_rows: bool) -> Any:
     """Returns the arrays with the sharding of `cache_specs`, in a traced function."""
-    shardings = jax.tree.map(partial(NamedSharding, mesh), cache_specs(tree, mesh))
+    rows = row_axis(mesh, len(jax.tree.leaves(tree)[0])) if has_rows else None
+    shardings = jax.tree.map(partial(NamedSharding, mesh), cache_specs(tree, mesh, rows))
     constrain = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
     return constrain(tree, shardings)
 
@@ -161,8 +174,10 @@ def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[
     return [list(own), *(rest[at : at + size] for at in range(0, need - size, size))]
 
 
-def shard_map_model(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns a `shard_map` of the function over axis "model"; other mesh axes stay automatic."""
+def shard_map_over(
+    function: Callable, mesh: Any, in_specs: Any, out_specs: Any, axes: Sequence[str] = (MODEL,)
+) -> Callable:
+    """Returns a `shard_map` of the function over these mesh axes; others stay automatic."""
     return jax.jit(
-        jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL})
+        jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
     )

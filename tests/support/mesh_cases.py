@@ -580,6 +580,45 @@ def gradients() -> None:
             assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
 
 
+def rows_over_data() -> None:
+    """In a plain jit with rows over "data" caches of each kind stay with their rows, and the results are
+    those of one device; so are gradients (`gradients` has those of a mixture).
+    """
+    for name, dtype, shape in (
+        ("qwen2", None, (4, 1)),
+        ("qwen3_moe", "int8", (2, 2)),
+        ("qwen3_next", None, (2, 2)),
+        ("gemma4", "gear", (4, 1)),
+    ):
+        config = from_hf(FAMILIES[name])
+        params = xj.init_params(config, jax.random.key(0), "float32")
+        keys = jax.random.split(jax.random.key(1), 8)
+        inputs = np.tile(TOKENS, (4, 1)), np.tile(LENGTHS, 4)
+
+        @jax.jit
+        def rollout(params, tokens_BT, num_tokens_B, keys, config=config, dtype=dtype):
+            cache = xj.init_cache(config, 8, 112, dtype)
+            logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
+            out = xj.decode_loop(params, config, logits_BV, cache, keys, DRAWN, jnp.array([3]), 4)
+            return out.tokens_BT, out.logprobs_BT, out.cache
+
+        wanted = rollout(params, *inputs, keys)
+        mesh = jax.make_mesh(shape, ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+        over = jax.device_put(params, xj.shardings(config, mesh))
+        args = over, *jax.device_put((*inputs, keys), NamedSharding(mesh, PartitionSpec("data")))
+        compiled = rollout.lower(*args).compile()
+        gathered = [x for x in collectives(compiled) if re.search(r"all-(gather|to-all).*\[8,\d+,\d+,\d", x)]
+        assert not gathered, (name, shape, gathered)
+        found = compiled(*args)
+        assert (np.asarray(found[0]) == np.asarray(wanted[0])).all(), (name, shape)
+        assert_close(found[1], wanted[1], 1e-5)
+        assert all(x.sharding.spec[:1] == ("data",) for x in jax.tree.leaves(found[2].layers)), found[2]
+        if name == "qwen3_next":
+            score = lambda params, *inputs: xj.score(params, config, *inputs).sum()  # noqa: B023, E731
+            gradients = [jax.jit(jax.grad(score))(*given[:3]) for given in (args, (params, *inputs))]
+            jax.tree.map(partial(assert_close, bound=1e-4), *gradients)
+
+
 def explicit_axes() -> None:
     """Over the axes that `jax.make_mesh` gives, results and gradients are those of one device, and stay
     divided by rows; the host's functions and engines take such parameters, also under `jax.set_mesh`.
@@ -616,7 +655,7 @@ def explicit_axes() -> None:
                 assert xj.generate(given, config, prompts, xj.GenerateOptions(4)).tokens == tokens
             cache = xj.init_cache(config, 2, 32, mesh=mesh)
             logits_BV, cache = xj.prefill(explicit, config, *inputs, cache)
-            assert cache.layers[0].k.sharding.spec[:2] == (None, "model"), cache.layers[0].k.sharding
+            assert cache.layers[0].k.sharding.spec[:2] == ("data", "model"), cache.layers[0].k.sharding
             new = xj.init_cache(config, 2, 32)  # over no mesh
             again_BV, _ = xj.prefill(explicit, config, *inputs, new, donate=True)
             assert_close(again_BV, logits_BV, 1e-4)
@@ -755,6 +794,7 @@ CALLS = {
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, scaled_files,
         gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
         odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
+        rows_over_data,
     )
 }  # fmt: skip
 

@@ -88,7 +88,8 @@ def init_cache(
             a process with a TPU.
         dtype: of K and V: a float type, or a name in the table of cache dtypes (`plugins.TABLE`), such as
             "int8"; None: float32 on CPU, bfloat16 on GPU and TPU.
-        mesh: keys and values are sharded over its axis "model" by key heads, as the parameters are.
+        mesh: keys and values are sharded over its axis "model" by key heads, as the parameters are, and by
+            rows over "data" if it has that axis.
 
     Raises:
         InputError: batch or capacity below 1; too little memory; or, with rope type `dynamic` or

@@ -70,12 +70,16 @@ class LayerCache(ShortRepr):
         raise NotImplementedError
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def sharded_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool, mesh: Any) -> tuple[Any, Any]:
-    """`empty_pair`, divided by heads over the mesh; None: on one device."""
-    return shard_heads(empty_pair(shape, dtype, side_by_side), mesh)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def sharded_pair(
+    shape: tuple[int, ...], dtype: Any, side_by_side: bool, mesh: Any, has_rows: bool = True
+) -> tuple[Any, Any]:
+    """`empty_pair`, divided by heads over the mesh, and by rows if the first axis is of rows; None: on one
+    device.
+    """
+    return shard_heads(empty_pair(shape, dtype, side_by_side), mesh, has_rows)
 
 
-def shard_heads(tree: Any, mesh: Any) -> Any:
-    """The arrays divided by heads over the mesh, in a traced function; None: unchanged."""
-    return tree if mesh is None else plugin("mesh", "shard heads")(tree, mesh)
+def shard_heads(tree: Any, mesh: Any, has_rows: bool = True) -> Any:
+    """The arrays divided by heads and rows over the mesh, in a traced function; None: unchanged."""
+    return tree if mesh is None else plugin("mesh", "shard heads")(tree, mesh, has_rows)

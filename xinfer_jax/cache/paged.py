@@ -86,4 +86,6 @@ def empty_pools(
     def shape(layer: int) -> tuple[int, ...]:
         return pages, config.kv_heads(layer), PAGE_SIZE, config.head_width(layer)
 
-    return tuple(sharded_pair(shape(layer), dtype, side_by_side, mesh) for layer in config.layers_with_kv)
+    return tuple(
+        sharded_pair(shape(layer), dtype, side_by_side, mesh, False) for layer in config.layers_with_kv
+    )

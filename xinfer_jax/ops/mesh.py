@@ -7,7 +7,6 @@ depend on the number of devices.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,16 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
 from ..model.experts import num_local_experts
 from ..model.layers import products
 from ..sampling.sampler import sample_from_all
-from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, shard_map_model
+from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, row_axis, shard_map_over
 from ..weights.layout import is_divisible, layer_partition_specs, partition_specs
 from ..weights.params import AnyArray, Params, param_specs
 from .largest import largest_k
-
-_UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
+from .operation import match_varying_axes
 
 
 def _model_mesh(tree: Any, config: ModelConfig) -> Any:
@@ -36,16 +35,30 @@ def _model_mesh(tree: Any, config: ModelConfig) -> Any:
 
 
 def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
-    """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided."""
-    layer, _, _, kv = operands
+    """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided; and rows,
+    unless they share pages.
+    """
+    layer, x_BTD, positions, kv = operands
     config = static["config"]
-    mesh = _model_mesh(layer, config)
-    if mesh is None:
+    model_mesh = _model_mesh(layer, config)
+    mesh = model_mesh or jax.typeof(x_BTD).sharding.mesh
+    rows = None if isinstance(kv, Paged) else row_axis(mesh, len(x_BTD))
+    over = MODEL if model_mesh else None
+    axes = [axis for axis in (over, rows) if axis]
+    if not axes:
         return None
-    kv_specs = cache_specs(kv, mesh)
-    specs = (layer_partition_specs(layer, config, mesh), REPLICATED, REPLICATED, kv_specs)
-    new_specs = _UNCACHED if kv is None and config.shares_kv else kv_specs
-    return shard_map_model(partial(plain, over=MODEL), mesh, specs, (REPLICATED, new_specs))
+
+    def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
+        return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, over=over)
+
+    layer_specs = layer_partition_specs(layer, config, mesh) if over else REPLICATED
+    row_specs = jax.tree.map(
+        lambda x: PartitionSpec(rows) if len(x) == len(x_BTD) else REPLICATED, (x_BTD, positions)
+    )
+    kv_specs = cache_specs(kv, mesh, rows) if over else PartitionSpec(rows)
+    new_specs = PartitionSpec(rows, over) if kv is None and config.shares_kv else kv_specs
+    specs = (layer_specs, *row_specs, kv_specs)
+    return shard_map_over(on_devices, mesh, specs, (PartitionSpec(rows), new_specs), axes)
 
 
 def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
@@ -65,7 +78,7 @@ def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) 
         return lax.psum(jnp.where(mine[..., None], plain(token.clip(0, rows - 1), leaf), 0), MODEL)
 
     part = embed_part if sharded else plain
-    return shard_map_model(part, mesh, (REPLICATED, specs), REPLICATED)
+    return shard_map_over(part, mesh, (REPLICATED, specs), REPLICATED)
 
 
 def mesh_unembed_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
@@ -77,7 +90,7 @@ def mesh_unembed_form(plain: Callable, impl: Any, operands: Any, static: Any) ->
         return None
     specs, sharded = _vocabulary_specs(leaf, mesh, config)
     out_spec = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL) if sharded else REPLICATED
-    over_mesh = shard_map_model(plain, mesh, (specs, REPLICATED), out_spec)
+    over_mesh = shard_map_over(plain, mesh, (specs, REPLICATED), out_spec)
     if leaf["weight"].shape[0] == config.vocab_size:
         return over_mesh
     # Without the logits of padding rows. The compiler keeps the others sharded.
@@ -139,7 +152,7 @@ def mesh_top_k_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
         if more := -x.shape[-1] % devices:  # padding comes after V, so ties go to real entries
             x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)], constant_values=-jnp.inf)
         parts = PartitionSpec(*(None,) * (x.ndim - 1), MODEL)
-        values, index = shard_map_model(local_top_k, mesh, parts, (parts, parts))(x)
+        values, index = shard_map_over(local_top_k, mesh, parts, (parts, parts))(x)
         largest, which = lax.top_k(values, count)
         return largest, jnp.take_along_axis(index, which, -1)
 
