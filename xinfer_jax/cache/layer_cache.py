@@ -74,9 +74,7 @@ class LayerCache(ShortRepr):
 def sharded_pair(
     shape: tuple[int, ...], dtype: Any, side_by_side: bool, mesh: Any, has_rows: bool = True
 ) -> tuple[Any, Any]:
-    """`empty_pair`, divided by heads over the mesh, and by rows if the first axis is of rows; None: on one
-    device.
-    """
+    """`empty_pair`, divided by heads and, if the first axis is of rows, by rows; mesh None: on one device."""
     return shard_heads(empty_pair(shape, dtype, side_by_side), mesh, has_rows)
 
 
