@@ -40,9 +40,12 @@ class Decoded(DecodeState):
 
     cache: KVCache | None = None  # with all tokens but the last one of each row
     at_capacity_B: Any = None  # bool: the row ended before its limit, since the cache has no space for more
+    # int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `hidden_states`; -1 from a row's
+    # last token on, on which the model has not run.
+    routes: Any = None
 
 
-def prefill(
+def prefill(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
@@ -50,9 +53,10 @@ def prefill(
     cache: KVCache,
     *,
     inputs_BTD: AnyArray | None = None,
+    return_routes: bool = False,
     donate: bool = False,
     impl: str | None = None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[Any, ...]:
     """Appends a prompt, or more tokens of one, to the cache. Long prompts are prefilled in chunks; chunks of
     padding are skipped.
 
@@ -61,12 +65,12 @@ def prefill(
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
-        inputs_BTD: as in `hidden_states`.
+        inputs_BTD, return_routes: as in `hidden_states`.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
         impl: of the operations: None (what suits the device), "xla", or a kernel's name, as "triton".
 
     Returns:
-        float32 logits [B, V] after each row's last real token, and the cache.
+        float32 logits [B, V] after each row's last real token, the cache, and the routes if asked for.
 
     Raises:
         InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
@@ -85,7 +89,7 @@ def prefill(
     _check_capacity(impl, cache, num_tokens_B)
     append = PREFILL.donating if donate else PREFILL.keeping
     chunk = prefill_chunk_size(cache)
-    return append(params, config, tokens_BT, num_tokens_B, cache, impl, chunk, inputs_BTD)
+    return append(params, config, tokens_BT, num_tokens_B, cache, impl, chunk, inputs_BTD, return_routes)
 
 
 def decode_step(
@@ -127,6 +131,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     output_size: int | None = None,
     logprobs: int | None = None,
     grammar: "Dfa | Sequence[Dfa | None] | None" = None,
+    return_routes: bool = False,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
@@ -153,6 +158,7 @@ def decode_loop(  # noqa: PLR0913  a public function
         grammar: from `dfa`, for all rows or one (or None) per row; traced or not. A row ends where the
             automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as well:
             its text does not match then.
+        return_routes: the results have `routes`, the experts of the tokens of a model with mixtures.
         donate, impl: as in `prefill`.
 
     Returns:
@@ -191,14 +197,14 @@ def decode_loop(  # noqa: PLR0913  a public function
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
     automata = None if grammar is None else plugin("grammar", "automata")(grammar, B, V, eos_ids)
     loop = _LOOP.donating if donate else _LOOP.keeping
-    state, cache, at_capacity_B = loop(
+    state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
         np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,
-        logprobs,
+        logprobs, return_routes,
     )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
-    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], recorded)
+    cut = jax.tree.map(lambda x_BT: x_BT[:, :size], recorded | dict(routes=routes))
     return Decoded(**fields | cut, cache=cache, at_capacity_B=at_capacity_B)
 
 
@@ -266,7 +272,7 @@ def _decode_step(params, config, token_B, cache, impl):
 @over_any_mesh
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl,
-    automata, logprobs,
+    automata, logprobs, return_routes,
 ):  # fmt: skip
     B, V = logits_BV.shape
     eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
@@ -278,10 +284,11 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)
         state = dataclasses.replace(state, alternatives=recorded)
     state = sample_and_append(logits_BV, state, impl)
-    state, cache = decode(Plain(config), (params,), (state, cache), size, impl)
+    routes = [plugin("layers", "free routes")(config, (B, size))] if return_routes else []
+    state, cache, *routes = decode(Plain(config), (params,), (state, cache, *routes), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
-    return state, cache, at_capacity_B
+    return state, cache, at_capacity_B, routes[0] if routes else None
 
 
 _STEP = jit_variants(_decode_step, "config", "impl")
-_LOOP = jit_variants(_decode_loop, "config", "impl", "size", "logprobs")
+_LOOP = jit_variants(_decode_loop, "config", "impl", "size", "logprobs", "return_routes")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import plugin
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..model.decoder import hidden_states, run_model, unembed
@@ -34,7 +35,7 @@ from .strategies import Carry, Strategy
 
 
 @over_any_mesh
-def prefill_chunks(
+def prefill_chunks(  # noqa: PLR0913
     params: Params,
     config: ModelConfig,
     tokens_BT: jax.Array,
@@ -43,36 +44,41 @@ def prefill_chunks(
     impl: str | None,
     chunk: int,
     inputs_BTD: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache]:
-    """Logits [B, V] after each row's last token, and the cache with the tokens appended. A forward pass takes
-    `chunk` tokens of each row. Chunks that are all padding are skipped. A row without tokens stays as it is.
+    return_routes: bool = False,
+) -> tuple[Any, ...]:
+    """Logits [B, V] after each row's last token, and the cache with the tokens appended; and the routes if
+    they are asked for. A forward pass takes `chunk` tokens of each row. Chunks that are all padding are
+    skipped. A row without tokens stays as it is.
     """
     B, T = tokens_BT.shape
 
     def run_chunk(tokens_BT, num_tokens_B, cache, previous_BD, inputs_BTD):
         """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
-        hidden_BTD, cache = hidden_states(
-            params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl
-        )
+        how = dict(inputs_BTD=inputs_BTD, return_routes=return_routes, impl=impl)
+        hidden_BTD, *others = hidden_states(params, config, tokens_BT, cache, num_tokens_B, **how)
         last_BD = last_hidden(hidden_BTD, num_tokens_B)
-        return jnp.where((num_tokens_B > 0)[:, None], last_BD, previous_BD), cache
+        return jnp.where((num_tokens_B > 0)[:, None], last_BD, previous_BD), *others
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
     if T <= chunk:
-        last_BD, cache = run_chunk(tokens_BT, num_tokens_B, cache, none_BD, inputs_BTD)
-        return unembed(params, config, last_BD), cache
+        last_BD, *others = run_chunk(tokens_BT, num_tokens_B, cache, none_BD, inputs_BTD)
+        return unembed(params, config, last_BD), *others
     padding = (0, 0), (0, -T % chunk)
     padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), (tokens_BT, inputs_BTD))
 
     def body(i, carry):
-        last_BD, cache = carry
+        last_BD, cache, *routes = carry
         tokens, inputs = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1), padded)
-        return run_chunk(tokens, jnp.clip(num_tokens_B - i * chunk, 0, chunk), cache, last_BD, inputs)
+        count_B = jnp.clip(num_tokens_B - i * chunk, 0, chunk)
+        last_BD, cache, *used = run_chunk(tokens, count_B, cache, last_BD, inputs)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=i * chunk, axis=1)
+        return last_BD, cache, *map(put, routes, used)
 
     chunks = -(-jnp.max(num_tokens_B) // chunk)
-    carry = match_varying_axes((none_BD, cache), params, tokens_BT, num_tokens_B, cache)
-    last_BD, cache = lax.fori_loop(0, chunks, body, carry)
-    return unembed(params, config, last_BD), cache
+    routes = [plugin("layers", "free routes")(config, padded[0].shape)] if return_routes else []
+    carry = match_varying_axes((none_BD, cache, *routes), params, tokens_BT, num_tokens_B, cache)
+    last_BD, cache, *routes = lax.fori_loop(0, chunks, body, carry)
+    return unembed(params, config, last_BD), cache, *(x[:, :T] for x in routes)
 
 
 def prefill_uncached(
@@ -100,6 +106,7 @@ class Hidden(NamedTuple):
 
     model: ParamsAndConfig
     hidden: jax.Array  # [B, D] or [B, T, D]
+    routes: jax.Array | None = None  # [B, T, L, U], where the inputs had them
 
 
 def to_logits(x: Any) -> Any:
@@ -149,8 +156,8 @@ class TracedExecutor:
         self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
     ) -> tuple[Hidden, KVCache]:
         inputs, cache = make_inputs(cache, *args)
-        hidden_BTD, cache = run_model(*model, inputs, cache, self.impl)
-        return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position]), cache
+        hidden_BTD, cache, routes = run_model(*model, inputs, cache, self.impl)
+        return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position], routes), cache
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
         return self.run(_SAMPLE, outputs, state, self.impl), None
@@ -222,7 +229,7 @@ def jit_variants(function: Any, *static: str) -> JitVariants:
     return JitVariants(jit(function), jit(function, donate_argnames="cache"))
 
 
-PREFILL = jit_variants(prefill_chunks, "config", "impl", "chunk")
+PREFILL = jit_variants(prefill_chunks, "config", "impl", "chunk", "return_routes")
 # With options it cannot be called in a caller's jit.
 DECODE = jax.jit(
     decode,

@@ -1,6 +1,7 @@
 """Rollouts as training takes them: a prompt and its answer in one row; and answers that go on."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,12 @@ class PackedRollout(NamedTuple):
     num_tokens_B: jax.Array  # int32: of prompt and answer
     mask_BT: jax.Array  # bool [B, T-1]: entry t says whether token t+1 was sampled, as entries of `score`
     logprobs_BT: jax.Array  # float32 [B, T-1]: of sampled tokens, as they were sampled; else 0
+    routes: jax.Array | None = None  # int32 [B, T, L, U], as `score` takes them, where the answer has them
 
 
-def pack_rollout(prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded) -> PackedRollout:
+def pack_rollout(
+    prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded, prompt_routes: AnyArray | None = None
+) -> PackedRollout:
     """Returns each prompt followed by its answer, with the log-probabilities at the entries of `score`.
 
     Works under `jit`. Log-probabilities are those after the logits processors where `decode_loop` recorded
@@ -31,7 +35,8 @@ def pack_rollout(prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded) -> P
     Args:
         prompt_BT: int32, padded on the right.
         num_tokens_B: int32: how many of each row are real.
-        out: what `decode_loop` returned for these rows.
+        out: what `decode_loop` returned for these rows; with routes these are packed as well.
+        prompt_routes: those of the prompt, from `prefill`; None: -1, so `score` chooses its experts anew.
 
     Raises:
         InputError: arrays of another shape or type.
@@ -45,13 +50,20 @@ def pack_rollout(prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded) -> P
     is_answer_BT = (index_BT >= 0) & (index_BT < out.length_B[:, None])
     at_BT = jnp.clip(index_BT, 0, out.tokens_BT.shape[1] - 1)
 
-    def answer(x_BT: jax.Array) -> jax.Array:
-        return jnp.where(is_answer_BT, jnp.take_along_axis(x_BT, at_BT, 1), 0)
+    def pack(of_prompt: Any, of_answer: jax.Array, padding: int = 0) -> jax.Array:
+        """[B, size, ...]: of the prompt (None: padding), then of the answer, then padding."""
+        expand = partial(jnp.expand_dims, axis=range(2, of_answer.ndim))
+        row = jnp.where(expand(is_answer_BT), jnp.take_along_axis(of_answer, expand(at_BT), 1), padding)
+        if of_prompt is None:
+            return row
+        widths = [(0, 0), (0, size - T), *[(0, 0)] * (row.ndim - 2)]
+        return jnp.where(expand(index_BT < 0), jnp.pad(jnp.asarray(of_prompt), widths), row)
 
-    padded_BT = jnp.pad(jnp.asarray(prompt_BT), ((0, 0), (0, size - T)))
-    tokens_BT = jnp.where(index_BT < 0, padded_BT, answer(out.tokens_BT))
+    tokens_BT = pack(prompt_BT, out.tokens_BT)
     sampled_BT = out.logprobs_BT if out.alternatives is None else out.alternatives.processed_BT
-    return PackedRollout(tokens_BT, prompt_B + out.length_B, is_answer_BT[:, 1:], answer(sampled_BT)[:, 1:])
+    logprobs_BT = pack(None, sampled_BT)[:, 1:]
+    routes = None if out.routes is None else pack(prompt_routes, out.routes, -1)
+    return PackedRollout(tokens_BT, prompt_B + out.length_B, is_answer_BT[:, 1:], logprobs_BT, routes)
 
 
 def continue_rows(
@@ -61,9 +73,10 @@ def continue_rows(
     tokens_BT: AnyArray,
     num_tokens_B: AnyArray,
     *,
+    return_routes: bool = False,
     donate: bool = False,
     impl: str | None = None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[Any, ...]:
     """Appends tokens after answers, as the result of a tool: `prefill` with each row's last token before
     them, which `decode_loop` has not appended.
 
@@ -72,10 +85,11 @@ def continue_rows(
         out: from `decode_loop`, with its cache.
         tokens_BT: int32, padded on the right.
         num_tokens_B: int32: how many of each row are real; a row with none only gets its last token.
-        donate, impl: as in `prefill`.
+        return_routes, donate, impl: as in `prefill`; the first of the routes is that of the last token.
 
     Returns:
-        float32 logits [B, V] after each row's last token, and the cache, for another `decode_loop`.
+        float32 logits [B, V] after each row's last token, and the cache, for another `decode_loop`; and the
+        routes, int32 [B, 1 + T, L, U], if they are asked for.
 
     Raises:
         InputError: as `prefill`; a result without a cache.
@@ -86,7 +100,8 @@ def continue_rows(
     check_array("num_tokens_B", num_tokens_B, jnp.integer, len(out.tokens_BT))
     together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT)], 1)
     count_B = jnp.asarray(num_tokens_B) + 1
-    return prefill(params, config, together_BT, count_B, out.cache, donate=donate, impl=impl)
+    how: dict[str, Any] = dict(return_routes=return_routes, donate=donate, impl=impl)
+    return prefill(params, config, together_BT, count_B, out.cache, **how)
 
 
 def repeat_rows(cache: KVCache, n: int) -> KVCache:

@@ -40,6 +40,7 @@ class Scores:
     entropy_BT: jax.Array | None = None
     kl_BT: jax.Array | None = None  # KL(this model ‖ reference)
     topk_kl_BT: jax.Array | None = None  # sum over the teacher's tokens of p (log p - log q)
+    routes: jax.Array | None = None  # int32 [B, T, L, U]: of token t itself, -1 at padding
 
 
 @overload
@@ -52,6 +53,8 @@ def score(  # noqa: PLR0913
     inputs_BTD: AnyArray | None = None,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
+    routes: AnyArray | None = None,
+    return_routes: Literal[False] = False,
     temperature: float | AnyArray = 1.0,
     entropy: Literal[False] = False,
     reference: None = None,
@@ -72,6 +75,8 @@ def score(  # noqa: PLR0913
     inputs_BTD: AnyArray | None = None,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
+    routes: AnyArray | None = None,
+    return_routes: bool = False,
     temperature: float | AnyArray = 1.0,
     entropy: bool = False,
     reference: Params | None = None,
@@ -91,6 +96,8 @@ def score(  # noqa: PLR0913  a public function
     inputs_BTD: AnyArray | None = None,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
+    routes: AnyArray | None = None,
+    return_routes: bool = False,
     temperature: float | AnyArray = 1.0,
     entropy: bool = False,
     reference: Params | None = None,
@@ -112,6 +119,8 @@ def score(  # noqa: PLR0913  a public function
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
         segment_ids_BT, positions_BT, remat: as in `hidden_states`. The first token of a segment has the
             log-probability 0.
+        routes, return_routes: as in `hidden_states`: the experts of token t, whose output gives entry t. The
+            router has gradients by the weights of the experts used. A reference model chooses its own.
         temperature: logits are divided by it: a number, or an array [B].
         entropy: also compute the entropy of each distribution.
         reference: parameters of another model with this config, for KL(this ‖ reference); without gradients.
@@ -121,7 +130,7 @@ def score(  # noqa: PLR0913  a public function
 
     Returns:
         float32 [B, T-1]: entry t is that of token t+1; 0 at padding. Natural logarithm. With entropy, a
-        reference or a teacher: `Scores`.
+        reference, a teacher or routes to return: `Scores`.
 
     Raises:
         InputError: a wrong shape or type; an id outside the vocabulary or a number of tokens outside the row,
@@ -143,11 +152,15 @@ def score(  # noqa: PLR0913  a public function
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
     is_one = isinstance(temperature, int | float) and temperature == 1
     temperature_B11 = None if is_one else jnp.reshape(temperature, (-1, 1, 1))
-    scores = _score(
+    scores, *routes = _score(
         params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature_B11,
-        reference, teacher_topk, entropy=entropy, chunk=chunk, remat=remat, impl=impl,
+        reference, teacher_topk, routes,
+        return_routes=return_routes, entropy=entropy, chunk=chunk, remat=remat, impl=impl,
     )  # fmt: skip
-    return scores if entropy or reference is not None or teacher_topk is not None else scores.logprobs_BT
+    if return_routes:
+        scores = dataclasses.replace(scores, routes=routes[0])
+    is_more = entropy or return_routes or reference is not None or teacher_topk is not None
+    return scores if is_more else scores.logprobs_BT
 
 
 def map_logits(
@@ -228,15 +241,18 @@ def score_completions(
     ]
 
 
-@partial(jax.jit, static_argnames=("config", "entropy", "chunk", "remat", "impl"))
+@partial(jax.jit, static_argnames=("config", "return_routes", "entropy", "chunk", "remat", "impl"))
 @over_any_mesh
 def _score(  # noqa: PLR0913
-    params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature_B11, reference, teacher_topk, *,
-    entropy, chunk, remat, impl,
+    params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature_B11, reference, teacher_topk,
+    routes, *, return_routes, entropy, chunk, remat, impl,
 ):  # fmt: skip
     segment_ids_BT, positions_BT = packing
     how = dict(segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=remat, impl=impl)
-    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, **how)
+    hidden_BTD, _, *routes = hidden_states(
+        params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, routes=routes,
+        return_routes=return_routes, **how,
+    )  # fmt: skip
     of_reference_BTD = None
     if reference is not None:
         reference = jax.tree.map(lax.stop_gradient, reference)
@@ -274,7 +290,7 @@ def _score(  # noqa: PLR0913
         real_BT = jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
     if segment_ids_BT is not None:
         real_BT &= segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
-    return scores if real_BT is True else jax.tree.map(lambda x_BT: jnp.where(real_BT, x_BT, 0), scores)
+    return (jax.tree.map(lambda x_BT: jnp.where(real_BT, x_BT, 0), scores), *routes)
 
 
 def _map_tokens(function: Callable, V: int, chunk: int | None, *args: Any) -> Any:

@@ -46,25 +46,32 @@ class Strategy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Strategy):
-    """One token of each active row per step. constants: the parameters; carry: the state and the cache."""
+    """One token of each active row per step. constants: the parameters; carry: the state and the cache, and
+    the routes of sampled tokens where a traced executor records them.
+    """
 
     steps_ahead = 1
     config: ModelConfig
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         (params,) = constants
-        state, cache = carry
-        outputs, cache = executor.forward((params, self.config), last_token, (state.progress,), cache, 0)
+        state, cache, *routes = carry
+        args = (state.progress, *routes)
+        outputs, cache = executor.forward((params, self.config), last_token, args, cache, 0)
+        if routes:
+            last = jnp.arange(len(state.token_B)), state.length_B - 1
+            routes = [routes[0].at[last].set(outputs.routes[:, 0], mode="drop")]
         state, continues = executor.sample(outputs, state)
-        return (state, cache), continues
+        return (state, cache, *routes), continues
 
 
 # For `Executor.forward`: (cache, …) -> `Inputs`, and the cache to append them to.
 
 
-def last_token(cache: KVCache, progress: RowProgress) -> tuple[Inputs, KVCache]:
-    """The last token of each row; none of a row that has ended."""
-    return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32)), cache
+def last_token(cache: KVCache, progress: RowProgress, routes: Any = None) -> tuple[Inputs, KVCache]:
+    """The last token of each row; none of a row that has ended. routes: those that are recorded."""
+    free = None if routes is None else jnp.full_like(routes[:, :1], -1)
+    return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32), routes=free), cache
 
 
 def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:

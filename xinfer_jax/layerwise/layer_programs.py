@@ -62,7 +62,7 @@ def _layers(layers, head, is_last, config, kinds, caches, x_BTD, positions, keys
     """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
     ms more per token. All groups of a size share one program: `is_last` is traced.
     """
-    x_BTD, keys = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, impl)
+    x_BTD, keys, _ = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, impl)
     if head is None:
         return x_BTD, None, keys
 

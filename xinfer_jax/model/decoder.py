@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,19 @@ class Inputs(NamedTuple):
     embeddings_BTD: Any = None  # the input of the first layer; then only the shape of tokens_BT matters
     segment_ids_BT: Any = None  # a segment is a run of one id, which sees nothing before it
     positions_BT: Any = None  # of RoPE; None: from 0 in each segment, or after the tokens in the cache
+    routes: Any = None  # int32 [B, T, L, U], as in `hidden_states`
 
 
-def forward(  # noqa: PLR0913  a public function
+@overload
+def forward(
+    params: Params, config: ModelConfig, tokens_BT: AnyArray, cache: "MaybeCache" = ...,
+    num_tokens_B: AnyArray | None = None, *, segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None, routes: AnyArray | None = None,
+    return_routes: Literal[False] = False, remat: Any = None, impl: str | None = None,
+) -> "tuple[jax.Array, MaybeCache]": ...  # fmt: skip
+@overload
+def forward(*args: Any, return_routes: bool, **how: Any) -> tuple[Any, ...]: ...
+def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
@@ -46,9 +56,11 @@ def forward(  # noqa: PLR0913  a public function
     *,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
+    routes: AnyArray | None = None,
+    return_routes: bool = False,
     remat: Any = None,
     impl: str | None = None,
-) -> "tuple[jax.Array, MaybeCache]":
+) -> Any:
     """Logits of every token. The caller jits it. Without a cache every leaf has a reverse-mode gradient.
 
     Args:
@@ -56,20 +68,21 @@ def forward(  # noqa: PLR0913  a public function
         tokens_BT: int32 token ids.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
-        segment_ids_BT, positions_BT, remat: as in `hidden_states`.
+        segment_ids_BT, positions_BT, routes, return_routes, remat: as in `hidden_states`.
         impl: of the operations: None (the best for the device), "xla", or a kernel's name, as "triton".
 
     Returns:
-        float32 logits [B, T, V] (undefined at padding) and the cache with the tokens appended.
+        float32 logits [B, T, V] (undefined at padding), the cache with the tokens appended, and the routes if
+        they are asked for.
 
     Raises:
         InputError: more tokens than the cache's capacity; an impl that is missing or does not support this.
     """
-    hidden_BTD, cache = hidden_states(
-        params, config, tokens_BT, cache, num_tokens_B,
-        segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=remat, impl=impl,
+    hidden_BTD, *others = hidden_states(
+        params, config, tokens_BT, cache, num_tokens_B, segment_ids_BT=segment_ids_BT,
+        positions_BT=positions_BT, routes=routes, return_routes=return_routes, remat=remat, impl=impl,
     )  # fmt: skip
-    return unembed(params, config, hidden_BTD), cache
+    return unembed(params, config, hidden_BTD), *others
 
 
 @over_any_mesh
@@ -83,9 +96,11 @@ def hidden_states(  # noqa: PLR0913  a public function
     inputs_BTD: AnyArray | None = None,
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
+    routes: AnyArray | None = None,
+    return_routes: bool = False,
     remat: Any = None,
     impl: str | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Any, ...]:
     """`forward` without its last step, `unembed`: hidden states after the final norm. Not jitted;
     differentiable as `forward` is.
 
@@ -96,25 +111,34 @@ def hidden_states(  # noqa: PLR0913  a public function
         segment_ids_BT: int32, without a cache: several texts in a row, each a run of one id. A token sees
             its segment only, so each has the results that it has in a row of its own.
         positions_BT: int32, without a cache: of RoPE; None: from 0 in each segment.
+        routes: int32 [B, T, L, U]: the U experts that token t uses in each of the L layers with a mixture, of
+            the router's input at that token; their weights are by the router's scores, as ever. A token with
+            -1 in a layer has the experts that the router chooses.
+        return_routes: also return routes: of the experts that were used, -1 at padding.
         remat: what the backward pass stores of a layer: None: all that it needs; "layer": the layer's input,
             and computes the layer again; or a policy of `jax.checkpoint_policies`.
 
     Returns:
         The output of the final norm for every token, [B, T, D] in the dtype of the activations (undefined at
-        padding), and the cache with the tokens appended.
+        padding), the cache with the tokens appended, and the routes if they are asked for.
 
     Raises:
-        InputError: as `forward`; inputs_BTD has another shape; segments, positions or stacked layers with a
-            cache, or with a model that does not take them.
+        InputError: as `forward`; inputs_BTD or routes have another shape; segments, positions or stacked
+            layers with a cache; routes of a model without mixtures, or others that it does not take.
     """
-    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
-    return run_model(params, config, inputs, cache, impl, remat)
+    if return_routes and routes is None:
+        routes = plugin("layers", "free routes")(config, np.shape(tokens_BT))
+    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT, routes)
+    results = run_model(params, config, inputs, cache, impl, remat)
+    return results if return_routes else results[:2]
 
 
 def run_model(  # noqa: PLR0913
     params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None
-) -> tuple[jax.Array, Any]:
-    """`hidden_states` of these inputs, and the cache with them appended: what every executor computes."""
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """`hidden_states` of these inputs, the cache with them appended, and the routes used where inputs have
+    routes: what every executor computes.
+    """
     tokens_BT, num_tokens_B, embeddings_BTD = inputs[:3]
     check_params(params, config, stacked=cache is None)
     check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
@@ -122,20 +146,26 @@ def run_model(  # noqa: PLR0913
     if cache is not None:
         check_append(cache, tokens_BT.shape[1])
     x_BTD, positions = embed_inputs(params, config, inputs, cache)
+    if inputs.routes is not None:
+        of_layers = plugin("layers", "routes")(config, tokens_BT.shape, inputs.routes)
+        positions = positions._replace(routes=of_layers)
     layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
     kinds = layer_kinds(config)
     args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
     run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
-    x_BTD, layers = run_all(params["layers"], *args)
+    x_BTD, layers, experts = run_all(params["layers"], *args)
     cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
-    return final_norm(params, config, x_BTD), cache
+    routes = None
+    if positions.routes:
+        routes = plugin("layers", "routes used")(experts, positions, tokens_BT.shape[1])
+    return final_norm(params, config, x_BTD), cache, routes
 
 
 def embed_inputs(
     params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None
 ) -> tuple[jax.Array, Positions]:
     """The input of the first layer, [B, T, D], and its positions. Of the cache only the lengths matter."""
-    tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT = inputs
+    tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT, _ = inputs
     B, T = tokens_BT.shape
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = None if cache is None else cache.length_B

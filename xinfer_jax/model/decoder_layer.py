@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..ops.operation import run
 from ..weights.params import Params
 from .attention import attention
-from .experts import mixture_of_experts
+from .experts import choose_experts, mixture_of_experts
 from .layers import (
     Angles,
     Norm,
@@ -49,10 +49,11 @@ class Positions(NamedTuple):
     num_tokens_B: jax.Array  # int32: real tokens of each row
     layer_inputs: tuple[jax.Array, ...] = ()  # of each layer [B, T, P]; (): the model has none
     first_BT: jax.Array | None = None  # int32: where each token's segment begins; None: a row is one segment
+    routes: tuple[jax.Array | None, ...] = ()  # experts that each layer uses, int32 [B, T, U], -1: its choice
 
     def of_layers(self, layers: slice) -> "Positions":
         """Of these layers only."""
-        return self._replace(layer_inputs=self.layer_inputs[layers])
+        return self._replace(layer_inputs=self.layer_inputs[layers], routes=self.routes[layers])
 
 
 def run_layer(  # noqa: PLR0913
@@ -63,9 +64,10 @@ def run_layer(  # noqa: PLR0913
     positions: Positions,
     kv: Any,
     impl: str | None,
-) -> tuple[jax.Array, LayerCache | None]:
-    """The output of one layer, [B, T, D], and its cache with the new tokens. Without a cache: None, or the
-    layer's keys and values in a model in which other layers use them.
+) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
+    """The output of one layer, [B, T, D]; its cache with the new tokens (without a cache: None, or the
+    layer's keys and values in a model in which other layers use them); and the experts of each token, int32
+    [B·T, U], where positions have routes.
     """
     plain = functools.partial(_run_layer, config=config, kind=kind, impl=impl)
     return run("decoder_layer", plain, layer, x_BTD, positions, kv, config=config)
@@ -85,11 +87,14 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # n
     else:
         attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
     x_BTD = _add_output(x_BTD, attended_BTD, layer, "attn_post_norm", config, spec)
-    fed_BTD = _feed_forward(x_BTD, None if is_added_here else x_BTD, layer, config, spec, over, impl)
+    route_BTU = positions.routes[0] if positions.routes else None
+    residual = None if is_added_here else x_BTD
+    fed_BTD, expert_MU = _feed_forward(x_BTD, residual, layer, config, spec, over, impl, route_BTU)
     x_BTD = _add_output(x_BTD, fed_BTD, layer, "mlp_post_norm", config, spec)
     if positions.layer_inputs:
         x_BTD = x_BTD + _of_layer_input(x_BTD, positions.layer_inputs[0], layer, config, impl)
-    return x_BTD * layer["layer_scalar"] if spec.scalar else x_BTD, kv
+    x_BTD = x_BTD * layer["layer_scalar"] if spec.scalar else x_BTD
+    return x_BTD, kv, None if route_BTU is None else expert_MU
 
 
 def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, spec: LayerSpec) -> jax.Array:  # noqa: PLR0913
@@ -124,18 +129,21 @@ def layer_runner(remat: Any) -> Callable:
 
 def run_layers(  # noqa: PLR0913
     layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl, remat=None
-) -> tuple[Any, tuple]:
-    """`run_layer` for several layers in order; layers, kinds and caches have one entry for each.
+) -> tuple[Any, tuple, list]:
+    """`run_layer` for several layers in order; layers, kinds and caches have one entry for each, and so have
+    the caches and experts that are returned.
 
     kv: layer caches, or None for each. caches: the index in kv of the cache that the layer uses. remat: as in
     `hidden_states`.
     """
     kv = list(kv)
+    experts = []
     run_one = layer_runner(remat)
     for i, (layer, kind, cache) in enumerate(zip(layers, kinds, caches, strict=True)):
         of_layer = positions.of_layers(slice(i, i + 1))
-        x_BTD, kv[cache] = run_one(layer, config, kind, x_BTD, of_layer, kv[cache], impl)
-    return x_BTD, tuple(kv)
+        x_BTD, kv[cache], expert_MU = run_one(layer, config, kind, x_BTD, of_layer, kv[cache], impl)
+        experts.append(expert_MU)
+    return x_BTD, tuple(kv), experts
 
 
 def self_attention(  # noqa: PLR0913
@@ -256,25 +264,27 @@ def _feed_forward(  # noqa: PLR0913
     spec: LayerSpec,
     over: str | None,
     impl: str | None,
-) -> jax.Array:
-    """The MLP, experts or both for x after its norm; with the residual added if there is one."""
-    before = norm_before(layer, "mlp_norm", config) if spec.pre_norm else None
-    if spec.mlp and spec.experts:
-        fed_BTD = gated_mlp(
-            x_BTD, layer, config, over, down_norm=spec.mlp.down_norm, before=before, impl=impl
-        )
-        routed_BTD = norm(x_BTD, layer, "experts_norm", config)
-        mixed_BTD = mixture_of_experts(routed_BTD, layer, config, over, impl, routed_BTD=x_BTD)
-        mixed_BTD = norm(mixed_BTD, layer, "experts_out_norm", config)
-        out_BTD = norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
-        return out_BTD if residual is None else residual + out_BTD
+    route_BTU: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The MLP, experts or both for x after its norm, with the residual added if there is one; and the experts
+    of each token, [M, U], if there are any.
+    """
+    around: dict[str, Any] = dict(over=over, impl=impl)
     if spec.mlp:
-        around: dict[str, Any] = dict(down_norm=spec.mlp.down_norm, before=before, residual=residual)
-        return gated_mlp(x_BTD, layer, config, over, **around, impl=impl)
-    assert spec.experts is not None
-    x_BTD = norm(x_BTD, layer, "mlp_norm", config) if spec.pre_norm else x_BTD
-    out_BTD = mixture_of_experts(x_BTD, layer, config, over, impl)
-    if spec.experts.shared_intermediate_size:  # an expert that all tokens use
-        shared_BTD = gated_mlp(x_BTD, layer["shared"], config, over, impl=impl)
+        before = norm_before(layer, "mlp_norm", config) if spec.pre_norm else None
+        around |= dict(down_norm=spec.mlp.down_norm, before=before)
+    if not spec.experts:
+        return gated_mlp(x_BTD, layer, config, **around, residual=residual), None
+    if spec.pre_norm and not spec.mlp:
+        x_BTD = norm(x_BTD, layer, "mlp_norm", config)
+    chosen = choose_experts(x_BTD, layer["router"], config, route_BTU)
+    routed_BTD = norm(x_BTD, layer, "experts_norm", config) if spec.mlp else x_BTD
+    out_BTD = mixture_of_experts(routed_BTD, layer, config, over, impl, chosen=chosen)
+    if spec.mlp:
+        fed_BTD = gated_mlp(x_BTD, layer, config, **around)
+        mixed_BTD = norm(out_BTD, layer, "experts_out_norm", config)
+        out_BTD = norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
+    elif spec.experts.shared_intermediate_size:  # an expert that all tokens use
+        shared_BTD = gated_mlp(x_BTD, layer["shared"], config, **around)
         out_BTD = out_BTD + jax.nn.sigmoid(linear(x_BTD, layer["shared_gate"])) * shared_BTD
-    return out_BTD if residual is None else residual + out_BTD
+    return out_BTD if residual is None else residual + out_BTD, chosen[1]

@@ -21,20 +21,18 @@ def mixture_of_experts(
     over: str | None = None,
     impl: str | None = None,
     *,
-    routed_BTD: jax.Array | None = None,
+    chosen: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models. Softmax of
-    the chosen scores alone, as in gpt-oss, is the same with normalized weights.
+    """Sparse feed-forward (Shazeer et al. 2017).
 
     Args:
         x_BTD: hidden states after the norm.
-        layer: "router": {"weight": [X, D]}, in Gemma 4 also "scale" [D] of its input and "per_expert_scale"
-            [X] of the chosen experts' weights; "experts": the tree of a gated MLP with a first axis X; its
-            matrices may be quantized. Both may have biases.
+        layer: "router", as `choose_experts` takes it; "experts": the tree of a gated MLP with a first axis X;
+            its matrices may be quantized. Both may have biases.
         config: of the model; its `experts` and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
-        routed_BTD: the router's input before a norm with the weight scale, divided by sqrt(D); None: x.
+        chosen: weights and experts of each token; None: `choose_experts` of x.
 
     Returns:
         [B, T, D] in the dtype of x.
@@ -43,20 +41,7 @@ def mixture_of_experts(
         InputError: the named impl does not support these arguments.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    router = layer["router"]
-    routed_MD = x_MD
-    if routed_BTD is not None:
-        routed_MD = rms_norm(routed_BTD.reshape(x_MD.shape), router["scale"], config.rms_norm_eps)
-        routed_MD = routed_MD * x_MD.shape[1] ** -0.5
-    score_MX = linear(routed_MD, router, jnp.float32)
-    U = config.num_experts_per_tok
-    if config.experts and config.experts.norm_topk_prob:  # softmax of those that are chosen
-        score_MU, expert_MU = lax.top_k(score_MX, U)
-        weight_MU = jax.nn.softmax(score_MU, -1)
-    else:
-        weight_MU, expert_MU = lax.top_k(jax.nn.softmax(score_MX, -1), U)
-    if "per_expert_scale" in router:
-        weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
+    weight_MU, expert_MU = chosen or choose_experts(x_BTD, layer["router"], config)
     plain = partial(plain_experts, config=config)
 
     def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
@@ -68,6 +53,38 @@ def mixture_of_experts(
         return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
     return mix(expert_MU) if over is None else plugin("mesh", "experts")(mix, expert_MU, layer, over)
+
+
+def choose_experts(
+    x_BTD: jax.Array, router: Params, config: ModelConfig, given_BTU: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The weights of each token's experts, float32 [M, U], and the experts, int32 [M, U].
+
+    Softmax comes before top-k, as in Qwen's models. Softmax of the chosen scores alone, as in gpt-oss, is the
+    same with normalized weights.
+
+    Args:
+        x_BTD: the router's input.
+        router: {"weight": [X, D]}; in Gemma 4 also "scale" [D] of a norm of the input, which is divided by
+            sqrt(D) then, and "per_expert_scale" [X] of the weights.
+        config: of the model.
+        given_BTU: experts in place of those with the best scores; a token with -1 has the best.
+    """
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    if "scale" in router:
+        x_MD = rms_norm(x_MD, router["scale"], config.rms_norm_eps) * x_MD.shape[1] ** -0.5
+    score_MX = linear(x_MD, router, jnp.float32)
+    of_chosen = bool(config.experts and config.experts.norm_topk_prob)  # softmax of those that are chosen
+    score_MX = score_MX if of_chosen else jax.nn.softmax(score_MX, -1)
+    weight_MU, expert_MU = lax.top_k(score_MX, config.num_experts_per_tok)
+    if given_BTU is not None:
+        given_MU = given_BTU.reshape(expert_MU.shape)
+        expert_MU = jnp.where((given_MU < 0).any(-1, keepdims=True), expert_MU, given_MU)
+        weight_MU = jnp.take_along_axis(score_MX, expert_MU, -1)
+    weight_MU = jax.nn.softmax(weight_MU, -1) if of_chosen else weight_MU
+    if "per_expert_scale" in router:
+        weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
+    return weight_MU, expert_MU
 
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:

@@ -22,7 +22,7 @@ def run_stacked_layers(  # noqa: PLR0913
     kv: tuple[None, ...],
     impl: str | None,
     remat: Any = None,
-) -> tuple[jax.Array, tuple[None, ...]]:
+) -> tuple[jax.Array, tuple[None, ...], list[jax.Array | None]]:
     """`run_layers` of layers that are stacked, without a cache."""
     if config.shares_kv:
         raise InputError("layers that use another layer's keys cannot be stacked: give unstack_layers' tree")
@@ -30,19 +30,27 @@ def run_stacked_layers(  # noqa: PLR0913
     pattern = len(blocks)
     rest = len(layers["rest"])
     whole = config.num_hidden_layers - rest
-    of_layers = positions.layer_inputs[:whole]
-    inputs = tuple(jnp.stack(of_layers[i::pattern]) for i in range(pattern)) if of_layers else ()
     run_one = layer_runner(remat)
 
-    def step(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, None]:
-        layers, inputs = block
-        for i, layer in enumerate(layers):
-            of_layer = positions._replace(layer_inputs=inputs[i : i + 1])
-            x_BTD, _ = run_one(layer, config, kinds[i], x_BTD, of_layer, None, impl)
-        return x_BTD, None
+    def stack(of_layers: tuple) -> tuple:
+        """As blocks are."""
+        kinds = [of_layers[i:whole:pattern] for i in range(pattern)] if of_layers else ()
+        return tuple(jax.tree.map(lambda *xs: jnp.stack(xs), *kind) for kind in kinds)
 
-    x_BTD, _ = lax.scan(step, x_BTD, (blocks, inputs))
+    def step(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, list]:
+        layers, inputs, routes = block
+        experts = []
+        for i, layer in enumerate(layers):
+            of_layer = positions._replace(layer_inputs=inputs[i : i + 1], routes=routes[i : i + 1])
+            x_BTD, _, expert_MU = run_one(layer, config, kinds[i], x_BTD, of_layer, None, impl)
+            experts.append(expert_MU)
+        return x_BTD, experts
+
+    xs = blocks, stack(positions.layer_inputs), stack(positions.routes)
+    x_BTD, stacked = lax.scan(step, x_BTD, xs)
+    of_blocks = [jax.tree.map(lambda x, i=i: x[i // pattern], stacked[i % pattern]) for i in range(whole)]
     after = positions.of_layers(slice(whole, None))
-    return run_layers(
+    x_BTD, kv, experts = run_layers(
         layers["rest"], config, kinds[whole:], range(rest), x_BTD, after, kv[whole:], impl, remat
     )
+    return x_BTD, kv, of_blocks + experts

@@ -58,7 +58,8 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     kv_specs = cache_specs(kv, mesh, rows) if over else PartitionSpec(rows)
     new_specs = PartitionSpec(rows, over) if kv is None and config.shares_kv else kv_specs
     specs = (layer_specs, *row_specs, kv_specs)
-    return shard_map_over(on_devices, mesh, specs, (PartitionSpec(rows), new_specs), axes)
+    of_rows = PartitionSpec(rows)
+    return shard_map_over(on_devices, mesh, specs, (of_rows, new_specs, of_rows), axes)
 
 
 def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:

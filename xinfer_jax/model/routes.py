@@ -1,0 +1,49 @@
+"""Routes of mixtures of experts: which experts each token uses in each layer, given or recorded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import check_range
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_value
+from .decoder_layer import Positions
+
+
+def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array:
+    """Routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses.
+
+    Raises:
+        InputError: the model has no mixture.
+    """
+    mixtures = sum(layer.experts is not None for layer in config.layers)
+    if not mixtures:
+        raise InputError("routes are of mixtures of experts, and this model has none: do not ask for them")
+    return jnp.full((*tokens_shape, mixtures, config.num_experts_per_tok), -1, jnp.int32)
+
+
+def routes_of_layers(
+    config: ModelConfig, tokens_shape: tuple[int, ...], given: Any
+) -> tuple[jax.Array | None, ...]:
+    """`Positions.routes`, from routes of all layers.
+
+    Raises:
+        InputError: another shape or type, or a model without mixtures; outside a trace also another expert.
+    """
+    shape = free_routes(config, tokens_shape).shape
+    if np.shape(given) != shape or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise InputError(f"routes must be integers of the shape {shape}, got {format_value(given)}")
+    check_range("routes: expert", given, -1, config.num_experts - 1)
+    mixtures = iter(jnp.moveaxis(jnp.asarray(given, jnp.int32), 2, 0))
+    return tuple(next(mixtures) if layer.experts else None for layer in config.layers)
+
+
+def routes_used(experts: Sequence[jax.Array | None], positions: Positions, T: int) -> jax.Array:
+    """Routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used; -1 at padding."""
+    num_tokens_B = positions.num_tokens_B
+    of_mixtures = [x.reshape(len(num_tokens_B), T, -1) for x in experts if x is not None]
+    is_real_BT = jnp.arange(T) < num_tokens_B[:, None]
+    return jnp.where(is_real_BT[..., None, None], jnp.stack(of_mixtures, 2), -1)
