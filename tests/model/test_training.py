@@ -85,6 +85,20 @@ def test_packed_texts_are_the_texts_alone(model):
     assert_close(got, want, 1e-4)  # sums over tokens in another order; 4.5e-5 with jax 0.12
 
 
+def test_packed_queries_are_scaled_by_positions_in_their_texts():
+    """As Ministral 3 does."""
+    config = cases.Case(cases.CASES["ministral3-published"].hf | dict(num_hidden_layers=1)).config
+    texts = TEXTS[2] * 2, TEXTS[0] * 3
+    beta, length = config.attention(0).query_scaling
+    assert beta and length < len(texts[1])
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    ids_1T = np.repeat(np.arange(2), [*map(len, texts)])[None]
+    alone_BT = xj.score(params, config, *cases.pad_prompts(texts))
+    together_1T = xj.score(params, config, np.array([sum(texts, [])], np.int32), segment_ids_BT=ids_1T)
+    size = len(texts[1]) - 1
+    np.testing.assert_allclose(together_1T[0, -size:], alone_BT[1, :size], atol=1e-5)
+
+
 @pytest.mark.full
 def test_packed_texts_over_many_blocks():
     """Longer than blocks of queries and keys, and than those of the delta rule; with a window."""

@@ -619,6 +619,38 @@ def rows_over_data() -> None:
             jax.tree.map(partial(assert_close, bound=1e-4), *gradients)
 
 
+def training() -> None:
+    """Gradients on 2 × 2 devices are those of one: of layers computed again, stacked layers, packed texts and
+    given experts.
+    """
+    config = from_hf(
+        FAMILIES["qwen3_moe"]
+        | dict(num_hidden_layers=4, mlp_only_layers=[], decoder_sparse_step=2, use_sliding_window=False)
+    )
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    over = jax.device_put(params, xj.shardings(config, mesh))
+    draws = np.random.default_rng(0).random((*TOKENS.shape, 2, config.num_experts)).argsort(-1)
+    given = dict(routes=draws[..., : config.num_experts_per_tok].astype(np.int32))
+    segments = dict(segment_ids_BT=(np.arange(12) >= [[5], [8]]).astype(np.int32))
+
+    def gradient(params: Any, arrays: Any, place: Any = None, **how: Any) -> Any:
+        def loss(params: Any, tokens_BT: Any, arrays: Any) -> jax.Array:
+            return xj.score(params, config, tokens_BT, **arrays, **how).sum()
+
+        return jax.jit(jax.grad(loss))(params, *jax.device_put((TOKENS, arrays), place))
+
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    for arrays in (given, segments | given):
+        wanted = gradient(params, arrays)
+        found = [gradient(over, arrays, rows)]
+        if arrays is given:
+            stacked = gradient(xj.stack_layers(over, config), arrays, rows, remat="layer")
+            found.append(xj.unstack_layers(stacked))
+        for tree in found:
+            jax.tree.map(partial(assert_close, bound=1e-4), tree, wanted)
+
+
 def explicit_axes() -> None:
     """Over the axes that `jax.make_mesh` gives, results and gradients are those of one device, and stay
     divided by rows; the host's functions and engines take such parameters, also under `jax.set_mesh`.
@@ -794,7 +826,7 @@ CALLS = {
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, scaled_files,
         gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
         odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
-        rows_over_data,
+        rows_over_data, training,
     )
 }  # fmt: skip
 

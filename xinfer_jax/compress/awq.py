@@ -221,9 +221,9 @@ def _matrix_inputs(
 def _attention_output(
     layer: Params, layer_key: _LayerKey, x_BTD: jax.Array, calibration: _Calibration
 ) -> jax.Array:
-    return self_attention(
-        layer, *layer_key, x_BTD, Positions(calibration.angles, None, calibration.length_B), None, None
-    )[0]
+    position_BT = jnp.arange(x_BTD.shape[1])[None]
+    positions = Positions(calibration.angles, None, calibration.length_B, position_BT)
+    return self_attention(layer, *layer_key, x_BTD, positions, None, None)[0]
 
 
 def _is_token(x_BTI: jax.Array, calibration: _Calibration) -> jax.Array:

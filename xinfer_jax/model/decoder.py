@@ -110,7 +110,7 @@ def hidden_states(  # noqa: PLR0913  a public function
         inputs_BTD: used in place of `embed_tokens(tokens_BT)`; then only the shape of tokens_BT matters.
         segment_ids_BT: int32, without a cache: several texts in a row, each a run of one id. A token sees
             its segment only, so each has the results that it has in a row of its own.
-        positions_BT: int32, without a cache: of RoPE; None: from 0 in each segment.
+        positions_BT: int32, without a cache: of tokens, for RoPE; None: from 0 in each segment.
         routes: int32 [B, T, L, U]: the U experts that token t uses in each of the L layers with a mixture, of
             the router's input at that token; their weights are by the router's scores, as ever. A token with
             -1 in a layer has the experts that the router chooses.
@@ -183,7 +183,7 @@ def embed_inputs(
     if embeddings_BTD is None:
         embeddings_BTD = _embed(params, config, jnp.asarray(tokens_BT))
     x_BTD = jnp.asarray(embeddings_BTD).astype(dtype)
-    positions = Positions(angles, start_B, num_tokens_B, first_BT=first_BT)
+    positions = Positions(angles, start_B, num_tokens_B, position_BT, first_BT=first_BT)
     if config.hidden_size_per_layer_input:
         of_layers = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)
         positions = positions._replace(layer_inputs=of_layers)

@@ -47,6 +47,7 @@ class Positions(NamedTuple):
     angles: Angles
     start_B: jax.Array | None  # int32: position of each row's first token; None: there is no cache
     num_tokens_B: jax.Array  # int32: real tokens of each row
+    position_BT: jax.Array  # int32: of each token
     layer_inputs: tuple[jax.Array, ...] = ()  # of each layer [B, T, P]; (): the model has none
     first_BT: jax.Array | None = None  # int32: where each token's segment begins; None: a row is one segment
     routes: tuple[jax.Array | None, ...] = ()  # experts that each layer uses, int32 [B, T, U], -1: its choice
@@ -187,7 +188,7 @@ def self_attention(  # noqa: PLR0913
             q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
             visible = kv
     if spec.query_scaling:
-        q_BTNH = _scale_by_position(q_BTNH, start_B, *spec.query_scaling)
+        q_BTNH = _scale_by_position(q_BTNH, positions.position_BT, *spec.query_scaling)
     length_B = num_tokens_B
     if start_B is not None:
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
@@ -215,9 +216,8 @@ def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.
     return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
 
 
-def _scale_by_position(q_BTNH: jax.Array, start_B: Any, beta: float, length: int) -> jax.Array:
-    """Queries, of which the first of each row are at start_B or 0, with `AttentionSpec.query_scaling`."""
-    position_BT = jnp.arange(q_BTNH.shape[1]) + (0 if start_B is None else start_B[:, None])
+def _scale_by_position(q_BTNH: jax.Array, position_BT: jax.Array, beta: float, length: int) -> jax.Array:
+    """Queries with `AttentionSpec.query_scaling`."""
     scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
     return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
 

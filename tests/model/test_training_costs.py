@@ -1,0 +1,97 @@
+"""What training costs to compile and to compute: stacked layers by their number, experts by those chosen."""
+
+import math
+import time
+
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+from layer_changes import with_experts
+from small_models import QWEN
+
+import xinfer_jax as xj
+from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.model.layers import gated_mlp
+from xinfer_jax.ops import expert_tiles
+
+SMALL = QWEN | dict(hidden_size=16, intermediate_size=24, vocab_size=32)
+M, D, F, X, U = 8192, 512, 256, 64, 4  # tokens, width, width of an expert, experts, those chosen
+
+
+def lowered(layers):
+    """grad(score) of so many stacked layers, of which nothing is computed."""
+    config = xj.from_hf(SMALL | dict(num_hidden_layers=layers))
+    params = jax.eval_shape(
+        lambda: xj.stack_layers(xj.init_params(config, jax.random.key(0), "float32"), config)
+    )
+    tokens_BT = jax.ShapeDtypeStruct((2, 16), np.int32)
+    loss = lambda params, tokens_BT: xj.score(params, config, tokens_BT).sum()  # noqa: E731
+    return jax.jit(jax.grad(loss)).lower(params, tokens_BT)
+
+
+def test_programs_of_stacked_layers_have_one_size():
+    few, many = (len(lowered(layers).as_text()) for layers in (8, 80))
+    assert many < 1.02 * few
+
+
+@pytest.mark.full
+def test_time_to_compile_stacked_layers():
+    """80 layers against 8, the best of three each, traced, lowered and compiled; FIGURES."""
+
+    def seconds(layers):
+        jax.clear_caches()
+        began = time.process_time()
+        lowered(layers).compile()
+        return time.process_time() - began
+
+    was = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        seconds(8)
+        few, many = (min(seconds(layers) for _ in range(3)) for layers in (8, 80))
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+    print(f"jax {jax.__version__}: 8 layers {few:.2f} s, 80 layers {many:.2f} s")
+    assert many <= 1.5 * few
+
+
+def flop(jaxpr, trips):
+    """Of the matrix products of a jaxpr, whose loops without a static length run `trips` times."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            inputs = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * inputs
+        times = {"while": trips, "scan": eqn.params.get("length")}.get(eqn.primitive.name, 1)
+        parts = [getattr(x, "jaxpr", x) for x in jax.tree.leaves([*eqn.params.values()])]
+        several = [times * flop(part, trips) for part in parts if hasattr(part, "eqns")]
+        total += max(several) if eqn.primitive.name == "cond" else sum(several)
+    return total
+
+
+def test_work_of_a_mixture_is_that_of_the_chosen_experts():
+    """Forwards and backwards, against a dense MLP as wide as the chosen experts; with the router, and the
+    rows that fill tiles, for experts drawn evenly.
+    """
+    config = cases.CASES["moe-defaults"].config
+    config = with_experts(config, num_experts=X, num_experts_per_tok=U, intermediate_size=F)
+    shape = jax.ShapeDtypeStruct
+    matrix = lambda *sizes: dict(weight=shape(sizes, np.float32))  # noqa: E731
+    x_BTD = shape((1, M, D), np.float32)
+    mixture = dict(
+        router=matrix(X, D), experts=dict(gate=matrix(X, F, D), up=matrix(X, F, D), down=matrix(X, D, F))
+    )
+    dense = dict(gate=matrix(U * F, D), up=matrix(U * F, D), down=matrix(D, U * F))
+    draws = np.random.default_rng(0).random((M, X)).argsort(-1)[:, :U]
+    tiles = -(-np.bincount(draws.ravel(), minlength=X) // expert_tiles._rows(draws, config))
+
+    def of(mlp, layer):
+        slopes = jax.grad(lambda x_BTD, layer: mlp(x_BTD, layer, config).sum(), (0, 1))
+        return flop(jax.make_jaxpr(slopes)(x_BTD, layer).jaxpr, int(tiles.sum()))
+
+    chosen, whole = of(mixture_of_experts, mixture), of(gated_mlp, dense)
+    print(f"{chosen / whole:.3f} of {whole / 1e9:.1f} GFLOP")
+    assert whole == 9 * 2 * M * D * U * F
+    assert whole < chosen <= 1.3 * whole
