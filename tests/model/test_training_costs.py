@@ -37,7 +37,9 @@ def test_programs_of_stacked_layers_have_one_size():
 
 @pytest.mark.full
 def test_time_to_compile_stacked_layers():
-    """80 layers against 8, the best of three each, traced, lowered and compiled; FIGURES."""
+    """80 layers against 8, the best of three each, traced, lowered and compiled: 2.5 s against 2.4 with jax
+    0.10, 2.7 against 2.2 with jax 0.12.
+    """
 
     def seconds(layers):
         jax.clear_caches()

@@ -136,9 +136,7 @@ def hidden_states(  # noqa: PLR0913  a public function
 def run_model(  # noqa: PLR0913
     params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """`hidden_states` of these inputs, the cache with them appended, and the routes used where inputs have
-    routes: what every executor computes.
-    """
+    """`hidden_states` of these inputs, the cache with them appended, and routes if they are asked for."""
     tokens_BT, num_tokens_B, embeddings_BTD = inputs[:3]
     check_params(params, config, stacked=cache is None)
     check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
@@ -179,10 +177,9 @@ def embed_inputs(
         first_BT, position_BT = plugin("layers", "packed")(config, inputs, cache)
     position_BT = from_B[:, None] + jnp.arange(T) if position_BT is None else position_BT
     angles = rotary_angles(config, position_BT, length_B)
-    dtype = activation_dtype(params)
     if embeddings_BTD is None:
         embeddings_BTD = _embed(params, config, jnp.asarray(tokens_BT))
-    x_BTD = jnp.asarray(embeddings_BTD).astype(dtype)
+    x_BTD = jnp.asarray(embeddings_BTD).astype(activation_dtype(params))
     positions = Positions(angles, start_B, num_tokens_B, position_BT, first_BT=first_BT)
     if config.hidden_size_per_layer_input:
         of_layers = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)
