@@ -86,15 +86,19 @@ def attention(  # noqa: PLR0913
         return blocked_attention(
             q_BTNH, kv, start_B, length_B, sink_N, scoring=scoring, static=True, first_BT=first_BT
         )
-    return run(
+    by_kernel = partial(
+        run,
         "attention",
         partial(blocked_attention, scoring=scoring, static=static),
-        *(q_BTNH, kv, start_B, length_B, sink_N),
         impl=impl,
         derivative=partial(blocked_attention, scoring=scoring, static=True),
         scoring=scoring,
         few=few,
     )
+    operands = q_BTNH, kv, start_B, length_B, sink_N
+    if static and not ahead:
+        return run("causal_attention", by_kernel, *operands, impl=impl, scoring=scoring)
+    return by_kernel(*operands)
 
 
 def blocked_attention(  # noqa: PLR0913
