@@ -1,13 +1,13 @@
-"""Compiles the gradient of `score` of a shape, and prints its temporaries beside those that it cannot do without.
+"""Compiles the gradient of `score` for a model's shape, and prints its temporaries beside the least.
 
     python scripts/train_memory.py --model=qwen2.5-7b --rows=4 --tokens=4096
-    pip install 'jax[cuda13]'                             # the CUDA plug-in, ptxas and cuDNN; no driver is needed
+    pip install 'jax[cuda13]'                        # the CUDA plug-in, ptxas, cuDNN; no driver is needed
     python scripts/train_memory.py --model=qwen2.5-7b --rows=4 --tokens=4096 --target=h200
 
-Layers are stacked and computed again in the backward pass. `least` is what a layer's input takes, for all
-layers; the temporaries of the largest layer's forward and backward pass, compiled alone; and a chunk of
-float32 logits with its gradient. The gradient of the parameters is a result, no temporary. `custom_calls` says
-which kernels of attention the program has. Prints one JSON object as the last line.
+Layers are stacked and computed again in the backward pass. `least` is the sum of the inputs of all layers,
+the temporaries of the largest layer's forward and backward pass compiled alone, and a chunk of float32 logits
+with its gradient. The gradient of the parameters is a result, no temporary. `custom_calls` are those of
+attention's kernels. Prints one JSON object as the last line.
 """
 
 from launcher import start
@@ -92,8 +92,10 @@ def _layer_bytes(params: Any, config: ModelConfig, tokens_BT: Any, kind: int) ->
     x_BTD, positions = inputs
 
     def passes(layer: Any, x_BTD: Any, dy_BTD: Any, positions: Any) -> Any:
+        of_layer = positions.of_layers(slice(kind, kind + 1))
+
         def run(layer: Any, x_BTD: Any) -> Any:
-            return run_layer(layer, config, kind, x_BTD, positions.of_layers(slice(kind, kind + 1)), None, None)[0]
+            return run_layer(layer, config, kind, x_BTD, of_layer, None, None)[0]
 
         return jax.vjp(run, layer, x_BTD)[1](dy_BTD)
 

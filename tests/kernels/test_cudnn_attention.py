@@ -1,5 +1,5 @@
-"""Attention without a cache by cuDNN: when it is chosen, its numbers beside plain jnp with XLA in the place of
-cuDNN, and the calls in a program for a GPU. No kernel of cuDNN runs here.
+"""Attention without a cache by cuDNN: when it is chosen; its numbers beside plain jnp, with XLA in the place
+of cuDNN; and the calls in a program for a GPU. No kernel of cuDNN runs here.
 """
 
 import dataclasses
@@ -60,7 +60,10 @@ def test_numbers_and_gradients(on_hopper, sizes):
         assert implementation == "cudnn"
         return by_xla(*qkv, **options)
 
-    with gpu_forms.selected(), mock.patch.object(jax.nn, "dot_product_attention", side_effect=instead) as called:
+    with (
+        gpu_forms.selected(),
+        mock.patch.object(jax.nn, "dot_product_attention", side_effect=instead) as called,
+    ):
         got = weighted(partial(attention, length_B=length_B, scale=0.3))
     assert called.called
     plain = partial(blocked_attention, scoring=Scoring(0.3, None), static=True)
@@ -111,22 +114,21 @@ def test_not_for_packed_rows_nor_caches():
 def test_meshes(on_hopper, manual):
     """Rows are divided over all devices of a mesh, or in a `shard_map` over all its axes by the caller."""
     mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    over = NamedSharding(mesh, PartitionSpec("data"))
     found = []
 
     def call(q, kv):
         found.append(chosen(q, kv))
         return q
 
+    if manual:
+        call = jax.shard_map(call, mesh=mesh, in_specs=over.spec, out_specs=over.spec, axis_names=manual)
     for rows in (4, 6):
-        if manual:
-            spec = PartitionSpec("data")
-            call_over = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual)
-        over = NamedSharding(mesh, PartitionSpec("data"))
-        args = jax.tree.map(
-            lambda x, over=over, rows=rows: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=over),
-            inputs(),
-        )
-        jax.jit(call_over if manual else call).trace(*args)
+
+        def shape(x, rows=rows):
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=over)
+
+        jax.jit(call).trace(*jax.tree.map(shape, inputs()))
     is_new = jax.__version_info__ >= (0, 12)
     assert found == ([True, False] if manual is None else [len(manual) == 2 and is_new] * 2)
 

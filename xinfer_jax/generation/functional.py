@@ -17,7 +17,7 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..model.decoder import hidden_states, unembed
-from ..ops.operation import check_impl, over_any_mesh
+from ..ops.operation import check_impl, over_any_mesh, without_gradient
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
@@ -280,7 +280,8 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     state = sample_and_append(logits_BV, state, impl)
     state, cache = decode(Plain(config), (params,), (state, cache), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
-    return state, cache, at_capacity_B
+    remedy = "compute the log-probabilities of its tokens by score"
+    return without_gradient((state, cache, at_capacity_B), "decode_loop", remedy)
 
 
 _STEP = jit_variants(_decode_step, "config", "impl")

@@ -17,7 +17,7 @@ from jax import lax
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..model.decoder import hidden_states, run_model, unembed
-from ..ops.operation import match_varying_axes, over_any_mesh, run
+from ..ops.operation import match_varying_axes, over_any_mesh, run, without_gradient
 from ..weights.params import Params, activation_dtype
 from .executor import (
     PaddedTokens,
@@ -71,7 +71,8 @@ def prefill_chunks(
 
     chunks = -(-jnp.max(num_tokens_B) // chunk)
     carry = match_varying_axes((none_BD, cache), params, tokens_BT, num_tokens_B, cache)
-    last_BD, cache = lax.fori_loop(0, chunks, body, carry)
+    carry = lax.fori_loop(0, chunks, body, carry)
+    last_BD, cache = without_gradient(carry, f"prefill in chunks of {chunk}", "give forward the cache")
     return unembed(params, config, last_BD), cache
 
 

@@ -47,7 +47,8 @@ def _attend(
     q_BTNH: jax.Array, kv: Contiguous, start_B: Any, length_B: Any, sink_N: Any, scale: float
 ) -> jax.Array:
     """Padding follows the real tokens, which see nothing after themselves: lengths do not matter."""
-    k_BTKH, v_BTKH = (jnp.swapaxes(x, 1, 2) for x in (kv.k, kv.v))
+    stored: Any = kv.k, kv.v
+    k_BTKH, v_BTKH = (jnp.swapaxes(x, 1, 2) for x in stored)
     window = None if kv.window is None or kv.window >= kv.slots else (kv.window - 1, 0)
     options: dict[str, Any] = dict(scale=scale, is_causal=True, local_window_size=window)
     qkv = map(_divide_rows, (q_BTNH, k_BTKH, v_BTKH))
@@ -55,8 +56,8 @@ def _attend(
 
 
 def _divide_rows(x: jax.Array) -> jax.Array:
-    """The array, divided by rows over all axes of a mesh: jax rejects operands that are not divided in one way,
-    and the compiler does not see to it.
+    """The array, divided by rows over all axes of a mesh: jax rejects operands that are divided in different
+    ways, and the compiler does not see to it.
     """
     mesh = _mesh(x)
     if mesh.empty or mesh.manual_axes:
