@@ -71,8 +71,8 @@ def prefill(
     Raises:
         InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
             tokens exceed its capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            an impl that this machine lacks, or that cannot serve the call. Of traced values only the shapes
-            are checked.
+            an impl that this machine lacks, or that cannot serve the call; reverse mode of several chunks. Of
+            traced values only the shapes are checked.
     """
     check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
     B, T = tokens_BT.shape
@@ -163,8 +163,8 @@ def decode_loop(  # noqa: PLR0913  a public function
 
     Raises:
         InputError: an argument of another shape, type or range, a cache of another model; the tokens may
-            exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`).
-            Of traced values only the shapes are checked.
+            exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
+            reverse mode through log-probabilities or cache. Of traced values only the shapes are checked.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape

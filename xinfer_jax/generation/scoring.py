@@ -102,7 +102,8 @@ def score(  # noqa: PLR0913  a public function
     """Returns the log-probability of every token but the first, given those before it. Works inside a
     caller's jit.
 
-    Reverse-mode gradients exist in every float leaf of params and in inputs_BTD.
+    Reverse-mode gradients exist in every float leaf of params, in its dtype, and in inputs_BTD. Activations
+    have the dtype of params' `final_norm`; log-probabilities are float32.
 
     Args:
         params, config: the model.
