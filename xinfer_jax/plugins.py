@@ -64,6 +64,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
     ("attention", "cpu"): ("ops.cpu.layer_forms", "attention_form"),
     ("attention", "kernel"): ("ops.kernels.attention_kernels", "ATTENTION"),
+    ("causal_attention", "cuda"): ("ops.gpu.cudnn_attention", "cudnn_form"),
     ("products", "kernels"): ("ops.kernels.product_kernels", "products_form"),
     ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
     ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),

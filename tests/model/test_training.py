@@ -11,6 +11,7 @@ import numpy as np
 import parity_cases as cases
 import pytest
 from quick import full_except
+from small_models import QWEN
 
 import xinfer_jax as xj
 from xinfer_jax.ops import expert_tiles
@@ -201,3 +202,76 @@ def test_what_does_not_go_together():
             xj.forward(params, config, row_1T, **how)
     with pytest.raises(xj.InputError, match="temperature must be a number"):
         xj.score(params, config, row_1T, temperature=np.ones(3))
+
+
+def random_params(config):
+    """Without a program."""
+    rng = np.random.default_rng(3)
+    shapes = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "float32"))
+    return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype) * x.shape[-1] ** -0.5, shapes)
+
+
+def test_gradients_through_a_cache():
+    """Of a prompt and the tokens after it: those of one forward pass. Keys fill three blocks, and a ring."""
+    config = xj.from_hf(QWEN | dict(use_sliding_window=True, sliding_window=20, max_window_layers=1))
+    params = random_params(config)
+    tokens_BT = np.random.default_rng(0).integers(2, config.vocab_size, (2, 60)).astype(np.int32)
+
+    def in_parts(params):
+        cache = xj.init_cache(config, 2, 600, "float32")
+        first_BV, cache = xj.prefill(params, config, tokens_BT[:, :31], np.int32([31, 31]), cache)
+        more_BTV, _ = xj.forward(params, config, tokens_BT[:, 31:], cache)
+        return jnp.concatenate([first_BV[:, None], more_BTV], 1)
+
+    def at_once(params):
+        return xj.forward(params, config, tokens_BT)[0][:, 30:]
+
+    gradients = [jax.jit(jax.grad(lambda p, f=f: jnp.sin(f(p)).sum()))(params) for f in (in_parts, at_once)]
+    assert_close(*gradients, 3e-5)
+
+
+def test_loops_that_end_with_their_rows_have_no_gradient():
+    config = xj.from_hf(QWEN | dict(num_hidden_layers=1))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "float32"))
+    tokens_BT = np.ones((1, 520), np.int32)
+
+    def chunked(params):
+        cache = xj.init_cache(config, 1, 1024)
+        return xj.prefill(params, config, tokens_BT, np.int32([520]), cache)[0].sum()
+
+    def decoded(params, score):
+        cache = xj.init_cache(config, 1, 16)
+        logits_BV, cache = xj.prefill(params, config, tokens_BT[:, :5], np.int32([5]), cache)
+        keys = jax.random.split(jax.random.key(0), 1)
+        out = xj.decode_loop(params, config, logits_BV, cache, keys, xj.SamplingConfig(), [], 3)
+        return score(params, config, out.tokens_BT).sum() if score else out.logprobs_BT.sum()
+
+    for f, want in (
+        (chunked, "prefill in chunks of 512 has no reverse-mode gradient: give forward the cache"),
+        (partial(decoded, score=None), "decode_loop has no reverse-mode gradient: compute .* by score"),
+    ):
+        with pytest.raises(xj.InputError, match=want):
+            jax.eval_shape(jax.grad(jax.jit(f)), params)
+    jax.eval_shape(jax.grad(partial(decoded, score=xj.score)), params)  # tokens are no function of params
+
+
+def test_final_norm_decides_the_dtype_of_activations():
+    """A float32 tree that is cast under jit has float32 gradients, near those in float32."""
+    config = xj.from_hf(QWEN | dict(num_hidden_layers=1))
+    master = random_params(config)
+    tokens_BT = np.random.default_rng(0).integers(2, config.vocab_size, (2, 9)).astype(np.int32)
+
+    def cast(params):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    want, got = (
+        jax.jit(jax.grad(lambda p, f=f: xj.score(f(p), config, tokens_BT).sum()))(master)
+        for f in (lambda params: params, cast)
+    )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == np.float32 and np.linalg.norm(x - y) < 0.05 * np.linalg.norm(y)
+    for params, norm in ((cast(master), master), (master, cast(master))):
+        mixed = params | dict(final_norm=norm["final_norm"])
+        hidden_BTD, _ = jax.eval_shape(lambda p: xj.hidden_states(p, config, tokens_BT), mixed)
+        assert hidden_BTD.dtype == mixed["final_norm"].dtype
+        assert jax.eval_shape(lambda p: xj.score(p, config, tokens_BT), mixed).dtype == np.float32

@@ -67,7 +67,7 @@ PACKAGES = {
         "functional", "rollouts", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
-    "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
+    "ops.gpu": ("cudnn_attention", "top_k", "reductions", "gpu_sampler"),
     "ops.expert_tiles": (),
     "ops.cpu.layer_forms": (),
     "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),

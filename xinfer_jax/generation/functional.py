@@ -17,7 +17,7 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..model.decoder import hidden_states, unembed
-from ..ops.operation import check_impl, over_any_mesh
+from ..ops.operation import check_impl, over_any_mesh, without_gradient
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
@@ -75,8 +75,8 @@ def prefill(  # noqa: PLR0913  a public function
     Raises:
         InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
             tokens exceed its capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            an impl that this machine lacks, or that cannot serve the call. Of traced values only the shapes
-            are checked.
+            an impl that this machine lacks, or that cannot serve the call; reverse mode of several chunks. Of
+            traced values only the shapes are checked.
     """
     check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
     B, T = tokens_BT.shape
@@ -169,8 +169,8 @@ def decode_loop(  # noqa: PLR0913  a public function
 
     Raises:
         InputError: an argument of another shape, type or range, a cache of another model; the tokens may
-            exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`).
-            Of traced values only the shapes are checked.
+            exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
+            reverse mode through log-probabilities or cache. Of traced values only the shapes are checked.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape
@@ -287,7 +287,9 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     routes = [plugin("layers", "free routes")(config, (B, size))] if return_routes else []
     state, cache, *routes = decode(Plain(config), (params,), (state, cache, *routes), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
-    return state, cache, at_capacity_B, routes[0] if routes else None
+    results = state, cache, at_capacity_B, routes[0] if routes else None
+    remedy = "compute the log-probabilities of its tokens by score"
+    return without_gradient(results, "decode_loop", remedy)
 
 
 _STEP = jit_variants(_decode_step, "config", "impl")

@@ -18,7 +18,7 @@ from .. import plugin
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..model.decoder import hidden_states, run_model, unembed
-from ..ops.operation import match_varying_axes, over_any_mesh, run
+from ..ops.operation import match_varying_axes, over_any_mesh, run, without_gradient
 from ..weights.params import Params, activation_dtype
 from .executor import (
     PaddedTokens,
@@ -77,7 +77,9 @@ def prefill_chunks(  # noqa: PLR0913
     chunks = -(-jnp.max(num_tokens_B) // chunk)
     routes = [plugin("layers", "free routes")(config, padded[0].shape)] if return_routes else []
     carry = match_varying_axes((none_BD, cache, *routes), params, tokens_BT, num_tokens_B, cache)
-    last_BD, cache, *routes = lax.fori_loop(0, chunks, body, carry)
+    carry = lax.fori_loop(0, chunks, body, carry)
+    carry = without_gradient(carry, f"prefill in chunks of {chunk}", "give forward the cache")
+    last_BD, cache, *routes = carry
     return unembed(params, config, last_BD), cache, *(x[:, :T] for x in routes)
 
 

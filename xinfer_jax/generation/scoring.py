@@ -26,7 +26,7 @@ from .batch_arrays import pad_prompts
 from .executor import next_power_of_two
 from .validation import check_prompts
 
-_MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
+MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +109,8 @@ def score(  # noqa: PLR0913  a public function
     """Returns the log-probability of every token but the first, given those before it. Works inside a
     caller's jit.
 
-    Reverse-mode gradients exist in every float leaf of params and in inputs_BTD.
+    Reverse-mode gradients exist in every float leaf of params, in its dtype, and in inputs_BTD. Activations
+    have the dtype of params' `final_norm`; log-probabilities are float32.
 
     Args:
         params, config: the model.
@@ -295,11 +296,11 @@ def _score(  # noqa: PLR0913
 
 def _map_tokens(function: Callable, V: int, chunk: int | None, *args: Any) -> Any:
     """function(*args), of arrays [B, T, ...] to arrays [B, T, ...], for parts of T of equal size: of `chunk`
-    tokens; None: so many that a part has at most _MAX_LOGITS numbers [B, C, V]. T is split, not B: rows may
+    tokens; None: so many that a part has at most MAX_LOGITS numbers [B, C, V]. T is split, not B: rows may
     be on different devices.
     """
     B, T = args[0].shape[:2]
-    parts = -(-T // (chunk or max(1, _MAX_LOGITS // (B * V))))
+    parts = -(-T // (chunk or max(1, MAX_LOGITS // (B * V))))
     size = -(-T // parts)
 
     def split(x_BT: jax.Array) -> jax.Array:  # [parts, B, size, ...]

@@ -57,16 +57,15 @@ def attention(  # noqa: PLR0913
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
         kv: a layer cache with keys, values and their window; `uncached_kv` makes one of arrays.
         length_B: number of valid keys per row.
-        start_B: position of the first query; None: 0 for every row. Then all loops have static bounds, and
-            the result has a reverse-mode gradient.
+        start_B: position of the first query; None: 0 for every row.
         scale: factor on the scores.
         soft_cap: None, or c: scores become c tanh(score / c).
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
         ahead: without start_B: keys after its own position that a query sees too; the window ends there.
         first_BT: None, or the position of the first key that each query sees: packed segments. In plain jnp
             only, without start_B.
-        impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla", the plain
-            jnp.
+        impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel, and of loops over the blocks
+            that rows have, is that of the plain jnp over all blocks; cuDNN has its own.
 
     Returns:
         [B, T, N, width of a value] in the dtype of q.
@@ -86,15 +85,13 @@ def attention(  # noqa: PLR0913
         return blocked_attention(
             q_BTNH, kv, start_B, length_B, sink_N, scoring=scoring, static=True, first_BT=first_BT
         )
-    return run(
-        "attention",
-        partial(blocked_attention, scoring=scoring, static=static),
-        *(q_BTNH, kv, start_B, length_B, sink_N),
-        impl=impl,
-        derivative=partial(blocked_attention, scoring=scoring, static=True),
-        scoring=scoring,
-        few=few,
-    )
+    fixed = partial(blocked_attention, scoring=scoring, static=True)
+    plain = fixed if static else partial(blocked_attention, scoring=scoring, static=False)
+    by_kernel = partial(run, "attention", plain, impl=impl, derivative=fixed, scoring=scoring, few=few)
+    operands = q_BTNH, kv, start_B, length_B, sink_N
+    if static and not ahead:
+        return run("causal_attention", by_kernel, *operands, impl=impl, scoring=scoring)
+    return by_kernel(*operands)
 
 
 def blocked_attention(  # noqa: PLR0913

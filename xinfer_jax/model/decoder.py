@@ -61,10 +61,11 @@ def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     remat: Any = None,
     impl: str | None = None,
 ) -> Any:
-    """Logits of every token. The caller jits it. Without a cache every leaf has a reverse-mode gradient.
+    """Logits of every token. The caller jits it. Every float leaf has a reverse-mode gradient, in its dtype.
 
     Args:
-        params, config: the parameter tree, and its static config.
+        params, config: the parameter tree, and its static config. Activations have the dtype of its
+            `final_norm`.
         tokens_BT: int32 token ids.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.

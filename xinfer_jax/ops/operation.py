@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from .. import plugin
+from ..errors import InputError
 
 F = TypeVar("F", bound=Callable)
 
@@ -29,7 +30,7 @@ def run(
         operands: pytrees of arrays.
         impl: a kernel by name; "xla": none, though a form that is no kernel may serve; None: the best for
             this process's device.
-        derivative: what is differentiated in place of a form; None: the form.
+        derivative: what is differentiated in place of a form and of plain; None: these.
         static: what forms need to know beside the operands.
 
     Raises:
@@ -37,9 +38,9 @@ def run(
     """
     choose = plugin("operation", "choose")
     form = choose and choose(name, plain, impl, operands, static)
-    if form is None:
-        return plain(*operands)
-    return form(*operands) if derivative is None else with_derivative(form, derivative, operands)
+    if derivative is None or form is None and derivative is plain:
+        return (form or plain)(*operands)
+    return with_derivative(form or plain, derivative, operands)
 
 
 def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, ...]) -> Any:
@@ -54,6 +55,17 @@ def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, .
         return call(*primals), jax.jvp(derivative, primals, tangents)[1]
 
     return call(*operands)
+
+
+def without_gradient(tree: Any, what: str, remedy: str) -> Any:
+    """The tree of arrays that `what` has made; reverse mode through any of them raises InputError."""
+
+    def backward(_: None, cotangents: Any) -> Any:
+        raise InputError(f"{what} has no reverse-mode gradient: {remedy}")
+
+    call = jax.custom_vjp(lambda tree: tree)
+    call.defvjp(lambda tree: (tree, None), backward)
+    return call(tree)
 
 
 def check_impl(impl: str | None) -> None:
