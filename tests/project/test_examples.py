@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import run_script
 from paths import ROOT, SCRIPTS
@@ -10,6 +11,7 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 NAMES = sorted(path.stem for path in (SCRIPTS / "examples").glob("*.py"))
 NAMES.remove("checkout")
+ARGUMENTS = {"grpo": ("--samples=4", "--tokens=16")}  # smaller than by default
 
 
 def numbers(pattern, out):
@@ -37,6 +39,18 @@ def fine_tune(out):
     assert len(losses) == 2 and losses[1] < losses[0] and "Poseidonis" in out
 
 
+def grpo(out):
+    """The reward rises, log-probabilities of rollout and training agree, and eight devices get the rewards of
+    one.
+    """
+    rewards = numbers("reward (.*?),", out)
+    assert len(rewards) == 3 and rewards[2] > rewards[0]
+    assert len(apart := numbers("apart (.*)", out)) == 3 and max(apart) < 1e-4
+    over = run_script.run_on_devices(8, SCRIPTS / "examples" / "grpo.py", *ARGUMENTS["grpo"])
+    np.testing.assert_allclose(numbers("reward (.*?),", over), rewards, atol=0.05)  # near ties
+    assert "'data': 4, 'model': 2" in over
+
+
 def log_probabilities(out):
     assert len(numbers(r"(\d\.\d{3})  of", out)) == 9  # tokens, with EOS
     assert "'<|im_end|>' 1.000  of '<|im_end|>' 1.000, " in out
@@ -44,18 +58,6 @@ def log_probabilities(out):
 
 def many_draws(out):
     assert "temperature 0.0: ' Madrid.'" in out and "the same tokens: True" in out
-
-
-def reinforce(out):
-    assert len(apart := numbers("apart by (.*)", out)) == 3 and max(apart) < 1e-4
-
-
-def reinforce_on_a_mesh(out):
-    """The rewards on eight devices are those on one."""
-    example = SCRIPTS / "examples" / "reinforce_on_a_mesh.py"
-    over = run_script.run_on_devices(8, example)
-    rewards = numbers("reward (.*?),", out)
-    assert len(rewards) == 3 and rewards == numbers("reward (.*?),", over) and "'data': 4, 'model': 2" in over
 
 
 def reuse_a_prefix(out):
@@ -85,9 +87,8 @@ def trees_of_others(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, fine_tune, log_probabilities, many_draws, reinforce,
-        reinforce_on_a_mesh, reuse_a_prefix, soft_prompt,
-        speculative_decoding, stop_a_stream, trees_of_others,
+        beams, best_of_n, call_functions, fine_tune, grpo, log_probabilities, many_draws,
+        reuse_a_prefix, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others,
     )
 }  # fmt: skip
 
@@ -102,8 +103,8 @@ def test_every_example_is_tested_and_in_the_readme():
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    if name == "fine_tune":
+    if name in ("fine_tune", "grpo"):
         pytest.importorskip("orbax.checkpoint", reason="the extra `train` is not installed")
-    ran = run_script.run(f"examples/{name}")
+    ran = run_script.run(f"examples/{name}", *ARGUMENTS.get(name, ()))
     assert (ran.returncode, ran.stderr) == (0, "")
     CHECKS[name](ran.stdout)
