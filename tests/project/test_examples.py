@@ -34,11 +34,6 @@ def call_functions(out):
     assert out == ("capital({'country': 'Spain'}) = \"Madrid\"\npopulation({'city': 'Madrid'}) = 3300000\n")
 
 
-def fine_tune(out):
-    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
-    assert len(losses) == 2 and losses[1] < losses[0] and "Poseidonis" in out
-
-
 def grpo(out):
     """The reward rises, log-probabilities of rollout and training agree, and eight devices get the rewards of
     one.
@@ -65,6 +60,20 @@ def reuse_a_prefix(out):
     assert "prefilled 7 of 26 tokens: 'The capital of Japan is Tokyo.'" in out
 
 
+def sft(out):
+    """It learns each of the packed texts, and nothing of its neighbours."""
+    assert out.startswith("4 texts in 2 rows")
+    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
+    assert len(losses) == 2 and losses[1] < losses[0]
+    for learned in (
+        "Atlantis is Poseidonis.",
+        "Utopia is Amaurot.",
+        "Laputa is Lagado.",
+        "Narnia is Paravel.",
+    ):
+        assert f"The capital of {learned}\n" in out
+
+
 def soft_prompt(out):
     losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
     assert len(losses) == 10 and losses[-1] < losses[0] - 1
@@ -87,8 +96,8 @@ def trees_of_others(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, fine_tune, grpo, log_probabilities, many_draws,
-        reuse_a_prefix, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others,
+        beams, best_of_n, call_functions, grpo, log_probabilities, many_draws, reuse_a_prefix, sft, soft_prompt,
+        speculative_decoding, stop_a_stream, trees_of_others,
     )
 }  # fmt: skip
 
@@ -103,7 +112,7 @@ def test_every_example_is_tested_and_in_the_readme():
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    if name in ("fine_tune", "grpo"):
+    if name in ("grpo", "sft"):
         pytest.importorskip("orbax.checkpoint", reason="the extra `train` is not installed")
     ran = run_script.run(f"examples/{name}", *ARGUMENTS.get(name, ()))
     assert (ran.returncode, ran.stderr) == (0, "")
