@@ -96,8 +96,8 @@ def trees_of_others(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, grpo, log_probabilities, many_draws, reuse_a_prefix, sft, soft_prompt,
-        speculative_decoding, stop_a_stream, trees_of_others,
+        beams, best_of_n, call_functions, grpo, log_probabilities, many_draws, reuse_a_prefix, sft,
+        soft_prompt, speculative_decoding, stop_a_stream, trees_of_others,
     )
 }  # fmt: skip
 
