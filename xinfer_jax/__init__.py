@@ -1,7 +1,6 @@
 """xinfer_jax: LLM inference as pure functions over a parameter pytree, for JAX.
 
-Names are imported when they are first used: importing the package costs nothing, and a command line can
-reject its flags before it imports jax. Type checkers read `__init__.pyi`.
+Names are imported when first used: commands reject flags before they import jax. Types: `__init__.pyi`.
 """
 
 from importlib import import_module
