@@ -1,5 +1,6 @@
 """The programs of scripts/examples run and print what they demonstrate."""
 
+import inspect
 import re
 
 import numpy as np
@@ -93,11 +94,29 @@ def trees_of_others(out):
     assert out.count("logits (1, 3, 64), and back the same: True\n") == 3
 
 
+def tunix_rollout(out):
+    """Methods and arguments are those that google-tunix 0.1.7 calls."""
+    worker = run_script.functions("examples/tunix_rollout").EngineRollout
+    for method, arguments in {
+        "generate": ["prompts", "rollout_config", "kwargs"],
+        "get_per_token_logps": ["prompt_tokens", "completion_tokens"],
+        "update_params": ["params", "filter_types"],
+        "pad_id": [],
+        "eos_id": [],
+        "model": [],
+    }.items():
+        assert [*inspect.signature(getattr(worker, method)).parameters] == ["self", *arguments]
+    assert {"rollout_actor", "tokenizer", "mesh", "rollout_config"} <= {*inspect.signature(worker).parameters}
+    assert "The capital of Spain is Madrid.\n" in out and numbers("apart by (.*)", out)[0] < 1e-5
+    (after, before) = numbers(r"(-\d+\.\d+)", out)
+    assert after != before
+
+
 CHECKS = {
     check.__name__: check
     for check in (
         beams, best_of_n, call_functions, grpo, log_probabilities, many_draws, reuse_a_prefix, sft,
-        soft_prompt, speculative_decoding, stop_a_stream, trees_of_others,
+        soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
     )
 }  # fmt: skip
 
@@ -115,5 +134,6 @@ def test_example_runs(name):
     if name in ("grpo", "sft"):
         pytest.importorskip("orbax.checkpoint", reason="the extra `train` is not installed")
     ran = run_script.run(f"examples/{name}", *ARGUMENTS.get(name, ()))
-    assert (ran.returncode, ran.stderr) == (0, "")
+    lines_of_engines = re.sub(".* ready in .*\n", "", ran.stderr)
+    assert (ran.returncode, lines_of_engines) == (0, "")
     CHECKS[name](ran.stdout)
