@@ -60,7 +60,7 @@ def make_programs(config, has_stop_V, samples, most_tokens):
         return packed, jnp.minimum(stops_R, MOST).astype(jnp.float32)
 
     def loss(params, reference, packed, advantage_R):
-        tokens_RT, num_tokens_R, mask_RT, sampled_RT = packed
+        tokens_RT, num_tokens_R, mask_RT, sampled_RT = packed[:4]
         scores = xj.score(params, config, tokens_RT, num_tokens_R, reference=reference, remat="layer")
         change_RT = jnp.where(mask_RT, scores.logprobs_BT - sampled_RT, 0)
         ratio_RT = jnp.exp(change_RT)
