@@ -1,7 +1,6 @@
 """xinfer_jax: LLM inference as pure functions over a parameter pytree, for JAX.
 
-Names are imported when they are first used: importing the package costs nothing, and a command line can
-reject its flags before it imports jax. Type checkers read `__init__.pyi`.
+Names are imported when first used: commands reject flags before they import jax. Types: `__init__.pyi`.
 """
 
 from importlib import import_module
@@ -64,6 +63,8 @@ def __getattr__(name: str) -> object:
         value = _version()
     elif name in _MODULE_OF:
         value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    elif name == "testing":
+        value = import_module(".testing", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # later uses find it directly
@@ -76,7 +77,7 @@ def plugin(kind, name):  # without annotations: what it returns may be anything
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__, "testing", "__version__"})
 
 
 def _version() -> str:

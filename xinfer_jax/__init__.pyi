@@ -1,5 +1,6 @@
 from typing import Any
 
+from . import testing as testing
 from .batch.dataset import DatasetGenerator as DatasetGenerator
 from .batch.run_batch import generate_file as generate_file
 from .cache.kv_cache import (

@@ -1,5 +1,6 @@
 """The programs of scripts/examples run and print what they demonstrate."""
 
+import inspect
 import re
 
 import pytest
@@ -32,9 +33,19 @@ def call_functions(out):
     assert out == ("capital({'country': 'Spain'}) = \"Madrid\"\npopulation({'city': 'Madrid'}) = 3300000\n")
 
 
-def fine_tune(out):
-    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
-    assert len(losses) == 2 and losses[1] < losses[0] and "Poseidonis" in out
+def grpo(out):
+    """On eight devices the reward rises, and log-probabilities of rollout and training agree."""
+    rewards = numbers("reward (.*?),", out)
+    assert len(rewards) == 3 and rewards[2] > rewards[0]
+    assert len(apart := numbers("apart (.*)", out)) == 3 and max(apart) < 1e-4
+    assert "on {'data': 4, 'model': 2}: 'Once upon a time," in out
+
+
+def grpo_engine(out):
+    """Tokens of the first batch are of the weights that train, some of the next ones of those before."""
+    (calls, stale) = numbers("calls (.*?),", out), numbers(r"weights (\d+)%", out)
+    assert len(calls) == 3 and 0 <= min(calls) and max(calls) <= 3
+    assert stale[0] == 0 and max(stale[1:]) > 0
 
 
 def log_probabilities(out):
@@ -46,21 +57,23 @@ def many_draws(out):
     assert "temperature 0.0: ' Madrid.'" in out and "the same tokens: True" in out
 
 
-def reinforce(out):
-    assert len(apart := numbers("apart by (.*)", out)) == 3 and max(apart) < 1e-4
-
-
-def reinforce_on_a_mesh(out):
-    """The rewards on eight devices are those on one."""
-    example = SCRIPTS / "examples" / "reinforce_on_a_mesh.py"
-    over = run_script.run_on_devices(8, example)
-    rewards = numbers("reward (.*?),", out)
-    assert len(rewards) == 3 and rewards == numbers("reward (.*?),", over) and "'data': 4, 'model': 2" in over
-
-
 def reuse_a_prefix(out):
     assert "prefilled 26 tokens: 'The capital of France is Paris.'" in out
     assert "prefilled 7 of 26 tokens: 'The capital of Japan is Tokyo.'" in out
+
+
+def sft(out):
+    """It learns each of the packed texts, and nothing of its neighbours."""
+    assert out.startswith("4 texts in 2 rows")
+    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
+    assert len(losses) == 2 and losses[1] < losses[0]
+    for learned in (
+        "Atlantis is Poseidonis.",
+        "Utopia is Amaurot.",
+        "Laputa is Lagado.",
+        "Narnia is Paravel.",
+    ):
+        assert f"The capital of {learned}\n" in out
 
 
 def soft_prompt(out):
@@ -82,12 +95,29 @@ def trees_of_others(out):
     assert out.count("logits (1, 3, 64), and back the same: True\n") == 3
 
 
+def tunix_rollout(out):
+    """Methods and arguments are those that google-tunix 0.1.7 calls."""
+    worker = run_script.functions("examples/tunix_rollout").EngineRollout
+    for method, arguments in {
+        "generate": ["prompts", "rollout_config", "kwargs"],
+        "get_per_token_logps": ["prompt_tokens", "completion_tokens"],
+        "update_params": ["params", "filter_types"],
+        "pad_id": [],
+        "eos_id": [],
+        "model": [],
+    }.items():
+        assert [*inspect.signature(getattr(worker, method)).parameters] == ["self", *arguments]
+    assert {"rollout_actor", "tokenizer", "mesh", "rollout_config"} <= {*inspect.signature(worker).parameters}
+    assert "The capital of Spain is Madrid.\n" in out and numbers("apart by (.*)", out)[0] < 1e-5
+    (after, before) = numbers(r"(-\d+\.\d+)", out)
+    assert after != before
+
+
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, fine_tune, log_probabilities, many_draws, reinforce,
-        reinforce_on_a_mesh, reuse_a_prefix, soft_prompt,
-        speculative_decoding, stop_a_stream, trees_of_others,
+        beams, best_of_n, call_functions, grpo, grpo_engine, log_probabilities, many_draws, reuse_a_prefix,
+        sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
     )
 }  # fmt: skip
 
@@ -102,8 +132,13 @@ def test_every_example_is_tested_and_in_the_readme():
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    if name == "fine_tune":
+    if name in ("grpo", "grpo_engine", "sft"):
         pytest.importorskip("orbax.checkpoint", reason="the extra `train` is not installed")
+    if name == "grpo":
+        file = SCRIPTS / "examples" / "grpo.py"
+        grpo(run_script.run_on_devices(8, file, "--samples=4", "--tokens=16"))
+        return
     ran = run_script.run(f"examples/{name}")
-    assert (ran.returncode, ran.stderr) == (0, "")
+    lines_of_engines = re.sub(".* ready in .*\n", "", ran.stderr)
+    assert (ran.returncode, lines_of_engines) == (0, "")
     CHECKS[name](ran.stdout)

@@ -1,11 +1,17 @@
-"""Python blocks of the READMEs run as they stand, each on its own, and print what is shown after them."""
+"""Python blocks of the READMEs and of TRAINING.md run as they stand, each on its own, and print what is shown
+after them.
+"""
 
 import re
 
 import closure
+import parity_cases as cases
 import pytest
+import run_script
 from paths import ROOT
 from quick import full_except
+
+import xinfer_jax as xj
 
 pytestmark = pytest.mark.newest
 
@@ -17,6 +23,7 @@ FROM_THE_HUB = '"Qwen/Qwen2.5-0.5B-Instruct"'  # stands for the bundled checkpoi
 PRINTED = {
     "README.md": (r".+", r"\[\[.+\]\]\n", r"\(2, 16\) \[\d+ \d+\]\n"),
     "xinfer_jax/README.md": (r"True\n",),
+    "xinfer_jax/TRAINING.md": (None, None, None),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
     "xinfer_jax/tool_calls/README.md": (None,),
     "xinfer_jax/generation/README.md": (None, r"\[\[.+\]\]\n", None),
@@ -30,7 +37,7 @@ def blocks(name: str) -> list[tuple[str, str]]:
 
 def test_every_block_is_tested():
     folders = (ROOT / "xinfer_jax", ROOT / "kernels_pallas", ROOT / "scripts")
-    paths = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("README.md"))]
+    paths = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.md"))]
     counts = {str(path.relative_to(ROOT)): len(blocks(path)) for path in paths}
     assert {name: count for name, count in counts.items() if count} == {
         name: len(patterns) for name, patterns in PRINTED.items()
@@ -45,12 +52,27 @@ def test_block_prints(name, number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block, shown) = blocks(name)[number]
     pattern = PRINTED[name][number]
-    exec(compile(block.replace(FROM_THE_HUB, ""), name, "exec"), {})
-    out = capsys.readouterr().out
+    if "make_mesh" in block:
+        (program := tmp_path / "program.py").write_text(block, encoding="utf-8")
+        out = run_script.run_on_devices(8, program)
+    else:
+        exec(compile(block.replace(FROM_THE_HUB, ""), name, "exec"), {})
+        out = capsys.readouterr().out
     if pattern is None:
         assert out == shown
     else:
         assert re.fullmatch(pattern, out, re.DOTALL)
+
+
+def test_the_table_of_leaves_is_that_of_the_specs():
+    leaves: dict[str, set[str]] = {}
+    for case in cases.CASES.values():
+        for leaf in xj.param_names(case.config):
+            axes = ", ".join(axis or "-" for axis in leaf.axes)
+            leaves.setdefault(axes, set()).add(re.sub(r"layers\.\d+", "layers.i", leaf.path))
+    table = [f"| {axes} | {', '.join(f'`{x}`' for x in sorted(leaves[axes]))} |" for axes in sorted(leaves)]
+    text = (ROOT / "xinfer_jax/TRAINING.md").read_text(encoding="utf-8")
+    assert re.search(r"<!-- leaves -->\n(.*?)\n\n", text, re.DOTALL)[1].splitlines()[2:] == table
 
 
 def test_what_to_install_is_not_asked_of_an_index():
