@@ -144,8 +144,6 @@ def test_update_replaces_the_weights(engine, model):
     assert seen == []
     expected = xj.generate(other, model.config, [ids], options)
     assert changed.tokens == expected.tokens and changed.logprobs != own
-    with pytest.raises(xj.InputError, match="other shapes or types"):
-        engine.update(jax.tree.map(lambda x: x.astype(np.float16), model.params))
 
 
 def test_the_host_has_no_view_of_donated_rows(engine):

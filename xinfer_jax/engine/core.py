@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..grammar.matcher import Matcher
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
+from ..weights.params_like import is_deleted
 from .controller import Leader
 from .device import Device
 from .device_programs import SampledTokens
@@ -25,13 +26,14 @@ from .row import Action, LoadPages, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
+from .weight_switch import WeightSwitch
 
 _POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
 _FILE_POLL_SECONDS = 0.001  # the same, as files are read
 _MASK_SECONDS = 0.005  # that rows wait for the mask of another one
 
 
-class EngineCore:
+class EngineCore(WeightSwitch):
     """Executes what the scheduler decides. One thread at a time may call it.
 
     Args:
@@ -66,6 +68,8 @@ class EngineCore:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
             answer.row.salt = self.tiers.salt(answer.row.salt)
+            if answer.row.num_computed:  # another engine prefilled it, maybe before the last switch
+                answer.record_version(self.version)
             self._answers[answer.row] = answer
             self._held[answer] = self._stages(answer)
             if isinstance(answer.matcher, Matcher) and not answer.sampled:
@@ -87,11 +91,22 @@ class EngineCore:
 
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
         """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns whether there was
-        anything to do.
+        anything to do. If the parameters were donated or deleted, all requests fail, and later ones too until
+        `switch`.
         """
+        if self._answers and not self._fail_without_params():
+            try:
+                return self._step(has_new_requests)
+            except Exception:  # they were donated within the step; later ones go on if the pages are whole
+                if not self._fail_without_params() or is_deleted(self.device.pools):
+                    raise
+        return self._step(has_new_requests)
+
+    def _step(self, has_new_requests: Callable[[], bool]) -> bool:
         if self._held:
             ready = {stages for stages in {*self._held.values()} if self._is_ready(stages)}
             held = [answer for answer, stages in self._held.items() if stages in ready]
+            held = [answer for answer in held if answer.has_begun or not self._holds]
             for answer in filter(_has_masks, held):
                 del self._held[answer]
                 self.scheduler.submit(answer.row)
@@ -100,7 +115,7 @@ class EngineCore:
         width = 0
         while self._pacing.may_prefill(width) and (actions := self.scheduler.schedule()):
             busy = True
-            self._execute(actions)
+            self.execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
         skips_decoding = self._pacing.skips_decoding(width, self._is_live)
         if self.scheduler.running and not skips_decoding:
@@ -128,7 +143,7 @@ class EngineCore:
         }
         return frozenset(name for name, needs in needed.items() if needs)
 
-    def _execute(self, actions: Iterable[Action]) -> None:
+    def execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if not isinstance(action, PrefillChunk | Swap | Restore):
                 self.tiers.execute(action)
@@ -158,26 +173,40 @@ class EngineCore:
     def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
         row = chunk.row
         request = answer.request
-        start = chunk.start
-        end = chunk.start + chunk.count
-        args = row.slot, row.pages, row.ids[start:end], start, row.longest
         request.times.setdefault("prefill", time.monotonic())
-        if chunk.is_last or row.logprobs_from is None:
-            is_final = row.logprobs_from is None
-            outputs = self.device.prefill(*args, chunk.is_full, is_final)
-        if row.logprobs_from is not None:  # it writes the pages last, so they have this program's bits
-            targets = row.ids[start + 1 : end + 1]
-            alternatives = self.device.prefill_with_logprobs(*args, targets)
+        answer.record_version(self.version)
+        outputs, targets, alternatives = self.prefill_chunk(chunk, row.slot)
+        if row.logprobs_from is not None:
             logprobs_1T = np.asarray(alternatives.processed_BT)
             count_1 = np.array([len(targets)])
             top = request.num_prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
-            request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
+            request.prompt_logprobs += tokens[max(0, row.logprobs_from - chunk.start - 1) :]
         self._counters.prefill_tokens += chunk.count
         if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
-        if chunk.is_last:
+        if chunk.is_last and answer.state is not None:  # of a row that started anew
+            _, recurrent = self.device.get_row(row.slot)
+            self.device.set_row(row.slot, (answer.state, recurrent))
+            answer.state = None
+        elif chunk.is_last:
             self._sample_first(answer, outputs)
+
+    def prefill_chunk(self, chunk: PrefillChunk, slot: Any) -> tuple[Any, Sequence[int], Any]:
+        """Prefills a chunk into a slot. Returns the outputs of its last token, for the last chunk of a
+        prompt; and the tokens whose `Alternatives` are asked for, and these.
+        """
+        row = chunk.row
+        end = chunk.start + chunk.count
+        args = slot, row.pages, row.ids[chunk.start : end], chunk.start, row.longest
+        outputs = None
+        if row.logprobs_from is None:
+            return self.device.prefill(*args, chunk.is_full, True), (), None
+        if chunk.is_last:
+            outputs = self.device.prefill(*args, chunk.is_full, False)
+        targets = row.ids[chunk.start + 1 : end + 1]
+        # It writes the pages last, so they have this program's bits.
+        return outputs, targets, self.device.prefill_with_logprobs(*args, targets)
 
     def _sample_first(self, answer: Answer, outputs: Any) -> None:
         """The first token of a prefilled row, which decodes from now on."""
@@ -215,7 +244,7 @@ class EngineCore:
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
         steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None and not late else 1
-        self._execute(scheduler.reserve_pages(steps * tokens_per_step))
+        self.execute(scheduler.reserve_pages(steps * tokens_per_step))
         rows: dict[Any, Row] = {row.slot: row for row in scheduler.running if row not in late}
         answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
@@ -309,9 +338,10 @@ class EngineCore:
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         answer.finish_reason = answer.finish_reason or reason
-        answer.swapped = None
+        answer.swapped = answer.state = None
         if self._held.pop(answer, None) is None:  # the scheduler has it
-            self.scheduler.end(answer.row, answer.sampled, valid)
+            row = answer.row
+            self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)
         del self._answers[answer.row]
 
 

@@ -44,6 +44,7 @@ class Progress(NamedTuple):
     prompt_start: int = 0  # log-probabilities of the prompt that were reported before
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
     prefill_seconds: float | None = None  # from the begin of prefill to the first token
+    switches: Sequence[Any] = ()  # all of `Answer.switches`
     error: BaseException | None = None  # why its request failed
 
 
@@ -168,7 +169,8 @@ class EngineEndpoint:
         new = Progress(
             start, answer.sampled[start:], answer.logprobs[start:], answer.alternatives[start:],
             len(answer.tokens), answer.finish_reason, answer.row.hits, answer.passes, answer.accepted,
-            prompt_start, request.prompt_logprobs[prompt_start:], seconds, request.error,
+            prompt_start, request.prompt_logprobs[prompt_start:], seconds, answer.switches,
+            request.error,
         )  # fmt: skip
         self._emit("progress", ticket, new)
 
@@ -188,6 +190,7 @@ def _copy(answer: Answer, engine: Any, is_prefilled: bool) -> Answer:
         row.logprobs_from = None
         own.append(list(answer.sampled), list(answer.logprobs), False)
         own.alternatives += answer.alternatives
+        own.switches = list(answer.switches)
         request.times["first"] = time.monotonic()
     return own
 
@@ -215,6 +218,10 @@ class PrefillCore(RoleCore):
         super().__init__(*args)
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
 
+    @property
+    def is_drained(self) -> bool:
+        return super().is_drained and not self._prefilled
+
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
         """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
         `placement` of the engine that decodes; None: of this one; deliver: is called with the copies.
@@ -241,7 +248,7 @@ class PrefillCore(RoleCore):
     def cache_pages(self, salt: bytes, ids: Sequence[int], first: int, contents: list[Any]) -> None:
         """Keeps pages that another engine decoded, as `EngineEndpoint.cache_pages` says."""
         actions, pages = self.scheduler.cache_pages_of_answer(salt, ids, first)
-        self._execute(actions)
+        self.execute(actions)
         if pages:
             (_, of_pages) = self.placement
             self.device.copy_pages_in(pages, [jax.device_put(part, of_pages) for part in contents])
@@ -255,14 +262,14 @@ class PrefillCore(RoleCore):
             answer.finish_reason = PREFILLED
         return True
 
-    def _execute(self, actions: Iterable[Action]) -> None:
+    def execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
                 self._prefilled[action.row] = self.device.get_row(action.slot, True), pages
                 self.scheduler.end(action.row)
             elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
-                super()._execute([action])
+                super().execute([action])
 
 
 class DecodeCore(RoleCore):

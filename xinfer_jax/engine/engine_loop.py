@@ -43,6 +43,8 @@ class EngineLoop(EngineBase):
         self._calls: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
+        self.updating = threading.Lock()  # one `update` at a time
+        self._stopping = 0  # callers of `between_steps` that wait for the end of a step
         self.error = None
         self.name = "the engine"
         self.counters = EngineCounters()
@@ -81,6 +83,30 @@ class EngineLoop(EngineBase):
         with self._condition:
             self._calls.append(function)
             self._condition.notify_all()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Within the `with` block, of any thread but the engine's, no step runs."""
+        with self._condition:
+            self._stopping += 1
+            self._condition.notify_all()
+        self._step_lock.acquire()
+        with self._condition:
+            self._stopping -= 1
+        try:
+            with _defer_interrupts():
+                yield
+        finally:
+            self._step_lock.release()
+            self.wake()
+
+    def abort_unfinished(self, reason: str) -> None:
+        """Ends all requests between two steps. reason: their finish_reason."""
+        with self._condition:
+            submitted, self._submitted = self._submitted, []
+            requests = list(self._unfinished)
+        self._core.add(submitted)
+        self._core.abort(requests, reason)
 
     def wake(self) -> None:
         with self._condition:
@@ -129,8 +155,10 @@ class EngineLoop(EngineBase):
     def _run(self) -> None:
         try:
             while self.error is None:
-                if not self.step():
-                    with self._condition:
+                busy = self.step()
+                with self._condition:
+                    self._condition.wait_for(lambda: not self._stopping)
+                    if not busy:
                         self._condition.wait_for(self._has_work, 1.0)
         except BaseException as error:  # all requests have it, and later `submit`s raise it
             print(f"{self.name} has failed: {type(error).__name__}: {error}", file=sys.stderr)
@@ -175,7 +203,7 @@ class EngineLoop(EngineBase):
 
     def enqueue(self, requests: list[Request]) -> None:
         with self._condition:
-            self._check_open()
+            self.check_open()
             self._unfinished |= dict.fromkeys(requests)
             self._next_deadline = min([self._next_deadline, *(request.deadline for request in requests)])
             self._submitted += [answer for request in requests for answer in request.answers]

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +24,17 @@ from ..stats import GenerateStats, peak_bytes
 from .row import Row
 
 
+class Switch(NamedTuple):
+    """When an answer's next keys and tokens came from parameters of another version. An answer begins with
+    one.
+    """
+
+    version: int
+    computed: int = 0  # tokens that had keys then
+    sampled: int = 0  # tokens that were sampled before
+    recomputed: bool = False  # all keys were computed anew
+
+
 class Answer:
     """One answer of a request. Iterating gives its ids as they are sampled; every iteration starts at the
     first.
@@ -32,7 +44,9 @@ class Answer:
         logprobs: the model's log-probability of each, and of that id.
         alternatives: with options.logprobs: of each of `logprobs`.
         number: its place among the answers of its request.
-        finish_reason: "eos", "stop", "length", "cancelled", "deadline" or "error"; None before the end.
+        switches: the versions of the engine's parameters, for `Engine.replay`.
+        finish_reason: "eos", "stop", "length", "cancelled", "deadline", "aborted" (by `Engine.update`) or
+            "error"; None before the end.
     """
 
     def __init__(self, request: "Request", row: Row, number: int):
@@ -40,12 +54,14 @@ class Answer:
         self.sampled: list[int] = []  # tokens, with the EOS or stop id
         self.logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
+        self.switches: list[Switch] = []
         self.finish_reason: str | None = None
         self.request = request
         self.emit: Any = None  # where another engine prefilled it: reports an event of its row
         self.row = row
         self.number = number
         self.swapped: Any = None  # of a preempted row: its state (None: it has none yet), and its pages
+        self.state: Any = None  # of a row that computes its keys anew
         self.passes = 0
         self.accepted = 0
         self._detokenizer = request.new_detokenizer() if request.stop_strings else None
@@ -56,6 +72,32 @@ class Answer:
         call = self.request.call
         number_1 = np.array([self.number], np.int32) if call.answers > 1 else None
         return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has keys, or had some."""
+        return bool(self.switches or self.row.num_computed)
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Of each of `logprobs`, the version of the parameters that its token was sampled by."""
+        begins = [switch.sampled for switch in self.switches]
+        return [self.switches[bisect_right(begins, i) - 1].version for i in range(len(self.logprobs))]
+
+    def record_version(self, version: int, recomputes: bool = False) -> None:
+        """What follows comes from parameters of this version. recomputes: the keys of all tokens, too."""
+        if not self.switches:
+            self.switches = [Switch(version)]
+        if recomputes or self.switches[-1].version != version:
+            switch = Switch(version, self.row.num_computed, len(self.sampled), recomputes)
+            self.switches = [*self.switches, switch]
+
+    @property
+    def ids_with_keys(self) -> list[int]:
+        """The prompt and the sampled tokens but for the last one, whose keys are never written before the
+        next.
+        """
+        return [*self.request.ids, *self.sampled[:-1]]
 
     def append(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
         """Appends sampled tokens; finished: the last is an EOS or stop id. Returns whether the answer has
@@ -165,13 +207,13 @@ class Request:
         self.listeners: list[Callable[[], None]] = []  # called when it has new tokens, or has ended
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._single_answer)
+        return iter(self.single_answer)
 
     def text(self) -> Iterator[str]:
-        return self._single_answer.text()
+        return self.single_answer.text()
 
     def text_async(self) -> AsyncIterator[str]:
-        return self._single_answer.text_async()
+        return self.single_answer.text_async()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
         """Waits for the end, and returns the answers as `generate` does.
@@ -190,6 +232,7 @@ class Request:
             finish_reason=[answer.finish_reason or "" for answer in answers],
             stats=self._stats(),
             alternatives=[list(answer.alternatives) for answer in answers] if options.logprobs else None,
+            token_versions=[answer.token_versions for answer in answers],
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
@@ -235,7 +278,7 @@ class Request:
                 listener()
 
     @property
-    def _single_answer(self) -> Answer:
+    def single_answer(self) -> Answer:
         if len(self.answers) != 1:
             raise InputError(f"this request has {len(self.answers)} answers: take each by request.answers[j]")
         return self.answers[0]

@@ -205,7 +205,7 @@ class EngineBase:
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
         """
-        self._check_open()
+        self.check_open()
         if keys is not None and len(keys) != len(prompts):
             raise InputError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
         if deadline is not None and (not isinstance(deadline, int | float | np.number) or not deadline > 0):
@@ -258,7 +258,7 @@ class EngineBase:
             raise InputError(
                 f"prompts must be a list of ids, texts or conversations, got {format_value(prompts)}"
             )
-        self._check_open()
+        self.check_open()
         each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
@@ -294,7 +294,7 @@ class EngineBase:
         """Ends the threads; unfinished requests get an error."""
         raise NotImplementedError
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         for engine in (*self.engines, self):
             if engine.error is not None:
                 why = format_message(engine.error) or type(engine.error).__name__

@@ -90,6 +90,8 @@ class GenerateOutput:
         alternatives: with options.logprobs: of each entry of `logprobs`; else None.
         logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
         prefix: with options.keep_prefix: the cache, for the next call; else None.
+        token_versions: of an engine: of each entry of `logprobs`, the version of the parameters that sampled
+            its token (`Engine.update`); else None.
     """
 
     tokens: list[list[int]]
@@ -99,6 +101,7 @@ class GenerateOutput:
     alternatives: list[list[TokenLogprobs]] | None = None
     logits: list[np.ndarray] | None = None
     prefix: "Prefix | None" = None
+    token_versions: list[list[int]] | None = None
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())

@@ -130,8 +130,8 @@ class PeerEngines(EngineLoop):
             while not stop() and self.missing:
                 self._condition.wait(0.2)
 
-    def _check_open(self) -> None:
-        super()._check_open()
+    def check_open(self) -> None:
+        super().check_open()
         if self.missing:
             raise InputError(self.missing)
 
