@@ -40,7 +40,7 @@ class Case:
     def submit(self, tokens: int, answers: int = 1) -> Fake:
         request = Fake(prompt_logprobs=[], times={}, error=None)
         each = [Row(range(tokens), 100) for _ in range(answers)]
-        lists = ("tokens", "sampled", "logprobs", "alternatives")
+        lists = ("tokens", "sampled", "logprobs", "alternatives", "switches")
         request.answers = [
             Fake(request=request, row=row, finish_reason=None, **{name: [] for name in lists}) for row in each
         ]

@@ -167,6 +167,32 @@ def test_update_changes_both_sides(apart, model):
     assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
 
 
+def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
+    """Both switch between the same steps, so that no version follows a later one; "wait" mixes none."""
+    start = apart.version
+    trees = [jax.tree.map(lambda x, i=i: x * (1 + i / 2), model.params) for i in range(2)]
+    requests = apart.submit_many([prompt(40 + i, 70 + 40 * i) for i in range(8)], options(60))
+    with compiling.events() as seen:
+        for mode in ("continue", "wait", "continue", "abort"):
+            count = apart.stats.generated_tokens
+            apart.wait(lambda count=count: apart.stats.generated_tokens > count + 40 or not apart.load, 60)
+            apart.update(jax.device_get(trees[apart.version % 2]), mode=mode)
+            requests += apart.submit_many([prompt(50 + i, 70) for i in range(4)], options(60))
+        outs = [request.result(60) for request in requests]
+    assert seen == [] and idle(apart)
+    mixed = [set(out.token_versions[0]) for out in outs]
+    assert all(versions == sorted(versions) for out in outs for versions in out.token_versions)
+    assert not any({*range(start, start + 2)} & one and {start + 2, start + 3} & one for one in mixed)
+    assert any(len(one) > 1 for one in mixed)
+    assert {start, start + 4} <= set().union(*mixed) and apart.version == start + 4
+    assert {out.finish_reason[0] for out in outs} == {"length", "aborted"}
+    with pytest.raises(xj.InputError, match="recompute' needs"):
+        apart.update(model.params, mode="recompute")
+    with pytest.raises(xj.InputError, match="replay needs an engine of one process"):
+        apart.replay(requests[0], {})
+    apart.update(model.params)
+
+
 def test_pages_of_old_weights_are_not_given_back(apart, model):
     ids = prompt(30, 100)
     old = apart.submit(ids, options(200), share_answers=True)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
@@ -170,10 +170,13 @@ class Device:
 
     def _set_masks(self, masks_BQW: Any) -> None:
         """Rows keep masks until the next call."""
-        if masks_BQW is not None or self._has_masks:
-            all_bits = np.full(self.rows.context.allowed_bits.shape, ALL_BITS)
-            self.rows = _with_masks(self.rows, self._put(all_bits if masks_BQW is None else masks_BQW))
-        self._has_masks = masks_BQW is not None
+        if (has_masks := masks_BQW is not None) or self._has_masks:
+            old = self.rows.context.allowed_bits
+            masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW
+            if isinstance(getattr(old, "sharding", None), NamedSharding) and old.is_fully_addressable:
+                masks_BQW = jax.device_put(masks_BQW, old.sharding)  # else another program is compiled
+            self.rows = _with_masks(self.rows, self._put(masks_BQW))
+        self._has_masks = has_masks
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in arrays of their own on the device."""
