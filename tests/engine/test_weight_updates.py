@@ -32,7 +32,9 @@ def own_engine(model):
 
 @pytest.fixture
 def engine(own_engine, versions):
-    own_engine.update(versions[0], version=0)
+    with compiling.events() as seen:
+        own_engine.update(versions[0], version=0)
+    assert seen == []
     own_engine._core._pacing.step_seconds = 0.0  # so that the first step decodes few tokens
     yield own_engine
     stats = own_engine.stats

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..checkpoint.loading import Model
@@ -75,7 +74,7 @@ def own_array(new: Any, old: Any = None, copy: bool = False) -> jax.Array:
             new = jax.device_put(new, new.sharding, may_alias=False)
     is_committed = old is not None and old.committed
     if not isinstance(new, jax.Array):
-        return jax.device_put(np.array(new), old.sharding) if is_committed else jnp.array(new)
+        return jax.device_put(np.array(new), old.sharding if is_committed else None)
     if old is None or not (new.committed or is_committed):
         return new
     return jax.device_put(new, old.sharding) if is_committed else jax.device_put(np.asarray(new))
