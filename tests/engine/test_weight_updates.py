@@ -137,14 +137,14 @@ def test_containers_and_dtypes(engine, model, versions):
     engine.update(tree)
     assert engine.generate(ids, xj.GenerateOptions(20))[0].logprobs == found
     own = engine.model.params
-    with pytest.raises(xj.InputError, match=r"types: embed.weight is bfloat16, not float32: leave out cast"):
+    with pytest.raises(xj.InputError, match=r"embed.weight is bfloat16, not float32: leave out cast"):
         engine.update(tree, cast=False)
     del tree["layers"]["0"]["q"]
-    with pytest.raises(xj.InputError, match=r"parameters lack layers.0.q.bias, layers.0.q.weight: give"):
+    with pytest.raises(xj.InputError, match=r"parameters lack layers.0.q.bias: give"):
         engine.update(tree)
     with pytest.raises(xj.InputError, match="unknown leaves: bias"):
         engine.update(versions[1] | dict(bias=tree["final_norm"]))
-    with pytest.raises(xj.InputError, match=r"other shapes: final_norm is \[3\], not \[64\]"):
+    with pytest.raises(xj.InputError, match=r"final_norm has the shape \[3\], not \[64\]"):
         engine.update(versions[1] | dict(final_norm=np.ones(3, np.float32)))
     with pytest.raises(xj.InputError, match="mode must be one of continue, wait"):
         engine.update(versions[1], mode="restart")

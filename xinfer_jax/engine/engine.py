@@ -34,7 +34,7 @@ from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_host_pages, engine_shape, page_settings
 from .warm_up import create_device
-from .weight_updates import own_array, own_params, update_engines
+from .weight_updates import own_array, own_params
 
 
 class Engine(EngineLoop):
@@ -227,37 +227,6 @@ class Engine(EngineLoop):
             core.tiers.identify(page_settings(self.model.params, config, shape))
         return core
 
-    def update(
-        self,
-        params: Params,
-        *,
-        version: int | None = None,
-        mode: str = "continue",
-        cast: bool = True,
-        copy: bool = False,
-    ) -> None:
-        """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
-        any more. An engine whose weights were donated to another program answers again.
-
-        Args:
-            params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
-                engine with int8 or int4 matrices takes floats too, and quantizes them on the host; key heads
-                that it repeats and rows that pad its vocabulary may be missing.
-            version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
-            mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
-                answer starts until those that have are finished, then the weights are replaced. "abort": they
-                end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
-                on.
-            cast: floats of another type are cast. False: they are an error.
-            copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
-                donate them to a training step.
-
-        Raises:
-            InputError: leaves that are missing, unknown or misshapen, before anything changes; "recompute"
-                where prompts and answers are on different devices; the engine is closed.
-        """
-        update_engines(self, params, version, mode, cast, copy)
-
     def replay(self, answer: Answer | Request, params: Mapping[int, Params]) -> list[float]:
         """Computes an answer again, with its own tokens, by the engine's programs. The result is `==`
         `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
@@ -272,7 +241,7 @@ class Engine(EngineLoop):
         """
         if self._roles or self._channel:
             raise InputError("replay needs an engine of one process, without devices of prompts: make one")
-        return replay_answer(self, self._core, answer, params)
+        return replay_answer(self, self.core, answer, params)
 
     def own_params(self, params: Params, cast: bool = True, copy: bool = False) -> Params:
         """Parameters in the form and place of the engine's, as `update` takes them."""
@@ -280,33 +249,23 @@ class Engine(EngineLoop):
             raise InputError("an engine over several processes keeps its weights: make another")
         return own_params(params, self.model, cast, copy)
 
-    def hold(self, holds: bool) -> None:
-        """From now on no answer starts; holds: False: they do again. The caller holds `between_steps`."""
-        self._core.hold(holds)
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether all answers that had started when `hold` was called have ended."""
-        return self._core.is_drained
-
     def switch_params(self, params: Params, version: int, recomputes: bool) -> None:
         """Replaces the weights. The caller holds `between_steps`."""
-        core = self._core
-        core.switch(params, version, recomputes)
+        self.core.switch(params, version, recomputes)
         self.model = dataclasses.replace(self.model, params=params)
         if self._files:
-            core.tiers.identify(page_settings(params, core.device.config, self.shape))
-
-    @property
-    def version(self) -> int:
-        """Of the weights: that of the last `update`."""
-        return self._roles[0].version if self._roles else self._core.version
+            self.core.tiers.identify(page_settings(params, self.model.config, self.shape))
 
     def forget_prompts(self) -> None:
         """After new weights: no engine has pages of earlier prompts."""
         if self._roles:
             self.model = self._roles[0].model
-            self._core.forget_prompts()
+            self.core.forget_prompts()
+
+    @property
+    def version(self) -> int:
+        """Of the weights: that of the last `update`."""
+        return self._roles[0].version if self._roles else self.core.version
 
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` but for the times."""

@@ -55,6 +55,10 @@ class EngineLoop(EngineBase):
         return collect_stats(self.engines, [self.counters])
 
     @property
+    def core(self) -> Any:
+        return self._core
+
+    @property
     def load(self) -> int:
         """Answers of unfinished requests."""
         with self._condition:

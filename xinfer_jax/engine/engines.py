@@ -16,7 +16,6 @@ from .engine import Engine
 from .requests import Answer, Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
-from .weight_updates import update_engines
 
 _WAIT_SECONDS = 0.1  # that `step` waits for new tokens
 
@@ -65,18 +64,6 @@ class Engines(EngineBase):
     def model(self) -> Model:
         """The model, with the first engine's copy of the parameters."""
         return self.engines[0].model
-
-    def update(
-        self,
-        params: Params,
-        *,
-        version: int | None = None,
-        mode: str = "continue",
-        cast: bool = True,
-        copy: bool = False,
-    ) -> None:
-        """`Engine.update` of all engines, between the same steps of each, or of none."""
-        update_engines(self, params, version, mode, cast, copy)
 
     def replay(self, answer: Answer | Request, params: Mapping[int, Params]) -> list[float]:
         """`Engine.replay`, in the first engine."""

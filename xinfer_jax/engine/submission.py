@@ -17,11 +17,13 @@ from ..ops.operation import without_mesh_context
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
+from ..weights.params import Params
 from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
 from .requests import Answer, Request
 from .row import Row
 from .statistics import EngineStats, Renamed, collect_stats
+from .weight_updates import update_engines
 
 _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
@@ -276,6 +278,38 @@ class EngineBase:
             for request in requests:
                 if not request.ended:  # another one failed, or the caller was interrupted
                     request.cancel()
+
+    def update(
+        self,
+        params: Params,
+        *,
+        version: int | None = None,
+        mode: str = "continue",
+        cast: bool = True,
+        copy: bool = False,
+    ) -> None:
+        """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
+        any more. Several engines switch between the same steps. One whose weights were donated to another
+        program answers again.
+
+        Args:
+            params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
+                engine with int8 or int4 matrices takes floats too, and quantizes them on the host; key heads
+                that it repeats and rows that pad its vocabulary may be missing.
+            version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
+            mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
+                answer starts until those that have are finished, then the weights are replaced. "abort": they
+                end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
+                on.
+            cast: floats of another type are cast. False: they are an error.
+            copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
+                donate them to a training step.
+
+        Raises:
+            InputError: leaves that are missing, unknown or misshapen, before anything changes; "recompute"
+                where prompts and answers are on different devices; the engine is closed.
+        """
+        update_engines(self, params, version, mode, cast, copy)
 
     @property
     def stats(self) -> EngineStats:

@@ -26,6 +26,8 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
     if mode not in MODES:
         raise InputError(f"mode must be one of {', '.join(MODES)}, got {format_value(mode)}")
     engines = owner.engines
+    if not engines or not hasattr(engines[0], "core"):
+        raise InputError("engines in other processes keep their weights: start them with others")
     has_roles = engines[0].role is not None
     if has_roles and mode == "recompute":
         raise InputError("mode='recompute' needs prompts and answers on the same devices: take 'wait'")
@@ -46,17 +48,18 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
 @contextmanager
 def _drained(owner: Any) -> Iterator[None]:
     """Ends all answers that have begun, and starts no others within the `with` block."""
+    cores = [engine.core for engine in owner.engines]
     try:
         with _between_steps(owner):
-            for engine in owner.engines:
-                engine.hold(True)
-        while not all(engine.is_drained for engine in owner.engines):  # first where prompts are prefilled
+            for core in cores:
+                core.hold(True)
+        while not all(core.is_drained for core in cores):  # first where prompts are prefilled
             owner.check_open()
             owner.step()
         yield
     finally:
-        for engine in owner.engines:
-            engine.hold(False)
+        for core in cores:
+            core.hold(False)
 
 
 def own_params(params: Any, model: Model, cast: bool, copy: bool) -> Params:

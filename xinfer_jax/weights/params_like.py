@@ -3,7 +3,6 @@ heads, a padded vocabulary.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,35 +27,33 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
     the host. Leaves that fit stay the same arrays. On CPUs nothing is compiled.
 
     Args:
-        params: float arrays, or quantized leaves whose arrays are those of `like` in number and shape.
+        params: float arrays, or the arrays of leaves that are quantized as in `like`.
         config: of `like`.
         cast: floats become those of `like`. False: another dtype is an error.
 
     Raises:
-        InputError: leaves that are missing, unknown, misshapen or deleted; the first one of another dtype
-            without `cast`; a float matrix where `like` has a format that only its checkpoint has.
+        InputError: leaves that are missing, unknown, misshapen, deleted or of another type; a float matrix
+            where `like` has a format that only its checkpoint has.
     """
-    given = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    pairs: list[tuple[ParamSpec, Any]] = []
-    jax.tree.map(lambda spec, old: pairs.append((spec, old)), param_specs(config), like)
-    wanted = [_parts(spec, old, given) for spec, old in pairs]
-    _check_names(given, {name for names in wanted for name in names})
-    if config.rotated and any(is_quantized(old) and spec.name in given for spec, old in pairs):
-        raise InputError("the quantized matrices are rotated: give parameters that load_model quantized so")
-    misshapen = []
-    for (spec, old), names in zip(pairs, wanted, strict=True):
-        for name, part in names.items():
-            x = given[name]
-            if np.shape(x) != part.shape and not (part is old and _fits(np.shape(x), spec, old)):
-                misshapen.append(f"{name} is {list(np.shape(x))}, not {list(part.shape)}")
-            elif getattr(x, "is_deleted", bool)():
-                raise InputError(f"{name} was donated or deleted: give arrays that nobody else donates")
-            elif not cast or x.dtype != getattr(part, "dtype", None):
-                _check_dtype(name, x.dtype, part, cast)
-    if misshapen:
-        raise InputError(f"the new parameters have other shapes: {format_names(misshapen)}")
-    parts = iter([[given[name] for name in names] for names in wanted])
-    return jax.tree.map(lambda spec, old: _converted(spec, old, next(parts)), param_specs(config), like)
+    given = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+    def fit(spec: ParamSpec, old: Any) -> Any:
+        return _fitted(given, spec, old, cast)
+
+    def convert(spec: ParamSpec, old: Any) -> Any:
+        if not is_quantized(old) or spec.name in given:
+            if is_quantized(old) and config.rotated:
+                raise InputError(f"{spec.name} is rotated: give parameters that load_model quantized so")
+            return fit(spec, old)
+        fields, form = jax.tree_util.tree_flatten_with_path(old)
+        names = [_name((spec.name, *path)) for path, _ in fields]
+        specs = [dataclasses.replace(spec, name=name, kv_heads=0) for name in names]
+        return jax.tree.unflatten(form, list(map(fit, specs, jax.tree.leaves(old))))
+
+    new = jax.tree.map(convert, param_specs(config), like)
+    if given:
+        raise InputError(f"the new parameters have unknown leaves: {format_names(given)}: leave them out")
+    return new
 
 
 def is_deleted(tree: Any) -> bool:
@@ -68,62 +65,30 @@ def _name(path: Any) -> str:
     return leaf_name(path).replace("..", ".")  # a field of a leaf has its own dot
 
 
-def _parts(spec: ParamSpec, old: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of the given arrays that make a leaf, and what each of them has to look like."""
-    if not is_quantized(old) or spec.name in given:
-        return {spec.name: old}
-    fields = jax.tree_util.tree_leaves_with_path(old)
-    return {_name((jax.tree_util.DictKey(spec.name), *path)): x for path, x in fields}
-
-
-def _check_names(given: Mapping[str, Any], wanted: set[str]) -> None:
-    missing = sorted(wanted - given.keys())
-    unknown = sorted(given.keys() - wanted)
-    for what, names in (("lack", missing), ("have unknown leaves:", unknown)):
-        if names:
-            raise InputError(f"the new parameters {what} {format_names(names)}: give those of this model")
-
-
-def _check_dtype(name: str, dtype: Any, old: Any, cast: bool) -> None:
-    own = getattr(old, "dtype", None)  # None: a quantized leaf, to be made of floats
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    if is_float and cast and (own is None or jnp.issubdtype(own, jnp.floating)):
-        return
-    if dtype != own:
-        form = own or f"a {type(old).__name__}"
-        remedy = ": leave out cast=False" if is_float and not cast else ""
-        raise InputError(f"the new parameters have other types: {name} is {dtype}, not {form}{remedy}")
-
-
-def _fits(shape: tuple[int, ...], spec: ParamSpec, old: Any) -> bool:
-    """Whether a leaf of this shape becomes one like `old`, with its key heads repeated or rows of zeros."""
-    if shape[1:] != old.shape[1:] or not shape[0]:
-        return False
-    repeated = spec.kv_heads and old.shape[0] % shape[0] == 0 and spec.kv_heads * shape[0] % old.shape[0] == 0
-    return bool(repeated or shape == spec.shape)
-
-
-def _converted(spec: ParamSpec, old: Any, parts: list[Any]) -> Any:
-    if len(parts) > 1:
-        leaves = [_cast(x, of_old) for x, of_old in zip(parts, jax.tree.leaves(old), strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(old), leaves)
-    (x,) = parts
-    if not is_quantized(old) and x.shape == old.shape:
-        return _cast(x, old)
-    x = np.asarray(x)
+def _fitted(given: dict[str, Any], spec: ParamSpec, old: Any, cast: bool) -> Any:
+    """Takes an array out of the given ones, and gives it the form of `old`."""
+    if spec.name not in given:
+        raise InputError(f"the new parameters lack {spec.name}: give all of the model's")
+    x = given.pop(spec.name)
+    if is_deleted(x):
+        raise InputError(f"{spec.name} was donated or deleted: give arrays that nobody else donates")
+    dtype = getattr(old, "dtype", jnp.float32)  # a quantized leaf is made of floats
+    are_floats = all(jnp.issubdtype(each, jnp.floating) for each in (x.dtype, dtype))
+    if x.dtype != dtype and not (cast and are_floats):
+        raise InputError(f"{spec.name} is {x.dtype}, not {dtype}" + ": leave out cast=False" * are_floats)
     rows = old.shape[0]
-    if spec.kv_heads and len(x) < rows:
+    repeats = bool(spec.kv_heads and len(x) and rows % len(x) == 0 == spec.kv_heads * len(x) % rows)
+    if x.shape[1:] != old.shape[1:] or not (len(x) == rows or repeats or x.shape == spec.shape):
+        raise InputError(f"{spec.name} has the shape {list(x.shape)}, not {list(old.shape)}")
+    if not is_quantized(old) and len(x) == rows:
+        on_host = not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
+        return x if x.dtype == dtype else np.asarray(x).astype(dtype) if on_host else x.astype(dtype)
+    x = np.asarray(x)
+    if repeats:
         x_KX = x.reshape(spec.kv_heads * len(x) // rows, -1)
         x = np.repeat(x_KX, rows // len(x), 0).reshape(old.shape)
     x = np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
-    return _quantized(x, spec.name, old) if is_quantized(old) else x.astype(old.dtype)
-
-
-def _cast(x: Any, old: Any) -> Any:
-    if x.dtype == old.dtype:
-        return x
-    on_host = not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
-    return np.asarray(x).astype(old.dtype) if on_host else x.astype(old.dtype)
+    return _quantized(x, spec.name, old) if is_quantized(old) else x.astype(dtype)
 
 
 def _quantized(matrix: np.ndarray, name: str, old: Any) -> Any:
