@@ -115,7 +115,7 @@ class EngineCore(WeightSwitch):
         width = 0
         while self._pacing.may_prefill(width) and (actions := self.scheduler.schedule()):
             busy = True
-            self.execute(actions)
+            self._execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
         skips_decoding = self._pacing.skips_decoding(width, self._is_live)
         if self.scheduler.running and not skips_decoding:
@@ -143,7 +143,7 @@ class EngineCore(WeightSwitch):
         }
         return frozenset(name for name, needs in needed.items() if needs)
 
-    def execute(self, actions: Iterable[Action]) -> None:
+    def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if not isinstance(action, PrefillChunk | Swap | Restore):
                 self.tiers.execute(action)
@@ -208,6 +208,10 @@ class EngineCore(WeightSwitch):
         # It writes the pages last, so they have this program's bits.
         return outputs, targets, self.device.prefill_with_logprobs(*args, targets)
 
+    def lend_pages(self, row: Row) -> None:
+        """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
+        self._execute(self.scheduler.lend_pages(row, row.longest))
+
     def _sample_first(self, answer: Answer, outputs: Any) -> None:
         """The first token of a prefilled row, which decodes from now on."""
         request = answer.request
@@ -244,7 +248,7 @@ class EngineCore(WeightSwitch):
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
         steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None and not late else 1
-        self.execute(scheduler.reserve_pages(steps * tokens_per_step))
+        self._execute(scheduler.reserve_pages(steps * tokens_per_step))
         rows: dict[Any, Row] = {row.slot: row for row in scheduler.running if row not in late}
         answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()

@@ -248,7 +248,7 @@ class PrefillCore(RoleCore):
     def cache_pages(self, salt: bytes, ids: Sequence[int], first: int, contents: list[Any]) -> None:
         """Keeps pages that another engine decoded, as `EngineEndpoint.cache_pages` says."""
         actions, pages = self.scheduler.cache_pages_of_answer(salt, ids, first)
-        self.execute(actions)
+        self._execute(actions)
         if pages:
             (_, of_pages) = self.placement
             self.device.copy_pages_in(pages, [jax.device_put(part, of_pages) for part in contents])
@@ -262,14 +262,14 @@ class PrefillCore(RoleCore):
             answer.finish_reason = PREFILLED
         return True
 
-    def execute(self, actions: Iterable[Action]) -> None:
+    def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
                 self._prefilled[action.row] = self.device.get_row(action.slot, True), pages
                 self.scheduler.end(action.row)
             elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
-                super().execute([action])
+                super()._execute([action])
 
 
 class DecodeCore(RoleCore):

@@ -250,7 +250,7 @@ class Engine(EngineLoop):
         return own_params(params, self.model, cast, copy)
 
     def switch_params(self, params: Params, version: int, recomputes: bool) -> None:
-        """Replaces the weights. The caller holds `between_steps`."""
+        """Replaces the weights. The caller holds `without_steps`."""
         self.core.switch(params, version, recomputes)
         self.model = dataclasses.replace(self.model, params=params)
         if self._files:

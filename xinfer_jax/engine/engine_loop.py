@@ -44,7 +44,7 @@ class EngineLoop(EngineBase):
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
         self.updating = threading.Lock()  # one `update` at a time
-        self._stopping = 0  # callers of `between_steps` that wait for the end of a step
+        self._stopping = 0  # callers of `without_steps` that wait for the end of a step
         self.error = None
         self.name = "the engine"
         self.counters = EngineCounters()
@@ -89,7 +89,7 @@ class EngineLoop(EngineBase):
             self._condition.notify_all()
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def without_steps(self) -> Iterator[None]:
         """Within the `with` block, of any thread but the engine's, no step runs."""
         with self._condition:
             self._stopping += 1

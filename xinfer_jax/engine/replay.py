@@ -30,7 +30,7 @@ def replay_answer(
     _check(engine, answer, params)
     trees = {switch.version: params[switch.version] for switch in answer.switches}
     trees = {version: engine.own_params(tree) for version, tree in trees.items()}
-    with engine.updating, engine.between_steps():
+    with engine.updating, engine.without_steps():
         engine.check_open()
         return _Replay(core, answer).run(trees)
 
@@ -69,7 +69,7 @@ class _Replay:
         core = self._core
         row = self._row
         own = self._device.params
-        core.execute(core.scheduler.lend_pages(row, row.longest))
+        core.lend_pages(row)
         contents = self._device.get_row(self._slot)
         try:
             ends = [*((switch.computed, switch.sampled) for switch in self._answer.switches[1:])]

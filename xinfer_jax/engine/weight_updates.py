@@ -35,7 +35,7 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
         version = owner.version + 1 if version is None else check_integer("version", version, 0)
         owner.check_open()
         trees = [engine.own_params(params, cast, copy) for engine in engines]
-        with _drained(owner) if mode == "wait" else nullcontext(), _between_steps(owner):
+        with _drained(owner) if mode == "wait" else nullcontext(), _without_steps(owner):
             owner.check_open()
             if mode == "abort":
                 for loop in [owner] if has_roles else engines:
@@ -50,7 +50,7 @@ def _drained(owner: Any) -> Iterator[None]:
     """Ends all answers that have begun, and starts no others within the `with` block."""
     cores = [engine.core for engine in owner.engines]
     try:
-        with _between_steps(owner):
+        with _without_steps(owner):
             for core in cores:
                 core.hold(True)
         while not all(core.is_drained for core in cores):  # first where prompts are prefilled
@@ -84,10 +84,10 @@ def own_array(new: Any, old: Any = None, copy: bool = False) -> jax.Array:
 
 
 @contextmanager
-def _between_steps(owner: Any) -> Iterator[None]:
+def _without_steps(owner: Any) -> Iterator[None]:
     """Within the `with` block none of the engines takes a step, nor does who gives them requests."""
     with ExitStack() as stack:
         for loop in dict.fromkeys((owner, *owner.engines)):
-            if hasattr(loop, "between_steps"):
-                stack.enter_context(loop.between_steps())
+            if hasattr(loop, "without_steps"):
+                stack.enter_context(loop.without_steps())
         yield
