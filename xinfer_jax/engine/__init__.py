@@ -7,8 +7,8 @@ what decodes, in which pages) and `pacing` (how much of both is in a step). On t
 `device_programs`, `host_pages`, `device`, `layerwise_device` (on a CPU), `warm_up` (when which programs are
 compiled); `messages` and `controller` let other processes repeat the calls of process 0, and `page_transfer`
 sends arrays to them. An engine: `requests`, `statistics`, `page_files`,
-`page_tiers` (moves pages between device, host memory and files), `core` (one step), `submission` (checks),
-`engine_loop` (the queue, and the thread that takes the steps), `engine`. Several engines: `routing` (creates
+`page_tiers` (moves pages between device, host memory and files), `core` (one step), `pausing`, `submission`
+(checks), `engine_loop` (the queue, and the thread that takes the steps), `engine`. Several: `routing` (makes
 them); `endpoint` (an engine that only prefills, or only decodes), `dispatcher` (which of them gets what;
 `serve` has them in other processes too) and `engines`.
 

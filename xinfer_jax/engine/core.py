@@ -75,6 +75,11 @@ class EngineCore:
         """Ends the pages in files. works: the engine did not fail."""
         self.tiers.close(works)
 
+    def release_cache(self) -> None:
+        """Preempts all rows, and frees the device memory of the pages, until `Device.restore_cache`."""
+        self._execute(self.scheduler.preempt_all())
+        self.device.release_cache()
+
     @property
     def num_held(self) -> int:
         return len(self._held)

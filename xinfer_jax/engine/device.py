@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
@@ -64,17 +64,30 @@ class Device:
         self._run = run
         self._dry_run = dry_run
         self._executor = executor_class(params)(shape.impl, run)
-        mesh = concrete_mesh_of(params)
         norm = params["final_norm"]
-        self._device = norm.device if mesh is None and getattr(norm, "committed", False) else None
-        self.pools: Any = self._create(lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh))
-        self.states = self._create(lambda: self._empty_states(shape.rows, mesh))
-        self._snapshots = self._create(lambda: self._empty_states(shape.snapshots, mesh))
+        self._mesh = concrete_mesh_of(params)
+        self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
+        self.pools, self.states, self._snapshots = self._empty_cache()
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
         self._has_masks = False  # the last call of `decode` had masks
+
+    def release_cache(self) -> None:
+        """Frees the device memory of pages, recurrent states and snapshots."""
+        if self.host:
+            self.host.finish()
+        caches = self.pools, self.states, self._snapshots
+        self._shardings = jax.tree.map(lambda x: x.sharding, caches)
+        for x in jax.tree.leaves(caches):
+            x.delete()
+
+    def restore_cache(self) -> None:
+        """Allocates what `release_cache` freed, with the shardings that it had."""
+        cache = self._empty_cache()
+        placed = cache if self._mesh is None else jax.device_put(cache, self._shardings)
+        self.pools, self.states, self._snapshots = placed
 
     def new_row(
         self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None
@@ -304,6 +317,17 @@ class Device:
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))
         return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
 
+    def _empty_cache(self) -> tuple[Any, Any, Any]:
+        """Pages, recurrent states and snapshots."""
+        shape = self._shape
+        parts = (
+            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh),
+            lambda: self._empty_states(shape.rows),
+            lambda: self._empty_states(shape.snapshots),
+        )
+        pools, states, snapshots = map(self._create, parts)
+        return pools, states, snapshots
+
     def _create(self, function: Callable[[], Any]) -> Any:
         """function(), committed to the device to which a caller committed the parameters."""
         device = self._device
@@ -334,12 +358,13 @@ class Device:
         if with_states:
             self._set_states(slot, cache_states(cache))
 
-    def _empty_states(self, rows: int, mesh: Mesh | None) -> tuple[Recurrent, ...]:
+    def _empty_states(self, rows: int) -> tuple[Recurrent, ...]:
         config = self.config
         drafts = self._shape.num_draft_tokens and 1 + self._shape.num_draft_tokens
         lengths_B: Any = np.zeros(rows, np.int32)
         layers = (
-            Recurrent.empty(config, rows, self._shape.capacity, mesh) for _ in range(config.num_linear_layers)
+            Recurrent.empty(config, rows, self._shape.capacity, self._mesh)
+            for _ in range(config.num_linear_layers)
         )
         return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 

@@ -204,6 +204,10 @@ class RoleCore(EngineCore):
         """The shardings of a row's state and recurrent states, and of a group of pages."""
         return jax.tree.map(lambda x: x.sharding, self.example_row())
 
+    def release_cache(self) -> None:
+        _ = self.placement  # rows still arrive, and leave, without pages here
+        super().release_cache()
+
 
 class PrefillCore(RoleCore):
     """Prefills prompts and samples the first token of each, which ends the answer here. Its row keeps slot

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
 
 from ..errors import InputError
 from ..ops.operation import without_mesh_context
+from .pausing import RUNNING
 from .requests import Answer, Request
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase
@@ -82,6 +84,27 @@ class EngineLoop(EngineBase):
             self._calls.append(function)
             self._condition.notify_all()
 
+    def between_steps(self, function: Callable[[], None]) -> None:
+        """Calls a function before the next step, on the thread that takes the steps. Returns once it was
+        called, or raises its error.
+        """
+        done = Future[None]()
+
+        def call() -> None:
+            try:
+                function()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        with self._condition:
+            self._check_open()
+            self.call_soon(call)
+        self.wait(done.done)
+        if not done.done():
+            self._check_open()
+        done.result()
+
     def wake(self) -> None:
         with self._condition:
             self._condition.notify_all()
@@ -111,11 +134,14 @@ class EngineLoop(EngineBase):
             if time.monotonic() > end:
                 raise TimeoutError(f"no end after {timeout} seconds")
             self.step()
+            if self.phase != RUNNING:
+                self._wait_for_work()
 
     @without_mesh_context
     def step(self) -> bool:
-        """Takes one step on the caller's thread: ends requests, prefills a chunk, decodes. Returns whether
-        there was anything to do. Ctrl-C is raised after the step, which is complete then.
+        """Takes one step on the caller's thread: ends requests and, unless the engine is paused, prefills a
+        chunk and decodes. Returns whether there was anything to do. Ctrl-C is raised after the step, which is
+        complete then.
         """
         with self._step_lock, _defer_interrupts():
             try:
@@ -158,6 +184,8 @@ class EngineLoop(EngineBase):
         self._core.add(submitted)
         self._core.abort(cancelled, "cancelled")
         self._core.abort(late, "deadline")
+        if self.phase != RUNNING:
+            return False
         return self._core.step(lambda: bool(self._submitted))
 
     def _notify(self, requests: Collection[Request]) -> None:

@@ -19,6 +19,7 @@ from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
 from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
+from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
 from .statistics import EngineStats, Renamed, collect_stats
@@ -118,7 +119,7 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
 
 
-class EngineBase:
+class EngineBase(Pausing):
     """The common methods of `Engine` and `Engines`."""
 
     error: BaseException | None = None
@@ -131,11 +132,6 @@ class EngineBase:
     def missing(self) -> str:
         """What there is not, so that no request can be answered now; "": nothing."""
         return ""
-
-    @property
-    def engines(self) -> Sequence[Any]:
-        """The engines that answer: this one."""
-        return (self,)
 
     def submit(
         self,
