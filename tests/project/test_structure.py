@@ -90,7 +90,7 @@ PACKAGES = {
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
         "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
-        "routing", "endpoint", "dispatcher", "pausing", "submission", "engine_loop",
+        "routing", "endpoint", "dispatcher", "pausing", "async_sampling", "submission", "engine_loop",
         "engine", "engines",
     ),
     "api": (

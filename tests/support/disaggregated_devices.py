@@ -170,8 +170,10 @@ def test_update_changes_both_sides(apart, model):
 def test_both_sides_lend_the_memory_of_their_pages(one, apart):
     """While rows prefill, move, wait for pages and decode; some come back to pages of another side."""
     asked = [(prompt(40 + i, 40 + 30 * i), options(90)) for i in range(7)]
-    expected = [engine_requests.outcome(one.submit(*a)) for a in asked]
-    requests = [apart.submit(*a, share_answers=i % 2 > 0) for i, a in enumerate(asked)]
+    alone = [one.submit(*a, processed_logprobs=True) for a in asked]
+    expected = [engine_requests.outcome(request) for request in alone]
+    how = dict(processed_logprobs=True)
+    requests = [apart.submit(*a, share_answers=i % 2 > 0, **how) for i, a in enumerate(asked)]
     assert len(list(itertools.islice(requests[0], 3))) == 3
     with compiling.events() as seen:
         apart.pause()
@@ -186,6 +188,8 @@ def test_both_sides_lend_the_memory_of_their_pages(one, apart):
         found = [engine_requests.outcome(request) for request in requests]
     assert seen == []
     assert all(map(engine_requests.same_outcome, found, [*expected, expected[0]]))
+    for request, other in zip(requests, alone, strict=False):
+        assert request.answers[0].processed == other.answers[0].processed != []
     assert idle(apart)
 
 

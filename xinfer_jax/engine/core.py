@@ -126,6 +126,7 @@ class EngineCore:
         call = answer.request.call
         needed = {
             "sampled": not call.greedy,
+            "processed": answer.request.recorded > 0,
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
@@ -195,8 +196,9 @@ class EngineCore:
         masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
-        row = self.device.new_row(call, answer.key_1, masks_1QW, tables)
-        flags = call.greedy, call.options.logprobs > 0
+        recorded = request.recorded
+        row = self.device.new_row(call, answer.key_1, masks_1QW, tables, recorded)
+        flags = call.greedy, recorded
         out = jax.device_get(self.device.sample_first(slot, outputs, row, *flags))
         now = time.monotonic()
         request.times.setdefault("first", now)
@@ -225,8 +227,8 @@ class EngineCore:
         answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
         pages = {slot: row.pages for slot, row in rows.items()}
-        calls = [answer.request.call for answer in answers.values()]
-        flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
+        asked = [answer.request for answer in answers.values()]
+        flags = all(request.call.greedy for request in asked), max(request.recorded for request in asked)
         out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
         self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
         for slot, answer in answers.items():
@@ -282,6 +284,8 @@ class EngineCore:
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
+        if request.recorded:
+            answer.processed += out.alternatives.processed_BT[slot, :count].tolist()
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
             of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)

@@ -90,12 +90,12 @@ class Device:
         self.pools, self.states, self._snapshots = placed
 
     def new_row(
-        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None
+        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None, recorded: int = 0
     ) -> DecodeState:
         """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
-        arrays of its grammar's `Dfa`.
+        arrays of its grammar's `Dfa`; recorded: `Request.recorded`.
         """
-        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
+        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables), recorded)
         return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
 
     def draft_tokens(self) -> np.ndarray:
@@ -148,10 +148,10 @@ class Device:
         return self._run(programs.PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
 
     def sample_first(
-        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
+        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, recorded: int
     ) -> SampledTokens:
         """Puts a row of `new_row` into a slot, and samples its first token; the result has this row only.
-        outputs: of its last `prefill`; greedy: it uses no sampling setting.
+        outputs: of its last `prefill`; greedy: it uses no sampling setting; recorded: `Request.recorded`.
         """
         logits = self._executor.logits(self._model, outputs)
         state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
@@ -161,11 +161,11 @@ class Device:
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        with_alternatives: bool, masks_BQW: Any = None,
+        recorded: int, masks_BQW: Any = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
-        ended, or one has. With draft tokens a step may append several tokens. greedy, with_alternatives: as
-        in `sample_first`, of all these rows, of any of them. masks_BQW: uint32, the tokens that each row may
+        ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
+        `sample_first`, of all these rows, the most of any. masks_BQW: uint32, the tokens that each row may
         sample in one step; None: all.
         """
         self._set_masks(masks_BQW)
@@ -179,7 +179,7 @@ class Device:
         self.rows, self.pools, self.states, out = self._run(
             programs.DECODE_STEPS, *self._model, *args, *static
         )
-        return out
+        return out if recorded else out._replace(alternatives=None)
 
     def _set_masks(self, masks_BQW: Any) -> None:
         """Rows keep masks until the next call."""
@@ -251,22 +251,22 @@ class Device:
             "prompt_logprobs": lambda: self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0]),
         }
 
-    def _run_short_request(self, greedy: bool = True, with_alternatives: bool = False) -> None:
+    def _run_short_request(self, greedy: bool = True, recorded: int = 0) -> None:
         role = self._shape.role
         if role != "prefill":  # first: it compiles longest
-            self._run_decode(greedy, with_alternatives)
+            self._run_decode(greedy, recorded)
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._run_first(outputs, self.new_row(*self._empty_call), greedy, with_alternatives)
+            self._run_first(outputs, self.new_row(*self._empty_call), greedy, recorded)
         if role is not None:
             self._run_moves()
 
-    def _run_decode(self, greedy: bool, with_alternatives: bool) -> None:
-        self.decode({0: self._all_pages}, 1, False, greedy, with_alternatives)
+    def _run_decode(self, greedy: bool, recorded: int) -> None:
+        self.decode({0: self._all_pages}, 1, False, greedy, recorded)
 
-    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool) -> None:
-        self.sample_first(0, outputs, row, greedy, with_alternatives)
+    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
+        self.sample_first(0, outputs, row, greedy, recorded)
 
     def _run_moves(self) -> None:
         """What a row needs that moves between engines."""
@@ -301,7 +301,9 @@ class Device:
         call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
         return call, call.key
 
-    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
+    def _new_row(
+        self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None, recorded: int = 0
+    ) -> DecodeState:
         """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
         options = call.options
         V = self.config.vocab_size
@@ -314,7 +316,7 @@ class Device:
         automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
         state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
-        alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))
+        alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, recorded > 0))
         return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
 
     def _empty_cache(self) -> tuple[Any, Any, Any]:

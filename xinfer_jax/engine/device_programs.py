@@ -194,6 +194,12 @@ def _alternatives(logits_B1V, taken_BV, token_B):
     return record_alternatives(empty, np.zeros(B, np.int32), logits_BV, lambda: taken_BV, token_B)
 
 
+def _processed_logprobs(logits_B1V, taken_BV, token_B):
+    """float32 [B, 1]: `processed_BT` of `_alternatives`."""
+    taken_BV = logits_B1V[:, 0] if taken_BV is None else taken_BV
+    return jnp.take_along_axis(jax.nn.log_softmax(taken_BV), token_B[:, None], 1)
+
+
 def running_token(lengths, progress, position_B, running_B):
     """What `Executor.forward` takes for one step of the rows that run."""
     active_B = progress.active_B & running_B
@@ -238,6 +244,7 @@ REPEATED_LOGITS = jax.jit(
     _repeated_logits, static_argnames=("config", "rows"), compiler_options=decode_compiler_options()
 )
 ALTERNATIVES = jax.jit(_alternatives)
+PROCESSED_LOGPROBS = jax.jit(_processed_logprobs)
 SET_ROW = jax.jit(_set_row, donate_argnames="rows")
 GET_ROW = jax.jit(_get_row)
 GET_PAGES = jax.jit(_get_pages)

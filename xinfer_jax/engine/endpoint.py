@@ -32,9 +32,10 @@ ELSEWHERE = object()  # stands for the state and pages of a row that another eng
 class Progress(NamedTuple):
     """What is new of an answer."""
 
-    start: int = 0  # tokens that were reported before; the next three are of those after them
+    start: int = 0  # tokens that were reported before; the next four are of those after them
     sampled: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    processed: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
     tokens: int = 0  # number of its tokens, without an EOS or stop id
     reason: str | None = None  # its finish_reason; None: it goes on
@@ -166,9 +167,10 @@ class EngineEndpoint:
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         new = Progress(
-            start, answer.sampled[start:], answer.logprobs[start:], answer.alternatives[start:],
-            len(answer.tokens), answer.finish_reason, answer.row.hits, answer.passes, answer.accepted,
-            prompt_start, request.prompt_logprobs[prompt_start:], seconds, request.error,
+            start, answer.sampled[start:], answer.logprobs[start:], answer.processed[start:],
+            answer.alternatives[start:], len(answer.tokens), answer.finish_reason, answer.row.hits,
+            answer.passes, answer.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds,
+            request.error,
         )  # fmt: skip
         self._emit("progress", ticket, new)
 
@@ -186,6 +188,7 @@ def _copy(answer: Answer, engine: Any, is_prefilled: bool) -> Answer:
     if is_prefilled:
         row.num_computed = len(row.ids)
         row.logprobs_from = None
+        own.processed += answer.processed
         own.append(list(answer.sampled), list(answer.logprobs), False)
         own.alternatives += answer.alternatives
         request.times["first"] = time.monotonic()
@@ -288,7 +291,7 @@ class DecodeCore(RoleCore):
         ((state, recurrent), pages) = contents
         ((of_state, _), _) = self.placement
         if of_state.alternatives is not None and state.alternatives is None:
-            own = self.device.new_row(answer.request.call, answer.key_1)
+            own = self.device.new_row(answer.request.call, answer.key_1, None, None, answer.request.recorded)
             output = own.alternatives, own.output_start_B
             output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
             state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])

@@ -17,6 +17,7 @@ from ..ops.operation import without_mesh_context
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
+from .async_sampling import AsyncSampling
 from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
 from .pausing import Pausing
@@ -119,7 +120,7 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
 
 
-class EngineBase(Pausing):
+class EngineBase(Pausing, AsyncSampling):
     """The common methods of `Engine` and `Engines`."""
 
     error: BaseException | None = None
@@ -166,6 +167,7 @@ class EngineBase(Pausing):
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
         content_after: str | None = None,
+        processed_logprobs: bool = False,
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
@@ -197,6 +199,8 @@ class EngineBase(Pausing):
             content_after: stop strings count in the content only, not in the reasoning; this is what the
                 prompt has of the answer already: "<think>", a header of Harmony, or "". None: they count
                 everywhere.
+            processed_logprobs: also compute the log-probability of each sampled token after the logits
+                processors, temperature included: `Answer.processed`.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
@@ -221,6 +225,7 @@ class EngineBase(Pausing):
         switch = engine.model.config.rope.switches_at
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
+            request.processed_logprobs = bool(processed_logprobs)
             request.num_prompt_logprobs = prompt_logprobs
             if received is not None:
                 request.submitted = received

@@ -1,4 +1,6 @@
-"""Engines that are paused, and that lend the memory of their pages."""
+"""What training calls: an engine pauses, lends the memory of its pages, and gives rollouts as arrays."""
+
+import asyncio
 
 import compiling
 import jax
@@ -65,6 +67,60 @@ def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
     assert engine.stats.pages_cached + engine.stats.pages_free == engine.pages - 1
 
 
+def test_sample_gives_log_probabilities_as_arrays(engine):
+    """Those of the distribution that was sampled from too; beside rows that do not ask for them."""
+    settings = xj.SamplingConfig(temperature=0.7, top_k=8)
+    options = xj.GenerateOptions(12, settings, eos_token_ids=(7,))
+    both = xj.GenerateOptions(12, settings, eos_token_ids=(), logprobs=20)
+    ids = prompt(5, 9)
+
+    async def several() -> list[xj.SampleOutput]:
+        engine.submit(ids, LONG)
+        calls = [engine.sample(np.array(ids), options, seed=seed) for seed in (1, 2)]
+        calls += [engine.sample(ids, both, seed=3), engine.sample(ids, options)]
+        return await asyncio.gather(*calls)
+
+    async def again(seed: int) -> xj.SampleOutput:
+        return await engine.sample(ids, options, seed=seed)
+
+    engine.__enter__()
+    outs = asyncio.run(several())
+    same = asyncio.run(again(outs[3].seed))
+    request = engine.submit(ids, options, key=jax.random.key(1))
+    assert request.result().logprobs == [outs[0].logprobs_T.tolist()] and not request.answers[0].processed
+    for bad, message in (
+        ((dict(ids="text")), "ids must be a list of token ids, got 'text'"),
+        (dict(ids=ids, options=xj.GenerateOptions(n=2)), "gives one answer, got n=2"),
+        (dict(ids=ids, key=jax.random.key(0)), "takes no key: give a seed"),
+        (dict(ids=ids, seed=-1), "seed must be a whole number from 0"),
+    ):
+        with pytest.raises(xj.InputError, match=message):
+            asyncio.run(engine.sample(**bad))
+    assert asyncio.run(cancelled(engine, ids)) == 0
+    assert outs[3].seed != outs[0].seed and same.tokens_T.tolist() == outs[3].tokens_T.tolist()
+    assert (same.processed_T == outs[3].processed_T).all() and outs[0].alternatives is None
+    assert [a.processed_logprob for a in outs[2].alternatives] == pytest.approx(outs[2].processed_T.tolist())
+    for i, out in enumerate(outs):
+        assert out.finish_reason == ("eos" if i != 2 and out.tokens_T[-1] == 7 else "length")
+    out = outs[2]
+    for token, raw, processed in zip(out.alternatives, out.logprobs_T, out.processed_T, strict=True):
+        kept = {id: logprob / 0.7 for id, logprob in token.top[:8]}
+        total = np.log(np.exp(list(kept.values())).sum())
+        assert dict(token.top)[token.id] == pytest.approx(raw, abs=1e-5)
+        assert kept[token.id] - total == pytest.approx(processed, abs=1e-5)
+
+
+async def cancelled(engine: xj.Engine, ids: list[int]) -> int:
+    """Unfinished requests after a task was cancelled."""
+    task = asyncio.create_task(engine.sample(ids, LONG))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    while engine.load:
+        await asyncio.sleep(0.01)
+    return engine.load
+
+
 def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
     for call in (engine.resume, engine.release_cache, engine.restore_cache):
         with pytest.raises(xj.InputError, match="this one is running: the order is pause, release_cache"):
@@ -85,8 +141,7 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
     engine.restore_cache()
     engine.release_cache()
     waiting = engine.submit([5], LONG)
-    with engine:
-        engine.close()
+    engine.close()
     with pytest.raises(xj.InputError, match="closed before the request ended"):
         waiting.result()
     with pytest.raises(xj.InputError, match="is closed"):
