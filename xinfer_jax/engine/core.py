@@ -60,6 +60,7 @@ class EngineCore:
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
+        self._firsts: dict[Answer, int] = {}  # whose prompt was prefilled in this step, and their slots
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
@@ -107,6 +108,7 @@ class EngineCore:
             busy = True
             self._execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
+        self._sample_firsts()
         skips_decoding = self._pacing.skips_decoding(width, self._is_live)
         if self.scheduler.running and not skips_decoding:
             busy = True
@@ -139,7 +141,11 @@ class EngineCore:
             if not isinstance(action, PrefillChunk | Swap | Restore):
                 self.tiers.execute(action)
                 continue
-            answer = self._answers[action.row]
+            if isinstance(action, Swap):
+                self._sample_firsts()
+            answer = self._answers.get(action.row)
+            if answer is None:  # it ended with its first token
+                continue
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
             elif isinstance(action, Restore):
@@ -183,12 +189,11 @@ class EngineCore:
         if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
         if chunk.is_last:
-            self._sample_first(answer, outputs)
+            self._put_first(answer, outputs)
 
-    def _sample_first(self, answer: Answer, outputs: Any) -> None:
-        """The first token of a prefilled row, which decodes from now on."""
+    def _put_first(self, answer: Answer, outputs: Any) -> None:
+        """Lets `_sample_firsts` sample the first token of a prefilled row."""
         request = answer.request
-        call = request.call
         slot: Any = answer.row.slot
         masks_BQW = self._masks([answer])
         if answer.row not in self._answers:  # it failed
@@ -196,16 +201,32 @@ class EngineCore:
         masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
-        recorded = request.recorded
-        row = self.device.new_row(call, answer.key_1, masks_1QW, tables, recorded)
-        flags = call.greedy, recorded
-        out = jax.device_get(self.device.sample_first(slot, outputs, row, *flags))
+        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded)
+        self.device.put_first(slot, outputs, row)
+        self._firsts[answer] = slot
+
+    def _sample_firsts(self) -> None:
+        """Samples the first tokens of the rows that were prefilled in this step, which decode from now on:
+        together, since that takes as long as a step of all slots.
+        """
+        firsts = {answer: slot for answer, slot in self._firsts.items() if answer.row in self._answers}
+        self._firsts = {}
+        if not firsts:
+            return
+        requests = dict.fromkeys(answer.request for answer in firsts)
+        greedy = all(request.call.greedy for request in requests)
+        recorded = max(request.recorded for request in requests)
+        outs = self.device.sample_first([*firsts.values()], greedy, recorded)
         now = time.monotonic()
-        request.times.setdefault("first", now)
-        if answer is request.answers[0]:
-            self.tiers.note_prefill(len(request.ids) - answer.row.hits, now - request.times["prefill"])
-        self._append(answer, out, 0)
-        self._notify([request])
+        for answer, out in zip(firsts, outs, strict=True):
+            request = answer.request
+            request.times.setdefault("first", now)
+            if len(firsts) == 1 and answer is request.answers[0]:
+                seconds = now - request.times["prefill"]
+                self.tiers.note_prefill(len(request.ids) - answer.row.hits, seconds)
+            if answer.row in self._answers:  # it did not fail with another answer of its request
+                self._append(answer, out, 0)
+        self._notify(requests)
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
         """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks

@@ -72,6 +72,7 @@ class Device:
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
+        self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
 
     def release_cache(self) -> None:
@@ -147,17 +148,24 @@ class Device:
     def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
         return self._run(programs.PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
 
-    def sample_first(
-        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, recorded: int
-    ) -> SampledTokens:
-        """Puts a row of `new_row` into a slot, and samples its first token; the result has this row only.
-        outputs: of its last `prefill`; greedy: it uses no sampling setting; recorded: `Request.recorded`.
+    def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
+        """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
+        self._firsts[slot] = outputs, row
+
+    def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
+        """Puts rows of `put_first` into these slots, and samples their first tokens; on the host, each row's
+        apart. greedy: they use no sampling setting; recorded: the most `Request.recorded` of any.
         """
-        logits = self._executor.logits(self._model, outputs)
-        state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
-        row, out = self._run(programs.TAKE_OUTPUT, state)
-        self._put_row(slot, row)
-        return out
+        firsts, self._firsts = self._firsts, {}
+        outs = []
+        for slot in slots:
+            outputs, row = firsts[slot]
+            logits = self._executor.logits(self._model, outputs)
+            state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
+            row, out = self._run(programs.TAKE_OUTPUT, state)
+            self._put_row(slot, row)
+            outs.append(out)
+        return outs if self._dry_run else jax.device_get(outs)
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
@@ -266,7 +274,8 @@ class Device:
         self.decode({0: self._all_pages}, 1, False, greedy, recorded)
 
     def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
-        self.sample_first(0, outputs, row, greedy, recorded)
+        self.put_first(0, outputs, row)
+        self.sample_first([0], greedy, recorded)
 
     def _run_moves(self) -> None:
         """What a row needs that moves between engines."""

@@ -175,12 +175,10 @@ def _target_logprobs(params, config, hidden_1TD, target_T):
     return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None)
 
 
-def _repeated_logits(params, config, x_11D, rows):
-    """float32 [B, 1, V]: the logits of a hidden state before the last norm, the same for each of `rows`
-    rows.
-    """
+def _set_logits(params, config, x_11D, logits_B1V, slot):
+    """logits_B1V with those of a hidden state before the last norm in a slot."""
     logits_11V = unembed(params, config, final_norm(params, config, x_11D))
-    return jnp.broadcast_to(logits_11V, (rows, *logits_11V.shape[1:]))
+    return jax.lax.dynamic_update_slice_in_dim(logits_B1V, logits_11V, slot, 0)
 
 
 def _alternatives(logits_B1V, taken_BV, token_B):
@@ -240,8 +238,11 @@ PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
 ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
 TAKE_OUTPUT = jax.jit(_take_output)
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")
-REPEATED_LOGITS = jax.jit(
-    _repeated_logits, static_argnames=("config", "rows"), compiler_options=decode_compiler_options()
+SET_LOGITS = jax.jit(
+    _set_logits,
+    static_argnames="config",
+    donate_argnames="logits_B1V",
+    compiler_options=decode_compiler_options(),
 )
 ALTERNATIVES = jax.jit(_alternatives)
 PROCESSED_LOGPROBS = jax.jit(_processed_logprobs)

@@ -264,6 +264,8 @@ class PrefillCore(RoleCore):
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
+            if isinstance(action, Swap):
+                self._sample_firsts()
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
                 self._prefilled[action.row] = self.device.get_row(action.slot, True), pages

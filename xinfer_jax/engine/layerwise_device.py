@@ -41,13 +41,11 @@ class LayerwiseDevice(Device):
             programs.TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T
         ), cache
 
-    def sample_first(
-        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, recorded: int
-    ) -> SampledTokens:
-        """Samples the first token of a row by the programs of a decode step."""
-        among_B = np.arange(self._shape.rows) == slot
-        step = self._sample_first(slot, outputs, row, among_B, greedy, recorded)
-        return jax.tree.map(lambda x_B: x_B[slot : slot + 1], _sampled_tokens([step], among_B))
+    def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
+        """Samples the first tokens of rows by the programs of one decode step."""
+        among_B = np.isin(np.arange(self._shape.rows), slots)
+        out = _sampled_tokens([self._sample_first(slots, among_B, greedy, recorded)], among_B)
+        return [jax.tree.map(lambda x_B, i=slot: x_B[i : i + 1], out) for slot in slots]
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
@@ -88,7 +86,8 @@ class LayerwiseDevice(Device):
         self._decode_step(self._decode_cache({}), self._no_rows_B, greedy, recorded)
 
     def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
-        self._sample_first(0, outputs, row, self._no_rows_B, greedy, recorded)
+        self.put_first(0, outputs, row)
+        self._sample_first([0], self._no_rows_B, greedy, recorded)
 
     @property
     def _no_rows_B(self) -> np.ndarray:
@@ -121,13 +120,15 @@ class LayerwiseDevice(Device):
         logits_B1V, cache = self._executor.forward(self._model, running_token, inputs, cache, 0)
         return cache, self._append_token(logits_B1V, running_B, greedy, recorded)
 
-    def _sample_first(  # noqa: PLR0913
-        self, slot: int, outputs: Any, row: DecodeState, among_B: np.ndarray, greedy: bool,
-        recorded: int,
-    ) -> _Step:  # fmt: skip
-        self._put_row(slot, row)
-        args = *without_model_layers(self._model), outputs, self._shape.rows
-        logits_B1V = self._run(programs.REPEATED_LOGITS, *args)
+    def _sample_first(self, slots: list[int], among_B: np.ndarray, greedy: bool, recorded: int) -> _Step:
+        firsts, self._firsts = self._firsts, {}
+        logits_B1V: Any = np.zeros((self._shape.rows, 1, self.config.vocab_size), np.float32)
+        logits_B1V = self._put(logits_B1V)
+        for slot in slots:
+            outputs, row = firsts[slot]
+            self._put_row(slot, row)
+            args = *without_model_layers(self._model), outputs, logits_B1V, np.int32(slot)
+            logits_B1V = self._run(programs.SET_LOGITS, *args)
         return self._append_token(logits_B1V, among_B, greedy, recorded)
 
     def _append_token(self, logits_B1V: Any, among_B: np.ndarray, greedy: bool, recorded: int) -> _Step:
