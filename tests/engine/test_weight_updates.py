@@ -122,6 +122,25 @@ def test_abort(engine, versions):
     assert {*submit(engine, [4] * 9).result().token_versions[0]} == {1}
 
 
+def test_paused_engines_switch_too(engine, versions):
+    """With their pages in host memory: rows go on with them, or compute them anew."""
+    requests = [start(engine, [4] * 90, 3)]
+    with compiling.events() as seen:
+        for version, mode in ((1, "continue"), (2, "recompute")):
+            advance(engine, requests[0], 20 * version)
+            requests.append(submit(engine, [5] * 9 * version))
+            engine.pause()
+            engine.release_cache()
+            with pytest.raises(xj.InputError, match="wait' is for an engine that runs"):
+                engine.update(versions[0], mode="wait")
+            engine.update(versions[version], mode=mode)
+            engine.restore_cache()
+            engine.resume()
+        outs = [request.result() for request in requests]
+        check(engine, requests, versions)
+    assert seen == [] and {*outs[0].token_versions[0]} == {0, 1, 2}
+
+
 def test_containers_and_dtypes(engine, model, versions):
     tree = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), versions[1])
     rounded = jax.tree.map(lambda x: x.astype(np.float32), tree)

@@ -193,6 +193,32 @@ def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
     apart.update(model.params)
 
 
+def test_both_sides_lend_the_memory_of_their_pages(one, apart):
+    """While rows prefill, move, wait for pages and decode; some come back to pages of another side."""
+    asked = [(prompt(40 + i, 40 + 30 * i), options(90)) for i in range(7)]
+    alone = [one.submit(*a, processed_logprobs=True) for a in asked]
+    expected = [engine_requests.outcome(request) for request in alone]
+    how = dict(processed_logprobs=True)
+    requests = [apart.submit(*a, share_answers=i % 2 > 0, **how) for i, a in enumerate(asked)]
+    assert len(list(itertools.islice(requests[0], 3))) == 3
+    with compiling.events() as seen:
+        apart.pause()
+        apart.release_cache()
+        pools = [x for engine in apart.engines for x in jax.tree.leaves(engine._core.device.pools)]
+        assert all(x.is_deleted() for x in pools)
+        requests.append(apart.submit(*asked[0]))
+        time.sleep(0.3)  # rows arrive meanwhile
+        assert not requests[-1].ended
+        apart.restore_cache()
+        apart.resume()
+        found = [engine_requests.outcome(request) for request in requests]
+    assert seen == []
+    assert all(map(engine_requests.same_outcome, found, [*expected, expected[0]]))
+    for request, other in zip(requests, alone, strict=False):
+        assert request.answers[0].processed == other.answers[0].processed != []
+    assert idle(apart)
+
+
 def test_pages_of_old_weights_are_not_given_back(apart, model):
     ids = prompt(30, 100)
     old = apart.submit(ids, options(200), share_answers=True)
@@ -294,6 +320,8 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     with pytest.raises(xj.InputError, match="the decode process .* is gone"):
         request.result(60)
     assert front.missing == "no decode process is connected" and not front.alive
+    with pytest.raises(xj.InputError, match="is for engines of this process"):
+        front.pause()
     front.close()
     for connection in silent:
         connection.close()

@@ -62,6 +62,7 @@ class EngineCore(WeightSwitch):
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
+        self._firsts: dict[Answer, int] = {}  # whose prompt was prefilled in this step, and their slots
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
@@ -78,6 +79,11 @@ class EngineCore(WeightSwitch):
     def close(self, works: bool) -> None:
         """Ends the pages in files. works: the engine did not fail."""
         self.tiers.close(works)
+
+    def release_cache(self) -> None:
+        """Preempts all rows, and frees the device memory of the pages, until `Device.restore_cache`."""
+        self._execute(self.scheduler.preempt_all())
+        self.device.release_cache()
 
     @property
     def num_held(self) -> int:
@@ -117,6 +123,7 @@ class EngineCore(WeightSwitch):
             busy = True
             self._execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
+        self._sample_firsts()
         skips_decoding = self._pacing.skips_decoding(width, self._is_live)
         if self.scheduler.running and not skips_decoding:
             busy = True
@@ -136,6 +143,7 @@ class EngineCore(WeightSwitch):
         call = answer.request.call
         needed = {
             "sampled": not call.greedy,
+            "processed": answer.request.recorded > 0,
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
@@ -148,7 +156,11 @@ class EngineCore(WeightSwitch):
             if not isinstance(action, PrefillChunk | Swap | Restore):
                 self.tiers.execute(action)
                 continue
-            answer = self._answers[action.row]
+            if isinstance(action, Swap):
+                self._sample_firsts()
+            answer = self._answers.get(action.row)
+            if answer is None:  # it ended with its first token
+                continue
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
             elif isinstance(action, Restore):
@@ -190,7 +202,7 @@ class EngineCore(WeightSwitch):
             self.device.set_row(row.slot, (answer.state, recurrent))
             answer.state = None
         elif chunk.is_last:
-            self._sample_first(answer, outputs)
+            self._put_first(answer, outputs)
 
     def prefill_chunk(self, chunk: PrefillChunk, slot: Any) -> tuple[Any, Sequence[int], Any]:
         """Prefills a chunk into a slot. Returns the outputs of its last token, for the last chunk of a
@@ -212,10 +224,9 @@ class EngineCore(WeightSwitch):
         """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
         self._execute(self.scheduler.lend_pages(row, row.longest))
 
-    def _sample_first(self, answer: Answer, outputs: Any) -> None:
-        """The first token of a prefilled row, which decodes from now on."""
+    def _put_first(self, answer: Answer, outputs: Any) -> None:
+        """Lets `_sample_firsts` sample the first token of a prefilled row."""
         request = answer.request
-        call = request.call
         slot: Any = answer.row.slot
         masks_BQW = self._masks([answer])
         if answer.row not in self._answers:  # it failed
@@ -223,15 +234,32 @@ class EngineCore(WeightSwitch):
         masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
-        row = self.device.new_row(call, answer.key_1, masks_1QW, tables)
-        flags = call.greedy, call.options.logprobs > 0
-        out = jax.device_get(self.device.sample_first(slot, outputs, row, *flags))
+        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded)
+        self.device.put_first(slot, outputs, row)
+        self._firsts[answer] = slot
+
+    def _sample_firsts(self) -> None:
+        """Samples the first tokens of the rows that were prefilled in this step, which decode from now on:
+        together, since that takes as long as a step of all slots.
+        """
+        firsts = {answer: slot for answer, slot in self._firsts.items() if answer.row in self._answers}
+        self._firsts = {}
+        if not firsts:
+            return
+        requests = dict.fromkeys(answer.request for answer in firsts)
+        greedy = all(request.call.greedy for request in requests)
+        recorded = max(request.recorded for request in requests)
+        outs = self.device.sample_first([*firsts.values()], greedy, recorded)
         now = time.monotonic()
-        request.times.setdefault("first", now)
-        if answer is request.answers[0]:
-            self.tiers.note_prefill(len(request.ids) - answer.row.hits, now - request.times["prefill"])
-        self._append(answer, out, 0)
-        self._notify([request])
+        for answer, out in zip(firsts, outs, strict=True):
+            request = answer.request
+            request.times.setdefault("first", now)
+            if len(firsts) == 1 and answer is request.answers[0]:
+                seconds = now - request.times["prefill"]
+                self.tiers.note_prefill(len(request.ids) - answer.row.hits, seconds)
+            if answer.row in self._answers:  # it did not fail with another answer of its request
+                self._append(answer, out, 0)
+        self._notify(requests)
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
         """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks
@@ -253,8 +281,8 @@ class EngineCore(WeightSwitch):
         answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
         pages = {slot: row.pages for slot, row in rows.items()}
-        calls = [answer.request.call for answer in answers.values()]
-        flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
+        asked = [answer.request for answer in answers.values()]
+        flags = all(request.call.greedy for request in asked), max(request.recorded for request in asked)
         out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
         self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
         for slot, answer in answers.items():
@@ -310,6 +338,8 @@ class EngineCore(WeightSwitch):
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
+        if request.recorded:
+            answer.processed += out.alternatives.processed_BT[slot, :count].tolist()
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
             of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)

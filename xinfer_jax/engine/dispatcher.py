@@ -139,6 +139,7 @@ class Dispatcher:
         answer.accepted = new.accepted
         known = max(0, len(answer.logprobs) - new.start)
         answer.alternatives += new.alternatives[known:]
+        answer.processed += new.processed[known:]
         answer.logprobs += new.logprobs[known:]
         answer.sampled += new.sampled[known:]
         answer.tokens += answer.sampled[len(answer.tokens) : new.tokens]

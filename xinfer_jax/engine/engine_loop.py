@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from ..errors import InputError
 from ..ops.operation import without_mesh_context
+from .pausing import RUNNING
 from .requests import Answer, Request
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase
@@ -104,6 +105,13 @@ class EngineLoop(EngineBase):
             self._step_lock.release()
             self.wake()
 
+    @without_mesh_context
+    def between_steps(self, function: Callable[[], None]) -> None:
+        """Calls a function when no step runs, or raises its error."""
+        with self.without_steps():
+            self.check_open()
+            function()
+
     def abort_unfinished(self, reason: str) -> None:
         """Ends all requests between two steps. reason: their finish_reason."""
         with self._condition:
@@ -141,11 +149,14 @@ class EngineLoop(EngineBase):
             if time.monotonic() > end:
                 raise TimeoutError(f"no end after {timeout} seconds")
             self.step()
+            if self.phase != RUNNING:
+                self._wait_for_work()
 
     @without_mesh_context
     def step(self) -> bool:
-        """Takes one step on the caller's thread: ends requests, prefills a chunk, decodes. Returns whether
-        there was anything to do. Ctrl-C is raised after the step, which is complete then.
+        """Takes one step on the caller's thread: ends requests and, unless the engine is paused, prefills a
+        chunk and decodes. Returns whether there was anything to do. Ctrl-C is raised after the step, which is
+        complete then.
         """
         with self._step_lock, _defer_interrupts():
             try:
@@ -190,6 +201,8 @@ class EngineLoop(EngineBase):
         self._core.add(submitted)
         self._core.abort(cancelled, "cancelled")
         self._core.abort(late, "deadline")
+        if self.phase != RUNNING:
+            return False
         return self._core.step(lambda: bool(self._submitted))
 
     def _notify(self, requests: Collection[Request]) -> None:

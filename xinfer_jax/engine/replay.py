@@ -14,13 +14,16 @@ import jax
 import numpy as np
 
 from ..errors import InputError, format_names
+from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
 from .core import EngineCore
+from .pausing import RELEASED
 from .requests import Answer, Request
 from .row import Row
 
 
+@without_mesh_context
 def replay_answer(
     engine: Any, core: EngineCore, answer: Answer | Request, params: Mapping[int, Params]
 ) -> list[float]:
@@ -40,6 +43,8 @@ def _check(engine: Any, answer: Answer, params: Mapping[int, Params]) -> None:
         raise InputError("replay needs an answer that has ended, with at least one token")
     if missing := sorted({switch.version for switch in answer.switches} - {*params}):
         raise InputError(f"the answer needs parameters of version {format_names(missing)}: give them too")
+    if engine.phase == RELEASED:
+        raise InputError("an engine without pages cannot replay: call restore_cache() first")
     row = answer.row
     if row.share_answers and not (row.exact and len(row.ids) == len(answer.request.ids)):
         raise InputError("with share_answers it has pages of other answers, which replay does not have")
@@ -105,11 +110,13 @@ class _Replay:
             if chunk.is_last and not self._logprobs:
                 masks_BQW = self._masks()
                 state = self._device.new_row(self._call, self._answer.key_1, masks_BQW[:1])
-                self._append(self._device.sample_first(self._slot, outputs, state, False, False), 0)
+                self._device.put_first(self._slot, outputs, state)
+                (first,) = self._device.sample_first([self._slot], False, 0)
+                self._append(first, 0)
 
     def _decode(self) -> None:
         pages = {self._slot: self._row.pages}
-        out = self._device.decode(pages, 1, False, False, False, self._masks())
+        out = self._device.decode(pages, 1, False, False, 0, self._masks())
         if not (count := self._append(out, self._slot)):
             raise InputError("these parameters give numbers that are not finite")
         self._row.num_computed += count

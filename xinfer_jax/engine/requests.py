@@ -42,6 +42,7 @@ class Answer:
     Attributes:
         tokens: ids so far, without an EOS or stop id at the end.
         logprobs: the model's log-probability of each, and of that id.
+        processed: those after the logits processors, if its request asks for them.
         alternatives: with options.logprobs: of each of `logprobs`.
         number: its place among the answers of its request.
         switches: the versions of the engine's parameters, for `Engine.replay`.
@@ -53,6 +54,7 @@ class Answer:
         self.tokens: list[int] = []
         self.sampled: list[int] = []  # tokens, with the EOS or stop id
         self.logprobs: list[float] = []
+        self.processed: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.switches: list[Switch] = []
         self.finish_reason: str | None = None
@@ -114,7 +116,7 @@ class Answer:
             if self._detokenizer is not None:
                 self._detokenizer.push(token)
                 if self._detokenizer.ended:
-                    for per_token in (self.sampled, self.logprobs, self.alternatives):
+                    for per_token in (self.sampled, self.logprobs, self.processed, self.alternatives):
                         del per_token[len(self.tokens) :]
                     return self._end("stop")
         if finished:
@@ -201,6 +203,7 @@ class Request:
         self.cancelled = False
         self.content_after: str | None = None
         self.live = False  # a caller may stream its answers, and more requests may come meanwhile
+        self.processed_logprobs = False  # its answers have `processed`
         self.num_prompt_logprobs: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
         self.times: dict[str, float] = {}  # "prefill": begin, "first": first token, "ended": end
@@ -240,6 +243,13 @@ class Request:
         """Ends it at the engine's next step, with the finish_reason "cancelled"."""
         self.cancelled = True
         self.engine.cancel(self)
+
+    @property
+    def recorded(self) -> int:
+        """What is recorded of each token beside its log-probability: 0: nothing, 1: `Answer.processed`, 2:
+        alternatives too.
+        """
+        return 2 if self.call.options.logprobs else int(self.processed_logprobs)
 
     @property
     def answered(self) -> bool:
@@ -303,14 +313,18 @@ class Request:
         return stats
 
 
+def check_started(engine: Any) -> None:
+    if not engine.started:
+        raise InputError("an event loop needs an engine with a thread: with xj.Engine(model) as engine: …")
+
+
 async def request_updates(requests: Sequence[Request], quiet: float | None = None) -> AsyncIterator[bool]:
     """True at once, and whenever requests to one engine may have new tokens; False after `quiet` seconds
     without.
     """
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
-    if not requests[0].engine.started:
-        raise InputError("an event loop needs an engine with a thread: with xj.Engine(model) as engine: …")
+    check_started(requests[0].engine)
 
     def wake() -> None:
         loop.call_soon_threadsafe(event.set)

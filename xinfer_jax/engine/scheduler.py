@@ -248,6 +248,12 @@ class Scheduler:
         for row in [*self.rows_with_slots, *self.waiting]:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out
 
+    def preempt_all(self) -> list[Action]:
+        """Preempts the rows that have slots, and empties the prefix cache: no page is used any more."""
+        actions: list[Action] = [self._preempt(row) for row in self.rows_with_slots]
+        self.reset_prefix_cache()
+        return actions
+
     def _admit(self, row: Row, actions: list[Action]) -> bool:
         """Gives a waiting row a slot and the cached pages of its prompt, if it fits, and none of these pages
         are in files. If some are, it waits for them first.

@@ -18,8 +18,10 @@ from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
 from ..weights.params import Params
+from .async_sampling import AsyncSampling
 from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
+from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
 from .statistics import EngineStats, Renamed, collect_stats
@@ -120,7 +122,7 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
 
 
-class EngineBase:
+class EngineBase(Pausing, AsyncSampling):
     """The common methods of `Engine` and `Engines`."""
 
     error: BaseException | None = None
@@ -133,11 +135,6 @@ class EngineBase:
     def missing(self) -> str:
         """What there is not, so that no request can be answered now; "": nothing."""
         return ""
-
-    @property
-    def engines(self) -> Sequence[Any]:
-        """The engines that answer: this one."""
-        return (self,)
 
     def submit(
         self,
@@ -172,6 +169,7 @@ class EngineBase:
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
         content_after: str | None = None,
+        processed_logprobs: bool = False,
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
@@ -203,6 +201,8 @@ class EngineBase:
             content_after: stop strings count in the content only, not in the reasoning; this is what the
                 prompt has of the answer already: "<think>", a header of Harmony, or "". None: they count
                 everywhere.
+            processed_logprobs: also compute the log-probability of each sampled token after the logits
+                processors, temperature included: `Answer.processed`.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
@@ -227,6 +227,7 @@ class EngineBase:
         switch = engine.model.config.rope.switches_at
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
+            request.processed_logprobs = bool(processed_logprobs)
             request.num_prompt_logprobs = prompt_logprobs
             if received is not None:
                 request.submitted = received

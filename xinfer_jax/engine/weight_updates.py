@@ -16,6 +16,7 @@ from ..ops.operation import without_mesh_context
 from ..sharding import on_auto_mesh
 from ..weights.params import Params
 from ..weights.params_like import params_like
+from .pausing import RUNNING
 
 MODES = ("continue", "wait", "abort", "recompute")
 
@@ -31,6 +32,8 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
     has_roles = engines[0].role is not None
     if has_roles and mode == "recompute":
         raise InputError("mode='recompute' needs prompts and answers on the same devices: take 'wait'")
+    if mode == "wait" and owner.phase != RUNNING:
+        raise InputError("mode='wait' is for an engine that runs: call resume() first, or take another mode")
     with owner.updating:
         version = owner.version + 1 if version is None else check_integer("version", version, 0)
         owner.check_open()
