@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ..errors import InputError, format_names
+from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
 from .core import EngineCore
@@ -21,6 +22,7 @@ from .requests import Answer, Request
 from .row import Row
 
 
+@without_mesh_context
 def replay_answer(
     engine: Any, core: EngineCore, answer: Answer | Request, params: Mapping[int, Params]
 ) -> list[float]:

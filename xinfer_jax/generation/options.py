@@ -90,8 +90,7 @@ class GenerateOutput:
         alternatives: with options.logprobs: of each entry of `logprobs`; else None.
         logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
         prefix: with options.keep_prefix: the cache, for the next call; else None.
-        token_versions: of an engine: of each entry of `logprobs`, the version of the parameters that sampled
-            its token (`Engine.update`); else None.
+        token_versions: of an engine: of each entry of `logprobs`, the version of the weights; else None.
     """
 
     tokens: list[list[int]]
