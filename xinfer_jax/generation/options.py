@@ -83,8 +83,7 @@ class GenerateOutput:
 
     Attributes:
         tokens: new ids, without the EOS or stop id that ended them.
-        logprobs: the model's log-probability of each token: natural logarithm, before any logits processor.
-            The entry of the EOS or stop id, if there is one, is the last.
+        logprobs: the natural log-probability of each token, and of the EOS id, before any logits processor.
         finish_reason: "eos", "stop" or "length".
         stats: the cost of the call.
         alternatives: with options.logprobs: of each entry of `logprobs`; else None.
