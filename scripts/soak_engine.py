@@ -1,10 +1,11 @@
 """Runs many requests through one engine, and checks memory, pages and compilations.
 
     python scripts/soak_engine.py --requests=20000
+    python scripts/soak_engine.py --updates --tokens=10000
 
 Prints a JSON line for every 1,000 requests, and one at the end. Exit code 1: resident memory grew by --most
 MiB or more after the first thousand requests, a page leaked, or a program was compiled after the engine was
-ready.
+ready. With --updates: an answer was not replayed bit for bit.
 """
 
 from launcher import start
@@ -19,10 +20,17 @@ from pathlib import Path
 
 import jax
 from absl import flags
+from soak import update_runs
 from soak.engine_requests import draw, outcome
 
 import xinfer_jax as xj
 
+UPDATES = flags.DEFINE_bool(
+    "updates",
+    False,
+    "Replace the weights in flight, of an engine and of one in int8, and replay all answers.",
+)
+TOKENS = flags.DEFINE_integer("tokens", 10_000, "With --updates: tokens of each engine.", lower_bound=100)
 MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
 REQUESTS = flags.DEFINE_integer("requests", 20_000, "Number of requests.", lower_bound=1000)
 LONGEST = flags.DEFINE_integer("longest", 100, "Tokens of the longest prompt.", lower_bound=1)
@@ -37,6 +45,11 @@ def main(argv: list[str]) -> int:
     rng = random.Random(0)
     compiled = []
     shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128)
+    if UPDATES.value:
+        runs = [update_runs.run(model, q, shape, TOKENS.value, LONGEST.value) for q in (None, "int8")]
+        for found in runs:
+            print(json.dumps(found), flush=True)
+        return int(any(found[name] for found in runs for name in ("wrong", "unmarked", "compiled", "lost")))
     start_s = time.perf_counter()
     resident = []
     with xj.Engine(model, **shape, warm_up=True) as engine:

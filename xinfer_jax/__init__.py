@@ -35,6 +35,7 @@ _EXPORTS = {
     "sampling.sampling_config": ("SamplingConfig",),
     "generation.scoring": ("Scores", "map_logits", "score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
+    "engine.async_sampling": ("SampleOutput",),
     "engine.engine": ("Engine",),
     "engine.engines": ("Engines",),
     "engine.requests": ("Answer", "Request"),

@@ -17,6 +17,7 @@ from .checkpoint.tool_choice import tool_grammar as tool_grammar
 from .config.model_config import ModelConfig as ModelConfig
 from .config.rope import RopeConfig as RopeConfig
 from .embedding import embed_texts as embed_texts, rerank as rerank
+from .engine.async_sampling import SampleOutput as SampleOutput
 from .engine.engine import Engine as Engine
 from .engine.engines import Engines as Engines
 from .engine.requests import Answer as Answer, Request as Request

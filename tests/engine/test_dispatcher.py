@@ -40,7 +40,7 @@ class Case:
     def submit(self, tokens: int, answers: int = 1) -> Fake:
         request = Fake(prompt_logprobs=[], times={}, error=None)
         each = [Row(range(tokens), 100) for _ in range(answers)]
-        lists = ("tokens", "sampled", "logprobs", "alternatives")
+        lists = ("tokens", "sampled", "logprobs", "processed", "alternatives", "switches")
         request.answers = [
             Fake(request=request, row=row, finish_reason=None, **{name: [] for name in lists}) for row in each
         ]
@@ -48,7 +48,7 @@ class Case:
         return request
 
     def prefilled(self, ticket: int) -> None:
-        self.dispatcher.progress(ticket, Progress(0, [7], [-1.0], (), 1, PREFILLED))
+        self.dispatcher.progress(ticket, Progress(0, [7], [-1.0], (), (), 1, PREFILLED))
 
     def fail(self, endpoint: Endpoint) -> None:
         endpoint.error = xj.InputError("it has failed")
@@ -65,7 +65,7 @@ def test_a_row_goes_to_the_endpoint_with_most_free_pages_and_its_source_frees_it
     case.dispatcher.pages(2, "contents")
     case.dispatcher.arrived(2)
     assert prefill.calls == [("submit", 1), ("send", 1), ("release", 1)]
-    case.dispatcher.progress(2, Progress(1, [8, 9], [-1.0, -1.0], (), 2, "eos"))
+    case.dispatcher.progress(2, Progress(1, [8, 9], [-1.0, -1.0], (), (), 2, "eos"))
     (answer,) = request.answers
     assert (answer.sampled, answer.tokens, answer.finish_reason) == ([7, 8, 9], [7, 8], "eos")
     assert large.calls[1:] == [("receive", 2), ("drop", 2)] and prefill.calls[3:] == [("drop", 1)]

@@ -32,7 +32,7 @@ PACKAGES = {
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "stacking",
         "quantized_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantization", "resharding",
-        "hadamard",
+        "params_like", "hadamard",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
@@ -90,9 +90,9 @@ PACKAGES = {
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
         "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages",
-        "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
-        "routing", "endpoint", "dispatcher", "submission", "engine_loop",
-        "engine", "engines",
+        "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers",
+        "weight_switch", "core", "pausing", "weight_updates", "replay", "routing", "endpoint", "dispatcher",
+        "async_sampling", "submission", "engine_loop", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",

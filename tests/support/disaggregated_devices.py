@@ -167,6 +167,58 @@ def test_update_changes_both_sides(apart, model):
     assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
 
 
+def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
+    """Both switch between the same steps, so that no version follows a later one; "wait" mixes none."""
+    start = apart.version
+    trees = [jax.tree.map(lambda x, i=i: x * (1 + i / 2), model.params) for i in range(2)]
+    requests = apart.submit_many([prompt(40 + i, 70 + 40 * i) for i in range(8)], options(60))
+    with compiling.events() as seen:
+        for mode in ("continue", "wait", "continue", "abort"):
+            count = apart.stats.generated_tokens
+            apart.wait(lambda count=count: apart.stats.generated_tokens > count + 40 or not apart.load, 60)
+            apart.update(jax.device_get(trees[apart.version % 2]), mode=mode)
+            requests += apart.submit_many([prompt(50 + i, 70) for i in range(4)], options(60))
+        outs = [request.result(60) for request in requests]
+    assert seen == [] and idle(apart)
+    mixed = [set(out.token_versions[0]) for out in outs]
+    assert all(versions == sorted(versions) for out in outs for versions in out.token_versions)
+    assert not any({*range(start, start + 2)} & one and {start + 2, start + 3} & one for one in mixed)
+    assert any(len(one) > 1 for one in mixed)
+    assert {start, start + 4} <= set().union(*mixed) and apart.version == start + 4
+    assert {out.finish_reason[0] for out in outs} == {"length", "aborted"}
+    with pytest.raises(xj.InputError, match="recompute' needs"):
+        apart.update(model.params, mode="recompute")
+    with pytest.raises(xj.InputError, match="replay needs an engine of one process"):
+        apart.replay(requests[0], {})
+    apart.update(model.params)
+
+
+def test_both_sides_lend_the_memory_of_their_pages(one, apart):
+    """While rows prefill, move, wait for pages and decode; some come back to pages of another side."""
+    asked = [(prompt(40 + i, 40 + 30 * i), options(90)) for i in range(7)]
+    alone = [one.submit(*a, processed_logprobs=True) for a in asked]
+    expected = [engine_requests.outcome(request) for request in alone]
+    how = dict(processed_logprobs=True)
+    requests = [apart.submit(*a, share_answers=i % 2 > 0, **how) for i, a in enumerate(asked)]
+    assert len(list(itertools.islice(requests[0], 3))) == 3
+    with compiling.events() as seen:
+        apart.pause()
+        apart.release_cache()
+        pools = [x for engine in apart.engines for x in jax.tree.leaves(engine._core.device.pools)]
+        assert all(x.is_deleted() for x in pools)
+        requests.append(apart.submit(*asked[0]))
+        time.sleep(0.3)  # rows arrive meanwhile
+        assert not requests[-1].ended
+        apart.restore_cache()
+        apart.resume()
+        found = [engine_requests.outcome(request) for request in requests]
+    assert seen == []
+    assert all(map(engine_requests.same_outcome, found, [*expected, expected[0]]))
+    for request, other in zip(requests, alone, strict=False):
+        assert request.answers[0].processed == other.answers[0].processed != []
+    assert idle(apart)
+
+
 def test_pages_of_old_weights_are_not_given_back(apart, model):
     ids = prompt(30, 100)
     old = apart.submit(ids, options(200), share_answers=True)
@@ -268,6 +320,8 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     with pytest.raises(xj.InputError, match="the decode process .* is gone"):
         request.result(60)
     assert front.missing == "no decode process is connected" and not front.alive
+    with pytest.raises(xj.InputError, match="is for engines of this process"):
+        front.pause()
     front.close()
     for connection in silent:
         connection.close()

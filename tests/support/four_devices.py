@@ -12,6 +12,7 @@ from pathlib import Path
 
 import compiling
 import jax
+import numpy as np
 import pytest
 import tiny
 from paths import SCRIPTS
@@ -159,6 +160,48 @@ def test_update_changes_the_weights_of_all_engines(several, model):
     several.update(model.params)
     again = several.generate(ids, options(8))
     assert [out.logprobs for out in again] == [out.logprobs for out in before]
+
+
+@pytest.mark.parametrize("mode", ["continue", "wait", "recompute"])
+def test_update_of_running_engines(several, model, mode):
+    """All switch or none, and any of them replays."""
+    trees = {several.version: several.model.params, 100: jax.tree.map(lambda x: x * 1.5, model.params)}
+    requests = [several.submit(prompt(30 + i, 70), options(100)) for i in range(6)]
+    for request in requests[:2]:
+        next(iter(request))
+    with compiling.events() as seen:
+        with pytest.raises(xj.InputError, match="unknown leaves: more"):
+            several.update(model.params | dict(more=model.params["final_norm"]))
+        several.update(trees[100], version=100, mode=mode)
+        outs = [request.result(60) for request in requests]
+        assert all(several.replay(r, trees) == out.logprobs[0] for r, out in zip(requests, outs, strict=True))
+    assert seen == [] and {engine.version for engine in several.engines} == {100}
+    mixed = [len({*out.token_versions[0]}) for out in outs]
+    assert max(mixed) == (1 if mode == "wait" else 2) and outs[-1].token_versions[0][-1] == 100
+    several.update(model.params, version=0)
+
+
+def test_update_of_an_engine_on_a_mesh(model):
+    """Key heads that it repeats are repeated anew."""
+    mesh = jax.make_mesh((4,), ("model",))
+    params, config = xj.reshard(model.params, model.config, mesh)
+    engine = xj.Engine(dataclasses.replace(model, params=params, config=config), **SIZES)
+    assert config.num_key_value_heads > model.config.num_key_value_heads
+    others = jax.tree.map(lambda x: np.asarray(x) * 1.5, model.params)
+    request = engine.submit(prompt(1, 90), options(60))
+    while not request.answers[0].sampled:
+        engine.step()
+    with compiling.events() as seen:
+        engine.update(others, mode="recompute")
+        out = request.result()
+        assert engine.replay(request, {0: model.params, 1: others}) == out.logprobs[0]
+    assert seen == [] and {*out.token_versions[0]} == {0, 1}
+    resharded = xj.reshard(others, model.config, mesh)[0]
+    jax.tree.map(np.testing.assert_array_equal, engine.model.params, resharded)
+    assert (
+        engine.model.params["layers"][0]["k"]["weight"].sharding
+        == params["layers"][0]["k"]["weight"].sharding
+    )
 
 
 def test_an_engine_that_fails_leaves_the_others_running(unstarted, capsys):

@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..grammar.matcher import Matcher
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
+from ..weights.params_like import is_deleted
 from .controller import Leader
 from .device import Device
 from .device_programs import SampledTokens
@@ -25,13 +26,14 @@ from .row import Action, LoadPages, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
+from .weight_switch import WeightSwitch
 
 _POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
 _FILE_POLL_SECONDS = 0.001  # the same, as files are read
 _MASK_SECONDS = 0.005  # that rows wait for the mask of another one
 
 
-class EngineCore:
+class EngineCore(WeightSwitch):
     """Executes what the scheduler decides. One thread at a time may call it.
 
     Args:
@@ -60,12 +62,15 @@ class EngineCore:
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
+        self._firsts: dict[Answer, int] = {}  # whose prompt was prefilled in this step, and their slots
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
             answer.row.salt = self.tiers.salt(answer.row.salt)
+            if answer.row.num_computed:  # another engine prefilled it, maybe before the last switch
+                answer.record_version(self.version)
             self._answers[answer.row] = answer
             self._held[answer] = self._stages(answer)
             if isinstance(answer.matcher, Matcher) and not answer.sampled:
@@ -74,6 +79,11 @@ class EngineCore:
     def close(self, works: bool) -> None:
         """Ends the pages in files. works: the engine did not fail."""
         self.tiers.close(works)
+
+    def release_cache(self) -> None:
+        """Preempts all rows, and frees the device memory of the pages, until `Device.restore_cache`."""
+        self._execute(self.scheduler.preempt_all())
+        self.device.release_cache()
 
     @property
     def num_held(self) -> int:
@@ -87,11 +97,22 @@ class EngineCore:
 
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
         """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns whether there was
-        anything to do.
+        anything to do. If the parameters were donated or deleted, all requests fail, and later ones too until
+        `switch`.
         """
+        if self._answers and not self._fail_without_params():
+            try:
+                return self._step(has_new_requests)
+            except Exception:  # they were donated within the step; later ones go on if the pages are whole
+                if not self._fail_without_params() or is_deleted(self.device.pools):
+                    raise
+        return self._step(has_new_requests)
+
+    def _step(self, has_new_requests: Callable[[], bool]) -> bool:
         if self._held:
             ready = {stages for stages in {*self._held.values()} if self._is_ready(stages)}
             held = [answer for answer, stages in self._held.items() if stages in ready]
+            held = [answer for answer in held if answer.has_begun or not self._holds]
             for answer in filter(_has_masks, held):
                 del self._held[answer]
                 self.scheduler.submit(answer.row)
@@ -102,6 +123,7 @@ class EngineCore:
             busy = True
             self._execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
+        self._sample_firsts()
         skips_decoding = self._pacing.skips_decoding(width, self._is_live)
         if self.scheduler.running and not skips_decoding:
             busy = True
@@ -121,6 +143,7 @@ class EngineCore:
         call = answer.request.call
         needed = {
             "sampled": not call.greedy,
+            "processed": answer.request.recorded > 0,
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
@@ -133,7 +156,11 @@ class EngineCore:
             if not isinstance(action, PrefillChunk | Swap | Restore):
                 self.tiers.execute(action)
                 continue
-            answer = self._answers[action.row]
+            if isinstance(action, Swap):
+                self._sample_firsts()
+            answer = self._answers.get(action.row)
+            if answer is None:  # it ended with its first token
+                continue
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
             elif isinstance(action, Restore):
@@ -158,31 +185,48 @@ class EngineCore:
     def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
         row = chunk.row
         request = answer.request
-        start = chunk.start
-        end = chunk.start + chunk.count
-        args = row.slot, row.pages, row.ids[start:end], start, row.longest
         request.times.setdefault("prefill", time.monotonic())
-        if chunk.is_last or row.logprobs_from is None:
-            is_final = row.logprobs_from is None
-            outputs = self.device.prefill(*args, chunk.is_full, is_final)
-        if row.logprobs_from is not None:  # it writes the pages last, so they have this program's bits
-            targets = row.ids[start + 1 : end + 1]
-            alternatives = self.device.prefill_with_logprobs(*args, targets)
+        answer.record_version(self.version)
+        outputs, targets, alternatives = self.prefill_chunk(chunk, row.slot)
+        if row.logprobs_from is not None:
             logprobs_1T = np.asarray(alternatives.processed_BT)
             count_1 = np.array([len(targets)])
             top = request.num_prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
-            request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
+            request.prompt_logprobs += tokens[max(0, row.logprobs_from - chunk.start - 1) :]
         self._counters.prefill_tokens += chunk.count
         if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
-        if chunk.is_last:
-            self._sample_first(answer, outputs)
+        if chunk.is_last and answer.state is not None:  # of a row that started anew
+            _, recurrent = self.device.get_row(row.slot)
+            self.device.set_row(row.slot, (answer.state, recurrent))
+            answer.state = None
+        elif chunk.is_last:
+            self._put_first(answer, outputs)
 
-    def _sample_first(self, answer: Answer, outputs: Any) -> None:
-        """The first token of a prefilled row, which decodes from now on."""
+    def prefill_chunk(self, chunk: PrefillChunk, slot: Any) -> tuple[Any, Sequence[int], Any]:
+        """Prefills a chunk into a slot. Returns the outputs of its last token, for the last chunk of a
+        prompt; and the tokens whose `Alternatives` are asked for, and these.
+        """
+        row = chunk.row
+        end = chunk.start + chunk.count
+        args = slot, row.pages, row.ids[chunk.start : end], chunk.start, row.longest
+        outputs = None
+        if row.logprobs_from is None:
+            return self.device.prefill(*args, chunk.is_full, True), (), None
+        if chunk.is_last:
+            outputs = self.device.prefill(*args, chunk.is_full, False)
+        targets = row.ids[chunk.start + 1 : end + 1]
+        # It writes the pages last, so they have this program's bits.
+        return outputs, targets, self.device.prefill_with_logprobs(*args, targets)
+
+    def lend_pages(self, row: Row) -> None:
+        """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
+        self._execute(self.scheduler.lend_pages(row, row.longest))
+
+    def _put_first(self, answer: Answer, outputs: Any) -> None:
+        """Lets `_sample_firsts` sample the first token of a prefilled row."""
         request = answer.request
-        call = request.call
         slot: Any = answer.row.slot
         masks_BQW = self._masks([answer])
         if answer.row not in self._answers:  # it failed
@@ -190,15 +234,32 @@ class EngineCore:
         masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
-        row = self.device.new_row(call, answer.key_1, masks_1QW, tables)
-        flags = call.greedy, call.options.logprobs > 0
-        out = jax.device_get(self.device.sample_first(slot, outputs, row, *flags))
+        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded)
+        self.device.put_first(slot, outputs, row)
+        self._firsts[answer] = slot
+
+    def _sample_firsts(self) -> None:
+        """Samples the first tokens of the rows that were prefilled in this step, which decode from now on:
+        together, since that takes as long as a step of all slots.
+        """
+        firsts = {answer: slot for answer, slot in self._firsts.items() if answer.row in self._answers}
+        self._firsts = {}
+        if not firsts:
+            return
+        requests = dict.fromkeys(answer.request for answer in firsts)
+        greedy = all(request.call.greedy for request in requests)
+        recorded = max(request.recorded for request in requests)
+        outs = self.device.sample_first([*firsts.values()], greedy, recorded)
         now = time.monotonic()
-        request.times.setdefault("first", now)
-        if answer is request.answers[0]:
-            self.tiers.note_prefill(len(request.ids) - answer.row.hits, now - request.times["prefill"])
-        self._append(answer, out, 0)
-        self._notify([request])
+        for answer, out in zip(firsts, outs, strict=True):
+            request = answer.request
+            request.times.setdefault("first", now)
+            if len(firsts) == 1 and answer is request.answers[0]:
+                seconds = now - request.times["prefill"]
+                self.tiers.note_prefill(len(request.ids) - answer.row.hits, seconds)
+            if answer.row in self._answers:  # it did not fail with another answer of its request
+                self._append(answer, out, 0)
+        self._notify(requests)
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
         """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks
@@ -220,8 +281,8 @@ class EngineCore:
         answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
         pages = {slot: row.pages for slot, row in rows.items()}
-        calls = [answer.request.call for answer in answers.values()]
-        flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
+        asked = [answer.request for answer in answers.values()]
+        flags = all(request.call.greedy for request in asked), max(request.recorded for request in asked)
         out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
         self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
         for slot, answer in answers.items():
@@ -277,6 +338,8 @@ class EngineCore:
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
+        if request.recorded:
+            answer.processed += out.alternatives.processed_BT[slot, :count].tolist()
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
             of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
@@ -309,9 +372,10 @@ class EngineCore:
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         answer.finish_reason = answer.finish_reason or reason
-        answer.swapped = None
+        answer.swapped = answer.state = None
         if self._held.pop(answer, None) is None:  # the scheduler has it
-            self.scheduler.end(answer.row, answer.sampled, valid)
+            row = answer.row
+            self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)
         del self._answers[answer.row]
 
 

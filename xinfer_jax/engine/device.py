@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
@@ -64,25 +64,39 @@ class Device:
         self._run = run
         self._dry_run = dry_run
         self._executor = executor_class(params)(shape.impl, run)
-        mesh = concrete_mesh_of(params)
         norm = params["final_norm"]
-        self._device = norm.device if mesh is None and getattr(norm, "committed", False) else None
-        self.pools: Any = self._create(lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh))
-        self.states = self._create(lambda: self._empty_states(shape.rows, mesh))
-        self._snapshots = self._create(lambda: self._empty_states(shape.snapshots, mesh))
+        self._mesh = concrete_mesh_of(params)
+        self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
+        self.pools, self.states, self._snapshots = self._empty_cache()
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
+        self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
 
+    def release_cache(self) -> None:
+        """Frees the device memory of pages, recurrent states and snapshots."""
+        if self.host:
+            self.host.finish()
+        caches = self.pools, self.states, self._snapshots
+        self._shardings = jax.tree.map(lambda x: x.sharding, caches)
+        for x in jax.tree.leaves(caches):
+            x.delete()
+
+    def restore_cache(self) -> None:
+        """Allocates what `release_cache` freed, with the shardings that it had."""
+        cache = self._empty_cache()
+        placed = cache if self._mesh is None else jax.device_put(cache, self._shardings)
+        self.pools, self.states, self._snapshots = placed
+
     def new_row(
-        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None
+        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None, recorded: int = 0
     ) -> DecodeState:
         """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
-        arrays of its grammar's `Dfa`.
+        arrays of its grammar's `Dfa`; recorded: `Request.recorded`.
         """
-        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
+        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables), recorded)
         return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
 
     def draft_tokens(self) -> np.ndarray:
@@ -134,25 +148,32 @@ class Device:
     def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
         return self._run(programs.PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
 
-    def sample_first(
-        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
-    ) -> SampledTokens:
-        """Puts a row of `new_row` into a slot, and samples its first token; the result has this row only.
-        outputs: of its last `prefill`; greedy: it uses no sampling setting.
+    def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
+        """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
+        self._firsts[slot] = outputs, row
+
+    def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
+        """Puts rows of `put_first` into these slots, and samples their first tokens; on the host, each row's
+        apart. greedy: they use no sampling setting; recorded: the most `Request.recorded` of any.
         """
-        logits = self._executor.logits(self._model, outputs)
-        state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
-        row, out = self._run(programs.TAKE_OUTPUT, state)
-        self._put_row(slot, row)
-        return out
+        firsts, self._firsts = self._firsts, {}
+        outs = []
+        for slot in slots:
+            outputs, row = firsts[slot]
+            logits = self._executor.logits(self._model, outputs)
+            state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
+            row, out = self._run(programs.TAKE_OUTPUT, state)
+            self._put_row(slot, row)
+            outs.append(out)
+        return outs if self._dry_run else jax.device_get(outs)
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        with_alternatives: bool, masks_BQW: Any = None,
+        recorded: int, masks_BQW: Any = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
-        ended, or one has. With draft tokens a step may append several tokens. greedy, with_alternatives: as
-        in `sample_first`, of all these rows, of any of them. masks_BQW: uint32, the tokens that each row may
+        ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
+        `sample_first`, of all these rows, the most of any. masks_BQW: uint32, the tokens that each row may
         sample in one step; None: all.
         """
         self._set_masks(masks_BQW)
@@ -166,14 +187,17 @@ class Device:
         self.rows, self.pools, self.states, out = self._run(
             programs.DECODE_STEPS, *self._model, *args, *static
         )
-        return out
+        return out if recorded else out._replace(alternatives=None)
 
     def _set_masks(self, masks_BQW: Any) -> None:
         """Rows keep masks until the next call."""
-        if masks_BQW is not None or self._has_masks:
-            all_bits = np.full(self.rows.context.allowed_bits.shape, ALL_BITS)
-            self.rows = _with_masks(self.rows, self._put(all_bits if masks_BQW is None else masks_BQW))
-        self._has_masks = masks_BQW is not None
+        if (has_masks := masks_BQW is not None) or self._has_masks:
+            old = self.rows.context.allowed_bits
+            masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW
+            if isinstance(getattr(old, "sharding", None), NamedSharding) and old.is_fully_addressable:
+                masks_BQW = jax.device_put(masks_BQW, old.sharding)  # else another program is compiled
+            self.rows = _with_masks(self.rows, self._put(masks_BQW))
+        self._has_masks = has_masks
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in arrays of their own on the device."""
@@ -238,22 +262,23 @@ class Device:
             "prompt_logprobs": lambda: self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0]),
         }
 
-    def _run_short_request(self, greedy: bool = True, with_alternatives: bool = False) -> None:
+    def _run_short_request(self, greedy: bool = True, recorded: int = 0) -> None:
         role = self._shape.role
         if role != "prefill":  # first: it compiles longest
-            self._run_decode(greedy, with_alternatives)
+            self._run_decode(greedy, recorded)
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._run_first(outputs, self.new_row(*self._empty_call), greedy, with_alternatives)
+            self._run_first(outputs, self.new_row(*self._empty_call), greedy, recorded)
         if role is not None:
             self._run_moves()
 
-    def _run_decode(self, greedy: bool, with_alternatives: bool) -> None:
-        self.decode({0: self._all_pages}, 1, False, greedy, with_alternatives)
+    def _run_decode(self, greedy: bool, recorded: int) -> None:
+        self.decode({0: self._all_pages}, 1, False, greedy, recorded)
 
-    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool) -> None:
-        self.sample_first(0, outputs, row, greedy, with_alternatives)
+    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
+        self.put_first(0, outputs, row)
+        self.sample_first([0], greedy, recorded)
 
     def _run_moves(self) -> None:
         """What a row needs that moves between engines."""
@@ -288,7 +313,9 @@ class Device:
         call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
         return call, call.key
 
-    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
+    def _new_row(
+        self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None, recorded: int = 0
+    ) -> DecodeState:
         """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
         options = call.options
         V = self.config.vocab_size
@@ -301,8 +328,19 @@ class Device:
         automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
         state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
-        alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))
+        alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, recorded > 0))
         return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
+
+    def _empty_cache(self) -> tuple[Any, Any, Any]:
+        """Pages, recurrent states and snapshots."""
+        shape = self._shape
+        parts = (
+            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh),
+            lambda: self._empty_states(shape.rows),
+            lambda: self._empty_states(shape.snapshots),
+        )
+        pools, states, snapshots = map(self._create, parts)
+        return pools, states, snapshots
 
     def _create(self, function: Callable[[], Any]) -> Any:
         """function(), committed to the device to which a caller committed the parameters."""
@@ -334,12 +372,13 @@ class Device:
         if with_states:
             self._set_states(slot, cache_states(cache))
 
-    def _empty_states(self, rows: int, mesh: Mesh | None) -> tuple[Recurrent, ...]:
+    def _empty_states(self, rows: int) -> tuple[Recurrent, ...]:
         config = self.config
         drafts = self._shape.num_draft_tokens and 1 + self._shape.num_draft_tokens
         lengths_B: Any = np.zeros(rows, np.int32)
         layers = (
-            Recurrent.empty(config, rows, self._shape.capacity, mesh) for _ in range(config.num_linear_layers)
+            Recurrent.empty(config, rows, self._shape.capacity, self._mesh)
+            for _ in range(config.num_linear_layers)
         )
         return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 

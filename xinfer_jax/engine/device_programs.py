@@ -175,12 +175,10 @@ def _target_logprobs(params, config, hidden_1TD, target_T):
     return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None)
 
 
-def _repeated_logits(params, config, x_11D, rows):
-    """float32 [B, 1, V]: the logits of a hidden state before the last norm, the same for each of `rows`
-    rows.
-    """
+def _set_logits(params, config, x_11D, logits_B1V, slot):
+    """logits_B1V with those of a hidden state before the last norm in a slot."""
     logits_11V = unembed(params, config, final_norm(params, config, x_11D))
-    return jnp.broadcast_to(logits_11V, (rows, *logits_11V.shape[1:]))
+    return jax.lax.dynamic_update_slice_in_dim(logits_B1V, logits_11V, slot, 0)
 
 
 def _alternatives(logits_B1V, taken_BV, token_B):
@@ -192,6 +190,12 @@ def _alternatives(logits_B1V, taken_BV, token_B):
     empty = empty_alternatives(B, 1, min(MAX_LOGPROBS, V), V, False)
     taken_BV = logits_BV if taken_BV is None else taken_BV
     return record_alternatives(empty, np.zeros(B, np.int32), logits_BV, lambda: taken_BV, token_B)
+
+
+def _processed_logprobs(logits_B1V, taken_BV, token_B):
+    """float32 [B, 1]: `processed_BT` of `_alternatives`."""
+    taken_BV = logits_B1V[:, 0] if taken_BV is None else taken_BV
+    return jnp.take_along_axis(jax.nn.log_softmax(taken_BV), token_B[:, None], 1)
 
 
 def running_token(lengths, progress, position_B, running_B):
@@ -234,10 +238,14 @@ PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
 ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
 TAKE_OUTPUT = jax.jit(_take_output)
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")
-REPEATED_LOGITS = jax.jit(
-    _repeated_logits, static_argnames=("config", "rows"), compiler_options=decode_compiler_options()
+SET_LOGITS = jax.jit(
+    _set_logits,
+    static_argnames="config",
+    donate_argnames="logits_B1V",
+    compiler_options=decode_compiler_options(),
 )
 ALTERNATIVES = jax.jit(_alternatives)
+PROCESSED_LOGPROBS = jax.jit(_processed_logprobs)
 SET_ROW = jax.jit(_set_row, donate_argnames="rows")
 GET_ROW = jax.jit(_get_row)
 GET_PAGES = jax.jit(_get_pages)

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import InputError
 from .endpoint import PREFILLED, Progress
 from .pages import PAGE_SIZE
-from .requests import Answer, Request
+from .requests import Answer, Request, Switch
 from .routing import PromptRouter
 from .row import Row
 
@@ -134,10 +134,12 @@ class Dispatcher:
             request.times.setdefault("prefill", now - (new.prefill_seconds or 0.0))
             request.times.setdefault("first", now)
         answer.row.hits = new.hits
+        answer.switches = [Switch(*switch) for switch in new.switches] or answer.switches
         answer.passes = new.passes
         answer.accepted = new.accepted
         known = max(0, len(answer.logprobs) - new.start)
         answer.alternatives += new.alternatives[known:]
+        answer.processed += new.processed[known:]
         answer.logprobs += new.logprobs[known:]
         answer.sampled += new.sampled[known:]
         answer.tokens += answer.sampled[len(answer.tokens) : new.tokens]

@@ -32,9 +32,10 @@ ELSEWHERE = object()  # stands for the state and pages of a row that another eng
 class Progress(NamedTuple):
     """What is new of an answer."""
 
-    start: int = 0  # tokens that were reported before; the next three are of those after them
+    start: int = 0  # tokens that were reported before; the next four are of those after them
     sampled: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    processed: Sequence[float] = ()
     alternatives: Sequence[TokenLogprobs] = ()
     tokens: int = 0  # number of its tokens, without an EOS or stop id
     reason: str | None = None  # its finish_reason; None: it goes on
@@ -44,6 +45,7 @@ class Progress(NamedTuple):
     prompt_start: int = 0  # log-probabilities of the prompt that were reported before
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
     prefill_seconds: float | None = None  # from the begin of prefill to the first token
+    switches: Sequence[Any] = ()  # all of `Answer.switches`
     error: BaseException | None = None  # why its request failed
 
 
@@ -166,9 +168,10 @@ class EngineEndpoint:
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         new = Progress(
-            start, answer.sampled[start:], answer.logprobs[start:], answer.alternatives[start:],
-            len(answer.tokens), answer.finish_reason, answer.row.hits, answer.passes, answer.accepted,
-            prompt_start, request.prompt_logprobs[prompt_start:], seconds, request.error,
+            start, answer.sampled[start:], answer.logprobs[start:], answer.processed[start:],
+            answer.alternatives[start:], len(answer.tokens), answer.finish_reason, answer.row.hits,
+            answer.passes, answer.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds,
+            answer.switches, request.error,
         )  # fmt: skip
         self._emit("progress", ticket, new)
 
@@ -186,8 +189,10 @@ def _copy(answer: Answer, engine: Any, is_prefilled: bool) -> Answer:
     if is_prefilled:
         row.num_computed = len(row.ids)
         row.logprobs_from = None
+        own.processed += answer.processed
         own.append(list(answer.sampled), list(answer.logprobs), False)
         own.alternatives += answer.alternatives
+        own.switches = list(answer.switches)
         request.times["first"] = time.monotonic()
     return own
 
@@ -204,6 +209,10 @@ class RoleCore(EngineCore):
         """The shardings of a row's state and recurrent states, and of a group of pages."""
         return jax.tree.map(lambda x: x.sharding, self.example_row())
 
+    def release_cache(self) -> None:
+        _ = self.placement  # rows still arrive, and leave, without pages here
+        super().release_cache()
+
 
 class PrefillCore(RoleCore):
     """Prefills prompts and samples the first token of each, which ends the answer here. Its row keeps slot
@@ -214,6 +223,10 @@ class PrefillCore(RoleCore):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
+
+    @property
+    def is_drained(self) -> bool:
+        return super().is_drained and not self._prefilled
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
         """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
@@ -257,6 +270,8 @@ class PrefillCore(RoleCore):
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
+            if isinstance(action, Swap):
+                self._sample_firsts()
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
                 self._prefilled[action.row] = self.device.get_row(action.slot, True), pages
@@ -284,7 +299,7 @@ class DecodeCore(RoleCore):
         ((state, recurrent), pages) = contents
         ((of_state, _), _) = self.placement
         if of_state.alternatives is not None and state.alternatives is None:
-            own = self.device.new_row(answer.request.call, answer.key_1)
+            own = self.device.new_row(answer.request.call, answer.key_1, None, None, answer.request.recorded)
             output = own.alternatives, own.output_start_B
             output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
             state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])

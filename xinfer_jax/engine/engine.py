@@ -4,16 +4,13 @@ gives them to.
 
 import dataclasses
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
@@ -31,10 +28,13 @@ from .engine_loop import EngineLoop
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
+from .replay import replay_answer
+from .requests import Answer, Request
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_host_pages, engine_shape, page_settings
 from .warm_up import create_device
+from .weight_updates import own_array, own_params
 
 
 class Engine(EngineLoop):
@@ -119,7 +119,7 @@ class Engine(EngineLoop):
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
             return
-        self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, on_auto_mesh(model.params)))
+        self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
         shape = engine_shape(self.model, *sizes)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
@@ -227,40 +227,45 @@ class Engine(EngineLoop):
             core.tiers.identify(page_settings(self.model.params, config, shape))
         return core
 
-    @without_mesh_context
-    def update(self, params: Params) -> None:
-        """Replaces the weights by others of the same shapes, between two steps, without compiling. Pages of
-        the old weights are not shared any more; unfinished rows continue with theirs. Do not donate the new
-        arrays to a training step: the engine uses them.
+    def replay(self, answer: Answer | Request, params: Mapping[int, Params]) -> list[float]:
+        """Computes an answer again, with its own tokens, by the engine's programs. The result is `==`
+        `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
+
+        Args:
+            answer: that has ended, of an engine of this shape; or a request with one.
+            params: of each version in `answer.switches`, as `update` takes them.
+
+        Raises:
+            InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
+                prompts and answers are on different devices, or in several processes.
         """
-        if self._roles:  # first where answers are decoded: their pages are of the new weights alone
-            for engine in reversed(self._roles):
-                engine.update(params)
-            self.model = self._roles[0].model
-            self.call_soon(self._core.forget_prompts)
-            return
-        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.model.params)]
-        if shapes[0] != shapes[1]:
-            raise InputError("the new parameters have other shapes or types: make an Engine of them")
+        if self._roles or self._channel:
+            raise InputError("replay needs an engine of one process, without devices of prompts: make one")
+        return replay_answer(self, self.core, answer, params)
+
+    def own_params(self, params: Params, cast: bool = True, copy: bool = False) -> Params:
+        """Parameters in the form and place of the engine's, as `update` takes them."""
         if self._channel:
             raise InputError("an engine over several processes keeps its weights: make another")
-        params = jax.tree.map(_own_array, on_auto_mesh(params), self.model.params)
-        done = threading.Event()
+        return own_params(params, self.model, cast, copy)
 
-        def replace() -> None:
-            self._core.device.params = params
-            self._core.scheduler.reset_prefix_cache()
-            self.model = dataclasses.replace(self.model, params=params)
-            if self._files:
-                self._core.tiers.identify(page_settings(params, self._core.device.config, self._core.shape))
-            done.set()
+    def switch_params(self, params: Params, version: int, recomputes: bool) -> None:
+        """Replaces the weights. The caller holds `without_steps`."""
+        self.core.switch(params, version, recomputes)
+        self.model = dataclasses.replace(self.model, params=params)
+        if self._files:
+            self.core.tiers.identify(page_settings(params, self.model.config, self.shape))
 
-        with self._condition:
-            self._check_open()
-            self.call_soon(replace)
-        self.wait(done.is_set)
-        if not done.is_set():
-            self._check_open()
+    def forget_prompts(self) -> None:
+        """After new weights: no engine has pages of earlier prompts."""
+        if self._roles:
+            self.model = self._roles[0].model
+            self.core.forget_prompts()
+
+    @property
+    def version(self) -> int:
+        """Of the weights: that of the last `update`."""
+        return self._roles[0].version if self._roles else self.core.version
 
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` but for the times."""
@@ -304,12 +309,3 @@ class Engine(EngineLoop):
         if not self._channel or jax.process_index() == 0:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
         follow(self._core.device, self._channel)
-
-
-def _own_array(new: Any, old: Any = None) -> jax.Array:
-    """An array that the caller cannot change, placed like the old one: committed where that is, or not."""
-    if not isinstance(new, jax.Array):
-        return jnp.array(new)
-    if old is None or not (new.committed or old.committed):
-        return new
-    return jax.device_put(new, old.sharding) if old.committed else jax.device_put(np.asarray(new))

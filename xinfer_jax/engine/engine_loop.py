@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from ..errors import InputError
 from ..ops.operation import without_mesh_context
+from .pausing import RUNNING
 from .requests import Answer, Request
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase
@@ -43,6 +44,8 @@ class EngineLoop(EngineBase):
         self._calls: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
+        self.updating = threading.Lock()  # one `update` at a time
+        self._stopping = 0  # callers of `without_steps` that wait for the end of a step
         self.error = None
         self.name = "the engine"
         self.counters = EngineCounters()
@@ -51,6 +54,10 @@ class EngineLoop(EngineBase):
     @property
     def stats(self) -> EngineStats:
         return collect_stats(self.engines, [self.counters])
+
+    @property
+    def core(self) -> Any:
+        return self._core
 
     @property
     def load(self) -> int:
@@ -82,6 +89,37 @@ class EngineLoop(EngineBase):
             self._calls.append(function)
             self._condition.notify_all()
 
+    @contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """Within the `with` block, of any thread but the engine's, no step runs."""
+        with self._condition:
+            self._stopping += 1
+            self._condition.notify_all()
+        self._step_lock.acquire()
+        with self._condition:
+            self._stopping -= 1
+        try:
+            with _defer_interrupts():
+                yield
+        finally:
+            self._step_lock.release()
+            self.wake()
+
+    @without_mesh_context
+    def between_steps(self, function: Callable[[], None]) -> None:
+        """Calls a function when no step runs, or raises its error."""
+        with self.without_steps():
+            self.check_open()
+            function()
+
+    def abort_unfinished(self, reason: str) -> None:
+        """Ends all requests between two steps. reason: their finish_reason."""
+        with self._condition:
+            submitted, self._submitted = self._submitted, []
+            requests = list(self._unfinished)
+        self._core.add(submitted)
+        self._core.abort(requests, reason)
+
     def wake(self) -> None:
         with self._condition:
             self._condition.notify_all()
@@ -111,11 +149,14 @@ class EngineLoop(EngineBase):
             if time.monotonic() > end:
                 raise TimeoutError(f"no end after {timeout} seconds")
             self.step()
+            if self.phase != RUNNING:
+                self._wait_for_work()
 
     @without_mesh_context
     def step(self) -> bool:
-        """Takes one step on the caller's thread: ends requests, prefills a chunk, decodes. Returns whether
-        there was anything to do. Ctrl-C is raised after the step, which is complete then.
+        """Takes one step on the caller's thread: ends requests and, unless the engine is paused, prefills a
+        chunk and decodes. Returns whether there was anything to do. Ctrl-C is raised after the step, which is
+        complete then.
         """
         with self._step_lock, _defer_interrupts():
             try:
@@ -129,8 +170,10 @@ class EngineLoop(EngineBase):
     def _run(self) -> None:
         try:
             while self.error is None:
-                if not self.step():
-                    with self._condition:
+                busy = self.step()
+                with self._condition:
+                    self._condition.wait_for(lambda: not self._stopping)
+                    if not busy:
                         self._condition.wait_for(self._has_work, 1.0)
         except BaseException as error:  # all requests have it, and later `submit`s raise it
             print(f"{self.name} has failed: {type(error).__name__}: {error}", file=sys.stderr)
@@ -158,6 +201,8 @@ class EngineLoop(EngineBase):
         self._core.add(submitted)
         self._core.abort(cancelled, "cancelled")
         self._core.abort(late, "deadline")
+        if self.phase != RUNNING:
+            return False
         return self._core.step(lambda: bool(self._submitted))
 
     def _notify(self, requests: Collection[Request]) -> None:
@@ -175,7 +220,7 @@ class EngineLoop(EngineBase):
 
     def enqueue(self, requests: list[Request]) -> None:
         with self._condition:
-            self._check_open()
+            self.check_open()
             self._unfinished |= dict.fromkeys(requests)
             self._next_deadline = min([self._next_deadline, *(request.deadline for request in requests)])
             self._submitted += [answer for request in requests for answer in request.answers]

@@ -4,7 +4,7 @@ submit ─► route: the engine with most of the prompt in its prefix cache, unl
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from ..checkpoint.loading import Model
@@ -13,7 +13,7 @@ from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
 from .engine import Engine
-from .requests import Request
+from .requests import Answer, Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
 
@@ -57,6 +57,7 @@ class Engines(EngineBase):
         self.rows = len(groups) * engine.rows
         self._router = PromptRouter(shape.get("prefix_cache", True))
         self._lock = threading.Lock()
+        self.updating = threading.Lock()  # one `update` at a time
         self._updated = threading.Event()  # a request has new tokens, or has ended
 
     @property
@@ -64,12 +65,18 @@ class Engines(EngineBase):
         """The model, with the first engine's copy of the parameters."""
         return self.engines[0].model
 
-    def update(self, params: Params) -> None:
-        """`Engine.update`, in one engine after another."""
-        for engine in self.engines:
-            engine.update(params)
-            with self._lock:
-                self._router.given.pop(engine, None)
+    def replay(self, answer: Answer | Request, params: Mapping[int, Params]) -> list[float]:
+        """`Engine.replay`, in the first engine."""
+        return self.engines[0].replay(answer, params)
+
+    @property
+    def version(self) -> int:
+        """Of the weights: that of the last `update`."""
+        return self.engines[0].version
+
+    def forget_prompts(self) -> None:
+        """After new weights: no engine has pages of earlier prompts."""
+        self._router.given.clear()
 
     def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
         """`Engine.generate`, by all engines."""
@@ -101,7 +108,7 @@ class Engines(EngineBase):
 
     def enqueue(self, requests: list[Request]) -> None:
         with self._lock:
-            self._check_open()
+            self.check_open()
             routed: dict[Engine, list[Request]] = {engine: [] for engine in self.engines}
             loads = {engine: engine.load for engine in self.engines}
             for request in requests:

@@ -20,12 +20,14 @@ from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
 from ..grammar.automaton import Dfa
 from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
+from ..sampling.logprobs import Alternatives
 from . import device_programs as programs
 from .device import Device
 from .device_programs import SampledTokens, cache_pools, cache_states, paged_cache, running_token
 
 # A step's tokens, log-probabilities, rows that continue, rows that sampled an EOS token; and `Alternatives`.
 _Step = tuple[tuple[Any, Any, Any, Any], Any]
+_NO_ALTERNATIVES = Alternatives(*[None] * 6)  # type: ignore[arg-type]
 
 
 class LayerwiseDevice(Device):
@@ -39,17 +41,15 @@ class LayerwiseDevice(Device):
             programs.TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T
         ), cache
 
-    def sample_first(
-        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
-    ) -> SampledTokens:
-        """Samples the first token of a row by the programs of a decode step."""
-        among_B = np.arange(self._shape.rows) == slot
-        step = self._sample_first(slot, outputs, row, among_B, greedy, with_alternatives)
-        return jax.tree.map(lambda x_B: x_B[slot : slot + 1], _sampled_tokens([step], among_B))
+    def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
+        """Samples the first tokens of rows by the programs of one decode step."""
+        among_B = np.isin(np.arange(self._shape.rows), slots)
+        out = _sampled_tokens([self._sample_first(slots, among_B, greedy, recorded)], among_B)
+        return [jax.tree.map(lambda x_B, i=slot: x_B[i : i + 1], out) for slot in slots]
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        with_alternatives: bool, masks_BQW: Any = None,
+        recorded: int, masks_BQW: Any = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes rows by a program for each group of layers, until they end (`Device.decode`)."""
         self._set_masks(masks_BQW)
@@ -58,7 +58,7 @@ class LayerwiseDevice(Device):
         done: list[_Step] = []
         continues_B = running_B
         for _ in range(steps):
-            cache, step = self._decode_step(cache, running_B, greedy, with_alternatives)
+            cache, step = self._decode_step(cache, running_B, greedy, recorded)
             done.append(step)
             if len(done) == 1:
                 continue
@@ -75,26 +75,29 @@ class LayerwiseDevice(Device):
         """Calls that together run every program, those of sampled rows apart from greedy ones."""
         stages = super().stages()
         sampled = dict(greedy=stages.pop("greedy"), sampled=lambda: self._run_short_request(greedy=False))
-        return sampled | stages | dict(logprobs=self._run_alternatives)
+        recorded = dict(processed=lambda: self._run_recorded(1), logprobs=lambda: self._run_recorded(2))
+        return sampled | stages | recorded
 
-    def _run_alternatives(self) -> None:
+    def _run_recorded(self, recorded: int) -> None:
         for greedy in (True, False):
-            self._run_short_request(greedy, with_alternatives=True)
+            self._run_short_request(greedy, recorded)
 
-    def _run_decode(self, greedy: bool, with_alternatives: bool) -> None:
-        self._decode_step(self._decode_cache({}), self._no_rows_B, greedy, with_alternatives)
+    def _run_decode(self, greedy: bool, recorded: int) -> None:
+        self._decode_step(self._decode_cache({}), self._no_rows_B, greedy, recorded)
 
-    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool) -> None:
-        self._sample_first(0, outputs, row, self._no_rows_B, greedy, with_alternatives)
+    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
+        self.put_first(0, outputs, row)
+        self._sample_first([0], self._no_rows_B, greedy, recorded)
 
     @property
     def _no_rows_B(self) -> np.ndarray:
         return np.zeros(self._shape.rows, bool)
 
-    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
-        return dataclasses.replace(
-            super()._new_row(call, key_1, limit, dfa), alternatives=None, output_start_B=None
-        )
+    def _new_row(
+        self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None, recorded: int = 0
+    ) -> DecodeState:
+        row = super()._new_row(call, key_1, limit, dfa)
+        return dataclasses.replace(row, alternatives=None, output_start_B=None)
 
     def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
         """The cache of all rows, committed as after a step; `running_token` sets their lengths."""
@@ -111,28 +114,32 @@ class LayerwiseDevice(Device):
         return dataclasses.replace(self._put(without_layers(cache)), layers=layers)
 
     def _decode_step(
-        self, cache: KVCache, running_B: np.ndarray, greedy: bool, with_alternatives: bool
+        self, cache: KVCache, running_B: np.ndarray, greedy: bool, recorded: int
     ) -> tuple[KVCache, _Step]:
         inputs = self.rows.progress, self.rows.position_B, running_B
         logits_B1V, cache = self._executor.forward(self._model, running_token, inputs, cache, 0)
-        return cache, self._append_token(logits_B1V, running_B, greedy, with_alternatives)
+        return cache, self._append_token(logits_B1V, running_B, greedy, recorded)
 
-    def _sample_first(  # noqa: PLR0913
-        self, slot: int, outputs: Any, row: DecodeState, among_B: np.ndarray, greedy: bool,
-        with_alternatives: bool,
-    ) -> _Step:  # fmt: skip
-        self._put_row(slot, row)
-        args = *without_model_layers(self._model), outputs, self._shape.rows
-        logits_B1V = self._run(programs.REPEATED_LOGITS, *args)
-        return self._append_token(logits_B1V, among_B, greedy, with_alternatives)
+    def _sample_first(self, slots: list[int], among_B: np.ndarray, greedy: bool, recorded: int) -> _Step:
+        firsts, self._firsts = self._firsts, {}
+        logits_B1V: Any = np.zeros((self._shape.rows, 1, self.config.vocab_size), np.float32)
+        logits_B1V = self._put(logits_B1V)
+        for slot in slots:
+            outputs, row = firsts[slot]
+            self._put_row(slot, row)
+            args = *without_model_layers(self._model), outputs, logits_B1V, np.int32(slot)
+            logits_B1V = self._run(programs.SET_LOGITS, *args)
+        return self._append_token(logits_B1V, among_B, greedy, recorded)
 
-    def _append_token(
-        self, logits_B1V: Any, among_B: np.ndarray, greedy: bool, with_alternatives: bool
-    ) -> _Step:
+    def _append_token(self, logits_B1V: Any, among_B: np.ndarray, greedy: bool, recorded: int) -> _Step:
         self.rows, sampled = self._executor.append_token(logits_B1V, self.rows, greedy, among_B)
-        alternatives = None
-        if with_alternatives:
-            alternatives = self._run(programs.ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
+        alternatives: Any = None
+        if recorded:
+            taken = logits_B1V, sampled.taken_BV, sampled.token_B
+            processed_B1 = self._run(programs.PROCESSED_LOGPROBS, *taken)
+            others = self._run(programs.ALTERNATIVES, *taken) if recorded > 1 else _NO_ALTERNATIVES
+            # By one program: another one's may have other bits.
+            alternatives = dataclasses.replace(others, processed_BT=processed_B1)
         return (sampled.token_B, *sampled[2:]), alternatives
 
 

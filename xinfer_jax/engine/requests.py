@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +24,17 @@ from ..stats import GenerateStats, peak_bytes
 from .row import Row
 
 
+class Switch(NamedTuple):
+    """When an answer's next keys and tokens came from parameters of another version. An answer begins with
+    one.
+    """
+
+    version: int
+    computed: int = 0  # tokens that had keys then
+    sampled: int = 0  # tokens that were sampled before
+    recomputed: bool = False  # all keys were computed anew
+
+
 class Answer:
     """One answer of a request. Iterating gives its ids as they are sampled; every iteration starts at the
     first.
@@ -30,22 +42,28 @@ class Answer:
     Attributes:
         tokens: ids so far, without an EOS or stop id at the end.
         logprobs: the model's log-probability of each, and of that id.
+        processed: those after the logits processors, if its request asks for them.
         alternatives: with options.logprobs: of each of `logprobs`.
         number: its place among the answers of its request.
-        finish_reason: "eos", "stop", "length", "cancelled", "deadline" or "error"; None before the end.
+        switches: the versions of the engine's parameters, for `Engine.replay`.
+        finish_reason: "eos", "stop", "length", "cancelled", "deadline", "aborted" (by `Engine.update`) or
+            "error"; None before the end.
     """
 
     def __init__(self, request: "Request", row: Row, number: int):
         self.tokens: list[int] = []
         self.sampled: list[int] = []  # tokens, with the EOS or stop id
         self.logprobs: list[float] = []
+        self.processed: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
+        self.switches: list[Switch] = []
         self.finish_reason: str | None = None
         self.request = request
         self.emit: Any = None  # where another engine prefilled it: reports an event of its row
         self.row = row
         self.number = number
         self.swapped: Any = None  # of a preempted row: its state (None: it has none yet), and its pages
+        self.state: Any = None  # of a row that computes its keys anew
         self.passes = 0
         self.accepted = 0
         self._detokenizer = request.new_detokenizer() if request.stop_strings else None
@@ -56,6 +74,32 @@ class Answer:
         call = self.request.call
         number_1 = np.array([self.number], np.int32) if call.answers > 1 else None
         return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has keys, or had some."""
+        return bool(self.switches or self.row.num_computed)
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Of each of `logprobs`, the version of the parameters that its token was sampled by."""
+        begins = [switch.sampled for switch in self.switches]
+        return [self.switches[bisect_right(begins, i) - 1].version for i in range(len(self.logprobs))]
+
+    def record_version(self, version: int, recomputes: bool = False) -> None:
+        """What follows comes from parameters of this version. recomputes: the keys of all tokens, too."""
+        if not self.switches:
+            self.switches = [Switch(version)]
+        if recomputes or self.switches[-1].version != version:
+            switch = Switch(version, self.row.num_computed, len(self.sampled), recomputes)
+            self.switches = [*self.switches, switch]
+
+    @property
+    def ids_with_keys(self) -> list[int]:
+        """The prompt and the sampled tokens but for the last one, whose keys are never written before the
+        next.
+        """
+        return [*self.request.ids, *self.sampled[:-1]]
 
     def append(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
         """Appends sampled tokens; finished: the last is an EOS or stop id. Returns whether the answer has
@@ -72,7 +116,7 @@ class Answer:
             if self._detokenizer is not None:
                 self._detokenizer.push(token)
                 if self._detokenizer.ended:
-                    for per_token in (self.sampled, self.logprobs, self.alternatives):
+                    for per_token in (self.sampled, self.logprobs, self.processed, self.alternatives):
                         del per_token[len(self.tokens) :]
                     return self._end("stop")
         if finished:
@@ -159,19 +203,20 @@ class Request:
         self.cancelled = False
         self.content_after: str | None = None
         self.live = False  # a caller may stream its answers, and more requests may come meanwhile
+        self.processed_logprobs = False  # its answers have `processed`
         self.num_prompt_logprobs: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
         self.times: dict[str, float] = {}  # "prefill": begin, "first": first token, "ended": end
         self.listeners: list[Callable[[], None]] = []  # called when it has new tokens, or has ended
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._single_answer)
+        return iter(self.single_answer)
 
     def text(self) -> Iterator[str]:
-        return self._single_answer.text()
+        return self.single_answer.text()
 
     def text_async(self) -> AsyncIterator[str]:
-        return self._single_answer.text_async()
+        return self.single_answer.text_async()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
         """Waits for the end, and returns the answers as `generate` does.
@@ -190,6 +235,7 @@ class Request:
             finish_reason=[answer.finish_reason or "" for answer in answers],
             stats=self._stats(),
             alternatives=[list(answer.alternatives) for answer in answers] if options.logprobs else None,
+            token_versions=[answer.token_versions for answer in answers],
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
@@ -197,6 +243,13 @@ class Request:
         """Ends it at the engine's next step, with the finish_reason "cancelled"."""
         self.cancelled = True
         self.engine.cancel(self)
+
+    @property
+    def recorded(self) -> int:
+        """What is recorded of each token beside its log-probability: 0: nothing, 1: `Answer.processed`, 2:
+        alternatives too.
+        """
+        return 2 if self.call.options.logprobs else int(self.processed_logprobs)
 
     @property
     def answered(self) -> bool:
@@ -235,7 +288,7 @@ class Request:
                 listener()
 
     @property
-    def _single_answer(self) -> Answer:
+    def single_answer(self) -> Answer:
         if len(self.answers) != 1:
             raise InputError(f"this request has {len(self.answers)} answers: take each by request.answers[j]")
         return self.answers[0]
@@ -260,14 +313,18 @@ class Request:
         return stats
 
 
+def check_started(engine: Any) -> None:
+    if not engine.started:
+        raise InputError("an event loop needs an engine with a thread: with xj.Engine(model) as engine: …")
+
+
 async def request_updates(requests: Sequence[Request], quiet: float | None = None) -> AsyncIterator[bool]:
     """True at once, and whenever requests to one engine may have new tokens; False after `quiet` seconds
     without.
     """
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
-    if not requests[0].engine.started:
-        raise InputError("an event loop needs an engine with a thread: with xj.Engine(model) as engine: …")
+    check_started(requests[0].engine)
 
     def wake() -> None:
         loop.call_soon_threadsafe(event.set)

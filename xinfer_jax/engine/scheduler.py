@@ -129,7 +129,7 @@ class Scheduler:
                 if load := self._load(row, actions):
                     return [*actions, load]
                 continue
-            chunk = self._next_chunk(row)
+            chunk = self.next_chunk(row)
             if self._allocate(row, chunk.start + chunk.count, actions):
                 return [*actions, chunk]
         return actions
@@ -190,6 +190,11 @@ class Scheduler:
             hashes = hash_pages(row.salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
             for at in range(len(row.ids) // PAGE_SIZE, len(hashes)):
                 self.pool.cache(row.pages[at], hashes[at])
+        self.withdraw(row)
+        row.ended = True
+
+    def withdraw(self, row: Row) -> None:
+        """Takes back a row in any state, with its slot and its pages; it may be submitted again."""
         self.prefixes.release_host_pages(row)
         if row in self.waiting_for_files:
             del self.waiting_for_files[row]
@@ -197,7 +202,25 @@ class Scheduler:
             self.clients.remove(row)
         else:
             self._free(row)
-        row.ended = True
+
+    def restart(self, row: Row, ids: Sequence[int]) -> None:
+        """A row waits again, without pages, to compute the keys of these tokens: its prompt, and what it has
+        sampled.
+        """
+        self.withdraw(row)
+        row.max_new_tokens -= len(ids) - len(row.ids)
+        row.ids = ids
+        row.num_computed = 0
+        row.page_hashes = row.token_hashes = ()
+        row.cacheable = self.prefix_cache
+        self.clients.add(row, preempted=True)
+        self.preemptions += 1
+
+    def lend_pages(self, row: Row, tokens: int) -> list[Action]:
+        """Gives pages for so many tokens to a row that needs no slot, and preempts rows for them."""
+        actions: list[Action] = []
+        self._allocate(row, tokens, actions)
+        return actions
 
     def cache_pages_of_answer(
         self, salt: bytes, ids: Sequence[int], first: int
@@ -224,6 +247,12 @@ class Scheduler:
         self.prefixes.clear()
         for row in [*self.rows_with_slots, *self.waiting]:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out
+
+    def preempt_all(self) -> list[Action]:
+        """Preempts the rows that have slots, and empties the prefix cache: no page is used any more."""
+        actions: list[Action] = [self._preempt(row) for row in self.rows_with_slots]
+        self.reset_prefix_cache()
+        return actions
 
     def _admit(self, row: Row, actions: list[Action]) -> bool:
         """Gives a waiting row a slot and the cached pages of its prompt, if it fits, and none of these pages
@@ -323,7 +352,7 @@ class Scheduler:
         self.prefixes.cache(row, start)
         return LoadPages(row, pages, host_pages, PAGE_SIZE)
 
-    def _next_chunk(self, row: Row) -> PrefillChunk:
+    def next_chunk(self, row: Row) -> PrefillChunk:
         """The next prefill chunk of a row. If cached pages end within a full chunk, its rest goes page by
         page.
         """

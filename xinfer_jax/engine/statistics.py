@@ -47,7 +47,8 @@ class EngineStats:
         requests: that have ended.
         programs: that were compiled ahead of their first run; 0 over a mesh.
         warming_up: engines that still compile programs in the background.
-        waiting_for_programs: of `waiting`, answers whose programs are not compiled yet.
+        waiting_for_programs: of `waiting`, answers whose programs are not compiled yet, or that an `update`
+            lets wait.
         ttft_seconds, tpot_seconds: 50th, 90th and 99th percentile of the time to the first token and of the
             time per token after it, over the last 1000 requests; None before the first.
     """

@@ -17,11 +17,15 @@ from ..ops.operation import without_mesh_context
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
+from ..weights.params import Params
+from .async_sampling import AsyncSampling
 from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
+from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
 from .statistics import EngineStats, Renamed, collect_stats
+from .weight_updates import update_engines
 
 _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
@@ -118,7 +122,7 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
 
 
-class EngineBase:
+class EngineBase(Pausing, AsyncSampling):
     """The common methods of `Engine` and `Engines`."""
 
     error: BaseException | None = None
@@ -131,11 +135,6 @@ class EngineBase:
     def missing(self) -> str:
         """What there is not, so that no request can be answered now; "": nothing."""
         return ""
-
-    @property
-    def engines(self) -> Sequence[Any]:
-        """The engines that answer: this one."""
-        return (self,)
 
     def submit(
         self,
@@ -170,6 +169,7 @@ class EngineBase:
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
         content_after: str | None = None,
+        processed_logprobs: bool = False,
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
@@ -201,11 +201,13 @@ class EngineBase:
             content_after: stop strings count in the content only, not in the reasoning; this is what the
                 prompt has of the answer already: "<think>", a header of Harmony, or "". None: they count
                 everywhere.
+            processed_logprobs: also compute the log-probability of each sampled token after the logits
+                processors, temperature included: `Answer.processed`.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
         """
-        self._check_open()
+        self.check_open()
         if keys is not None and len(keys) != len(prompts):
             raise InputError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
         if deadline is not None and (not isinstance(deadline, int | float | np.number) or not deadline > 0):
@@ -225,6 +227,7 @@ class EngineBase:
         switch = engine.model.config.rope.switches_at
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
+            request.processed_logprobs = bool(processed_logprobs)
             request.num_prompt_logprobs = prompt_logprobs
             if received is not None:
                 request.submitted = received
@@ -258,7 +261,7 @@ class EngineBase:
             raise InputError(
                 f"prompts must be a list of ids, texts or conversations, got {format_value(prompts)}"
             )
-        self._check_open()
+        self.check_open()
         each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
@@ -277,6 +280,38 @@ class EngineBase:
                 if not request.ended:  # another one failed, or the caller was interrupted
                     request.cancel()
 
+    def update(
+        self,
+        params: Params,
+        *,
+        version: int | None = None,
+        mode: str = "continue",
+        cast: bool = True,
+        copy: bool = False,
+    ) -> None:
+        """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
+        any more. Several engines switch between the same steps. One whose weights were donated to another
+        program answers again.
+
+        Args:
+            params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
+                engine with int8 or int4 matrices takes floats too, and quantizes them on the host; key heads
+                that it repeats and rows that pad its vocabulary may be missing.
+            version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
+            mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
+                answer starts until those that have are finished, then the weights are replaced. "abort": they
+                end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
+                on.
+            cast: floats of another type are cast. False: they are an error.
+            copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
+                donate them to a training step.
+
+        Raises:
+            InputError: leaves that are missing, unknown or misshapen, before anything changes; "recompute"
+                where prompts and answers are on different devices; the engine is closed.
+        """
+        update_engines(self, params, version, mode, cast, copy)
+
     @property
     def stats(self) -> EngineStats:
         """What the engine does now and did so far."""
@@ -294,7 +329,7 @@ class EngineBase:
         """Ends the threads; unfinished requests get an error."""
         raise NotImplementedError
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         for engine in (*self.engines, self):
             if engine.error is not None:
                 why = format_message(engine.error) or type(engine.error).__name__

@@ -83,13 +83,13 @@ class GenerateOutput:
 
     Attributes:
         tokens: new ids, without the EOS or stop id that ended them.
-        logprobs: the model's log-probability of each token: natural logarithm, before any logits processor.
-            The entry of the EOS or stop id, if there is one, is the last.
+        logprobs: the natural log-probability of each token, and of the EOS id, before any logits processor.
         finish_reason: "eos", "stop" or "length".
         stats: the cost of the call.
         alternatives: with options.logprobs: of each entry of `logprobs`; else None.
         logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
         prefix: with options.keep_prefix: the cache, for the next call; else None.
+        token_versions: of an engine: of each entry of `logprobs`, the version of the weights; else None.
     """
 
     tokens: list[list[int]]
@@ -99,6 +99,7 @@ class GenerateOutput:
     alternatives: list[list[TokenLogprobs]] | None = None
     logits: list[np.ndarray] | None = None
     prefix: "Prefix | None" = None
+    token_versions: list[list[int]] | None = None
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())

@@ -117,6 +117,9 @@ class PeerEngines(EngineLoop):
         """Also of processes that have ended."""
         return collect_stats([*self.engines, *self._past], [self.counters])
 
+    def _change(self, name: str, before: str, after: str) -> None:
+        raise InputError(f"{name}() is for engines of this process: call it where these engines are")
+
     def close(self) -> None:
         """Ends all requests with an error, and the connections."""
         super().close()
@@ -130,8 +133,8 @@ class PeerEngines(EngineLoop):
             while not stop() and self.missing:
                 self._condition.wait(0.2)
 
-    def _check_open(self) -> None:
-        super()._check_open()
+    def check_open(self) -> None:
+        super().check_open()
         if self.missing:
             raise InputError(self.missing)
 

@@ -37,10 +37,10 @@ def answer_to_message(answer: Answer) -> dict[str, Any]:
     return dict(
         ids=list(request.ids), options=options, key=call.key, number=request.number, live=request.live,
         text=dict(skip_special_tokens=request.skip_special_tokens, content_after=request.content_after),
-        prompt_logprobs=request.num_prompt_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs, processed_logprobs=request.processed_logprobs,
         seconds=None if left == float("inf") else max(left, 0.001), answer=answer.number,
         row={name: getattr(row, name) for name in _ROW_FIELDS}, salt=row.salt.hex(),
-        sampled=[answer.sampled, answer.logprobs, answer.alternatives],
+        sampled=[answer.sampled, answer.logprobs, answer.processed, answer.alternatives],
     )  # fmt: skip
 
 
@@ -55,11 +55,12 @@ def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPo
     request = make_request(engine, *what, **fields["text"])
     request.live = fields["live"]
     request.num_prompt_logprobs = fields["prompt_logprobs"]
+    request.processed_logprobs = fields["processed_logprobs"]
     if fields["seconds"] is not None:
         request.deadline = request.submitted + fields["seconds"]
     answer = request.answers[fields["answer"]]
     answer.row = dataclasses.replace(answer.row, salt=bytes.fromhex(fields["salt"]), **row_fields)
-    (answer.sampled, answer.logprobs, alternatives) = fields["sampled"]
+    (answer.sampled, answer.logprobs, answer.processed, alternatives) = fields["sampled"]
     answer.alternatives = _logprobs(alternatives)
     return answer
 

@@ -1,0 +1,105 @@
+"""`AsyncSampling`: answers as arrays, for event loops, from and to token ids: what rollouts need."""
+
+import asyncio
+import dataclasses
+import secrets
+from typing import Any
+
+import numpy as np
+
+from ..checks import check_integer, check_token_ids
+from ..errors import InputError
+from ..formatting import ShortRepr
+from ..generation.options import GenerateOptions, options_or_default
+from ..sampling.logprobs import TokenLogprobs
+from ..sampling.random_keys import key_from_seed
+from .requests import check_started
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SampleOutput(ShortRepr):
+    """An answer of T tokens. Arrays have the names of `Decoded`, without rows.
+
+    Attributes:
+        tokens_T: int32: all that was sampled, with the EOS or stop id.
+        logprobs_T: float32: log-probability of each token before any logits processor.
+        processed_T: float32: after all of them, temperature included: of the distribution that the token was
+            sampled from.
+        finish_reason: "eos", "stop", "length", "cancelled" or "deadline".
+        seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
+        alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
+    """
+
+    tokens_T: np.ndarray
+    logprobs_T: np.ndarray
+    processed_T: np.ndarray
+    finish_reason: str
+    seed: int
+    alternatives: list[TokenLogprobs] | None = None
+
+
+class AsyncSampling:
+    """The method of every engine with a thread that gives `SampleOutput`."""
+
+    engines: Any
+    submit: Any
+
+    async def sample(
+        self,
+        ids: Any,
+        options: GenerateOptions | None = None,
+        *,
+        seed: int | None = None,
+        live: bool = False,
+        **how: Any,
+    ) -> SampleOutput:
+        """Answers a prompt of token ids, while the event loop goes on. Needs no tokenizer. A task that is
+        cancelled ends its request.
+
+        Args:
+            ids: the prompt: a list, or an int array [T].
+            options: as of `submit`, for one answer: several are several calls, which share the prompt's
+                pages.
+            seed: of the random draws, at least 0; None: a random one, which the result has.
+            live, how: as of `submit`, but for `key` and `prompt_logprobs`.
+
+        Raises:
+            InputError: as `submit`; a text in place of ids; more than one answer.
+        """
+        ids = check_token_ids("ids", ids)
+        options = options_or_default(options)
+        if (options.best_of or options.n) != 1:
+            raise InputError(
+                f"sample gives one answer, got n={options.n}: call it for each, with asyncio.gather"
+            )
+        if unknown := {"key", "prompt_logprobs"} & {*how}:
+            raise InputError(f"sample takes no {' and '.join(sorted(unknown))}: give a seed; use submit")
+        seed = secrets.randbits(63) if seed is None else check_integer("seed", seed, 0, 2**64 - 1)
+        key = key_from_seed(seed)
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        for engine in self.engines:
+            check_started(engine)
+        request = self.submit(ids, options, key=key, live=live, processed_logprobs=True, **how)
+
+        def wake() -> None:
+            if request.ended:
+                loop.call_soon_threadsafe(ended.set)
+
+        request.listeners.append(wake)
+        try:
+            if not request.ended:  # before the listener was there
+                await ended.wait()
+        finally:
+            if not request.ended:
+                request.cancel()
+        request.raise_error()
+        (answer,) = request.answers
+        return SampleOutput(
+            np.array(answer.sampled, np.int32),
+            np.array(answer.logprobs, np.float32),
+            np.array(answer.processed, np.float32),
+            answer.finish_reason or "",
+            seed,
+            list(answer.alternatives) if options.logprobs else None,
+        )

@@ -1,0 +1,87 @@
+"""`Pausing`: an engine stops between two steps, and lends the memory of its pages: to a trainer, say."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..errors import InputError
+
+RUNNING = "running"
+PAUSED = "paused"
+RELEASED = "without pages"
+
+
+class Pausing:
+    """The methods of every engine that pause it, in the order in which they are called.
+
+    Attributes:
+        phase: "running", "paused", or "without pages".
+    """
+
+    between_steps: Callable[[Callable[[], None]], None]
+    phase = RUNNING
+
+    @property
+    def engines(self) -> Sequence[Any]:
+        """The engines that answer: this one."""
+        return (self,)
+
+    def pause(self) -> None:
+        """Waits for the end of the current step; no other begins before `resume`. Requests are taken, and
+        wait. Cancels, deadlines and `update` are handled, and `close` works.
+
+        Raises:
+            InputError: it is paused already; it is closed, or has failed.
+        """
+        self._change("pause", RUNNING, PAUSED)
+
+    def resume(self) -> None:
+        """Ends `pause`. Raises InputError where it is not paused, or has no pages."""
+        self._change("resume", PAUSED, RUNNING)
+
+    def release_cache(self) -> None:
+        """Frees the device memory of the pages of a paused engine, of recurrent states and their snapshots.
+        Rows that have begun are preempted: what they use is copied to host memory, and they continue with the
+        bits that they have otherwise. The prefix cache is emptied.
+
+        Raises:
+            InputError: it is not paused, or has no pages already.
+        """
+        self._change("release_cache", PAUSED, RELEASED)
+
+    def restore_cache(self) -> None:
+        """Allocates what `release_cache` freed. The engine stays paused. Nothing is compiled.
+
+        Raises:
+            InputError: it has its pages.
+            jax.errors.JaxRuntimeError: too little memory is free: free more, and call it again.
+        """
+        self._change("restore_cache", RELEASED, PAUSED)
+
+    def _change(self, name: str, before: str, after: str) -> None:
+        self._check_phase(name, before)
+        if tuple(self.engines) == (self,):
+            self.between_steps(lambda: self._enter(name, before, after))
+            return
+        # After an error in one of them the call is repeated, for those that have not changed.
+        left = [engine for engine in self.engines if engine.phase != after]
+        with ThreadPoolExecutor(max(1, len(left))) as pool:
+            list(pool.map(lambda engine: getattr(engine, name)(), left))
+        self.phase = after
+
+    def _enter(self, name: str, before: str, after: str) -> None:
+        """Between two steps."""
+        self._check_phase(name, before)
+        core: Any = getattr(self, "_core", None)
+        if after == RELEASED:
+            core.release_cache()
+        elif before == RELEASED:
+            core.device.restore_cache()
+        self.phase = after
+
+    def _check_phase(self, name: str, before: str) -> None:
+        if self.phase != before:
+            raise InputError(
+                f"{name}() is for an engine that is {before}, and this one is {self.phase}: the order is"
+                " pause, release_cache, restore_cache, resume; the two in the middle may be left out"
+            )

@@ -1,0 +1,139 @@
+"""`Engine.replay`: an answer is computed again by the same programs in the same order, with its own tokens
+where the engine sampled them, and with the parameters and keys that it had.
+
+The chunks of a prompt follow from its length, and a row's bits depend on no other row. So what an answer
+keeps of its past is where its parameters were replaced, and whether its keys were computed anew (`Switch`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import InputError, format_names
+from ..ops.operation import without_mesh_context
+from ..sampling.sampling_config import SamplingConfig
+from ..weights.params import Params
+from .core import EngineCore
+from .pausing import RELEASED
+from .requests import Answer, Request
+from .row import Row
+
+
+@without_mesh_context
+def replay_answer(
+    engine: Any, core: EngineCore, answer: Answer | Request, params: Mapping[int, Params]
+) -> list[float]:
+    """`Engine.replay`."""
+    if isinstance(answer, Request):
+        answer = answer.single_answer
+    _check(engine, answer, params)
+    trees = {switch.version: params[switch.version] for switch in answer.switches}
+    trees = {version: engine.own_params(tree) for version, tree in trees.items()}
+    with engine.updating, engine.without_steps():
+        engine.check_open()
+        return _Replay(core, answer).run(trees)
+
+
+def _check(engine: Any, answer: Answer, params: Mapping[int, Params]) -> None:
+    if answer.finish_reason is None or not answer.logprobs:
+        raise InputError("replay needs an answer that has ended, with at least one token")
+    if missing := sorted({switch.version for switch in answer.switches} - {*params}):
+        raise InputError(f"the answer needs parameters of version {format_names(missing)}: give them too")
+    if engine.phase == RELEASED:
+        raise InputError("an engine without pages cannot replay: call restore_cache() first")
+    row = answer.row
+    if row.share_answers and not (row.exact and len(row.ids) == len(answer.request.ids)):
+        raise InputError("with share_answers it has pages of other answers, which replay does not have")
+    if row.longest > engine.usable_capacity:
+        raise InputError(f"the answer needs a row of {row.longest} tokens: take an engine of its shape")
+
+
+class _Replay:
+    """One answer on the device of an engine that takes no step meanwhile, in a borrowed slot."""
+
+    def __init__(self, core: EngineCore, answer: Answer):
+        request = answer.request
+        plain: Any = dict(sampling=SamplingConfig(), grammar=None, logprobs=0)
+        options = dataclasses.replace(request.call.options, **plain)
+        self._call = dataclasses.replace(request.call, options=options, grammars=())
+        self._core = core
+        self._device: Any = core.device
+        self._answer = answer
+        self._ids = answer.sampled
+        self._logprobs: list[float] = []
+        self._prompt_logprobs = request.num_prompt_logprobs is not None and answer is request.answers[0]
+        first = 0 if self._prompt_logprobs else None
+        self._row = Row(request.ids, options.max_new_tokens, logprobs_from=first)
+        self._slot = core.scheduler.slots.index(None) if None in core.scheduler.slots else 0
+
+    def run(self, params: Mapping[int, Params]) -> list[float]:
+        core = self._core
+        row = self._row
+        own = self._device.params
+        core.lend_pages(row)
+        contents = self._device.get_row(self._slot)
+        try:
+            ends = [*((switch.computed, switch.sampled) for switch in self._answer.switches[1:])]
+            for switch, end in zip(self._answer.switches, [*ends, (math.inf, len(self._ids))], strict=True):
+                self._device.params = params[switch.version]
+                if switch.recomputed:
+                    self._restart()
+                self._prefill(end[0])
+                while len(self._logprobs) < end[1]:
+                    self._decode()
+        finally:
+            self._device.params = own
+            self._device.set_row(self._slot, contents)
+            core.scheduler.pool.release(row.pages)
+        return self._logprobs[: len(self._ids)]
+
+    def _restart(self) -> None:
+        row = self._row
+        row.num_computed = 0
+        if self._logprobs:
+            ids = [*self._answer.request.ids, *self._ids[: len(self._logprobs) - 1]]
+            row.max_new_tokens -= len(ids) - len(row.ids)
+            row.ids = ids
+            row.logprobs_from = None
+
+    def _prefill(self, end: float) -> None:
+        """Prefills the row up to this token; after the prompt it has its first token."""
+        row = self._row
+        while row.num_computed < min(len(row.ids), end):
+            chunk = self._core.scheduler.next_chunk(row)
+            outputs = self._core.prefill_chunk(chunk, self._slot)[0]
+            row.num_computed = int(min(chunk.start + chunk.count, end))  # found pages may end earlier
+            if chunk.is_last and not self._logprobs:
+                masks_BQW = self._masks()
+                state = self._device.new_row(self._call, self._answer.key_1, masks_BQW[:1])
+                self._device.put_first(self._slot, outputs, state)
+                (first,) = self._device.sample_first([self._slot], False, 0)
+                self._append(first, 0)
+
+    def _decode(self) -> None:
+        pages = {self._slot: self._row.pages}
+        out = self._device.decode(pages, 1, False, False, 0, self._masks())
+        if not (count := self._append(out, self._slot)):
+            raise InputError("these parameters give numbers that are not finite")
+        self._row.num_computed += count
+
+    def _append(self, out: Any, slot: int) -> int:
+        logprobs_BT, count_B = jax.device_get((out.logprobs_BT, out.count_B))
+        count = int(count_B[slot])
+        self._logprobs += logprobs_BT[slot, :count].tolist()
+        return count
+
+    def _masks(self) -> np.ndarray:
+        """uint32 [slots, 1 + draft tokens, words] that allow the answer's next tokens alone, in all slots."""
+        shape = self._core.shape
+        words = -(-self._call.config.vocab_size // 32)
+        masks_BQW = np.zeros((shape.rows, 1 + shape.num_draft_tokens, words), np.uint32)
+        ids = self._ids[len(self._logprobs) :]
+        for q in range(masks_BQW.shape[1]):
+            token = ids[min(q, len(ids) - 1)]
+            masks_BQW[:, q, token // 32] = 1 << token % 32
+        return masks_BQW

@@ -1,0 +1,87 @@
+"""`WeightSwitch`: the part of a core that replaces the parameters between two steps, and says what becomes of
+unfinished answers.
+"""
+
+import abc
+from typing import Any
+
+from ..errors import InputError
+from ..weights.params import Params
+from ..weights.params_like import is_deleted
+from .requests import Answer, Request
+from .row import Row
+from .scheduler import Scheduler
+
+
+class WeightSwitch(abc.ABC):
+    """Of `EngineCore`, which has the attributes.
+
+    Attributes:
+        version: of the parameters.
+    """
+
+    device: Any
+    scheduler: Scheduler
+    _answers: dict[Row, Answer]
+    _held: dict[Answer, frozenset[str]]
+    _holds = False  # no answer starts
+    version = 0
+
+    @abc.abstractmethod
+    def _stages(self, answer: Answer) -> frozenset[str]: ...
+
+    @abc.abstractmethod
+    def _fail(self, request: Request, error: BaseException) -> None: ...
+
+    def hold(self, holds: bool) -> None:
+        """From now on no answer starts; holds: False: they do again."""
+        self._holds = holds
+        for answer in self._answers.values() if holds else ():
+            if not answer.has_begun and answer not in self._held:
+                self.scheduler.withdraw(answer.row)
+                self._held[answer] = self._stages(answer)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all answers that had started when `hold` was called have ended."""
+        return not any(answer.has_begun for answer in list(self._answers.values()))
+
+    def switch(self, params: Params, version: int, recomputes: bool) -> None:
+        """Replaces the parameters between two steps. Pages of earlier ones are not shared any more.
+        recomputes: rows compute their keys anew; else they go on with those that they have.
+        """
+        for row, answer in self._answers.items():
+            restarts = recomputes and row.num_computed > 0
+            if answer.has_begun:
+                answer.record_version(self.version)  # it may have nothing but found pages
+                answer.record_version(version, restarts)
+            if restarts:
+                self._restart(answer)
+            self.scheduler.prefixes.release_host_pages(row)  # they are of earlier parameters
+        self.scheduler.reset_prefix_cache()
+        self.device.params = params
+        self.version = version
+
+    def _restart(self, answer: Answer) -> None:
+        """Lets a row compute its keys anew; then it goes on from the token sampled last."""
+        row = answer.row
+        if row.is_prefilled:
+            contents = answer.swapped if row.slot is None else (self.device.get_row(row.slot),)
+            answer.state = contents[0][0]
+            row.logprobs_from = None
+        else:
+            answer.request.prompt_logprobs = []
+        answer.swapped = None
+        self.scheduler.restart(row, answer.ids_with_keys)
+
+    def _fail_without_params(self) -> bool:
+        """Fails all requests if parameters were donated or deleted. Returns whether they were."""
+        if not is_deleted(getattr(self.device, "params", None)):
+            return False
+        error = InputError(
+            "the engine's parameters were donated to another program, or deleted: give it others by"
+            " engine.update(params), with copy=True if these will be donated"
+        )
+        for request in {answer.request: None for answer in self._answers.values()}:
+            self._fail(request, error)
+        return True

@@ -1,0 +1,96 @@
+"""`Engine.update`: new parameters are checked and converted for every engine, and then all engines switch to
+them between the same steps.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..checkpoint.loading import Model
+from ..checks import check_integer
+from ..errors import InputError, format_value
+from ..ops.operation import without_mesh_context
+from ..sharding import on_auto_mesh
+from ..weights.params import Params
+from ..weights.params_like import params_like
+from .pausing import RUNNING
+
+MODES = ("continue", "wait", "abort", "recompute")
+
+
+@without_mesh_context
+def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast: bool, copy: bool) -> None:
+    """`Engine.update` of an engine, or of all that one stands for. owner: `Engine` or `Engines`."""
+    if mode not in MODES:
+        raise InputError(f"mode must be one of {', '.join(MODES)}, got {format_value(mode)}")
+    engines = owner.engines
+    if not engines or not hasattr(engines[0], "core"):
+        raise InputError("engines in other processes keep their weights: start them with others")
+    has_roles = engines[0].role is not None
+    if has_roles and mode == "recompute":
+        raise InputError("mode='recompute' needs prompts and answers on the same devices: take 'wait'")
+    if mode == "wait" and owner.phase != RUNNING:
+        raise InputError("mode='wait' is for an engine that runs: call resume() first, or take another mode")
+    with owner.updating:
+        version = owner.version + 1 if version is None else check_integer("version", version, 0)
+        owner.check_open()
+        trees = [engine.own_params(params, cast, copy) for engine in engines]
+        with _drained(owner) if mode == "wait" else nullcontext(), _without_steps(owner):
+            owner.check_open()
+            if mode == "abort":
+                for loop in [owner] if has_roles else engines:
+                    loop.abort_unfinished("aborted")
+            for engine, tree in zip(engines, trees, strict=True):
+                engine.switch_params(tree, version, mode == "recompute")
+            owner.forget_prompts()
+
+
+@contextmanager
+def _drained(owner: Any) -> Iterator[None]:
+    """Ends all answers that have begun, and starts no others within the `with` block."""
+    cores = [engine.core for engine in owner.engines]
+    try:
+        with _without_steps(owner):
+            for core in cores:
+                core.hold(True)
+        while not all(core.is_drained for core in cores):  # first where prompts are prefilled
+            owner.check_open()
+            owner.step()
+        yield
+    finally:
+        for core in cores:
+            core.hold(False)
+
+
+def own_params(params: Any, model: Model, cast: bool, copy: bool) -> Params:
+    """Parameters in the form and place of a model's own. copy: in arrays of their own. Raises InputError."""
+    new = params_like(on_auto_mesh(params), model.config, model.params, cast)
+    return jax.tree.map(lambda x, old: own_array(x, old, copy), new, model.params)
+
+
+def own_array(new: Any, old: Any = None, copy: bool = False) -> jax.Array:
+    """An array that the caller cannot change, placed like the old one: committed where that is, or not."""
+    if isinstance(new, jax.Array) and copy:
+        if all(device.platform == "cpu" for device in new.devices()):
+            new = np.asarray(new)  # nothing to compile
+        else:
+            new = jax.device_put(new, new.sharding, may_alias=False)
+    is_committed = old is not None and old.committed
+    if not isinstance(new, jax.Array):
+        return jax.device_put(np.array(new), old.sharding if is_committed else None)
+    if old is None or not (new.committed or is_committed):
+        return new
+    return jax.device_put(new, old.sharding) if is_committed else jax.device_put(np.asarray(new))
+
+
+@contextmanager
+def _without_steps(owner: Any) -> Iterator[None]:
+    """Within the `with` block none of the engines takes a step, nor does who gives them requests."""
+    with ExitStack() as stack:
+        for loop in dict.fromkeys((owner, *owner.engines)):
+            if hasattr(loop, "without_steps"):
+                stack.enter_context(loop.without_steps())
+        yield

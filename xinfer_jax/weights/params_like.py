@@ -1,0 +1,107 @@
+"""Parameters in the form of other parameters of the model: containers, dtypes, quantized leaves, repeated key
+heads, a padded vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_names
+from .grouped_weight import GroupedWeight
+from .int8_weight import Int8Weight
+from .param_specs import leaf_name
+from .params import Params, ParamSpec, param_specs
+from .quantization import device_form, quantized_leaf, quantized_stack
+from .quantized_weight import is_quantized
+
+
+def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = True) -> Params:
+    """Returns parameters as `like` has them. Leaves are found by their paths, so containers may be others, as
+    the lists of a restored checkpoint.
+
+    Where `like` has an int8 or int4 leaf, a float matrix is quantized as `load_model(quantize=)` does it, on
+    the host. Leaves that fit stay the same arrays. On CPUs nothing is compiled.
+
+    Args:
+        params: float arrays, or the arrays of leaves that are quantized as in `like`.
+        config: of `like`.
+        cast: floats become those of `like`. False: another dtype is an error.
+
+    Raises:
+        InputError: leaves that are missing, unknown, misshapen, deleted or of another type; a float matrix
+            where `like` has a format that only its checkpoint has.
+    """
+    given = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+    def fit(spec: ParamSpec, old: Any) -> Any:
+        return _fitted(given, spec, old, cast)
+
+    def convert(spec: ParamSpec, old: Any) -> Any:
+        if not is_quantized(old) or spec.name in given:
+            if is_quantized(old) and config.rotated:
+                raise InputError(f"{spec.name} is rotated: give parameters that load_model quantized so")
+            return fit(spec, old)
+        fields, form = jax.tree_util.tree_flatten_with_path(old)
+        names = [_name((spec.name, *path)) for path, _ in fields]
+        specs = [dataclasses.replace(spec, name=name, kv_heads=0) for name in names]
+        return jax.tree.unflatten(form, list(map(fit, specs, jax.tree.leaves(old))))
+
+    new = jax.tree.map(convert, param_specs(config), like)
+    if given:
+        raise InputError(f"the new parameters have unknown leaves: {format_names(given)}: leave them out")
+    return new
+
+
+def is_deleted(tree: Any) -> bool:
+    """Whether any array of a tree was donated or deleted."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+
+
+def _name(path: Any) -> str:
+    return leaf_name(path).replace("..", ".")  # a field of a leaf has its own dot
+
+
+def _fitted(given: dict[str, Any], spec: ParamSpec, old: Any, cast: bool) -> Any:
+    """Takes an array out of the given ones, and gives it the form of `old`."""
+    if spec.name not in given:
+        raise InputError(f"the new parameters lack {spec.name}: give all of the model's")
+    x = given.pop(spec.name)
+    if is_deleted(x):
+        raise InputError(f"{spec.name} was donated or deleted: give arrays that nobody else donates")
+    dtype = getattr(old, "dtype", jnp.float32)  # a quantized leaf is made of floats
+    are_floats = all(jnp.issubdtype(each, jnp.floating) for each in (x.dtype, dtype))
+    if x.dtype != dtype and not (cast and are_floats):
+        raise InputError(f"{spec.name} is {x.dtype}, not {dtype}" + ": leave out cast=False" * are_floats)
+    rows = old.shape[0]
+    repeats = bool(spec.kv_heads and len(x) and rows % len(x) == 0 == spec.kv_heads * len(x) % rows)
+    if x.shape[1:] != old.shape[1:] or not (len(x) == rows or repeats or x.shape == spec.shape):
+        raise InputError(f"{spec.name} has the shape {list(x.shape)}, not {list(old.shape)}")
+    if not is_quantized(old) and len(x) == rows:
+        on_host = not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
+        return x if x.dtype == dtype else np.asarray(x).astype(dtype) if on_host else x.astype(dtype)
+    x = np.asarray(x)
+    if repeats:
+        x_KX = x.reshape(spec.kv_heads * len(x) // rows, -1)
+        x = np.repeat(x_KX, rows // len(x), 0).reshape(old.shape)
+    x = np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
+    return _quantized(x, spec.name, old) if is_quantized(old) else x.astype(dtype)
+
+
+def _quantized(matrix: np.ndarray, name: str, old: Any) -> Any:
+    """The matrix, quantized as `old` is."""
+    new: Any = None
+    if isinstance(old, Int8Weight | GroupedWeight):
+        method = "int4" if old.values.dtype == np.uint8 else "int8"
+        group = old.group if isinstance(old, GroupedWeight) else matrix.shape[-1]
+        quantize: Any = quantized_leaf if matrix.ndim == 2 else quantized_stack
+        new = device_form(quantize(matrix, name, method, group))
+    if isinstance(old, Int8Weight):
+        new = dataclasses.replace(new, int8_activations=old.int8_activations)
+    forms = [jax.tree.map(lambda x: (x.shape, x.dtype), leaf) for leaf in (new, old)]
+    if forms[0] != forms[1]:
+        raise InputError(f"{name} has a format of its checkpoint, {old}: give it in that, not as floats")
+    return new
