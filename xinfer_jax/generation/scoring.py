@@ -44,49 +44,16 @@ class Scores:
 
 
 @overload
-def score(  # noqa: PLR0913
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: AnyArray,
-    num_tokens_B: AnyArray | None = None,
-    *,
-    inputs_BTD: AnyArray | None = None,
-    segment_ids_BT: AnyArray | None = None,
-    positions_BT: AnyArray | None = None,
-    routes: AnyArray | None = None,
-    return_routes: Literal[False] = False,
-    temperature: float | AnyArray = 1.0,
-    entropy: Literal[False] = False,
-    reference: None = None,
-    teacher_topk: None = None,
-    chunk: int | None = None,
-    remat: Any = None,
-    impl: str | None = None,
-) -> jax.Array: ...
-
-
+def score(
+    params: Params, config: ModelConfig, tokens_BT: AnyArray, num_tokens_B: AnyArray | None = None, *,
+    inputs_BTD: AnyArray | None = None, segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None, routes: AnyArray | None = None,
+    return_routes: Literal[False] = False, temperature: float | AnyArray = 1.0,
+    entropy: Literal[False] = False, reference: None = None, teacher_topk: None = None,
+    chunk: int | None = None, remat: Any = None, impl: str | None = None,
+) -> jax.Array: ...  # fmt: skip
 @overload
-def score(  # noqa: PLR0913
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: AnyArray,
-    num_tokens_B: AnyArray | None = None,
-    *,
-    inputs_BTD: AnyArray | None = None,
-    segment_ids_BT: AnyArray | None = None,
-    positions_BT: AnyArray | None = None,
-    routes: AnyArray | None = None,
-    return_routes: bool = False,
-    temperature: float | AnyArray = 1.0,
-    entropy: bool = False,
-    reference: Params | None = None,
-    teacher_topk: tuple[AnyArray, AnyArray] | None = None,
-    chunk: int | None = None,
-    remat: Any = None,
-    impl: str | None = None,
-) -> Any: ...
-
-
+def score(*args: Any, **how: Any) -> Any: ...
 def score(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
