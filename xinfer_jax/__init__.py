@@ -7,6 +7,16 @@ reject its flags before it imports jax. Type checkers read `__init__.pyi`.
 from importlib import import_module
 
 _EXPORTS = {
+    "adapters.adapter": (
+        "Adapter",
+        "LowRank",
+        "init_adapter",
+        "merge_adapter",
+        "split_adapter",
+        "with_adapter",
+        "with_adapters",
+    ),
+    "adapters.peft_files": ("load_adapter", "save_adapter"),
     "generation.beams": ("BeamOutput", "beam_search"),
     "cache.kv_cache": ("KVCache", "init_cache", "truncate"),
     "config.model_config": ("ModelConfig",),

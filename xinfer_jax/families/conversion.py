@@ -164,7 +164,7 @@ def params_from_tensors(
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     _check_shapes("tensors", expected, shapes, unused_names(config, named))
     _check_floats({name: named[name] for name in expected})
-    leaves = [_split(spec, named) for spec in specs]
+    leaves = [leaf_of_tensors(spec, named) for spec in specs]
     if dtype is not None:
         leaves = [leaf.astype(resolve_dtype(dtype)) for leaf in leaves]
     params = jax.tree.unflatten(tree, leaves)
@@ -245,7 +245,7 @@ def _join(
     return _divided_like(arrays[0], [axes.index(i) if i in axes else None for i in range(len(shape))], joined)
 
 
-def _split(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
+def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
     """A leaf from the tensors that hold it."""
     names = [*spec.tensor_shapes(tensors)]
     tensor = tensors[names[0]]
