@@ -1,4 +1,4 @@
-"""Adapters that peft writes, in many forms of its settings, beside its own model; and ours, opened by peft."""
+"""Adapters that peft writes, in many forms of its settings, beside its model; and ours, opened by peft."""
 
 import zlib
 

@@ -170,16 +170,10 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
     """Returns what `with_adapter` put together: the model's parameters, and the adapter."""
-    found: dict[str, AdaptedWeight] = {}
-
-    def base(path: str, weight: Any) -> Any:
-        found[path] = weight
-        return weight.base
-
-    paths = [path for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)]
-    if not paths or any(weight.adapter_B is not None for weight in found.values()):
+    found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
+    if not found or any(weight.adapter_B is not None for weight in found.values()):
         raise InputError("split_adapter takes what with_adapter returns: parameters with one adapter")
-    params = _map_matrices(params, paths, base)
+    params = _map_matrices(params, found, lambda path, weight: weight.base)
     matrices = {path: LowRank(weight.lora_a[0], weight.lora_b[0]) for path, weight in found.items()}
     return params, make_adapter(matrices, {path: weight.scale for path, weight in found.items()})
 

@@ -19,7 +19,7 @@ _DONE = frozenset(
     layers_pattern""".split()
 )
 _INITS = (None, True, False, "gaussian", "orthogonal")  # of init_lora_weights; others change the model itself
-_OFF = (None, False, "", [], {}, "none")  # what leaves another field out
+_OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")  # what leaves another field out
 _REJECTED = {
     "bias": "train the biases apart, and put them into the model",
     "lora_bias": "it adds a bias to each matrix",
@@ -67,7 +67,7 @@ def _check_fields(settings: Mapping[str, Any]) -> None:
     init = settings.get("init_lora_weights")
     if init not in _INITS:
         raise InputError(
-            f"init_lora_weights {format_value(init)} changes the model's own weights: convert the adapter with"
+            f"init_lora_weights {format_value(init)} changes the model's own weights: convert the adapter by"
             " PEFT, to one of the model as it was"
         )
     known = _READ_PAST | _DONE | {"init_lora_weights"}

@@ -145,9 +145,11 @@ def _joined(
     scale = scale_of[found[0]]
     as_, bs = [[pair[i] for pair in pairs.values()] for i in (0, 1)]
     if all(np.array_equal(a, as_[0]) for a in as_) and all(scale_of[path] == scale for path in found):
-        a, places = as_[0], [0] * len(found)
+        a = as_[0]
+        places = [0] * len(found)
     else:
-        a, places = np.concatenate(as_), np.cumsum([0, *map(len, as_)])[:-1]
+        a = np.concatenate(as_)
+        places = [sum(map(len, as_[:i])) for i in range(len(as_))]
     leaves = {
         path: np.zeros((spec.shape[0], len(a)), a.dtype) for path, spec in zip(paths, specs, strict=True)
     }

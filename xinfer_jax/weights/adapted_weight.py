@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from ..errors import InputError
 from ..ops.product import float_product
 from .weight_leaf import WeightLeaf
 
@@ -54,6 +55,10 @@ class AdaptedWeight(WeightLeaf):
             y = _product(x, self.base)
         if self.adapter_B is None or self.scale_N is None:
             return y + _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
+        if len(self.adapter_B) != len(x):
+            raise InputError(
+                f"the parameters have adapters for {len(self.adapter_B)} rows, the call has {len(x)}"
+            )
         scale_B = jnp.where(self.adapter_B < 0, 0, self.scale_N[self.adapter_B])
         return y + jax.vmap(_low_rank)(x, self.lora_a[self.adapter_B], self.lora_b[self.adapter_B], scale_B)
 
