@@ -91,7 +91,7 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
     leaves = check_leaves(params, config)
     if any(isinstance(leaf, AdaptedWeight) for leaf in leaves.values()):
         raise InputError(
-            "the parameters have an adapter: merge it, or take it out by split_adapter and save it by save_adapter"
+            "the parameters have an adapter: merge it, or save it apart, by split_adapter and save_adapter"
         )
     specs = jax.tree.leaves(file_specs(config))
     return specs, [_without_padding(spec, leaves[spec.name]) for spec in specs]
