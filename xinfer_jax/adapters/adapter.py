@@ -123,7 +123,8 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
 
 
 def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArray) -> Params:
-    """Returns parameters of several adapted models, for calls with B rows.
+    """Returns parameters of several adapted models, for functions of arrays with B rows: `forward`, `score`,
+    `prefill`, `decode_loop`.
 
     Args:
         params: as in `with_adapter`.
@@ -146,20 +147,13 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 
     def adapt(path: str, weight: Any) -> AdaptedWeight:
         found = [adapter.matrices.get(path) for adapter in adapters]
-        shapes = [pair.a.shape[0] for pair in found if pair is not None]
-        (outputs, inputs), rank = weight.shape, max(shapes)
+        (outputs, inputs) = weight.shape
+        rank = max(pair.a.shape[0] for pair in found if pair is not None)
 
         def stacked(of: int, shape: tuple[int, ...]) -> jax.Array:
-            return jnp.stack(
-                [
-                    jnp.zeros(shape)
-                    if pair is None
-                    else jnp.pad(
-                        pair[of], [(0, n - have) for n, have in zip(shape, pair[of].shape, strict=True)]
-                    )
-                    for pair in found
-                ]
-            )
+            zeros = jnp.zeros(shape, jax.tree.leaves(found)[0].dtype)
+            padded = (zeros if x is None else zeros.at[*map(slice, x[of].shape)].set(x[of]) for x in found)
+            return jnp.stack(list(padded))
 
         scale_N = jnp.array([scale.get(path, 0.0) for scale in scales], jnp.float32)
         pair = stacked(0, (rank, inputs)), stacked(1, (outputs, rank))

@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from ..checkpoint.files import download_adapter, read_json, resolve_directory
 from ..checkpoint.tensor_files import on_host, write_whole
-from ..checkpoint.tensors import read_header
+from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..families.conversion import leaf_of_tensors, plan_tensors
@@ -53,7 +53,7 @@ def load_adapter(config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any
     settings = read_json(file)
     if settings is None:
         raise InputError(f"{path} holds no {CONFIG}: give the directory of an adapter as PEFT saves it")
-    stored = read_header(path / WEIGHTS)
+    stored = read_tensor_file(path / WEIGHTS)
     try:
         return _read(config, settings, stored, None if dtype is None else resolve_dtype(dtype))
     except InputError as error:

@@ -5,8 +5,9 @@ initialisation, for the loader's check and for byte counts (`linear_attention_sp
 DeltaNet); `params` does the first and the last, and chooses dtypes; `layout` says how the tree is divided
 over a mesh; `stacking` stacks equal layers, `resharding` moves a tree to other devices. `weight_leaf` is
 the protocol of leaves that are no float arrays, `quantized_weight` their common part. A kind is a file:
-`int8_weight`, `grouped_weight` (int4), `ternary` (BitNet), `mxfp4` (gpt-oss's experts). `quantization`
-quantizes; `hadamard` rotates weights so that activations have no outliers.
+`int8_weight`, `grouped_weight` (int4), `ternary` (BitNet), `mxfp4` (gpt-oss's experts); `adapted_weight`
+has one of them and low-rank adapters. `quantization` quantizes; `hadamard` rotates weights so that
+activations have no outliers.
 
 - Matrices keep the checkpoint's layout [out, in]: nothing is transposed while loading, and the product of a
   single row reads each output's weights contiguously.
