@@ -31,8 +31,8 @@ PACKAGES = {
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "stacking",
-        "quantized_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight", "quantization", "resharding",
-        "params_like", "hadamard",
+        "quantized_weight", "adapted_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight",
+        "quantization", "resharding", "params_like", "hadamard",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
@@ -84,6 +84,7 @@ PACKAGES = {
         "gguf_file", "gguf_format", "sharded_leaves", "leaf_loader", "embedding_modules", "directory",
         "gguf_tensors", "gguf_tokenizer", "gguf_checkpoint", "loading", "saving",
     ),
+    "adapters": ("adapter", "peft_config", "peft_files"),
     "text": (),
     "embedding": (),
     "testing": (),

@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,11 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     """The directory of a checkpoint; a name owner/name is downloaded from the Hugging Face hub. Raises
     InputError.
     """
+    return resolve_directory(path_or_repo_id, _download)
+
+
+def resolve_directory(path_or_repo_id: str | Path, download: Callable[[str], Path]) -> Path:
+    """`checkpoint_dir`, with what downloads a repository's files and returns their directory."""
     name = str(path_or_repo_id)
     path = Path(os.path.expanduser(path_or_repo_id))
     try:
@@ -112,7 +118,7 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     if os.path.lexists(path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise InputError(f"model {name!r} is {describe_name(name)}")
     try:
-        return _download(name)
+        return download(name)
     except InputError:
         raise
     except Exception as error:  # network, permission, missing repository: many types
@@ -121,6 +127,13 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
         raise InputError(
             f"model {name!r} is not a directory and could not be fetched from the hub: {reason}"
         ) from None
+
+
+def download_adapter(name: str) -> Path:
+    """Downloads an adapter's files from the hub, and returns their directory."""
+    import huggingface_hub
+
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns="adapter_*"))
 
 
 def _download(name: str) -> Path:

@@ -151,7 +151,7 @@ def _open_split(path: Path, number: int, count: int) -> GgufFile:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), min(size, _MAX_HEADER), access=mmap.ACCESS_READ)
         with data:
-            opened = _read_header(path, _Cursor(data), size)
+            opened = read_header(path, _Cursor(data), size)
     except InputError:
         raise
     except (OSError, struct.error, ValueError, OverflowError) as error:
@@ -208,7 +208,7 @@ def _dtype(kind: int) -> str:
     return _SCALARS[kind]
 
 
-def _read_header(path: Path, cursor: _Cursor, size: int) -> GgufFile:
+def read_header(path: Path, cursor: _Cursor, size: int) -> GgufFile:
     start = (cursor.numbers("u1", 4).tobytes(), cursor.integer())
     if start not in ((b"GGUF", 2), (b"GGUF", 3)):
         raise InputError(f"{path} is not a GGUF file of version 2 or 3: it begins with {start}")

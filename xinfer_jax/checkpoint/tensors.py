@@ -218,7 +218,7 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
             f"{path}: the index names shards that are absent: {format_names(absent)};"
             " fetch the checkpoint again"
         )
-    shards = {name: _read_header(path / name) for name in names}
+    shards = {name: read_tensor_file(path / name) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in shards[name]:
             raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
@@ -228,7 +228,7 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_tensor_file(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file. Its header is 8 bytes with the length of the JSON that follows; offsets count
     from the end of that JSON.
     """

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..sharding import RULES
+from ..weights.adapted_weight import AdaptedWeight
 from ..weights.layout import partition_specs, shardings
 from ..weights.param_specs import leaf_name
 from ..weights.params import Params, ParamSpec, check_params, param_specs, resolve_dtype
@@ -88,6 +89,10 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
         InputError: leaves that are missing, unknown or misshapen, all in one error.
     """
     leaves = check_leaves(params, config)
+    if any(isinstance(leaf, AdaptedWeight) for leaf in leaves.values()):
+        raise InputError(
+            "the parameters have an adapter: merge it, or save it apart, by split_adapter and save_adapter"
+        )
     specs = jax.tree.leaves(file_specs(config))
     return specs, [_without_padding(spec, leaves[spec.name]) for spec in specs]
 
@@ -164,7 +169,7 @@ def params_from_tensors(
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     _check_shapes("tensors", expected, shapes, unused_names(config, named))
     _check_floats({name: named[name] for name in expected})
-    leaves = [_split(spec, named) for spec in specs]
+    leaves = [leaf_of_tensors(spec, named) for spec in specs]
     if dtype is not None:
         leaves = [leaf.astype(resolve_dtype(dtype)) for leaf in leaves]
     params = jax.tree.unflatten(tree, leaves)
@@ -245,7 +250,7 @@ def _join(
     return _divided_like(arrays[0], [axes.index(i) if i in axes else None for i in range(len(shape))], joined)
 
 
-def _split(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
+def leaf_of_tensors(spec: FileSpec, tensors: Mapping[str, Any]) -> Any:
     """A leaf from the tensors that hold it."""
     names = [*spec.tensor_shapes(tensors)]
     tensor = tensors[names[0]]

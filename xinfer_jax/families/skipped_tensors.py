@@ -41,6 +41,12 @@ def text_name(name: str) -> str | None:
     return None if renamed is None else renamed + name.removeprefix(prefix)
 
 
+def full_name(own: str, other: str) -> str:
+    """The name that the text model's own name has beside another one of the same checkpoint."""
+    prefix = find_prefix(other)
+    return prefix + own.removeprefix(_PREFIXES.get(prefix) or "")
+
+
 def unused_names(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """Of names within the text model, those that a checkpoint may have and that change nothing."""
     shared_layers = range(config.num_cached_layers, config.num_hidden_layers)  # of keys and values

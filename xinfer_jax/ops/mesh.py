@@ -51,7 +51,8 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
         return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, over=over)
 
-    layer_specs = layer_partition_specs(layer, config, mesh) if over else REPLICATED
+    rules = dict(RULES if over else dict.fromkeys(RULES), rows=rows)
+    layer_specs = layer_partition_specs(layer, config, mesh, rules)
     row_specs = jax.tree.map(
         lambda x: PartitionSpec(rows) if len(x) == len(x_BTD) else REPLICATED, (x_BTD, positions)
     )

@@ -97,10 +97,13 @@ def is_divisible(config: ModelConfig, devices: int) -> bool:
     return True
 
 
-def layer_partition_specs(layer: Params, config: ModelConfig, mesh: Any) -> Any:
+def layer_partition_specs(
+    layer: Params, config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES
+) -> Any:
     """Returns `partition_specs` of a layer's parameters."""
-    _check_heads(config, mesh)
-    return partition_specs(_layer_specs(config, frozenset(layer)), layer, mesh, RULES)
+    if rules["heads"]:
+        _check_heads(config, mesh)
+    return partition_specs(_layer_specs(config, frozenset(layer)), layer, mesh, rules)
 
 
 def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
@@ -118,6 +121,8 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     def spec_of(part: Any, *axes: str | None) -> Any:
         if part is None:
             return None
+        if isinstance(part, WeightLeaf):
+            return _leaf_specs(param_spec, part, mesh, rules)
         if mesh and "vocab" in axes and part.shape[axes.index("vocab")] % mesh.shape.get(rules["vocab"], 1):
             axes = tuple(None if axis == "vocab" else axis for axis in axes)
         return partition_spec(axes, part.shape, mesh, rules)

@@ -1,0 +1,160 @@
+"""Adapters as pytrees: one for all rows, another for each row, merged, taken out; files and bad input."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity_cases import CASES
+from safetensors.numpy import load_file, save_file
+
+import xinfer_jax as xj
+
+CONFIG = CASES["qwen2-gqa-tied-old"].config
+PARAMS = xj.init_params(CONFIG, jax.random.key(0), "float32")
+TOKENS = np.arange(3 * 12, dtype=np.int32).reshape(3, 12) % 90
+forward = jax.jit(xj.forward, static_argnums=1)
+
+
+def random_adapter(seed, rank, **how):
+    adapter = xj.init_adapter(CONFIG, jax.random.key(seed), rank, **how)
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(seed), x.shape), adapter)
+
+
+ADAPTERS = [random_adapter(1, 4, targets=["q", "o"], alpha=16), random_adapter(2, 8)]
+
+
+def logits(params):
+    return np.asarray(forward(params, CONFIG, TOKENS)[0])
+
+
+def test_a_new_adapter_changes_nothing():
+    adapter = xj.init_adapter(CONFIG, jax.random.key(0), 4)
+    np.testing.assert_array_equal(logits(xj.with_adapter(PARAMS, adapter)), logits(PARAMS))
+    assert {path.rsplit(".", 1)[1] for path in adapter.matrices} == {"q", "k", "v", "o", "gate", "up", "down"}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_rows_have_their_own_adapters(quantize):
+    params = PARAMS if quantize is None else xj.init_params(CONFIG, jax.random.key(0), "float32", quantize)
+    alone = [logits(params), *(logits(xj.with_adapter(params, adapter)) for adapter in ADAPTERS)]
+    together = logits(xj.with_adapters(params, ADAPTERS, np.array([1, -1, 0])))
+    for row, which in enumerate((2, 0, 1)):
+        np.testing.assert_allclose(together[row], alone[which][row], atol=1e-5)
+    assert np.abs(alone[1] - alone[0]).max() > 0.1
+    swapped = logits(xj.with_adapters(params, ADAPTERS, np.array([1, 0, -1])))
+    np.testing.assert_array_equal(swapped[0], together[0])  # others change no bit
+
+
+def test_merged_split_stacked_and_generated():
+    adapter = ADAPTERS[1]
+    adapted = xj.with_adapter(PARAMS, adapter)
+    merged = xj.merge_adapter(PARAMS, adapter)
+    np.testing.assert_allclose(logits(adapted), logits(merged), atol=1e-5)
+    np.testing.assert_array_equal(logits(xj.stack_layers(adapted, CONFIG)), logits(adapted))
+    jax.tree.map(np.testing.assert_array_equal, xj.split_adapter(adapted), (PARAMS, adapter))
+    call = xj.GenerateOptions(6, eos_token_ids=())
+    tokens = [xj.generate(params, CONFIG, [[5, 6, 7]], call).tokens for params in (adapted, merged)]
+    assert tokens[0] == tokens[1]
+
+
+def test_only_the_adapter_is_trained():
+    """A step's program returns gradients of its arrays alone, at most of a matrix's size together."""
+
+    def loss(adapter):
+        return -xj.score(xj.with_adapter(PARAMS, adapter), CONFIG, TOKENS).mean()
+
+    gradients = jax.jit(jax.grad(loss))(ADAPTERS[1])
+    assert jax.tree.structure(gradients) == jax.tree.structure(ADAPTERS[1])
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
+    step = 1e-3
+    direction = jax.tree.map(lambda x: jnp.sign(x) * step, gradients)
+    ends = [loss(jax.tree.map(lambda x, d, s=s: x + s * d, ADAPTERS[1], direction)) for s in (1, -1)]
+    slope = sum(jnp.abs(x).sum() for x in jax.tree.leaves(gradients))
+    np.testing.assert_allclose((ends[0] - ends[1]) / (2 * step), slope, rtol=2e-2)
+
+
+def test_files(tmp_path):
+    for i, adapter in enumerate(ADAPTERS):
+        xj.save_adapter(tmp_path / str(i), adapter, CONFIG)
+        again = xj.load_adapter(CONFIG, tmp_path / str(i))
+        assert again.scales == pytest.approx(adapter.scales)
+        jax.tree.map(np.testing.assert_array_equal, again.matrices, adapter.matrices)
+    narrow = xj.load_adapter(CONFIG, tmp_path / "1", dtype="bfloat16")
+    assert {x.dtype.name for x in jax.tree.leaves(narrow)} == {"bfloat16"}
+    xj.save_adapter(tmp_path / "narrow", narrow, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "narrow"), narrow)
+    with pytest.raises(xj.InputError, match="exists"):
+        xj.save_adapter(tmp_path / "0", adapter, CONFIG)
+
+
+REJECTED = {
+    "bias": ("all", "bias"),
+    "use_dora": (True, "DoRA"),
+    "init_lora_weights": ("pissa", "'pissa' changes the model"),
+    "modules_to_save": (["lm_head"], "replaces whole modules"),
+    "peft_type": ("IA3", "'LORA'"),
+    "target_modules": (["c_attn"], "no module"),
+    "rank_pattern": ({"q_proj": 5}, r"q_proj.lora_A.weight has shape \[4, 48\]"),
+    "alpha_pattern": ({"(": 5}, "no regular expression"),
+    "r": (0, "positive integer"),
+    "lora_alpha": ("16", "must be a number"),
+    "layer_replication": ([[0, 2]], "layer_replication"),
+    "what_is_new": (1, "what_is_new"),
+}
+
+
+@pytest.mark.parametrize("field", REJECTED)
+def test_settings_that_are_rejected_by_name(tmp_path, field):
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    file = tmp_path / "a" / "adapter_config.json"
+    (value, message) = REJECTED[field]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(xj.InputError, match=message):
+        xj.load_adapter(CONFIG, tmp_path / "a")
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    names = sorted(tensors)
+    for change, message in (
+        ({names[0]: None}, "missing model.layers.0.self_attn.o_proj.lora_A.weight"),
+        ({"base_model.model.model.layers.0.mlp.magic.lora_A.weight": tensors[names[0]]}, "unknown .*magic"),
+        ({names[0]: tensors[names[0]] * np.nan}, "NaN"),
+        ({names[1]: tensors[names[1]][:, :3]}, r"has shape \[48, 3\]"),
+        ({names[0]: tensors[names[0]].astype(np.int32)}, "type I32"),
+    ):
+        save_file({name: x for name, x in (tensors | change).items() if x is not None}, file)
+        with pytest.raises(xj.InputError, match=message):
+            xj.load_adapter(CONFIG, tmp_path / "a")
+    file.unlink()
+    with pytest.raises(xj.InputError, match="adapter_model.safetensors"):
+        xj.load_adapter(CONFIG, tmp_path / "a")
+    with pytest.raises(xj.InputError, match="holds no adapter_config.json"):
+        xj.load_adapter(CONFIG, tmp_path)
+
+
+def test_calls_that_do_not_fit():
+    (small, large) = ADAPTERS
+    adapted = xj.with_adapter(PARAMS, small)
+    other = xj.Adapter({"layers.0.q": xj.LowRank(jnp.zeros((2, 3)), jnp.zeros((4, 2)))}, (1.0,))
+    quantized = xj.init_params(CONFIG, jax.random.key(0), quantize="int8")
+    for call, message in (
+        (lambda: xj.with_adapter(adapted, large), "has an adapter already"),
+        (lambda: xj.with_adapter(PARAMS, other), r"layers.0.q \[48, 48\] has a \[2, 3\] and b \[4, 2\]"),
+        (lambda: xj.with_adapter(PARAMS, PARAMS), "got dict"),
+        (lambda: xj.with_adapters(PARAMS, [], np.array([0])), "at least one"),
+        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([2])), "from -1 to 1"),
+        (lambda: xj.split_adapter(PARAMS), "with_adapter"),
+        (lambda: xj.split_adapter(xj.with_adapters(PARAMS, ADAPTERS, np.array([0]))), "with_adapter"),
+        (lambda: xj.merge_adapter(quantized, small), "quantized"),
+        (lambda: xj.init_adapter(CONFIG, jax.random.key(0), 4, ["w1"]), "'w1'"),
+        (lambda: xj.init_adapter(CONFIG, jax.random.key(0), 0), "rank"),
+        (lambda: logits(xj.with_adapters(PARAMS, ADAPTERS, np.array([0, 1]))), "rows"),
+        (lambda: xj.save_model("/nowhere/x", adapted, CONFIG), "adapter"),
+    ):
+        with pytest.raises(xj.InputError, match=message):
+            call()

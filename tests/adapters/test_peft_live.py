@@ -1,0 +1,119 @@
+"""Adapters that peft writes, in many forms of its settings, beside its model; and ours, opened by peft."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+
+import xinfer_jax as xj
+
+torch = pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
+peft = pytest.importorskip("peft", reason="adapters are compared with peft: pip install -e '.[parity]'")
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
+forward = jax.jit(xj.forward, static_argnums=1)
+SUFFIXES = dict(target_modules=["q_proj", "v_proj", "down_proj"], r=4, lora_alpha=12)
+FORMS = {
+    "suffixes": ("qwen2-gqa-tied-old", SUFFIXES),
+    "all-linear": ("llama-mlp-bias-head-dim", dict(target_modules="all-linear", r=3, use_rslora=True)),
+    "regex": ("gemma2-long-caps", dict(target_modules=r".*layers\.[01]\.(mlp|self_attn)\.\w*[vp]_proj", r=2)),
+    "patterns": (
+        "qwen3-head-dim-tied",
+        dict(
+            target_modules=["q_proj", "o_proj", "up_proj"], r=4, exclude_modules=r".*\.1\.self_attn\.q_proj",
+            rank_pattern={"o_proj": 6, r"layers\.0\.mlp\.up_proj": 2}, alpha_pattern={"up_proj": 32},
+            init_lora_weights="gaussian",
+        ),
+    ),
+    "layers": (
+        "mistral-window",
+        dict(target_modules=["k_proj", "gate_proj"], layers_to_transform=[1], layers_pattern="layers"),
+    ),
+    "fused": ("phi3-defaults", dict(target_modules=["qkv_proj", "gate_up_proj", "o_proj"], r=5)),
+    "hybrid": (
+        "qwen3-next-sparse-step",
+        dict(target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "shared_expert_gate"], r=4),
+    ),
+    "hybrid apart": ("qwen3-5-tied", dict(target_modules="all-linear", r=4, lora_alpha=3)),
+    "gemma4": (
+        "gemma4-shared-kv",
+        dict(target_modules="all-linear", exclude_modules=["per_layer_model_projection"]),
+    ),
+    "gpt_oss": (
+        "gpt-oss-published",
+        dict(target_modules=["q_proj", "o_proj"], init_lora_weights="orthogonal"),
+    ),
+}  # fmt: skip
+
+
+def adapted(name, settings):
+    """peft's model with random matrices, and ours without: config, params, model."""
+    case = cases.CASES[name]
+    tensors = cases.random_tensors(case.config, zlib.crc32(name.encode()) % 1000)
+    model = peft.get_peft_model(
+        cases.hf_model(case.hf, tensors), peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return case.config, cases.params_from(case.config, tensors), model.eval()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_and_gradients_are_those_of_peft(tmp_path, form):
+    config, params, model = adapted(*FORMS[form])
+    model.save_pretrained(tmp_path / "theirs")
+    adapter = xj.load_adapter(config, tmp_path / "theirs")
+    ids = cases.prompts(cases.CASES[FORMS[form][0]])[1]
+    wanted = wanted_logits = cases.hf_logits(model.get_base_model(), ids)
+    for tree in (xj.with_adapter(params, adapter), xj.merge_adapter(params, adapter)):
+        found = np.asarray(forward(tree, config, jnp.array([ids]))[0][0])
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert np.abs(np.asarray(forward(params, config, jnp.array([ids]))[0][0]) - wanted).max() > 0.01
+
+    logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
+    logprobs.gather(1, torch.tensor(ids[1:])[:, None]).sum().backward()
+    score = lambda adapter: xj.score(xj.with_adapter(params, adapter), config, jnp.array([ids])).sum()  # noqa: E731
+    gradients = jax.jit(jax.grad(score))(adapter)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.grad)
+    model.save_pretrained(tmp_path / "gradients")
+    theirs = xj.load_adapter(config, tmp_path / "gradients")
+    fused = form in (
+        "fused",
+        "hybrid",
+        "hybrid apart",
+    )  # several matrices have a share of the gradient of one `a`
+    for path, (a, b) in theirs.matrices.items():
+        for ours, wanted in zip(gradients.matrices[path], (a, b), strict=True):
+            if not (fused and wanted is a):
+                assert np.abs(ours - wanted).max() <= 1e-4 * np.abs(wanted).max(), path
+
+    xj.save_adapter(tmp_path / "ours", adapter, config)
+    again = peft.PeftModel.from_pretrained(model.unload(), tmp_path / "ours")
+    again = cases.hf_logits(again.eval().get_base_model(), ids)
+    np.testing.assert_allclose(again, wanted_logits, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(config, tmp_path / "ours"), adapter)
+
+
+@pytest.mark.parametrize("form", ["fused", "hybrid"])
+def test_own_a_of_matrices_that_peft_has_in_one_module(tmp_path, form):
+    case = cases.CASES[FORMS[form][0]]
+    (config, tensors) = (case.config, cases.random_tensors(case.config, 5))
+    params = cases.params_from(config, tensors)
+    # peft takes a shared expert's matrices for those of all experts.
+    targets = [name for name in "qkvzab" if form == "hybrid" or name in "qkv"] + ["o"]
+    adapter = xj.init_adapter(config, jax.random.key(0), 3, targets, alpha=6)
+    adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), adapter)
+    xj.save_adapter(tmp_path / "ours", adapter, config)
+    ids = cases.prompts(cases.CASES[FORMS[form][0]])[1]
+    opened = peft.PeftModel.from_pretrained(cases.hf_model(case.hf, tensors), tmp_path / "ours").eval()
+    wanted = np.asarray(forward(xj.with_adapter(params, adapter), config, jnp.array([ids]))[0][0])
+    np.testing.assert_allclose(cases.hf_logits(opened.get_base_model(), ids), wanted, atol=1e-4)

@@ -1,0 +1,135 @@
+"""adapter_config.json of PEFT: which modules an adapter changes, by which rank and factor. Fields are those
+of peft 0.21's `LoraConfig`; what is not done is rejected by name.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import InputError, format_names, format_value
+
+# They change nothing once the matrices are there. `fan_in_fan_out` is for Conv1D, which no model here has.
+_READ_PAST = frozenset(
+    """peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    lora_dropout fan_in_fan_out runtime_config ensure_weight_tying megatron_core qalora_group_size""".split()
+)
+_DONE = frozenset(
+    """r lora_alpha target_modules exclude_modules use_rslora rank_pattern alpha_pattern layers_to_transform
+    layers_pattern""".split()
+)
+_INITS = (None, True, False, "gaussian", "orthogonal")  # of init_lora_weights; others change the model itself
+_OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")  # what leaves another field out
+_REJECTED = {
+    "bias": "train the biases apart, and put them into the model",
+    "lora_bias": "it adds a bias to each matrix",
+    "use_dora": "DoRA scales the model's own columns: merge it with PEFT",
+    "modules_to_save": "it replaces whole modules: merge it with PEFT",
+    "target_parameters": "adapters of experts in one tensor: merge it with PEFT",
+    "layer_replication": "it repeats layers: save the larger model",
+}
+
+
+class Module(NamedTuple):
+    """What an adapter does to one module: the rank of its matrices, and the factor of their product."""
+
+    rank: int
+    scale: float
+
+
+def read_modules(
+    settings: Mapping[str, Any], names: Iterable[str], linear: Iterable[str]
+) -> dict[str, Module]:
+    """Returns the modules that an adapter changes.
+
+    Args:
+        settings: the object in adapter_config.json.
+        names: of the model's modules.
+        linear: those that "all-linear" means.
+
+    Raises:
+        InputError: a field that is not done or not known, or has a value that it cannot have; no module is
+            meant.
+    """
+    _check_fields(settings)
+    targets = settings.get("target_modules")
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        targets = sorted(linear)
+    chosen = [name for name in names if _is_meant(settings, targets, name)]
+    if not chosen:
+        raise InputError(f"target_modules {format_value(targets)} means no module of the model")
+    return {name: _module(settings, name) for name in chosen}
+
+
+def _check_fields(settings: Mapping[str, Any]) -> None:
+    if settings.get("peft_type") != "LORA":
+        raise InputError(f"peft_type must be 'LORA', got {format_value(settings.get('peft_type'))}")
+    init = settings.get("init_lora_weights")
+    if init not in _INITS:
+        raise InputError(
+            f"init_lora_weights {format_value(init)} changes the model's own weights: convert the adapter by"
+            " PEFT, to one of the model as it was"
+        )
+    known = _READ_PAST | _DONE | {"init_lora_weights"}
+    if others := [name for name in settings if name not in known and settings[name] not in _OFF]:
+        reasons = [f"{name} ({_REJECTED[name]})" if name in _REJECTED else name for name in others]
+        raise InputError(f"adapter_config.json has what is not supported: {format_names(reasons, 4)}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(settings.get(name) or {}, Mapping):
+            raise InputError(f"{name} must be an object, got {format_value(settings[name])}")
+    targets = settings.get("target_modules")
+    if not isinstance(targets, str) and not _are_names(targets):
+        raise InputError(f"target_modules must be names or a regular expression, got {format_value(targets)}")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
+
+
+def _is_meant(settings: Mapping[str, Any], targets: Any, name: str) -> bool:
+    excluded = settings.get("exclude_modules")
+    if (
+        excluded
+        and _matches("exclude_modules", excluded, name)
+        or not _matches("target_modules", targets, name)
+    ):
+        return False
+    layers = settings.get("layers_to_transform")
+    if isinstance(targets, str) or name in targets or layers is None or layers == []:
+        return True
+    patterns = settings.get("layers_pattern") or [r"[^.]*"]
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if found := _search("layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\.", name):
+            return int(found["layer"]) in ([layers] if isinstance(layers, int) else layers)
+    return False
+
+
+def _matches(field: str, wanted: Any, name: str) -> bool:
+    if isinstance(wanted, str):
+        return _search(field, rf"(?:{wanted})\Z", name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def _module(settings: Mapping[str, Any], name: str) -> Module:
+    rank = _of_pattern(settings, "rank_pattern", name, settings.get("r", 8))
+    alpha = _of_pattern(settings, "alpha_pattern", name, settings.get("lora_alpha", 8))
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise InputError(f"the rank of {name} must be a positive integer, got {format_value(rank)}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise InputError(f"lora_alpha of {name} must be a number, got {format_value(alpha)}")
+    return Module(rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+
+
+def _of_pattern(settings: Mapping[str, Any], field: str, name: str, default: Any) -> Any:
+    """The value of the first pattern that means the end of the name."""
+    patterns = settings.get(field) or {}
+    found = (value for key, value in patterns.items() if _search(field, rf"(.*\.)?({key})$", name))
+    return next(found, default)
+
+
+def _search(field: str, pattern: str, name: str) -> re.Match[str] | None:
+    """`re.match`, which raises InputError."""
+    try:
+        return re.match(pattern, name)
+    except (re.error, RecursionError) as error:
+        raise InputError(f"{field} has {format_value(pattern)}, no regular expression: {error}") from error

@@ -1,0 +1,72 @@
+"""A matrix with low-rank adapters beside it: LoRA (Hu et al. 2021), one for all rows or another for each."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import InputError
+from ..ops.product import float_product
+from .weight_leaf import WeightLeaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdaptedWeight(WeightLeaf):
+    """A matrix [O, I] of any kind and N adapters of it: x @ matrix.T + (x @ a.T * scale) @ b.T.
+
+    The product of the matrix has the bits that it has alone.
+    """
+
+    base: Any  # an array [O, I] or a `WeightLeaf`
+    lora_a: jax.Array  # [N, R, I]; adapters of a lower rank end with zeros
+    lora_b: jax.Array  # [N, O, R]
+    # int32: which one each row has, -1: none; and their scales, float32. None: all rows have the only one.
+    adapter_B: jax.Array | None = None
+    scale_N: jax.Array | None = None
+    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))  # of the only one
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def groups_with_padding(self) -> int:
+        return self.base.groups_with_padding if isinstance(self.base, WeightLeaf) else 0
+
+    def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
+        outputs, inputs = axes
+        return dict(
+            base=axes, lora_a=(None, None, inputs), lora_b=(None, outputs, None), adapter_B=("rows",),
+            scale_N=(None,),
+        )  # fmt: skip
+
+    def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
+        if not isinstance(self.base, WeightLeaf):
+            return x, self
+        x, base = self.base.local_shard(x, axis_name)
+        return x, dataclasses.replace(self, base=base)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        if isinstance(self.base, WeightLeaf):
+            y = self.base.product(x)
+        else:
+            y = _product(x, self.base)
+        if self.adapter_B is None or self.scale_N is None:
+            return y + _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
+        if len(self.adapter_B) != len(x):
+            raise InputError(
+                f"the parameters have adapters for {len(self.adapter_B)} rows, the call has {len(x)}"
+            )
+        scale_B = jnp.where(self.adapter_B < 0, 0, self.scale_N[self.adapter_B])
+        return y + jax.vmap(_low_rank)(x, self.lora_a[self.adapter_B], self.lora_b[self.adapter_B], scale_B)
+
+
+def _product(x: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+    return float_product(x.reshape(-1, x.shape[-1]), matrix_OI).reshape(*x.shape[:-1], -1)
+
+
+def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: Any) -> jax.Array:
+    """float32 [..., O]: what an adapter adds to a product of x [..., I]."""
+    return _product((_product(x, a_RI) * scale).astype(x.dtype), b_OR)
