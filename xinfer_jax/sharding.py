@@ -2,7 +2,7 @@
 shards.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -175,7 +175,7 @@ def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[
 
 
 def shard_map_over(
-    function: Callable, mesh: Any, in_specs: Any, out_specs: Any, axes: Sequence[str] = (MODEL,)
+    function: Callable, mesh: Any, in_specs: Any, out_specs: Any, axes: Collection[str] = (MODEL,)
 ) -> Callable:
     """Returns a `shard_map` of the function over these mesh axes; others stay automatic."""
     return jax.jit(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
@@ -44,9 +44,12 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     mesh = model_mesh or jax.typeof(x_BTD).sharding.mesh
     rows = None if isinstance(kv, Paged) else row_axis(mesh, len(x_BTD))
     over = MODEL if model_mesh else None
-    axes = [axis for axis in (over, rows) if axis]
-    if not axes:
+    if over is None and rows is None:
         return None
+    # Those of one device too: some forms need a `shard_map` that leaves nothing to the compiler.
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    of_one = [axis for axis, kind in kinds.items() if mesh.shape[axis] == 1 and kind == AxisType.Auto]
+    axes = {*of_one, *(axis for axis in (over, rows) if axis)}
 
     def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
         return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, over=over)
