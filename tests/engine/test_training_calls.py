@@ -7,8 +7,11 @@ import jax
 import numpy as np
 import parity_cases as cases
 import pytest
+from small_models import QWEN
 
 import xinfer_jax as xj
+from xinfer_jax.layerwise import layerwise_executor
+from xinfer_jax.layerwise.layer_programs import layer_groups
 
 pytestmark = pytest.mark.newest
 
@@ -146,3 +149,17 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
         waiting.result()
     with pytest.raises(xj.InputError, match="is closed"):
         engine.restore_cache()
+
+
+def test_large_logits_are_of_the_last_layers_alone(monkeypatch):
+    """Where logits are large, groups of layers before the last have a program without them."""
+    config = xj.from_hf(QWEN | dict(num_hidden_layers=6))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    assert len(layer_groups(config, 5)) == 2
+    options = xj.GenerateOptions(4, eos_token_ids=())
+    outs = []
+    for limit in (2**24, 0):
+        monkeypatch.setattr(layerwise_executor, "_LARGE_LOGITS", limit)
+        outs.append(xj.generate(params, config, [[5, 6, 7]], options))
+    assert outs[0].tokens == outs[1].tokens
+    np.testing.assert_allclose(outs[0].logprobs, outs[1].logprobs, atol=1e-5)

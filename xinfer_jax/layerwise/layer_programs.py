@@ -60,11 +60,13 @@ def _head(params, config, x_BTD):
 
 def _layers(layers, head, is_last, config, kinds, caches, x_BTD, positions, keys, impl):  # noqa: PLR0913  as `run_layers`
     """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
-    ms more per token. All groups of a size share one program: `is_last` is traced.
+    ms more per token. All groups of a size share one program: `is_last` is traced; None: it is the last.
     """
     x_BTD, keys, _ = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, impl)
     if head is None:
         return x_BTD, None, keys
+    if is_last is None:
+        return x_BTD, _head(head, config, x_BTD), keys
 
     def no_logits():
         return jnp.zeros((*x_BTD.shape[:2], config.vocab_size), jnp.float32)

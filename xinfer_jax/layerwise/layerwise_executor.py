@@ -6,6 +6,7 @@ Before APPEND, MOST_LIKELY or SAMPLE chooses the tokens.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,6 +49,9 @@ from .layer_programs import (
 # loop with one layer per program at 8 rows (1.07 at one row), and 1.03 with four or eight (1.04). Eight take
 # twice as long to compile.
 _DECODE_LAYERS = 5
+# Bytes of logits from which on the last group has a program of its own: in a common one the others write
+# zeros in their place, which took a sixth of a step of 64 rows at the 0.5B shape.
+_LARGE_LOGITS = 2**24
 # The system allocates buffers beyond 32 MiB anew for each program: in int8, chunks of 512 tokens took 1.5
 # times as long as one program of all layers; chunks of 256 tokens do not. A prompt of several chunks is cut
 # into equal ones: 300 tokens are two chunks of 160.
@@ -210,7 +214,10 @@ class LayerwiseExecutor:
         head = None if prefills else outer[0]
         for group in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
             kinds = layer_kinds(config)[group]
-            is_last = np.bool_(group.stop >= config.num_hidden_layers)
+            is_last: Any = np.bool_(group.stop >= config.num_hidden_layers)
+            if 4 * math.prod(x_BTD.shape[:2]) * config.vocab_size > _LARGE_LOGITS:
+                head = outer[0] if is_last and not prefills else None
+                is_last = None
             of_layers = config.cache_of_layer[group]
             used = sorted(set(of_layers))
             caches = tuple(map(used.index, of_layers))
