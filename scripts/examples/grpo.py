@@ -67,8 +67,8 @@ def make_programs(config, has_stop_V, samples, most_tokens):
         gain_RT = ratio_RT * advantage_R[:, None]
         clipped_RT = jnp.clip(ratio_RT, 1 - CLIP, 1 + CLIP) * advantage_R[:, None]
         loss_RT = KL * scores.kl_BT - jnp.minimum(gain_RT, clipped_RT)
-        kl = jnp.mean(scores.kl_BT, where=mask_RT)
-        return jnp.mean(loss_RT, where=mask_RT), (kl, jnp.abs(change_RT).max())
+        mean = lambda x_RT: jnp.mean(x_RT, axis=1, where=mask_RT).mean()  # noqa: E731  of each answer, of all
+        return mean(loss_RT), (mean(scores.kl_BT), jnp.abs(change_RT).max())
 
     @jax.jit
     def update(params, state, reference, packed, reward_R):
