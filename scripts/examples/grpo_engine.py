@@ -43,25 +43,29 @@ def tool(text):
 
 
 def play(engine, prompt, key):
-    """An episode: ids, the log-probability of each that was sampled (else 0), and the number of calls."""
+    """An episode: ids, the log-probability of each that was sampled (else 0), versions of the weights that
+    sampled them, and the number of calls.
+    """
     tokenizer = engine.model.tokenizer
     full_stop = tokenizer.encode("a.")[-1]
     sampling = xj.SamplingConfig(temperature=1.0)
     options = xj.GenerateOptions(TOKENS, sampling, stop_token_ids=(full_stop,), logprobs=1)
     ids = tokenizer.encode(prompt)
     logprobs = [0.0] * len(ids)
+    versions = []
     for turn in range(TURNS):
         request = engine.submit(ids, options, key=jax.random.fold_in(key, turn), share_answers=True)
         out = request.result()
         ids = ids + [token.id for token in out.alternatives[0]]
         logprobs = logprobs + [token.processed_logprob for token in out.alternatives[0]]
+        versions = versions + out.token_versions[0]
         if out.finish_reason[0] != "stop":
-            return ids, logprobs, turn
+            return ids, logprobs, versions, turn
         if turn < TURNS - 1:
             result = tokenizer.encode(tool(tokenizer.decode(ids)), add_special_tokens=False)
             ids = ids + result
             logprobs = logprobs + [0.0] * len(result)
-    return ids, logprobs, TURNS
+    return ids, logprobs, versions, TURNS
 
 
 def make_update(config):
@@ -72,18 +76,16 @@ def make_update(config):
         ratio_BT = jnp.exp(change_BT)
         gain_BT = ratio_BT * advantage_B[:, None]
         clipped_BT = jnp.clip(ratio_BT, 1 - CLIP, 1 + CLIP) * advantage_B[:, None]
-        value = -jnp.mean(jnp.minimum(gain_BT, clipped_BT), where=is_sampled_BT)
-        return value, jnp.mean(jnp.abs(change_BT) > 1e-3, where=is_sampled_BT)
+        return -jnp.mean(jnp.minimum(gain_BT, clipped_BT), where=is_sampled_BT)
 
     @jax.jit
     def update(params, state, tokens_BT, num_tokens_B, sampled_BT, reward_B):
         reward_BG = reward_B.reshape(-1, SAMPLES)
         centered_BG = reward_BG - reward_BG.mean(1, keepdims=True)
         advantage_B = (centered_BG / (reward_BG.std(1, keepdims=True) + 0.1)).ravel()
-        of_loss = jax.grad(loss, has_aux=True)
-        gradient, stale = of_loss(params, tokens_BT, num_tokens_B, sampled_BT, advantage_B)
+        gradient = jax.grad(loss)(params, tokens_BT, num_tokens_B, sampled_BT, advantage_B)
         updates, state = OPTIMIZER.update(gradient, state)
-        return optax.apply_updates(params, updates), state, stale
+        return optax.apply_updates(params, updates), state
 
     return update
 
@@ -106,15 +108,16 @@ def main(argv):
             waiting = sample(step + 1)
             tokens_BT = np.zeros((episodes, ROW), np.int32)
             sampled_BT = np.zeros((episodes, ROW), np.float32)
-            for row, (ids, logprobs, _) in enumerate(rows):
+            for row, (ids, logprobs, _, _) in enumerate(rows):
                 tokens_BT[row, : len(ids)] = ids
                 sampled_BT[row, : len(ids)] = logprobs
-            num_tokens_B = np.array([len(ids) for ids, _, _ in rows])
-            reward_B = np.array([calls for _, _, calls in rows], np.float32)
+            num_tokens_B = np.array([len(ids) for ids, *_ in rows])
+            reward_B = np.array([calls for *_, calls in rows], np.float32)
             given = tokens_BT, num_tokens_B, sampled_BT[:, 1:], reward_B
-            params, state, stale = update(params, state, *given)
-            engine.update(params)
-            print(f"step {step}: calls {reward_B.mean():.3f}, tokens of other weights {stale:.0%}")
+            params, state = update(params, state, *given)
+            engine.update(params, version=step + 1)
+            stale = np.mean([version < step for _, _, versions, _ in rows for version in versions])
+            print(f"step {step}: calls {reward_B.mean():.3f}, tokens of earlier weights {stale:.0%}")
         for episode in waiting:
             episode.cancel()
     print(model.tokenizer.decode(rows[0][0]))

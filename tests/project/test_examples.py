@@ -43,7 +43,7 @@ def grpo(out):
 
 def grpo_engine(out):
     """Tokens of the first batch are of the weights that train, some of the next ones of those before."""
-    (calls, stale) = numbers("calls (.*?),", out), numbers(r"weights (\d+)%", out)
+    (calls, stale) = numbers("calls (.*?),", out), numbers(r"earlier weights (\d+)%", out)
     assert len(calls) == 3 and 0 <= min(calls) and max(calls) <= 3
     assert stale[0] == 0 and max(stale[1:]) > 0
 

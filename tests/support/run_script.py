@@ -24,7 +24,9 @@ def device_environment(count: int) -> dict[str, str]:
     Its programs show what is computed where, not how fast: they are compiled with few optimizations, in a
     third of the time.
     """
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    # XLA on CPUs may order independent all-reduces otherwise on each device, which then wait for each other.
+    order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count} {order}"
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     return os.environ | dict(
         PYTHONPATH=path, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1"
