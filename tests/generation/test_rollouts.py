@@ -58,6 +58,19 @@ def test_each_row_has_its_limit():
             rollout(bad)
 
 
+def test_bad_arguments_of_packing_and_going_on_raise():
+    out = rollout(2)
+    for how, message in (
+        ((PROMPTS, LENGTHS + 2, out), "num_tokens_B: 5 is outside 0 … 4"),
+        ((PROMPTS, LENGTHS, out, np.zeros((2, 4, 1, 2), int)), "the answer has no routes"),
+        ((PROMPTS.tolist(), LENGTHS, out), "prompt_BT must be an array of integers"),
+    ):
+        with pytest.raises(xj.InputError, match=message):
+            xj.pack_rollout(*how)
+    with pytest.raises(xj.InputError, match="num_tokens_B: -1 is outside 0 … 4"):
+        xj.continue_rows(PARAMS, CONFIG, out, PROMPTS, np.array([1, -1]))
+
+
 def test_a_row_that_fills_its_cache_ends():
     whole = rollout(8)
     out = jax.jit(lambda: rollout(8, capacity=6))()

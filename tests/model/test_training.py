@@ -161,7 +161,9 @@ def test_entropy_and_divergences_without_all_logits(model):
         for x in (params, other)
     )
     best_BTk, ids_BTk = jax.lax.top_k(q, 3)
-    how = dict(temperature=0.7, entropy=True, reference=other, teacher_topk=(ids_BTk, best_BTk))
+    more_BTk = jnp.pad(best_BTk, [(0, 0), (0, 0), (0, 1)], constant_values=-jnp.inf)
+    teacher = jnp.pad(ids_BTk, [(0, 0), (0, 0), (0, 1)]), more_BTk  # the last one counts nothing
+    how = dict(temperature=0.7, entropy=True, reference=other, teacher_topk=teacher)
     got = xj.score(params, config, tokens_BT, num_tokens_B, chunk=2, **how)
     real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
     want = xj.Scores(
@@ -193,15 +195,26 @@ def test_what_does_not_go_together():
     params = cases.params_from(config, cases.random_tensors(config, 3))
     row_1T, ids_1T = packed()
     for how, message in (
-        (dict(segment_ids_BT=ids_1T[:, :-1]), "segment_ids_BT must be integers of the shape"),
+        (dict(segment_ids_BT=ids_1T[:, :-1]), "segment_ids_BT must be an array of integers of the shape"),
         (dict(segment_ids_BT=ids_1T, cache=xj.init_cache(config, 1, 64)), "do not go with a cache"),
         (dict(remat="all"), "remat must be None"),
         (dict(segment_ids_BT=ids_1T, impl="interpret"), "packed segments have no attention kernel"),
     ):
         with pytest.raises(xj.InputError, match=message):
             xj.forward(params, config, row_1T, **how)
-    with pytest.raises(xj.InputError, match="temperature must be a number"):
-        xj.score(params, config, row_1T, temperature=np.ones(3))
+    ids_1Tk, zeros_1Tk = np.full((1, row_1T.shape[1] - 1, 2), 1), np.zeros((1, row_1T.shape[1] - 1, 2))
+    for how, message in (
+        (dict(temperature=np.ones(3)), "temperature must be a number above 0, or one for each of 1 rows"),
+        (dict(temperature=0), "temperature must be a number above 0"),
+        (dict(temperature=None), "temperature must be a number above 0"),
+        (dict(segment_ids_BT=ids_1T.tolist()), "segment_ids_BT must be an array of integers"),
+        (dict(positions_BT=ids_1T[:, 1:]), "positions_BT must be an array of integers of the shape"),
+        (dict(routes=np.zeros((1, row_1T.shape[1], 1, 2), int)), "this model has none"),
+        (dict(teacher_topk=(ids_1Tk, zeros_1Tk[..., :1])), "log-probabilities must be an array of floats"),
+        (dict(teacher_topk=(ids_1Tk + 95, zeros_1Tk)), "teacher_topk: token id 96 is outside 0 … 95"),
+    ):
+        with pytest.raises(xj.InputError, match=message):
+            xj.score(params, config, row_1T, **how)
 
 
 def random_params(config):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..cache.kv_cache import KVCache, reorder
-from ..checks import check_array, check_integer
+from ..checks import check_array, check_integer, check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..weights.params import AnyArray, Params
@@ -15,13 +15,21 @@ from .functional import Decoded, prefill
 
 
 class PackedRollout(NamedTuple):
-    """Rows of a prompt and its answer, padded on the right."""
+    """Rows of a prompt and its answer, padded on the right.
 
-    tokens_BT: jax.Array  # int32
-    num_tokens_B: jax.Array  # int32: of prompt and answer
-    mask_BT: jax.Array  # bool [B, T-1]: entry t says whether token t+1 was sampled, as entries of `score`
-    logprobs_BT: jax.Array  # float32 [B, T-1]: of sampled tokens, as they were sampled; else 0
-    routes: jax.Array | None = None  # int32 [B, T, L, U], as `score` takes them, where the answer has them
+    Attributes:
+        tokens_BT: int32.
+        num_tokens_B: int32: of prompt and answer.
+        mask_BT: bool [B, T-1]: entry t says whether token t+1 was sampled, as entries of `score`.
+        logprobs_BT: float32 [B, T-1]: of sampled tokens, as they were sampled; else 0.
+        routes: int32 [B, T, L, U], as `score` takes them, where the answer has them.
+    """
+
+    tokens_BT: jax.Array
+    num_tokens_B: jax.Array
+    mask_BT: jax.Array
+    logprobs_BT: jax.Array
+    routes: jax.Array | None = None
 
 
 def pack_rollout(
@@ -39,11 +47,17 @@ def pack_rollout(
         prompt_routes: those of the prompt, from `prefill`; None: -1, so `score` chooses its experts anew.
 
     Raises:
-        InputError: arrays of another shape or type.
+        InputError: arrays of another shape or type; routes of the prompt alone; outside a trace also a number
+            of tokens outside the row.
     """
     check_array("prompt_BT", prompt_BT, jnp.integer, len(out.tokens_BT), "tokens")
     check_array("num_tokens_B", num_tokens_B, jnp.integer, len(out.tokens_BT))
-    (B, T) = prompt_BT.shape
+    B, T = prompt_BT.shape
+    check_range("num_tokens_B:", num_tokens_B, 0, T)
+    if prompt_routes is not None:
+        if out.routes is None:
+            raise InputError("the answer has no routes: give return_routes=True to decode_loop")
+        check_array("prompt_routes", prompt_routes, jnp.integer, B, T, *out.routes.shape[2:])
     prompt_B = jnp.asarray(num_tokens_B)
     size = T + out.tokens_BT.shape[1]
     index_BT = jnp.arange(size) - prompt_B[:, None]  # of the answer's tokens
@@ -98,6 +112,7 @@ def continue_rows(
         raise InputError("these rows have no cache: give what decode_loop returned")
     check_array("tokens_BT", tokens_BT, jnp.integer, len(out.tokens_BT), "tokens")
     check_array("num_tokens_B", num_tokens_B, jnp.integer, len(out.tokens_BT))
+    check_range("num_tokens_B:", num_tokens_B, 0, tokens_BT.shape[1])
     together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT)], 1)
     count_B = jnp.asarray(num_tokens_B) + 1
     how: dict[str, Any] = dict(return_routes=return_routes, donate=donate, impl=impl)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import check_integer
+from ..checks import check_array, check_integer, check_range, is_traced, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
@@ -32,15 +32,22 @@ MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What `score` returns beside log-probabilities, float32 [B, T-1]: entry t is of the distribution of
-    token t+1, 0 at padding. What was not asked for is None.
+    """Log-probabilities and what else `score` was asked for, float32 [B, T-1]: entry t is of the distribution
+    of token t+1, 0 at padding. The rest is None.
+
+    Attributes:
+        logprobs_BT: of the token.
+        entropy_BT: of the distribution.
+        kl_BT: KL(this model ‖ reference).
+        topk_kl_BT: sum over the teacher's tokens of p (log p - log q); p: the teacher.
+        routes: int32 [B, T, L, U]: experts of token t itself, -1 at padding.
     """
 
-    logprobs_BT: jax.Array  # of the token
+    logprobs_BT: jax.Array
     entropy_BT: jax.Array | None = None
-    kl_BT: jax.Array | None = None  # KL(this model ‖ reference)
-    topk_kl_BT: jax.Array | None = None  # sum over the teacher's tokens of p (log p - log q)
-    routes: jax.Array | None = None  # int32 [B, T, L, U]: of token t itself, -1 at padding
+    kl_BT: jax.Array | None = None
+    topk_kl_BT: jax.Array | None = None
+    routes: jax.Array | None = None
 
 
 @overload
@@ -89,10 +96,11 @@ def score(  # noqa: PLR0913  a public function
             log-probability 0.
         routes, return_routes: as in `hidden_states`: the experts of token t, whose output gives entry t. The
             router has gradients by the weights of the experts used. A reference model chooses its own.
-        temperature: logits are divided by it: a number, or an array [B].
+        temperature: logits are divided by it: a number above 0, or one for each row.
         entropy: also compute the entropy of each distribution.
         reference: parameters of another model with this config, for KL(this ‖ reference); without gradients.
-        teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens.
+        teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens; those
+            of -inf count nothing.
         chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them.
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
@@ -101,8 +109,9 @@ def score(  # noqa: PLR0913  a public function
         reference, a teacher or routes to return: `Scores`.
 
     Raises:
-        InputError: a wrong shape or type; an id outside the vocabulary or a number of tokens outside the row,
-            if they are not traced; an impl that this machine lacks, or that cannot serve the call.
+        InputError: a wrong shape or type; an id outside the vocabulary, a number of tokens outside the row,
+            an unknown expert or a temperature of 0, if they are not traced; an impl that this machine lacks,
+            or that cannot serve the call.
     """
     check_impl(impl)
     check_params(params, config, stacked=True)
@@ -110,16 +119,28 @@ def score(  # noqa: PLR0913  a public function
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, least=2)
     (B, T) = tokens_BT.shape
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
-    if np.shape(temperature) not in ((), (B,)):
-        raise InputError(f"temperature must be a number or [{B}], got {format_value(temperature)}")
+    temperature_B = number_array(temperature)
+    has_shape = temperature_B is not None and temperature_B.shape in ((), (B,))
+    if not has_shape or not (is_traced(temperature_B) or np.all(temperature_B > 0)):
+        wanted = f"a number above 0, or one for each of {B} rows"
+        raise InputError(f"temperature must be {wanted}, got {format_value(temperature)}")
+    for name, given in (("segment_ids_BT", segment_ids_BT), ("positions_BT", positions_BT)):
+        if given is not None:
+            check_array(name, given, np.integer, B, T)
+    if routes is not None:
+        check_array("routes", routes, np.integer, B, T, "layers", "experts")
+        if config.num_experts:
+            check_range("routes: expert", routes, -1, config.num_experts - 1)
     if reference is not None:
         check_params(reference, config, stacked=True)
-    if teacher_topk is not None and not all(np.shape(x)[:2] == (B, T - 1) for x in teacher_topk):
-        shapes = [np.shape(x) for x in teacher_topk]
-        raise InputError(f"teacher_topk must be ids and log-probabilities [{B}, {T - 1}, k], got {shapes}")
+    if teacher_topk is not None:
+        ids_BTk, logprobs_BTk = teacher_topk
+        check_array("teacher_topk: ids", ids_BTk, np.integer, B, T - 1, "k")
+        check_array("teacher_topk: log-probabilities", logprobs_BTk, np.floating, *ids_BTk.shape)
+        check_range("teacher_topk: token id", ids_BTk, 0, config.vocab_size - 1)
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
     is_one = isinstance(temperature, int | float) and temperature == 1
-    temperature_B11 = None if is_one else jnp.reshape(temperature, (-1, 1, 1))
+    temperature_B11 = None if is_one else jnp.asarray(temperature_B, jnp.float32).reshape(-1, 1, 1)
     scores, *routes = _score(
         params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature_B11,
         reference, teacher_topk, routes,
@@ -247,7 +268,8 @@ def _score(  # noqa: PLR0913
             other_BCV = jax.nn.log_softmax(logits(reference, of_reference_BCD), -1)
             found["kl_BT"] = (jnp.exp(logprobs_BCV) * (logprobs_BCV - other_BCV)).sum(-1)
         if ids_BCk is not None:
-            found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * (logprobs_BCk - logprobs_of(ids_BCk))).sum(-1)
+            apart_BCk = jnp.where(logprobs_BCk > -jnp.inf, logprobs_BCk - logprobs_of(ids_BCk), 0)
+            found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * apart_BCk).sum(-1)
         return Scores(logprobs_of(target_BC[..., None])[..., 0], **found)
 
     rows = lm_head(params)["weight"].shape[0]

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..checks import check_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
-from ..errors import InputError, format_value
+from ..errors import InputError
 
 
 def packed_positions(config: ModelConfig, inputs: Any, cache: Any) -> tuple[jax.Array | None, jax.Array]:
@@ -27,8 +28,8 @@ def packed_positions(config: ModelConfig, inputs: Any, cache: Any) -> tuple[jax.
     shape = inputs.tokens_BT.shape
     for name in ("segment_ids_BT", "positions_BT"):
         given = getattr(inputs, name)
-        if given is not None and (np.shape(given) != shape or not jnp.issubdtype(given.dtype, jnp.integer)):
-            raise InputError(f"{name} must be integers of the shape {shape}, got {format_value(given)}")
+        if given is not None:
+            check_array(name, given, np.integer, *shape)
     if cache is not None:
         raise InputError("segment_ids_BT and positions_BT do not go with a cache: leave it out")
     check_causal(config, "segment_ids_BT")

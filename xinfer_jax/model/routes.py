@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import check_range
+from ..checks import check_array, check_range
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_value
+from ..errors import InputError
 from .decoder_layer import Positions
 
 
@@ -34,8 +34,7 @@ def routes_of_layers(
         InputError: another shape or type, or a model without mixtures; outside a trace also another expert.
     """
     shape = free_routes(config, tokens_shape).shape
-    if np.shape(given) != shape or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise InputError(f"routes must be integers of the shape {shape}, got {format_value(given)}")
+    check_array("routes", given, np.integer, *shape)
     check_range("routes: expert", given, -1, config.num_experts - 1)
     mixtures = iter(jnp.moveaxis(jnp.asarray(given, jnp.int32), 2, 0))
     return tuple(next(mixtures) if layer.experts else None for layer in config.layers)
