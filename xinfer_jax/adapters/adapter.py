@@ -21,10 +21,15 @@ from ..weights.quantized_weight import is_quantized
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a matrix [O, I], but for its scale: b @ a."""
+    """What an adapter adds to a matrix [O, I], but for its scale: b @ a.
 
-    a: Any  # [R, I]
-    b: Any  # [O, R]
+    Attributes:
+        a: [R, I].
+        b: [O, R].
+    """
+
+    a: Any
+    b: Any
 
 
 @jax.tree_util.register_dataclass

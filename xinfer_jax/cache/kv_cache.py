@@ -30,14 +30,22 @@ from .stored_kv import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class KVCache(ShortRepr):
-    """Keys and values of every layer, and how much of each row is filled."""
+    """Keys and values of every layer, and how much of each row is filled.
 
-    layers: tuple[Any, ...]  # `LayerCache`, one for each layer that has its own
-    length_B: jax.Array  # int32: tokens cached in each row; the next one has this position
-    # Bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated row needs.
+    Attributes:
+        layers: a `LayerCache` for each layer that has its own.
+        length_B: int32: tokens cached in each row; the next one has this position.
+        overflow_B: bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated
+            row needs.
+        reached_B: int32: the longest each row has been; None without rings and states.
+        longest_B: int32: tokens that each row may come to have, which decide on longrope's factors; None:
+            they are fixed.
+    """
+
+    layers: tuple[Any, ...]
+    length_B: jax.Array
     overflow_B: jax.Array
-    reached_B: jax.Array | None  # int32: the longest each row has been; None without rings and states
-    # int32: tokens that each row may come to have, which decide on longrope's factors; None: they are fixed.
+    reached_B: jax.Array | None
     longest_B: Any = dataclasses.field(default=None, repr=False)
 
     @property

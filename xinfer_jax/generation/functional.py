@@ -36,12 +36,29 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Decoded(DecodeState):
-    """What `decode_loop` returns: the state of the rows, and their KV cache."""
+    """What `decode_loop` returns: the state of the rows, and their KV cache. T: `output_size`.
 
-    cache: KVCache | None = None  # with all tokens but the last one of each row
-    at_capacity_B: Any = None  # bool: the row ended before its limit, since the cache has no space for more
-    # int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `hidden_states`; -1 from a row's
-    # last token on, on which the model has not run.
+    Attributes:
+        token_B: int32: the last token sampled.
+        key_B: PRNG keys.
+        sampling_B: settings of each row.
+        limit_B: int32: the most tokens of the answer.
+        finished_B: bool: the row has sampled an EOS token.
+        context: what the logits processors need.
+        tokens_BT: int32: tokens sampled, EOS included; 0 after the end of a row.
+        logprobs_BT: float32: their log-probabilities before any logits processor.
+        alternatives: `logprobs=k`: `processed_BT`, the log-probabilities after all processors; and of the k
+            most likely tokens `id_BTA` and `logprob_BTA` before them, `processed_id_BTA` and
+            `processed_logprob_BTA` after them. None: not asked for.
+        output_start_B: None.
+        cache: with all tokens but the last one of each row.
+        at_capacity_B: bool: the row ended before its limit, since the cache has no space for more.
+        routes: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `hidden_states`; -1
+            from a row's last token on, on which the model has not run.
+    """
+
+    cache: KVCache | None = None
+    at_capacity_B: Any = None
     routes: Any = None
 
 

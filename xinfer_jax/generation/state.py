@@ -21,18 +21,31 @@ from ..sampling.sampling_config import SamplingConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class DecodeState(ShortRepr):
-    """The state of the decode loop and its result."""
+    """The state of the decode loop and its result.
 
-    token_B: jax.Array  # int32: the last token sampled
-    key_B: jax.Array  # PRNG keys
-    sampling_B: SamplingConfig  # from `settings_per_row`
-    limit_B: jax.Array  # int32: the most tokens of the answer
-    finished_B: jax.Array  # bool: the row has sampled an EOS token
-    context: Context  # what the logits processors need: position, EOS ids, tokens
-    tokens_BT: jax.Array  # int32: tokens sampled, EOS included; 0 after the end of a row
-    logprobs_BT: jax.Array  # float32: their log-probabilities before any logits processor
-    alternatives: Alternatives | None = None  # where requested
-    output_start_B: Any = None  # int32: tokens sampled before the first column of these arrays; None: 0
+    Attributes:
+        token_B: int32: the last token sampled.
+        key_B: PRNG keys.
+        sampling_B: from `settings_per_row`.
+        limit_B: int32: the most tokens of the answer.
+        finished_B: bool: the row has sampled an EOS token.
+        context: what the logits processors need: position, EOS ids, tokens.
+        tokens_BT: int32: tokens sampled, EOS included; 0 after the end of a row.
+        logprobs_BT: float32: their log-probabilities before any logits processor.
+        alternatives: where requested.
+        output_start_B: int32: tokens sampled before the first column of these arrays; None: 0.
+    """
+
+    token_B: jax.Array
+    key_B: jax.Array
+    sampling_B: SamplingConfig
+    limit_B: jax.Array
+    finished_B: jax.Array
+    context: Context
+    tokens_BT: jax.Array
+    logprobs_BT: jax.Array
+    alternatives: Alternatives | None = None
+    output_start_B: Any = None
 
     @property
     def length_B(self) -> jax.Array:

@@ -26,10 +26,14 @@ class Dfa(ShortRepr):
 
     Tokens of one class lead from each state to the same state, so the table has a column per class instead of
     one per token. A row begins in state 0.
+
+    Attributes:
+        class_V: int16: the class of each token; 0: none, it is that of the ids that end the row; 1: never.
+        next_SC: int16: the next state; below 0: not allowed. Column 0: the row may end there.
     """
 
-    class_V: Any  # int16: the class of each token; 0: none, it is that of the ids that end the row; 1: never
-    next_SC: Any  # int16: the next state; below 0: not allowed. Column 0: the row may end there
+    class_V: Any
+    next_SC: Any
 
     @staticmethod
     def automata_of_rows(
