@@ -93,6 +93,8 @@ def test_replay(engine, versions):
     assert len(other.answers[0].sampled) > running
     with pytest.raises(xj.InputError, match="needs an answer that has ended"):
         engine.replay(other, versions)
+    with pytest.raises(xj.InputError, match="needs a request, or one of its answers, got GenerateOutput"):
+        engine.replay(first, versions)
     check(engine, [request], versions)
     assert engine.replay(request.answers[1], {0: versions[1]}) != first.logprobs[1]
     assert len(engine.replay(request.answers[1], {0: versions[1]})) == 60
@@ -161,6 +163,10 @@ def test_containers_and_dtypes(engine, model, versions):
     del tree["layers"]["0"]["q"]
     with pytest.raises(xj.InputError, match=r"parameters lack layers.0.q.bias: give"):
         engine.update(tree)
+    with pytest.raises(xj.InputError, match="lack layers.0.attn_norm: give all of the model's, unstacked"):
+        engine.update(xj.stack_layers(versions[1], model.config))
+    with pytest.raises(xj.InputError, match="final_norm must be an array, got 1.0"):
+        engine.update(versions[1] | dict(final_norm=1.0))
     with pytest.raises(xj.InputError, match="unknown leaves: bias"):
         engine.update(versions[1] | dict(bias=tree["final_norm"]))
     with pytest.raises(xj.InputError, match=r"final_norm has the shape \[3\], not \[64\]"):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..errors import InputError, format_names
+from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
@@ -30,6 +30,8 @@ def replay_answer(
     """`Engine.replay`."""
     if isinstance(answer, Request):
         answer = answer.single_answer
+    if not isinstance(answer, Answer):
+        raise InputError(f"replay needs a request, or one of its answers, got {format_value(answer)}")
     _check(engine, answer, params)
     trees = {switch.version: params[switch.version] for switch in answer.switches}
     trees = {version: engine.own_params(tree) for version, tree in trees.items()}

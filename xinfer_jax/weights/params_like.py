@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_names
+from ..errors import InputError, format_names, format_value
 from .grouped_weight import GroupedWeight
 from .int8_weight import Int8Weight
 from .param_specs import leaf_name
-from .params import Params, ParamSpec, param_specs
+from .params import AnyArray, Params, ParamSpec, param_specs
 from .quantization import device_form, quantized_leaf, quantized_stack
 from .quantized_weight import is_quantized
 
@@ -68,8 +68,10 @@ def _name(path: Any) -> str:
 def _fitted(given: dict[str, Any], spec: ParamSpec, old: Any, cast: bool) -> Any:
     """Takes an array out of the given ones, and gives it the form of `old`."""
     if spec.name not in given:
-        raise InputError(f"the new parameters lack {spec.name}: give all of the model's")
+        raise InputError(f"the new parameters lack {spec.name}: give all of the model's, unstacked")
     x = given.pop(spec.name)
+    if not isinstance(x, AnyArray):
+        raise InputError(f"{spec.name} must be an array, got {format_value(x)}")
     if is_deleted(x):
         raise InputError(f"{spec.name} was donated or deleted: give arrays that nobody else donates")
     dtype = getattr(old, "dtype", jnp.float32)  # a quantized leaf is made of floats
