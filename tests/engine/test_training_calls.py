@@ -106,6 +106,7 @@ def test_sample_gives_log_probabilities_as_arrays(engine):
     for i, out in enumerate(outs):
         assert out.finish_reason == ("eos" if i != 2 and out.tokens_T[-1] == 7 else "length")
     out = outs[2]
+    assert out.versions_T.tolist() == [engine.version] * len(out.tokens_T)
     for token, raw, processed in zip(out.alternatives, out.logprobs_T, out.processed_T, strict=True):
         kept = {id: logprob / 0.7 for id, logprob in token.top[:8]}
         total = np.log(np.exp(list(kept.values())).sum())
@@ -147,8 +148,9 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
     engine.close()
     with pytest.raises(xj.InputError, match="closed before the request ended"):
         waiting.result()
-    with pytest.raises(xj.InputError, match="is closed"):
-        engine.restore_cache()
+    for call in (engine.restore_cache, engine.pause, lambda: engine.replay(waiting, {})):
+        with pytest.raises(xj.InputError, match="is closed"):
+            call()
 
 
 def test_large_logits_are_of_the_last_layers_alone(monkeypatch):

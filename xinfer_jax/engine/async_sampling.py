@@ -25,7 +25,8 @@ class SampleOutput(ShortRepr):
         logprobs_T: float32: log-probability of each token before any logits processor.
         processed_T: float32: after all of them, temperature included: of the distribution that the token was
             sampled from.
-        finish_reason: "eos", "stop", "length", "cancelled" or "deadline".
+        versions_T: int32: version of the weights that each token was sampled by (`Engine.update`).
+        finish_reason: "eos", "stop", "length", "deadline", or "aborted" (by `Engine.update`).
         seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
         alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
     """
@@ -33,6 +34,7 @@ class SampleOutput(ShortRepr):
     tokens_T: np.ndarray
     logprobs_T: np.ndarray
     processed_T: np.ndarray
+    versions_T: np.ndarray
     finish_reason: str
     seed: int
     alternatives: list[TokenLogprobs] | None = None
@@ -99,6 +101,7 @@ class AsyncSampling:
             np.array(answer.sampled, np.int32),
             np.array(answer.logprobs, np.float32),
             np.array(answer.processed, np.float32),
+            np.array(answer.token_versions, np.int32),
             answer.finish_reason or "",
             seed,
             list(answer.alternatives) if options.logprobs else None,
