@@ -19,6 +19,7 @@ class Pausing:
     """
 
     between_steps: Callable[[Callable[[], None]], None]
+    check_open: Callable[[], None]
     phase = RUNNING
 
     @property
@@ -59,6 +60,7 @@ class Pausing:
         self._change("restore_cache", RELEASED, PAUSED)
 
     def _change(self, name: str, before: str, after: str) -> None:
+        self.check_open()
         self._check_phase(name, before)
         if tuple(self.engines) == (self,):
             self.between_steps(lambda: self._enter(name, before, after))

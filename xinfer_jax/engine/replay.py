@@ -32,6 +32,7 @@ def replay_answer(
         answer = answer.single_answer
     if not isinstance(answer, Answer):
         raise InputError(f"replay needs a request, or one of its answers, got {format_value(answer)}")
+    engine.check_open()
     _check(engine, answer, params)
     trees = {switch.version: params[switch.version] for switch in answer.switches}
     trees = {version: engine.own_params(tree) for version, tree in trees.items()}

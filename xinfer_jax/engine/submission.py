@@ -308,7 +308,8 @@ class EngineBase(Pausing, AsyncSampling):
 
         Raises:
             InputError: leaves that are missing, unknown or misshapen, before anything changes; "recompute"
-                where prompts and answers are on different devices; the engine is closed.
+                where prompts and answers are on different devices; "wait" for answers of a paused engine; the
+                engine is closed.
         """
         update_engines(self, params, version, mode, cast, copy)
 

@@ -32,8 +32,6 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
     has_roles = engines[0].role is not None
     if has_roles and mode == "recompute":
         raise InputError("mode='recompute' needs prompts and answers on the same devices: take 'wait'")
-    if mode == "wait" and owner.phase != RUNNING:
-        raise InputError("mode='wait' is for an engine that runs: call resume() first, or take another mode")
     with owner.updating:
         version = owner.version + 1 if version is None else check_integer("version", version, 0)
         owner.check_open()
@@ -58,6 +56,9 @@ def _drained(owner: Any) -> Iterator[None]:
                 core.hold(True)
         while not all(core.is_drained for core in cores):  # first where prompts are prefilled
             owner.check_open()
+            if owner.phase != RUNNING:
+                remedy = "call resume() first, or take another mode"
+                raise InputError(f"mode='wait' is for an engine that runs: {remedy}")
             owner.step()
         yield
     finally:
