@@ -50,7 +50,7 @@ def _check(engine: Any, answer: Answer, params: Mapping[int, Params]) -> None:
         raise InputError("an engine without pages cannot replay: call restore_cache() first")
     row = answer.row
     if row.share_answers and not (row.exact and len(row.ids) == len(answer.request.ids)):
-        raise InputError("with share_answers it has pages of other answers, which replay does not have")
+        raise InputError("with share_answers it may have pages of other answers: submit without it to replay")
     if row.longest > engine.usable_capacity:
         raise InputError(f"the answer needs a row of {row.longest} tokens: take an engine of its shape")
 
@@ -80,13 +80,15 @@ class _Replay:
         core.lend_pages(row)
         contents = self._device.get_row(self._slot)
         try:
-            ends = [*((switch.computed, switch.sampled) for switch in self._answer.switches[1:])]
-            for switch, end in zip(self._answer.switches, [*ends, (math.inf, len(self._ids))], strict=True):
+            switches = self._answer.switches
+            ends: list[tuple[float, int]] = [(switch.computed, switch.sampled) for switch in switches[1:]]
+            ends.append((math.inf, len(self._ids)))
+            for switch, (computed, sampled) in zip(switches, ends, strict=True):
                 self._device.params = params[switch.version]
                 if switch.recomputed:
                     self._restart()
-                self._prefill(end[0])
-                while len(self._logprobs) < end[1]:
+                self._prefill(computed)
+                while len(self._logprobs) < sampled:
                     self._decode()
         finally:
             self._device.params = own
