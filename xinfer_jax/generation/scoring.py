@@ -99,6 +99,7 @@ def score(  # noqa: PLR0913  a public function
         temperature: logits are divided by it: a number above 0, or one for each row.
         entropy: also compute the entropy of each distribution.
         reference: parameters of another model with this config, for KL(this ‖ reference); without gradients.
+            It reads the tokens, not inputs_BTD.
         teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens; those
             of -inf count nothing.
         chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them.
