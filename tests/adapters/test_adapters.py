@@ -1,5 +1,6 @@
 """Adapters as pytrees: one for all rows, another for each row, merged, taken out; files and bad input."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,11 @@ from parity_cases import CASES
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
+from xinfer_jax.weights.adapted_weight import AdaptedWeight
+from xinfer_jax.weights.hadamard import rotated_params
+from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.params_like import params_like
+from xinfer_jax.weights.quantization import quantized_leaf
 
 CONFIG = CASES["qwen2-gqa-tied-old"].config
 PARAMS = xj.init_params(CONFIG, jax.random.key(0), "float32")
@@ -158,3 +164,51 @@ def test_calls_that_do_not_fit():
     ):
         with pytest.raises(xj.InputError, match=message):
             call()
+
+
+def test_rotated_models_have_no_adapters(tmp_path):
+    """Their weights are of another basis: the sum would be wrong, and no shape says so."""
+    (_, rotated) = rotated_params(PARAMS, CONFIG)
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    once = PARAMS | {"embed": {"weight": Int8Weight(jnp.zeros((96, 48), jnp.int8), jnp.ones(96), True)}}
+    for call in (
+        lambda: xj.load_adapter(rotated, tmp_path / "a"),
+        lambda: xj.save_adapter(tmp_path / "b", ADAPTERS[0], rotated),
+        lambda: xj.init_adapter(rotated, jax.random.key(0)),
+        lambda: xj.with_adapter(once, ADAPTERS[0]),
+        lambda: xj.with_adapters(once, ADAPTERS, np.array([0])),
+    ):
+        with pytest.raises(xj.InputError, match="rotate"):
+            call()
+
+
+def test_updates_have_the_scale_of_the_adapter_before():
+    """A scale is static: programs would go on with that of the first adapter."""
+    old = xj.with_adapter(PARAMS, ADAPTERS[0])
+    other = xj.Adapter(ADAPTERS[0].matrices, tuple(scale / 2 for scale in ADAPTERS[0].scales))
+    with pytest.raises(xj.InputError, match="layers.0.o.weight has an adapter of the scale 2.0"):
+        params_like(xj.with_adapter(PARAMS, other), CONFIG, old)
+    again = xj.with_adapter(PARAMS, jax.tree.map(lambda x: 2 * x, ADAPTERS[0]))
+    jax.tree.map(np.testing.assert_array_equal, params_like(again, CONFIG, old), again)
+
+
+def test_an_adapter_has_its_own_inputs_where_the_matrix_has_them_in_an_order():
+    """Inside a shard_map a GPTQ leaf with an order takes the inputs of all devices."""
+    random = np.random.RandomState(0)
+    matrix, x, a, b = (
+        random.standard_normal(shape).astype(np.float32)
+        for shape in ((16, 64), (3, 64), (1, 4, 64), (1, 16, 4))
+    )
+    base = dataclasses.replace(quantized_leaf(matrix, "o", "int4"), order=jnp.array(random.permutation(64)))
+    weight = AdaptedWeight(base, a, b)
+    mesh = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,))
+
+    def product(x, weight):
+        x, weight = weight.local_shard(x, "model")
+        return weight.product(x)
+
+    replicated = jax.sharding.PartitionSpec()
+    program = jax.shard_map(
+        product, mesh=mesh, in_specs=(replicated, replicated), out_specs=replicated, check_vma=False
+    )
+    np.testing.assert_allclose(program(x, weight), weight.product(x), atol=1e-5)

@@ -19,6 +19,11 @@ from ..weights.param_specs import leaf_name
 from ..weights.params import AnyArray, Params, ParamSpec, param_specs, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 
+_ROTATED = (
+    "int8 activations rotate the model, and adapters are of one that is not: load it without activations, or"
+    " merge the adapter before it is quantized"
+)
+
 
 class LowRank(NamedTuple):
     """What an adapter adds to a matrix [O, I], but for its scale: b @ a."""
@@ -51,7 +56,11 @@ def make_adapter(matrices: Mapping[str, LowRank], scales: Mapping[str, float]) -
 
 
 def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Returns the specs of the matrices that can have adapters, by path: those of linear layers."""
+    """Returns the specs of the matrices that can have adapters, by path: those of linear layers. Raises
+    InputError where the model is rotated.
+    """
+    if config.rotated:
+        raise InputError(_ROTATED)
     specs = jax.tree.leaves(param_specs(config)["layers"])
     matrices = {spec.name: spec for spec in specs if len(spec.shape) == 2 and spec.name.endswith(".weight")}
     return {name.removesuffix(".weight"): spec for name, spec in matrices.items() if ".router." not in name}
@@ -218,6 +227,8 @@ def _check_fits(params: Params, adapter: Adapter) -> None:
     if not isinstance(adapter, Adapter):
         raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")
     matrices = _matrices(params)
+    if any(getattr(leaf, "int8_activations", False) for leaf in matrices.values()):
+        raise InputError(_ROTATED)
     faults = []
     for path, (a, b) in adapter.matrices.items():
         weight = matrices.get(path)
