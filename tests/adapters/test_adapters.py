@@ -108,6 +108,10 @@ REJECTED = {
     "lora_alpha": ("16", "must be a number"),
     "layer_replication": ([[0, 2]], "layer_replication"),
     "what_is_new": (1, "what_is_new"),
+    "exclude_modules": (5, "exclude_modules must be names"),
+    "layers_to_transform": ("1", "layers_to_transform must be numbers"),
+    "layers_pattern": ([["layers"]], "layers_pattern must be names"),
+    "use_rslora": ("false", "use_rslora must be true or false"),
 }
 
 
@@ -130,6 +134,7 @@ def test_tensors_that_do_not_fit(tmp_path):
         ({names[0]: None}, "missing model.layers.0.self_attn.o_proj.lora_A.weight"),
         ({"base_model.model.model.layers.0.mlp.magic.lora_A.weight": tensors[names[0]]}, "unknown .*magic"),
         ({names[0]: tensors[names[0]] * np.nan}, "NaN"),
+        ({names[0].removeprefix("base_model.model."): tensors[names[0]]}, "twice.*layers.0.self_attn.o_proj"),
         ({names[1]: tensors[names[1]][:, :3]}, r"has shape \[48, 3\]"),
         ({names[0]: tensors[names[0]].astype(np.int32)}, "type I32"),
     ):
@@ -143,15 +148,43 @@ def test_tensors_that_do_not_fit(tmp_path):
         xj.load_adapter(CONFIG, tmp_path)
 
 
+def test_patterns_and_numbers_of_the_settings(tmp_path):
+    """Flags of a pattern are its own; a huge number is no scale."""
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    file = tmp_path / "a" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | dict(target_modules="(?i).*[QO]_PROJ")))
+    assert xj.load_adapter(CONFIG, tmp_path / "a").scales == ADAPTERS[0].scales
+    for change in (dict(r=10**400), dict(lora_alpha=10**400), dict(alpha_pattern=dict(q_proj=1e300))):
+        file.write_text(json.dumps(settings | change))
+        with pytest.raises(xj.InputError, match="of model.layers.0.self_attn"):
+            xj.load_adapter(CONFIG, tmp_path / "a")
+
+
+def test_a_scale_of_zero_is_saved(tmp_path):
+    adapter = random_adapter(3, 2, targets=["q"], alpha=0)
+    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a"), adapter)
+    with pytest.raises(xj.InputError, match="no matrices"):
+        xj.save_adapter(tmp_path / "b", xj.Adapter({}, ()), CONFIG)
+
+
 def test_calls_that_do_not_fit():
     (small, large) = ADAPTERS
     adapted = xj.with_adapter(PARAMS, small)
     other = xj.Adapter({"layers.0.q": xj.LowRank(jnp.zeros((2, 3)), jnp.zeros((4, 2)))}, (1.0,))
+    one_layer = xj.Adapter({"layers.0.q": small.matrices["layers.0.q"]}, (1.0,))
     quantized = xj.init_params(CONFIG, jax.random.key(0), quantize="int8")
     for call, message in (
         (lambda: xj.with_adapter(adapted, large), "has an adapter already"),
         (lambda: xj.with_adapter(PARAMS, other), r"layers.0.q \[48, 48\] has a \[2, 3\] and b \[4, 2\]"),
         (lambda: xj.with_adapter(PARAMS, PARAMS), "got dict"),
+        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([0.5])), "integers"),
+        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([[0]])), "shape"),
+        (lambda: xj.with_adapter(PARAMS, xj.Adapter(small.matrices, (1.0,))), "1 scales"),
+        (lambda: xj.split_adapter(xj.stack_layers(adapted, CONFIG)), "not stacked"),
+        (lambda: xj.stack_layers(xj.with_adapter(PARAMS, one_layer), CONFIG), "layers of one kind"),
+        (lambda: xj.init_adapter(CONFIG, jax.random.key(0), 4, alpha=np.nan), "finite"),
         (lambda: xj.with_adapters(PARAMS, [], np.array([0])), "at least one"),
         (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([2])), "from -1 to 1"),
         (lambda: xj.split_adapter(PARAMS), "with_adapter"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import check_integer, is_traced
+from ..checks import check_array, check_integer, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..weights.adapted_weight import AdaptedWeight
@@ -46,7 +46,9 @@ class Adapter:
     scales: tuple[float, ...] = dataclasses.field(metadata=dict(static=True))
 
     def scale_of(self) -> dict[str, float]:
-        """Returns the factor of each matrix by its path."""
+        """Returns the factor of each matrix by its path. Raises InputError where their numbers differ."""
+        if len(self.scales) != len(self.matrices):
+            raise InputError(f"the adapter has {len(self.matrices)} matrices and {len(self.scales)} scales")
         return dict(zip(sorted(self.matrices), self.scales, strict=True))
 
 
@@ -85,9 +87,11 @@ def init_adapter(
         dtype: of the arrays.
 
     Raises:
-        InputError: a target that the model has not; a rank below 1.
+        InputError: a target that the model has not; a rank below 1; alpha is no finite number.
     """
     rank = check_integer("rank", rank, 1)
+    if alpha is not None and not (isinstance(alpha, int | float | np.number) and math.isfinite(alpha)):
+        raise InputError(f"alpha must be a finite number, got {format_value(alpha)}")
     specs = adaptable_matrices(config)
     leaf_names = {path: path.split(".", 2)[2] for path in specs}
     wanted = {*leaf_names.values()} if targets is None else {*targets}
@@ -143,14 +147,15 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     Raises:
         InputError: an adapter that does not fit the model; an index that is none, unless it is traced.
     """
+    adapters = [*adapters]
     if not adapters:
         raise InputError("with_adapters needs at least one adapter")
     for adapter in adapters:
         _check_fits(params, adapter)
     number = len(adapters)
-    if not is_traced(adapter_B) and not np.all(
-        (np.asarray(adapter_B) >= -1) & (np.asarray(adapter_B) < number)
-    ):
+    adapter_B = adapter_B if is_traced(adapter_B) else np.asarray(adapter_B)
+    check_array("adapter_B", adapter_B, np.integer, "B")
+    if not is_traced(adapter_B) and not np.all((adapter_B >= -1) & (adapter_B < number)):
         raise InputError(f"adapter_B must be from -1 to {number - 1}, got {format_value(adapter_B)}")
     scales = [adapter.scale_of() for adapter in adapters]
 
@@ -174,8 +179,8 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
     """Returns what `with_adapter` put together: the model's parameters, and the adapter."""
     found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
-    if not found or any(weight.adapter_B is not None for weight in found.values()):
-        raise InputError("split_adapter takes what with_adapter returns: parameters with one adapter")
+    if not found or any(x.adapter_B is not None or x.lora_a.ndim != 3 for x in found.values()):
+        raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
     params = _map_matrices(params, found, lambda path, weight: weight.base)
     matrices = {path: LowRank(weight.lora_a[0], weight.lora_b[0]) for path, weight in found.items()}
     return params, make_adapter(matrices, {path: weight.scale for path, weight in found.items()})
