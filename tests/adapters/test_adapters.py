@@ -104,6 +104,7 @@ REJECTED = {
     "target_modules": (["c_attn"], "no module"),
     "rank_pattern": ({"q_proj": 5}, r"q_proj.lora_A.weight has shape \[4, 48\]"),
     "alpha_pattern": ({"(": 5}, "no regular expression"),
+    "exclude_modules ": ("q{99999999999}", "no regular expression"),
     "r": (0, "positive integer"),
     "lora_alpha": ("16", "must be a number"),
     "layer_replication": ([[0, 2]], "layer_replication"),
@@ -120,7 +121,7 @@ def test_settings_that_are_rejected_by_name(tmp_path, field):
     xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
     file = tmp_path / "a" / "adapter_config.json"
     (value, message) = REJECTED[field]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field.strip(): value}))
     with pytest.raises(xj.InputError, match=message):
         xj.load_adapter(CONFIG, tmp_path / "a")
 

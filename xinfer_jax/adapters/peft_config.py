@@ -20,6 +20,7 @@ _DONE = frozenset(
 )
 _INITS = (None, True, False, "gaussian", "orthogonal")  # of init_lora_weights; others change the model itself
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")  # what leaves another field out
+_Patterns = list[tuple[re.Pattern[str], Any]]
 _MAX_ALPHA = 1e30  # float32 holds the scale
 _REJECTED = {
     "bias": "train the biases apart, and put them into the model",
@@ -59,7 +60,8 @@ def read_modules(
     chosen = [name for name in names if _is_meant(settings, targets, name)]
     if not chosen:
         raise InputError(f"target_modules {format_value(targets)} means no module of the model")
-    return {name: _module(settings, name) for name in chosen}
+    patterns = {field: _patterns(settings, field) for field in ("rank_pattern", "alpha_pattern")}
+    return {name: _module(settings, patterns, name) for name in chosen}
 
 
 def _check_fields(settings: Mapping[str, Any]) -> None:
@@ -107,20 +109,20 @@ def _is_meant(settings: Mapping[str, Any], targets: Any, name: str) -> bool:
         return True
     patterns = settings.get("layers_pattern") or [r".*?\.[^.]*"]
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if found := _search("layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\.", name):
+        if found := _compile("layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\.").match(name):
             return int(found["layer"]) in ([layers] if isinstance(layers, int) else layers)
     return False
 
 
 def _matches(field: str, wanted: Any, name: str) -> bool:
     if isinstance(wanted, str):
-        return _search(field, wanted, name, re.fullmatch) is not None
+        return _compile(field, wanted).fullmatch(name) is not None
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
-def _module(settings: Mapping[str, Any], name: str) -> Module:
-    rank = _of_pattern(settings, "rank_pattern", name, settings.get("r", 8))
-    alpha = _of_pattern(settings, "alpha_pattern", name, settings.get("lora_alpha", 8))
+def _module(settings: Mapping[str, Any], patterns: Mapping[str, _Patterns], name: str) -> Module:
+    rank = _of_pattern(patterns["rank_pattern"], name, settings.get("r", 8))
+    alpha = _of_pattern(patterns["alpha_pattern"], name, settings.get("lora_alpha", 8))
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < 2**31:
         raise InputError(f"the rank of {name} must be a positive integer, got {format_value(rank)}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < _MAX_ALPHA:
@@ -130,17 +132,21 @@ def _module(settings: Mapping[str, Any], name: str) -> Module:
     return Module(rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
 
 
-def _of_pattern(settings: Mapping[str, Any], field: str, name: str, default: Any) -> Any:
+def _patterns(settings: Mapping[str, Any], field: str) -> _Patterns:
+    """Compiled once for all modules: `re` keeps but a few hundred."""
+    return [
+        (_compile(field, rf"(.*\.)?({key})$"), value) for key, value in (settings.get(field) or {}).items()
+    ]
+
+
+def _of_pattern(patterns: _Patterns, name: str, default: Any) -> Any:
     """The value of the first pattern that means the end of the name."""
-    patterns = settings.get(field) or {}
-    found = (value for key, value in patterns.items() if _search(field, rf"(.*\.)?({key})$", name))
-    return next(found, default)
+    return next((value for pattern, value in patterns if pattern.match(name)), default)
 
 
-def _search(field: str, pattern: str, name: str, match: Any = re.match) -> re.Match[str] | None:
-    """match(pattern, name), which raises InputError."""
+def _compile(field: str, pattern: str) -> re.Pattern[str]:
+    """`re.compile`, which raises InputError."""
     try:
-        found: re.Match[str] | None = match(pattern, name)
-        return found
-    except (re.error, RecursionError) as error:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
         raise InputError(f"{field} has {format_value(pattern)}, no regular expression: {error}") from error
