@@ -1,5 +1,6 @@
 """Adapters as pytrees: one for all rows, another for each row, merged, taken out; files and bad input."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,11 @@ from parity_cases import CASES
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
+from xinfer_jax.weights.adapted_weight import AdaptedWeight
+from xinfer_jax.weights.hadamard import rotated_params
+from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.params_like import params_like
+from xinfer_jax.weights.quantization import quantized_leaf
 
 CONFIG = CASES["qwen2-gqa-tied-old"].config
 PARAMS = xj.init_params(CONFIG, jax.random.key(0), "float32")
@@ -98,10 +104,15 @@ REJECTED = {
     "target_modules": (["c_attn"], "no module"),
     "rank_pattern": ({"q_proj": 5}, r"q_proj.lora_A.weight has shape \[4, 48\]"),
     "alpha_pattern": ({"(": 5}, "no regular expression"),
+    "exclude_modules ": ("q{99999999999}", "no regular expression"),
     "r": (0, "positive integer"),
     "lora_alpha": ("16", "must be a number"),
     "layer_replication": ([[0, 2]], "layer_replication"),
     "what_is_new": (1, "what_is_new"),
+    "exclude_modules": (5, "exclude_modules must be names"),
+    "layers_to_transform": ("1", "layers_to_transform must be numbers"),
+    "layers_pattern": ([["layers"]], "layers_pattern must be names"),
+    "use_rslora": ("false", "use_rslora must be true or false"),
 }
 
 
@@ -110,7 +121,7 @@ def test_settings_that_are_rejected_by_name(tmp_path, field):
     xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
     file = tmp_path / "a" / "adapter_config.json"
     (value, message) = REJECTED[field]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field.strip(): value}))
     with pytest.raises(xj.InputError, match=message):
         xj.load_adapter(CONFIG, tmp_path / "a")
 
@@ -124,6 +135,7 @@ def test_tensors_that_do_not_fit(tmp_path):
         ({names[0]: None}, "missing model.layers.0.self_attn.o_proj.lora_A.weight"),
         ({"base_model.model.model.layers.0.mlp.magic.lora_A.weight": tensors[names[0]]}, "unknown .*magic"),
         ({names[0]: tensors[names[0]] * np.nan}, "NaN"),
+        ({names[0].removeprefix("base_model.model."): tensors[names[0]]}, "twice.*layers.0.self_attn.o_proj"),
         ({names[1]: tensors[names[1]][:, :3]}, r"has shape \[48, 3\]"),
         ({names[0]: tensors[names[0]].astype(np.int32)}, "type I32"),
     ):
@@ -137,15 +149,43 @@ def test_tensors_that_do_not_fit(tmp_path):
         xj.load_adapter(CONFIG, tmp_path)
 
 
+def test_patterns_and_numbers_of_the_settings(tmp_path):
+    """Flags of a pattern are its own; a huge number is no scale."""
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    file = tmp_path / "a" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | dict(target_modules="(?i).*[QO]_PROJ")))
+    assert xj.load_adapter(CONFIG, tmp_path / "a").scales == ADAPTERS[0].scales
+    for change in (dict(r=10**400), dict(lora_alpha=10**400), dict(alpha_pattern=dict(q_proj=1e300))):
+        file.write_text(json.dumps(settings | change))
+        with pytest.raises(xj.InputError, match="of model.layers.0.self_attn"):
+            xj.load_adapter(CONFIG, tmp_path / "a")
+
+
+def test_a_scale_of_zero_is_saved(tmp_path):
+    adapter = random_adapter(3, 2, targets=["q"], alpha=0)
+    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a"), adapter)
+    with pytest.raises(xj.InputError, match="no matrices"):
+        xj.save_adapter(tmp_path / "b", xj.Adapter({}, ()), CONFIG)
+
+
 def test_calls_that_do_not_fit():
     (small, large) = ADAPTERS
     adapted = xj.with_adapter(PARAMS, small)
     other = xj.Adapter({"layers.0.q": xj.LowRank(jnp.zeros((2, 3)), jnp.zeros((4, 2)))}, (1.0,))
+    one_layer = xj.Adapter({"layers.0.q": small.matrices["layers.0.q"]}, (1.0,))
     quantized = xj.init_params(CONFIG, jax.random.key(0), quantize="int8")
     for call, message in (
         (lambda: xj.with_adapter(adapted, large), "has an adapter already"),
         (lambda: xj.with_adapter(PARAMS, other), r"layers.0.q \[48, 48\] has a \[2, 3\] and b \[4, 2\]"),
         (lambda: xj.with_adapter(PARAMS, PARAMS), "got dict"),
+        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([0.5])), "integers"),
+        (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([[0]])), "shape"),
+        (lambda: xj.with_adapter(PARAMS, xj.Adapter(small.matrices, (1.0,))), "1 scales"),
+        (lambda: xj.split_adapter(xj.stack_layers(adapted, CONFIG)), "not stacked"),
+        (lambda: xj.stack_layers(xj.with_adapter(PARAMS, one_layer), CONFIG), "layers of one kind"),
+        (lambda: xj.init_adapter(CONFIG, jax.random.key(0), 4, alpha=np.nan), "finite"),
         (lambda: xj.with_adapters(PARAMS, [], np.array([0])), "at least one"),
         (lambda: xj.with_adapters(PARAMS, ADAPTERS, np.array([2])), "from -1 to 1"),
         (lambda: xj.split_adapter(PARAMS), "with_adapter"),
@@ -158,3 +198,51 @@ def test_calls_that_do_not_fit():
     ):
         with pytest.raises(xj.InputError, match=message):
             call()
+
+
+def test_rotated_models_have_no_adapters(tmp_path):
+    """Their weights are of another basis: the sum would be wrong, and no shape says so."""
+    (_, rotated) = rotated_params(PARAMS, CONFIG)
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    once = PARAMS | {"embed": {"weight": Int8Weight(jnp.zeros((96, 48), jnp.int8), jnp.ones(96), True)}}
+    for call in (
+        lambda: xj.load_adapter(rotated, tmp_path / "a"),
+        lambda: xj.save_adapter(tmp_path / "b", ADAPTERS[0], rotated),
+        lambda: xj.init_adapter(rotated, jax.random.key(0)),
+        lambda: xj.with_adapter(once, ADAPTERS[0]),
+        lambda: xj.with_adapters(once, ADAPTERS, np.array([0])),
+    ):
+        with pytest.raises(xj.InputError, match="rotate"):
+            call()
+
+
+def test_updates_have_the_scale_of_the_adapter_before():
+    """A scale is static: programs would go on with that of the first adapter."""
+    old = xj.with_adapter(PARAMS, ADAPTERS[0])
+    other = xj.Adapter(ADAPTERS[0].matrices, tuple(scale / 2 for scale in ADAPTERS[0].scales))
+    with pytest.raises(xj.InputError, match="layers.0.o.weight has an adapter of the scale 2.0"):
+        params_like(xj.with_adapter(PARAMS, other), CONFIG, old)
+    again = xj.with_adapter(PARAMS, jax.tree.map(lambda x: 2 * x, ADAPTERS[0]))
+    jax.tree.map(np.testing.assert_array_equal, params_like(again, CONFIG, old), again)
+
+
+def test_an_adapter_has_its_own_inputs_where_the_matrix_has_them_in_an_order():
+    """Inside a shard_map a GPTQ leaf with an order takes the inputs of all devices."""
+    random = np.random.RandomState(0)
+    matrix, x, a, b = (
+        random.standard_normal(shape).astype(np.float32)
+        for shape in ((16, 64), (3, 64), (1, 4, 64), (1, 16, 4))
+    )
+    base = dataclasses.replace(quantized_leaf(matrix, "o", "int4"), order=jnp.array(random.permutation(64)))
+    weight = AdaptedWeight(base, a, b)
+    mesh = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,))
+
+    def product(x, weight):
+        x, weight = weight.local_shard(x, "model")
+        return weight.product(x)
+
+    replicated = jax.sharding.PartitionSpec()
+    program = jax.shard_map(
+        product, mesh=mesh, in_specs=(replicated, replicated), out_specs=replicated, check_vma=False
+    )
+    np.testing.assert_allclose(program(x, weight), weight.product(x), atol=1e-5)

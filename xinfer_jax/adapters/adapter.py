@@ -11,13 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import check_integer, is_traced
+from ..checks import check_array, check_integer, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..weights.adapted_weight import AdaptedWeight
 from ..weights.param_specs import leaf_name
 from ..weights.params import AnyArray, Params, ParamSpec, param_specs, resolve_dtype
 from ..weights.quantized_weight import is_quantized
+
+_ROTATED = (
+    "int8 activations rotate the model, and adapters are of one that is not: load it without activations, or"
+    " merge the adapter before it is quantized"
+)
 
 
 class LowRank(NamedTuple):
@@ -46,7 +51,9 @@ class Adapter:
     scales: tuple[float, ...] = dataclasses.field(metadata=dict(static=True))
 
     def scale_of(self) -> dict[str, float]:
-        """Returns the factor of each matrix by its path."""
+        """Returns the factor of each matrix by its path. Raises InputError where their numbers differ."""
+        if len(self.scales) != len(self.matrices):
+            raise InputError(f"the adapter has {len(self.matrices)} matrices and {len(self.scales)} scales")
         return dict(zip(sorted(self.matrices), self.scales, strict=True))
 
 
@@ -56,7 +63,11 @@ def make_adapter(matrices: Mapping[str, LowRank], scales: Mapping[str, float]) -
 
 
 def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Returns the specs of the matrices that can have adapters, by path: those of linear layers."""
+    """Returns the specs of the matrices that can have adapters, by path: those of linear layers. Raises
+    InputError where the model is rotated.
+    """
+    if config.rotated:
+        raise InputError(_ROTATED)
     specs = jax.tree.leaves(param_specs(config)["layers"])
     matrices = {spec.name: spec for spec in specs if len(spec.shape) == 2 and spec.name.endswith(".weight")}
     return {name.removesuffix(".weight"): spec for name, spec in matrices.items() if ".router." not in name}
@@ -81,9 +92,11 @@ def init_adapter(
         dtype: of the arrays.
 
     Raises:
-        InputError: a target that the model has not; a rank below 1.
+        InputError: a target that the model has not; a rank below 1; alpha is no finite number.
     """
     rank = check_integer("rank", rank, 1)
+    if alpha is not None and not (isinstance(alpha, int | float | np.number) and math.isfinite(alpha)):
+        raise InputError(f"alpha must be a finite number, got {format_value(alpha)}")
     specs = adaptable_matrices(config)
     leaf_names = {path: path.split(".", 2)[2] for path in specs}
     wanted = {*leaf_names.values()} if targets is None else {*targets}
@@ -139,14 +152,15 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     Raises:
         InputError: an adapter that does not fit the model; an index that is none, unless it is traced.
     """
+    adapters = [*adapters]
     if not adapters:
         raise InputError("with_adapters needs at least one adapter")
     for adapter in adapters:
         _check_fits(params, adapter)
     number = len(adapters)
-    if not is_traced(adapter_B) and not np.all(
-        (np.asarray(adapter_B) >= -1) & (np.asarray(adapter_B) < number)
-    ):
+    adapter_B = adapter_B if is_traced(adapter_B) else np.asarray(adapter_B)
+    check_array("adapter_B", adapter_B, np.integer, "B")
+    if not is_traced(adapter_B) and not np.all((adapter_B >= -1) & (adapter_B < number)):
         raise InputError(f"adapter_B must be from -1 to {number - 1}, got {format_value(adapter_B)}")
     scales = [adapter.scale_of() for adapter in adapters]
 
@@ -170,8 +184,8 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
     """Returns what `with_adapter` put together: the model's parameters, and the adapter."""
     found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
-    if not found or any(weight.adapter_B is not None for weight in found.values()):
-        raise InputError("split_adapter takes what with_adapter returns: parameters with one adapter")
+    if not found or any(x.adapter_B is not None or x.lora_a.ndim != 3 for x in found.values()):
+        raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
     params = _map_matrices(params, found, lambda path, weight: weight.base)
     matrices = {path: LowRank(weight.lora_a[0], weight.lora_b[0]) for path, weight in found.items()}
     return params, make_adapter(matrices, {path: weight.scale for path, weight in found.items()})
@@ -223,6 +237,8 @@ def _check_fits(params: Params, adapter: Adapter) -> None:
     if not isinstance(adapter, Adapter):
         raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")
     matrices = _matrices(params)
+    if any(getattr(leaf, "int8_activations", False) for leaf in matrices.values()):
+        raise InputError(_ROTATED)
     faults = []
     for path, (a, b) in adapter.matrices.items():
         weight = matrices.get(path)

@@ -20,6 +20,8 @@ _DONE = frozenset(
 )
 _INITS = (None, True, False, "gaussian", "orthogonal")  # of init_lora_weights; others change the model itself
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")  # what leaves another field out
+_Patterns = list[tuple[re.Pattern[str], Any]]
+_MAX_ALPHA = 1e30  # float32 holds the scale
 _REJECTED = {
     "bias": "train the biases apart, and put them into the model",
     "lora_bias": "it adds a bias to each matrix",
@@ -58,7 +60,8 @@ def read_modules(
     chosen = [name for name in names if _is_meant(settings, targets, name)]
     if not chosen:
         raise InputError(f"target_modules {format_value(targets)} means no module of the model")
-    return {name: _module(settings, name) for name in chosen}
+    patterns = {field: _patterns(settings, field) for field in ("rank_pattern", "alpha_pattern")}
+    return {name: _module(settings, patterns, name) for name in chosen}
 
 
 def _check_fields(settings: Mapping[str, Any]) -> None:
@@ -77,13 +80,20 @@ def _check_fields(settings: Mapping[str, Any]) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(name) or {}, Mapping):
             raise InputError(f"{name} must be an object, got {format_value(settings[name])}")
-    targets = settings.get("target_modules")
-    if not isinstance(targets, str) and not _are_names(targets):
-        raise InputError(f"target_modules must be names or a regular expression, got {format_value(targets)}")
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = settings.get(name)
+        is_left_out = value is None and name != "target_modules"
+        if not (is_left_out or isinstance(value, str) or _are(value, str)):
+            raise InputError(f"{name} must be names or a regular expression, got {format_value(value)}")
+    layers = settings.get("layers_to_transform")
+    if not (layers is None or _are([layers], int) or _are(layers, int)):
+        raise InputError(f"layers_to_transform must be numbers of layers, got {format_value(layers)}")
+    if settings.get("use_rslora") not in (None, True, False):
+        raise InputError(f"use_rslora must be true or false, got {format_value(settings['use_rslora'])}")
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
+def _are(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def _is_meant(settings: Mapping[str, Any], targets: Any, name: str) -> bool:
@@ -97,39 +107,46 @@ def _is_meant(settings: Mapping[str, Any], targets: Any, name: str) -> bool:
     layers = settings.get("layers_to_transform")
     if isinstance(targets, str) or name in targets or layers is None or layers == []:
         return True
-    patterns = settings.get("layers_pattern") or [r"[^.]*"]
+    patterns = settings.get("layers_pattern") or [r".*?\.[^.]*"]
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if found := _search("layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\.", name):
+        if found := _compile("layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\.").match(name):
             return int(found["layer"]) in ([layers] if isinstance(layers, int) else layers)
     return False
 
 
 def _matches(field: str, wanted: Any, name: str) -> bool:
     if isinstance(wanted, str):
-        return _search(field, rf"(?:{wanted})\Z", name) is not None
+        return _compile(field, wanted).fullmatch(name) is not None
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
-def _module(settings: Mapping[str, Any], name: str) -> Module:
-    rank = _of_pattern(settings, "rank_pattern", name, settings.get("r", 8))
-    alpha = _of_pattern(settings, "alpha_pattern", name, settings.get("lora_alpha", 8))
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+def _module(settings: Mapping[str, Any], patterns: Mapping[str, _Patterns], name: str) -> Module:
+    rank = _of_pattern(patterns["rank_pattern"], name, settings.get("r", 8))
+    alpha = _of_pattern(patterns["alpha_pattern"], name, settings.get("lora_alpha", 8))
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < 2**31:
         raise InputError(f"the rank of {name} must be a positive integer, got {format_value(rank)}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise InputError(f"lora_alpha of {name} must be a number, got {format_value(alpha)}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < _MAX_ALPHA:
+        raise InputError(
+            f"lora_alpha of {name} must be a number below {_MAX_ALPHA}, got {format_value(alpha)}"
+        )
     return Module(rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
 
 
-def _of_pattern(settings: Mapping[str, Any], field: str, name: str, default: Any) -> Any:
+def _patterns(settings: Mapping[str, Any], field: str) -> _Patterns:
+    """Compiled once for all modules: `re` keeps but a few hundred."""
+    return [
+        (_compile(field, rf"(.*\.)?({key})$"), value) for key, value in (settings.get(field) or {}).items()
+    ]
+
+
+def _of_pattern(patterns: _Patterns, name: str, default: Any) -> Any:
     """The value of the first pattern that means the end of the name."""
-    patterns = settings.get(field) or {}
-    found = (value for key, value in patterns.items() if _search(field, rf"(.*\.)?({key})$", name))
-    return next(found, default)
+    return next((value for pattern, value in patterns if pattern.match(name)), default)
 
 
-def _search(field: str, pattern: str, name: str) -> re.Match[str] | None:
-    """`re.match`, which raises InputError."""
+def _compile(field: str, pattern: str) -> re.Pattern[str]:
+    """`re.compile`, which raises InputError."""
     try:
-        return re.match(pattern, name)
-    except (re.error, RecursionError) as error:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
         raise InputError(f"{field} has {format_value(pattern)}, no regular expression: {error}") from error

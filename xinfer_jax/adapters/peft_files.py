@@ -62,6 +62,9 @@ def load_adapter(config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any
 
 def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str, Any], dtype: Any) -> Adapter:
     named = {_own_name(name): tensor for name, tensor in stored.items()}
+    if len(named) < len(stored):
+        twice = Counter(map(_own_name, stored)) - Counter(list(named))
+        raise InputError(f"tensors are there twice, by two prefixes: {format_names(sorted(twice), 8)}")
     modules = _modules(config, {name.removesuffix(end) for name in named for end in _ENDS})
     raw = next((name.removeprefix(_PREFIX) for name in stored), "")
     by_raw = {full_name(module, raw): module for module in modules}
@@ -116,6 +119,8 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
             ranks[module] = len(a)
             alphas[module] = scale * len(a)
             tensors |= {f"{_PREFIX}{module}{end}": x for end, x in zip(_ENDS, (a, b), strict=True)}
+    if not ranks:
+        raise InputError("the adapter has no matrices: give one that changes the model")
     (rank, alpha) = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     settings = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, r=rank,
@@ -142,7 +147,7 @@ def _joined(
     if not found:
         return None
     pairs = {path: [on_host(x) for x in adapter.matrices[path]] for path in found}
-    scale = scale_of[found[0]]
+    scale = next(filter(None, map(scale_of.get, found)), 0.0)  # others are told by it
     as_, bs = [[pair[i] for pair in pairs.values()] for i in (0, 1)]
     if all(np.array_equal(a, as_[0]) for a in as_) and all(scale_of[path] == scale for path in found):
         a = as_[0]
@@ -154,7 +159,7 @@ def _joined(
         path: np.zeros((spec.shape[0], len(a)), a.dtype) for path, spec in zip(paths, specs, strict=True)
     }
     for path, at, b in zip(found, places, bs, strict=True):
-        leaves[path][:, at : at + b.shape[1]] = b * (scale_of[path] / scale)
+        leaves[path][:, at : at + b.shape[1]] = b if scale_of[path] == scale else b * (scale_of[path] / scale)
     parts = [dataclasses.replace(spec, shape=(spec.shape[0], len(a))) for spec in specs]
     (tensor,) = plan_tensors(parts, leaves.values()).values()
     return a, np.ascontiguousarray(tensor.make(lambda leaf: leaf)), scale

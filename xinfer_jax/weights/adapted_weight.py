@@ -26,6 +26,8 @@ class AdaptedWeight(WeightLeaf):
     adapter_B: jax.Array | None = None
     scale_N: jax.Array | None = None
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))  # of the only one
+    # The mesh axis along which I is divided (`local_shard`).
+    axis_name: str | None = dataclasses.field(default=None, repr=False, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,16 +45,17 @@ class AdaptedWeight(WeightLeaf):
         )  # fmt: skip
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
-        if not isinstance(self.base, WeightLeaf):
-            return x, self
-        x, base = self.base.local_shard(x, axis_name)
-        return x, dataclasses.replace(self, base=base)
+        """The base may take other inputs than the adapters, so `product` asks it."""
+        return x, dataclasses.replace(self, axis_name=axis_name)
 
     def product(self, x: jax.Array) -> jax.Array:
-        if isinstance(self.base, WeightLeaf):
+        if not isinstance(self.base, WeightLeaf):
+            y = _product(x, self.base)
+        elif self.axis_name is None:
             y = self.base.product(x)
         else:
-            y = _product(x, self.base)
+            (own_x, base) = self.base.local_shard(x, self.axis_name)
+            y = base.product(own_x)
         if self.adapter_B is None or self.scale_N is None:
             return y + _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
         if len(self.adapter_B) != len(x):

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
+from .adapted_weight import AdaptedWeight
 from .grouped_weight import GroupedWeight
 from .int8_weight import Int8Weight
 from .param_specs import leaf_name
@@ -33,9 +34,11 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
 
     Raises:
         InputError: leaves that are missing, unknown, misshapen, deleted or of another type; a float matrix
-            where `like` has a format that only its checkpoint has.
+            where `like` has a format that only its checkpoint has; an adapter with another scale.
     """
     given = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    scales = {_name(path): leaf.scale for path, leaf in leaves if isinstance(leaf, AdaptedWeight)}
 
     def fit(spec: ParamSpec, old: Any) -> Any:
         return _fitted(given, spec, old, cast)
@@ -45,6 +48,11 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
             if is_quantized(old) and config.rotated:
                 raise InputError(f"{spec.name} is rotated: give parameters that load_model quantized so")
             return fit(spec, old)
+        if isinstance(old, AdaptedWeight) and (scale := scales.get(spec.name, old.scale)) != old.scale:
+            raise InputError(
+                f"{spec.name} has an adapter of the scale {scale}, and programs one of {old.scale}: give it"
+                f" that alpha / rank, and lora_b times {scale} / {old.scale}"
+            )
         fields, form = jax.tree_util.tree_flatten_with_path(old)
         names = [_name((spec.name, *path)) for path, _ in fields]
         specs = [dataclasses.replace(spec, name=name, kv_heads=0) for name in names]

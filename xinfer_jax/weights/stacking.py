@@ -20,6 +20,9 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
     Returns:
         The tree; `layers` has "blocks", P trees whose arrays begin with an axis of R, and "rest", a tuple of
         the layers after the last whole pattern. Layer i of the first P·R is at index i // P of block i % P.
+
+    Raises:
+        InputError: layers of one kind that differ in their leaves, as by an adapter of some of them.
     """
     check_params(params, config)
     layers = params["layers"]
@@ -30,6 +33,12 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
     def stack(*leaves: Any) -> Any:
         return leaves[0].__array_namespace__().stack(leaves)
 
+    for kind in range(period):
+        if len({jax.tree.structure(layer) for layer in layers[kind:whole:period]}) > 1:
+            raise InputError(
+                "layers of one kind must have equal leaves to be stacked, and adapters of one scale in each"
+                " matrix or in none"
+            )
     blocks = tuple(jax.tree.map(stack, *layers[kind:whole:period]) for kind in range(period))
     return {**params, "layers": dict(blocks=blocks, rest=tuple(layers[whole:]))}
 
