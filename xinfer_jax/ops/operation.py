@@ -5,7 +5,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from .. import plugin
@@ -58,14 +61,27 @@ def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, .
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
-    """The tree of arrays that `what` has made; reverse mode through any of them raises InputError."""
+    """The tree of arrays that `what` has made; reverse mode through any of them raises InputError. Forward
+    mode passes.
+    """
 
-    def backward(_: None, cotangents: Any) -> Any:
-        raise InputError(f"{what} has no reverse-mode gradient: {remedy}")
+    def mark(x: Any) -> Any:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return _FORWARD_ONLY.bind(x, what=what, remedy=remedy) if is_float else x
 
-    call = jax.custom_vjp(lambda tree: tree)
-    call.defvjp(lambda tree: (tree, None), backward)
-    return call(tree)
+    return jax.tree.map(mark, tree)
+
+
+def _no_gradient(cotangent: Any, x: Any, *, what: str, remedy: str) -> Any:
+    raise InputError(f"{what} has no reverse-mode gradient: {remedy}")
+
+
+_FORWARD_ONLY = Primitive("forward_only")  # the identity
+_FORWARD_ONLY.def_impl(lambda x, **_: x)
+_FORWARD_ONLY.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_FORWARD_ONLY, _no_gradient)
+batching.defvectorized(_FORWARD_ONLY)
+mlir.register_lowering(_FORWARD_ONLY, lambda _, x, **__: [x])
 
 
 def check_impl(impl: str | None) -> None:
