@@ -9,6 +9,8 @@ from quick import full_except
 
 import xinfer_jax as xj
 
+pytestmark = pytest.mark.newest  # and on the oldest with torch: test_gradients_live.py
+
 NAMES = ("moe-some-layers-dense", "gemma4-experts", "gpt-oss-published", "qwen3-next-sparse-step")
 CHANGES = {NAMES[0]: dict(num_hidden_layers=2, mlp_only_layers=[0], decoder_sparse_step=1)}
 TEXTS = ([5, 9, 2, 7, 7, 3, 1], [8, 4], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])

@@ -16,6 +16,8 @@ from small_models import QWEN
 import xinfer_jax as xj
 from xinfer_jax.ops import expert_tiles
 
+pytestmark = pytest.mark.newest  # and on the oldest with torch: test_gradients_live.py
+
 NAMES = ("qwen2-gqa-tied-old", "gpt-oss-published", "qwen3-next-sparse-step", "gemma4-shared-kv")
 TEXTS = ([5, 9, 2, 7, 7, 3, 1], [8, 4], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2])
 
@@ -224,6 +226,7 @@ def random_params(config):
     return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype) * x.shape[-1] ** -0.5, shapes)
 
 
+@pytest.mark.full
 def test_gradients_through_a_cache():
     """Of a prompt and the tokens after it: those of one forward pass. Keys fill three blocks, and a ring."""
     config = xj.from_hf(QWEN | dict(use_sliding_window=True, sliding_window=20, max_window_layers=1))
