@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parity_cases import CASES
+from quick import full_except
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
@@ -41,7 +42,7 @@ def test_a_new_adapter_changes_nothing():
     assert {path.rsplit(".", 1)[1] for path in adapter.matrices} == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantize", full_except([None], [None, "int8", "int4"]))
 def test_rows_have_their_own_adapters(quantize):
     params = PARAMS if quantize is None else xj.init_params(CONFIG, jax.random.key(0), "float32", quantize)
     alone = [logits(params), *(logits(xj.with_adapter(params, adapter)) for adapter in ADAPTERS)]

@@ -61,9 +61,7 @@ def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, .
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
-    """The tree of arrays that `what` has made; reverse mode through any of them raises InputError. Forward
-    mode passes.
-    """
+    """The tree of arrays that `what` has made: reverse mode raises InputError there, forward mode passes."""
 
     def mark(x: Any) -> Any:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
