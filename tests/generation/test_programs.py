@@ -2,6 +2,7 @@
 
 import compiling
 import jax
+import jax.experimental.pallas.tpu  # jax 0.12 compiles again what was compiled before this import
 import numpy as np
 import pytest
 import tiny
@@ -169,6 +170,9 @@ def test_impl_chooses_the_program_of_each_call(jitted):
         cache = xj.init_cache(config, 1, 16)
         return xj.prefill(params, config, np.array([PROMPT]), np.array([len(PROMPT)]), cache, impl=impl)[0]
 
+    jax.eval_shape(
+        lambda: logits("interpret")
+    )  # jax 0.12 traces anew what was traced before kernels' imports
     call = jax.jit(logits, static_argnames="impl") if jitted else logits
     name = "logits" if jitted else "prefill_chunks"
     found = []
