@@ -71,11 +71,10 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
     wanted = {by_raw[name]: how for name, how in read_modules(settings, by_raw, by_raw).items()}
     expected: dict[str, tuple[int, ...]] = {}
     for module, (rank, _) in wanted.items():
-        (of_a, of_b) = (f"{module}{end}" for end in _ENDS)
-        expected |= {
-            of_a: (rank, modules[module][0].shape[1]),
-            of_b: (_rows(modules[module][0], module), rank),
-        }
+        spec = modules[module][0]
+        (shape_of_b,) = _of_rank(spec, rank).tensor_shapes({f"{module}.weight"}).values()
+        shapes = (rank, spec.shape[1]), shape_of_b
+        expected |= {f"{module}{end}": shape for end, shape in zip(_ENDS, shapes, strict=True)}
     _check_tensors(expected, named)
     matrices: dict[str, LowRank] = {}
     scales: dict[str, float] = {}
@@ -85,10 +84,8 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
             raise InputError(f"{module} has NaN or inf")
         for spec in modules[module]:
             path = spec.name.removesuffix(".weight")
-            part = dataclasses.replace(spec, shape=(spec.shape[0], rank))
-            matrices[path] = LowRank(
-                jnp.asarray(a), jnp.asarray(leaf_of_tensors(part, {f"{module}.weight": b}))
-            )
+            own_b = leaf_of_tensors(_of_rank(spec, rank), {f"{module}.weight": b})
+            matrices[path] = LowRank(jnp.asarray(a), jnp.asarray(own_b))
             scales[path] = scale
     return make_adapter(matrices, scales)
 
@@ -160,8 +157,7 @@ def _joined(
     }
     for path, at, b in zip(found, places, bs, strict=True):
         leaves[path][:, at : at + b.shape[1]] = b if scale_of[path] == scale else b * (scale_of[path] / scale)
-    parts = [dataclasses.replace(spec, shape=(spec.shape[0], len(a))) for spec in specs]
-    (tensor,) = plan_tensors(parts, leaves.values()).values()
+    (tensor,) = plan_tensors([_of_rank(spec, len(a)) for spec in specs], leaves.values()).values()
     return a, np.ascontiguousarray(tensor.make(lambda leaf: leaf)), scale
 
 
@@ -205,7 +201,6 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, 
         raise InputError(f"tensors do not fit: {format_names(sorted(faults), 8)}")
 
 
-def _rows(spec: FileSpec, module: str) -> int:
-    """Outputs of a module that holds a matrix."""
-    is_fused = spec.fused_name == f"{module}.weight"
-    return spec.fused_rows * spec.fused_groups if is_fused else spec.shape[0]
+def _of_rank(spec: FileSpec, rank: int) -> FileSpec:
+    """The spec of a matrix as that of its `lora_B`, which is divided into matrices as the weight is."""
+    return dataclasses.replace(spec, shape=(spec.shape[0], rank))

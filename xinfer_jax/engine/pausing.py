@@ -21,6 +21,7 @@ class Pausing:
     between_steps: Callable[[Callable[[], None]], None]
     check_open: Callable[[], None]
     phase = RUNNING
+    _core: Any  # of an engine that stands for itself
 
     @property
     def engines(self) -> Sequence[Any]:
@@ -74,11 +75,10 @@ class Pausing:
     def _enter(self, name: str, before: str, after: str) -> None:
         """Between two steps."""
         self._check_phase(name, before)
-        core: Any = getattr(self, "_core", None)
         if after == RELEASED:
-            core.release_cache()
+            self._core.release_cache()
         elif before == RELEASED:
-            core.device.restore_cache()
+            self._core.device.restore_cache()
         self.phase = after
 
     def _check_phase(self, name: str, before: str) -> None:

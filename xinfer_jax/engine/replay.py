@@ -98,11 +98,8 @@ class _Replay:
 
     def _restart(self) -> None:
         row = self._row
-        row.num_computed = 0
+        row.restart([*self._answer.request.ids, *self._ids[: max(0, len(self._logprobs) - 1)]])
         if self._logprobs:
-            ids = [*self._answer.request.ids, *self._ids[: len(self._logprobs) - 1]]
-            row.max_new_tokens -= len(ids) - len(row.ids)
-            row.ids = ids
             row.logprobs_from = None
 
     def _prefill(self, end: float) -> None:

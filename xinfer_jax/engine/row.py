@@ -60,6 +60,12 @@ class Row:
             return "moving"
         return "running" if self.is_prefilled else "prefilling"
 
+    def restart(self, ids: Sequence[int]) -> None:
+        """The keys of these tokens are to be computed: of its prompt, and of what it has sampled."""
+        self.max_new_tokens -= len(ids) - len(self.ids)
+        self.ids = ids
+        self.num_computed = 0
+
     @property
     def longest(self) -> int:
         """Tokens that it may come to have in pages: a single new token comes from the prompt's own logits."""

@@ -204,13 +204,9 @@ class Scheduler:
             self._free(row)
 
     def restart(self, row: Row, ids: Sequence[int]) -> None:
-        """A row waits again, without pages, to compute the keys of these tokens: its prompt, and what it has
-        sampled.
-        """
+        """`Row.restart` of a row that waits again, without pages."""
         self.withdraw(row)
-        row.max_new_tokens -= len(ids) - len(row.ids)
-        row.ids = ids
-        row.num_computed = 0
+        row.restart(ids)
         row.page_hashes = row.token_hashes = ()
         row.cacheable = self.prefix_cache
         self.clients.add(row, preempted=True)

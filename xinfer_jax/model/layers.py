@@ -156,7 +156,7 @@ def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
     """x @ weight.T + bias in plain jnp."""
     weight = leaf["weight"]
     if isinstance(weight, AnyArray):
-        y = float_product(x.reshape(-1, x.shape[-1]), jnp.asarray(weight)).reshape(*x.shape[:-1], -1)
+        y = float_product(x, jnp.asarray(weight))
     else:
         y = weight.product(x)
     if "bias" in leaf:

@@ -7,9 +7,10 @@ from jax import lax
 from .operation import run
 
 
-def float_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    """Returns x @ matrix.T, float32 [M, O]: float32 precision on every backend (no TF32), float32 sums."""
-    return run("float_product", dot, x_MI, matrix_OI)
+def float_product(x: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+    """Returns x @ matrix.T in float32, [..., I] -> [..., O]: float32 precision on every backend (no TF32)."""
+    y_MO = run("float_product", dot, x.reshape(-1, x.shape[-1]), matrix_OI)
+    return y_MO.reshape(*x.shape[:-1], -1)
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:

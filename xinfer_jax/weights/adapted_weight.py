@@ -50,7 +50,7 @@ class AdaptedWeight(WeightLeaf):
 
     def product(self, x: jax.Array) -> jax.Array:
         if not isinstance(self.base, WeightLeaf):
-            y = _product(x, self.base)
+            y = float_product(x, self.base)
         elif self.axis_name is None:
             y = self.base.product(x)
         else:
@@ -66,10 +66,6 @@ class AdaptedWeight(WeightLeaf):
         return y + jax.vmap(_low_rank)(x, self.lora_a[self.adapter_B], self.lora_b[self.adapter_B], scale_B)
 
 
-def _product(x: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    return float_product(x.reshape(-1, x.shape[-1]), matrix_OI).reshape(*x.shape[:-1], -1)
-
-
 def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: Any) -> jax.Array:
     """float32 [..., O]: what an adapter adds to a product of x [..., I]."""
-    return _product((_product(x, a_RI) * scale).astype(x.dtype), b_OR)
+    return float_product((float_product(x, a_RI) * scale).astype(x.dtype), b_OR)

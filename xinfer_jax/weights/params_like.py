@@ -18,6 +18,7 @@ from .param_specs import leaf_name
 from .params import AnyArray, Params, ParamSpec, param_specs
 from .quantization import device_form, quantized_leaf, quantized_stack
 from .quantized_weight import is_quantized
+from .resharding import grow_rows
 
 
 def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = True) -> Params:
@@ -93,11 +94,7 @@ def _fitted(given: dict[str, Any], spec: ParamSpec, old: Any, cast: bool) -> Any
     if not is_quantized(old) and len(x) == rows:
         on_host = not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
         return x if x.dtype == dtype else np.asarray(x).astype(dtype) if on_host else x.astype(dtype)
-    x = np.asarray(x)
-    if repeats:
-        x_KX = x.reshape(spec.kv_heads * len(x) // rows, -1)
-        x = np.repeat(x_KX, rows // len(x), 0).reshape(old.shape)
-    x = np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
+    x = grow_rows(np.asarray(x), rows, spec.kv_heads * len(x) // rows if repeats else 0)
     return _quantized(x, spec.name, old) if is_quantized(old) else x.astype(dtype)
 
 

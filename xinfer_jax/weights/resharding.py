@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -60,10 +59,9 @@ def reshard(
             return leaf
         x = leaf if dtype is None else leaf.astype(dtype)
         if spec.shape != wanted.shape:
-            x_KX = x.reshape(spec.kv_heads, -1)
-            x = jnp.repeat(x_KX, wanted.kv_heads // spec.kv_heads, 0).reshape(wanted.shape)
+            x = grow_rows(x, len(x) * wanted.kv_heads // spec.kv_heads, spec.kv_heads)
         if spec.axes[0] == "vocab" and (more := -len(x) % devices):
-            x = jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
+            x = grow_rows(x, len(x) + more)
         if quantize is None or not spec.is_quantizable:
             return x
         if x.ndim > 2:
@@ -75,6 +73,14 @@ def reshard(
     specs = param_specs(config), param_specs(new_config)
     tree = jax.tree.map(convert, *specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
     return jax.device_put(tree, shardings(new_config, mesh, fsdp=fsdp, like=tree)), new_config
+
+
+def grow_rows(x: Any, rows: int, heads: int = 0) -> Any:
+    """The leaf, of NumPy or jax, with more rows: its key heads repeated; no heads: zeros after its own."""
+    xp = x.__array_namespace__()
+    if heads:
+        return xp.repeat(x.reshape(heads, -1), rows // len(x), 0).reshape(rows, *x.shape[1:])
+    return xp.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
 
 def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
