@@ -73,6 +73,13 @@ def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
     return {name.removesuffix(".weight"): spec for name, spec in matrices.items() if ".router." not in name}
 
 
+def for_all_rows_only(adapter: Adapter) -> list[str]:
+    """Returns the paths of what an adapter changes and rows cannot have each their own of: experts, embedding
+    and head. Functions and engines of several adapters reject them by these names.
+    """
+    return [path for path in adapter.matrices if not path.startswith("layers.") or ".experts." in path]
+
+
 def init_adapter(
     config: ModelConfig,
     key: jax.Array,
@@ -157,6 +164,10 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
         raise InputError("with_adapters needs at least one adapter")
     for adapter in adapters:
         _check_fits(params, adapter)
+        if names := for_all_rows_only(adapter):
+            raise InputError(
+                f"{format_names(names, 8)} can have one adapter for all rows only: use with_adapter, or merge it"
+            )
     number = len(adapters)
     adapter_B = adapter_B if is_traced(adapter_B) else np.asarray(adapter_B)
     check_array("adapter_B", adapter_B, np.integer, "B")
