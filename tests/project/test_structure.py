@@ -90,10 +90,10 @@ PACKAGES = {
     "testing": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages",
+        "device_programs", "host_pages", "adapter_stack", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers",
-        "weight_switch", "core", "pausing", "weight_updates", "replay", "routing", "endpoint", "dispatcher",
-        "async_sampling", "submission", "engine_loop", "engine", "engines",
+        "weight_switch", "core", "pausing", "weight_updates", "replay", "held_adapters", "routing",
+        "endpoint", "dispatcher", "async_sampling", "submission", "engine_loop", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",

@@ -137,14 +137,14 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
     Raises:
         InputError: it does not fit the model; the parameters have adapters.
     """
-    _check_fits(params, adapter)
+    check_adapter(params, adapter)
     scale_of = adapter.scale_of()
 
     def adapt(path: str, weight: Any) -> AdaptedWeight:
         a, b = adapter.matrices[path]
         return AdaptedWeight(weight, a[None], b[None], scale=scale_of[path])
 
-    return _map_matrices(params, adapter.matrices, adapt)
+    return map_matrices(params, adapter.matrices, adapt)
 
 
 def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArray) -> Params:
@@ -163,10 +163,11 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     if not adapters:
         raise InputError("with_adapters needs at least one adapter")
     for adapter in adapters:
-        _check_fits(params, adapter)
+        check_adapter(params, adapter)
         if names := for_all_rows_only(adapter):
             raise InputError(
-                f"{format_names(names, 8)} can have one adapter for all rows only: use with_adapter, or merge it"
+                f"{format_names(names, 8)} can have one adapter for all rows only: use with_adapter, or merge"
+                " it"
             )
     number = len(adapters)
     adapter_B = adapter_B if is_traced(adapter_B) else np.asarray(adapter_B)
@@ -189,7 +190,7 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
         pair = stacked(0, (rank, inputs)), stacked(1, (outputs, rank))
         return AdaptedWeight(weight, *pair, jnp.asarray(adapter_B, jnp.int32), scale_N)
 
-    return _map_matrices(params, {path for adapter in adapters for path in adapter.matrices}, adapt)
+    return map_matrices(params, {path for adapter in adapters for path in adapter.matrices}, adapt)
 
 
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
@@ -197,7 +198,7 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
     found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
     if not found or any(x.adapter_B is not None or x.lora_a.ndim != 3 for x in found.values()):
         raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
-    params = _map_matrices(params, found, lambda path, weight: weight.base)
+    params = map_matrices(params, found, lambda path, weight: weight.base)
     matrices = {path: LowRank(weight.lora_a[0], weight.lora_b[0]) for path, weight in found.items()}
     return params, make_adapter(matrices, {path: weight.scale for path, weight in found.items()})
 
@@ -209,7 +210,7 @@ def merge_adapter(params: Params, adapter: Adapter) -> Params:
         InputError: it does not fit the model; a matrix is quantized: merge into float parameters, then
             quantize them by `xj.reshard`.
     """
-    _check_fits(params, adapter)
+    check_adapter(params, adapter)
     matrices = _matrices(params)
     if quantized := [path for path in adapter.matrices if is_quantized(matrices[path])]:
         raise InputError(
@@ -223,7 +224,7 @@ def merge_adapter(params: Params, adapter: Adapter) -> Params:
         added = jnp.matmul(b, a, precision="highest") * scale_of[path]
         return (weight.astype(jnp.float32) + added).astype(weight.dtype)
 
-    return _map_matrices(params, adapter.matrices, merge)
+    return map_matrices(params, adapter.matrices, merge)
 
 
 def _matrices(params: Params) -> dict[str, Any]:
@@ -233,8 +234,8 @@ def _matrices(params: Params) -> dict[str, Any]:
     return {name.removesuffix(".weight"): leaf for name, leaf in named.items() if name.endswith(".weight")}
 
 
-def _map_matrices(params: Params, paths: Collection[str], function: Callable[[str, Any], Any]) -> Params:
-    """The parameters with function(path, weight) in place of these weights."""
+def map_matrices(params: Params, paths: Collection[str], function: Callable[[str, Any], Any]) -> Params:
+    """Returns the parameters with function(path, weight) in place of these weights."""
 
     def leaf(keys: Any, old: Any) -> Any:
         path = leaf_name(keys).removesuffix(".weight")
@@ -243,7 +244,7 @@ def _map_matrices(params: Params, paths: Collection[str], function: Callable[[st
     return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
 
 
-def _check_fits(params: Params, adapter: Adapter) -> None:
+def check_adapter(params: Params, adapter: Adapter) -> None:
     """Raises one InputError for all matrices of an adapter that are unknown or misshapen."""
     if not isinstance(adapter, Adapter):
         raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")

@@ -26,6 +26,7 @@ class SampleOutput(ShortRepr):
         processed_T: float32: after all of them, temperature included: of the distribution that the token was
             sampled from.
         versions_T: int32: version of the weights that each token was sampled by (`Engine.update`).
+        adapter_versions_T: int32: of its adapter (`Engine.update_adapter`); 0: it has none.
         finish_reason: "eos", "stop", "length", "deadline", or "aborted" (by `Engine.update`).
         seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
         alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
@@ -35,6 +36,7 @@ class SampleOutput(ShortRepr):
     logprobs_T: np.ndarray
     processed_T: np.ndarray
     versions_T: np.ndarray
+    adapter_versions_T: np.ndarray
     finish_reason: str
     seed: int
     alternatives: list[TokenLogprobs] | None = None
@@ -102,6 +104,7 @@ class AsyncSampling:
             np.array(answer.logprobs, np.float32),
             np.array(answer.processed, np.float32),
             np.array(answer.token_versions, np.int32),
+            np.array(answer.adapter_versions, np.int32),
             answer.finish_reason or "",
             seed,
             list(answer.alternatives) if options.logprobs else None,

@@ -27,6 +27,7 @@ _RESULT_STAYS = {"new_row", "prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
     "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens",
     "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache", "restore_cache",
+    "set_adapter",
 }  # fmt: skip
 _numbers = itertools.count()
 

@@ -41,6 +41,7 @@ class EngineCore(WeightSwitch):
         notify: is called with requests that have new tokens, or have ended.
         is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
         files: for pages; None: none.
+        adapter_paths: of the matrices that adapters may change.
     """
 
     def __init__(  # noqa: PLR0913
@@ -52,6 +53,7 @@ class EngineCore(WeightSwitch):
         notify: Callable[[Collection[Request]], None],
         is_ready: Callable[[frozenset[str]], bool],
         files: PageFiles | None = None,
+        adapter_paths: Sequence[str] = (),
     ):
         self.device: Any = device
         self.scheduler = scheduler
@@ -59,6 +61,7 @@ class EngineCore(WeightSwitch):
         self._counters = counters
         self._notify = notify
         self.shape = shape
+        self.adapter_paths = adapter_paths
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
@@ -211,14 +214,15 @@ class EngineCore(WeightSwitch):
         row = chunk.row
         end = chunk.start + chunk.count
         args = slot, row.pages, row.ids[chunk.start : end], chunk.start, row.longest
+        adapter = row.adapter_index
         outputs = None
         if row.logprobs_from is None:
-            return self.device.prefill(*args, chunk.is_full, True), (), None
+            return self.device.prefill(*args, chunk.is_full, True, adapter), (), None
         if chunk.is_last:
-            outputs = self.device.prefill(*args, chunk.is_full, False)
+            outputs = self.device.prefill(*args, chunk.is_full, False, adapter)
         targets = row.ids[chunk.start + 1 : end + 1]
         # It writes the pages last, so they have this program's bits.
-        return outputs, targets, self.device.prefill_with_logprobs(*args, targets)
+        return outputs, targets, self.device.prefill_with_logprobs(*args, targets, adapter)
 
     def lend_pages(self, row: Row) -> None:
         """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
@@ -283,7 +287,9 @@ class EngineCore(WeightSwitch):
         pages = {slot: row.pages for slot, row in rows.items()}
         asked = [answer.request for answer in answers.values()]
         flags = all(request.call.greedy for request in asked), max(request.recorded for request in asked)
-        out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
+        adapters = {slot: row.adapter_index for slot, row in rows.items() if row.adapter}
+        out = self.device.decode(pages, steps, until_one_ends, *flags, masks, adapters)
+        out = jax.device_get(out)
         self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))

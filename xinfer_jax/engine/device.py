@@ -6,7 +6,7 @@ rows, pages ─ decode ─► rows, pages, SampledTokens
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from ..cache.paged import PAGE_SIZE, empty_pools
 from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import PaddedTokens, Run
+from ..generation.executor import PaddedTokens, ParamsAndConfig, Run
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions
 from ..generation.state import DecodeState
@@ -33,6 +33,7 @@ from ..sampling.random_keys import FOLD_IN, FOLD_IN_EACH, key_from_seed
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from . import device_programs as programs
+from .adapter_stack import AdapterStack
 from .device_programs import MAX_LOGPROBS, SampledTokens, cache_pools, cache_states, paged_cache
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
@@ -52,6 +53,7 @@ class Device:
         states: the recurrent states of all slots, the cache of each linear-attention layer.
         rows: the state of all slots, with all settings and without output.
         host: pages in host memory; None: none, or this is a dry run.
+        adapters: None: it has none.
     """
 
     def __init__(
@@ -68,6 +70,10 @@ class Device:
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
         self.pools, self.states, self._snapshots = self._empty_cache()
+        sizes = shape.max_adapters, shape.max_rank
+        self.adapters = (
+            AdapterStack(params, config, *sizes, self._mesh, self._create) if shape.max_adapters else None
+        )
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
@@ -114,16 +120,17 @@ class Device:
         longest: int,
         is_full: bool,
         is_final: bool = True,
+        adapter: int = -1,
     ) -> Any:
         """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
         outputs of the last one, for `sample_first`. longest: tokens of its prompt and answer. is_full: by the
         program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the
-        same ids next, from the same state.
+        same ids next, from the same state. adapter: the row's, by index; -1: none.
         """
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
-        outputs, cache = self._executor.prefill(self._model, chunk, cache, width)
+        outputs, cache = self._executor.prefill(self._model_of([adapter]), chunk, cache, width)
         self._store(slot, cache, is_final)
         return outputs
 
@@ -135,18 +142,22 @@ class Device:
         start: int,
         longest: int,
         targets: Sequence[int],
+        adapter: int = -1,
     ) -> Any:
         """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
         are `targets`; no processor is applied.
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
-        alternatives, cache = self._prompt_logprobs(self._padded(ids, PAGE_SIZE), cache, target_T)
+        chunk = self._padded(ids, PAGE_SIZE)
+        alternatives, cache = self._prompt_logprobs(self._model_of([adapter]), chunk, cache, target_T)
         self._store(slot, cache)
         return alternatives
 
-    def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
-        return self._run(programs.PROMPT_LOGPROBS, *self._model, *chunk, cache, target_T, self._shape.impl)
+    def _prompt_logprobs(
+        self, model: ParamsAndConfig, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
+    ) -> Any:
+        return self._run(programs.PROMPT_LOGPROBS, *model, *chunk, cache, target_T, self._shape.impl)
 
     def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
         """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
@@ -169,12 +180,12 @@ class Device:
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        recorded: int, masks_BQW: Any = None,
+        recorded: int, masks_BQW: Any = None, adapters: Mapping[int, int] | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
         ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
         `sample_first`, of all these rows, the most of any. masks_BQW: uint32, the tokens that each row may
-        sample in one step; None: all.
+        sample in one step; None: all. adapters: the index of each slot's that has one.
         """
         self._set_masks(masks_BQW)
         shape = self._shape
@@ -185,7 +196,7 @@ class Device:
         static = shape.capacity, shape.num_draft_tokens, shape.impl
         out: Any
         self.rows, self.pools, self.states, out = self._run(
-            programs.DECODE_STEPS, *self._model, *args, *static
+            programs.DECODE_STEPS, *self._model_of_slots(adapters), *args, *static
         )
         return out if recorded else out._replace(alternatives=None)
 
@@ -249,11 +260,18 @@ class Device:
     def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
 
+    def set_adapter(self, index: int, path: str, a: Any, b: Any, scale: float) -> None:
+        """Replaces one matrix of an adapter (`AdapterStack.set`)."""
+        assert self.adapters is not None
+        self.adapters.set(self._run, index, path, a, b, scale)
+
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
         first one runs what a short greedy request needs. No program of the other role is among them.
         """
         stages = {"greedy": self._run_short_request, "rare": self._run_rare_calls}
+        if self.adapters:
+            stages["adapters"] = self._run_set_adapter
         if self._shape.role == "decode":
             return stages
         chunk = [0] * self._shape.chunk
@@ -285,6 +303,10 @@ class Device:
         self.copy_pages_in([0], self.copy_pages([0]))
         self.set_row(0, self.get_row(0))
 
+    def _run_set_adapter(self) -> None:
+        for path in self.adapters.paths if self.adapters else ():
+            self.set_adapter(0, path, None, None, 0.0)
+
     def _run_rare_calls(self) -> None:
         """What preempted rows need, and the keys of several answers."""
         if self._shape.role != "decode":
@@ -304,8 +326,18 @@ class Device:
         return [0] * num_pages_for(self._shape.capacity)
 
     @property
-    def _model(self) -> tuple[Params, ModelConfig]:
+    def _model(self) -> ParamsAndConfig:
         return self.params, self.config
+
+    def _model_of(self, adapter_B: Sequence[int]) -> ParamsAndConfig:
+        """The model for rows with these adapters."""
+        if self.adapters is None:
+            return self._model
+        return self.adapters.adapted(self.params, np.array(adapter_B, np.int32)), self.config
+
+    def _model_of_slots(self, adapters: Mapping[int, int] | None) -> ParamsAndConfig:
+        """The model for all slots. adapters: of those that have one."""
+        return self._model_of([(adapters or {}).get(slot, -1) for slot in range(self._shape.rows)])
 
     @property
     def _empty_call(self) -> tuple[ValidatedCall, Any]:

@@ -59,7 +59,8 @@ class _Work:
     tokens: int
     of_prompt: int = 0
     ended: bool = False
-    resets: int = 0  # of the prefix cache, when the prompt was prefilled
+    # Of the prefix cache, when the prompt was prefilled; and the salt of its pages.
+    prefilled: tuple[int, bytes] = (0, b"")
 
 
 class EngineEndpoint:
@@ -127,12 +128,13 @@ class EngineEndpoint:
         """Keeps pages that another engine decoded in the prefix cache: of `ids`, the prompt and more in full
         pages, those from `first` on, as `Device.copy_pages` gives them.
         """
-        resets = self._answers[ticket].resets if ticket in self._answers else 0
+        prefilled = self._answers[ticket].prefilled if ticket in self._answers else None
 
         def cache(answer: Answer) -> None:
             row = answer.row
-            if row.cacheable and self._core.scheduler.resets == resets:  # else they are of old weights
-                self._core.cache_pages(row.salt, ids, first, contents)
+            # Else they are of old weights, or of an old adapter.
+            if row.cacheable and prefilled == (self._core.scheduler.resets, row.page_salt):
+                self._core.cache_pages(row.page_salt, ids, first, contents)
 
         self._call_soon(ticket, cache)
 
@@ -164,7 +166,7 @@ class EngineEndpoint:
         if (start, prompt_start) == (work.tokens, work.of_prompt) and not work.ended:
             return
         if answer.finish_reason == PREFILLED:
-            work.resets = self._core.scheduler.resets
+            work.prefilled = self._core.scheduler.resets, answer.row.page_salt
         times = request.times
         seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
         new = Progress(

@@ -73,6 +73,8 @@ class Engine(EngineLoop):
         prefill_devices: Devices | None = None,
         decode_devices: Devices | None = None,
         role: str | None = None,
+        max_adapters: int = 0,
+        max_rank: int = 16,
     ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
@@ -102,6 +104,8 @@ class Engine(EngineLoop):
                 both sides a request has the bits of one such engine. The prefix cache is with the engines
                 that prefill; pages that decoding wrote go back there for requests with `share_answers`.
             role: "prefill" or "decode": what this engine does for a `Dispatcher`.
+            max_adapters: LoRA adapters that it has place for (`add_adapter`).
+            max_rank: of each; all take the place of one of this rank, on every matrix of the layers.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -114,14 +118,14 @@ class Engine(EngineLoop):
                 rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
                 draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype, impl=impl, warm_up=warm_up,
                 host_pages=host_pages, page_directory=page_directory,
-                page_directory_bytes=page_directory_bytes,
+                page_directory_bytes=page_directory_bytes, max_adapters=max_adapters, max_rank=max_rank,
             )  # fmt: skip
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
             return
         self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
-        shape = engine_shape(self.model, *sizes)
+        shape = engine_shape(self.model, *sizes, max_adapters, max_rank)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
         if role == "decode":  # a prefix is found where prompts are prefilled
             prefix_cache = False
@@ -141,7 +145,7 @@ class Engine(EngineLoop):
         self.chunk = shape.chunk
         self.num_draft_tokens = shape.num_draft_tokens
         self.impl = shape.impl
-        self.weight_bytes = tree_bytes(self.model.params)
+        self.weight_bytes = tree_bytes(self.model.params) + shape.adapter_bytes
         self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
         page_directory_bytes = check_integer("page_directory_bytes", page_directory_bytes, 1)
@@ -222,7 +226,8 @@ class Engine(EngineLoop):
         scheduler = Scheduler(*sizes, prefix_cache, tier, snapshots)
         core_class = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
         ready = self._warm_up.is_ready
-        core = core_class(own, scheduler, shape, self.counters, self._notify, ready, files)
+        paths = device.adapters.paths if device.adapters else ()
+        core = core_class(own, scheduler, shape, self.counters, self._notify, ready, files, paths)
         if files:
             core.tiers.identify(page_settings(self.model.params, config, shape))
         return core

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from ..errors import InputError
+from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
 from .pausing import RUNNING
 from .requests import Answer, Request
+from .row import HeldAdapter
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase
 
@@ -33,6 +34,7 @@ class EngineLoop(EngineBase):
     """
 
     _core: Any  # `EngineCore` or `Dispatcher`
+    role: str | None = None
 
     def __init__(self) -> None:
         self._condition = threading.Condition()  # is notified of all changes, and of new tokens
@@ -45,6 +47,7 @@ class EngineLoop(EngineBase):
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
         self.updating = threading.Lock()  # one `update` at a time
+        self._adapters = {}
         self._stopping = 0  # callers of `without_steps` that wait for the end of a step
         self.error = None
         self.name = "the engine"
@@ -112,11 +115,17 @@ class EngineLoop(EngineBase):
             self.check_open()
             function()
 
-    def abort_unfinished(self, reason: str) -> None:
-        """Ends all requests between two steps. reason: their finish_reason."""
+    @property
+    def adapters_in_use(self) -> set[HeldAdapter]:
+        """Those of unfinished requests."""
+        with self._condition:
+            return {request.adapter for request in self._unfinished if request.adapter}
+
+    def abort_unfinished(self, reason: str, adapter: HeldAdapter | None = None) -> None:
+        """Ends all requests, or those with an adapter, between two steps. reason: their finish_reason."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
-            requests = list(self._unfinished)
+            requests = [r for r in self._unfinished if adapter is None or r.adapter is adapter]
         self._core.add(submitted)
         self._core.abort(requests, reason)
 
@@ -221,6 +230,9 @@ class EngineLoop(EngineBase):
     def enqueue(self, requests: list[Request]) -> None:
         with self._condition:
             self.check_open()
+            removed = [r.adapter.name for r in requests if r.adapter and r.adapter.removed]
+            if removed and self.role is None:
+                raise InputError(f"the adapter {format_value(removed[0])} was removed: add it again")
             self._unfinished |= dict.fromkeys(requests)
             self._next_deadline = min([self._next_deadline, *(request.deadline for request in requests)])
             self._submitted += [answer for request in requests for answer in request.answers]

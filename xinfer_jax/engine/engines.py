@@ -58,6 +58,7 @@ class Engines(EngineBase):
         self._router = PromptRouter(shape.get("prefix_cache", True))
         self._lock = threading.Lock()
         self.updating = threading.Lock()  # one `update` at a time
+        self._adapters = {}
         self._updated = threading.Event()  # a request has new tokens, or has ended
 
     @property

@@ -8,14 +8,14 @@ last bits of log-probabilities would change. Only draft tokens need that loop.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, without_layers
-from ..generation.executor import PaddedTokens
+from ..generation.executor import PaddedTokens, ParamsAndConfig
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
 from ..grammar.automaton import Dfa
@@ -35,8 +35,10 @@ class LayerwiseDevice(Device):
 
     _executor: LayerwiseExecutor
 
-    def _prompt_logprobs(self, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray) -> Any:
-        hidden_1TD, cache = self._executor.prefill_hidden(self._model, chunk, cache)
+    def _prompt_logprobs(
+        self, model: ParamsAndConfig, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
+    ) -> Any:
+        hidden_1TD, cache = self._executor.prefill_hidden(model, chunk, cache)
         return self._run(
             programs.TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T
         ), cache
@@ -49,16 +51,17 @@ class LayerwiseDevice(Device):
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        recorded: int, masks_BQW: Any = None,
+        recorded: int, masks_BQW: Any = None, adapters: Mapping[int, int] | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes rows by a program for each group of layers, until they end (`Device.decode`)."""
         self._set_masks(masks_BQW)
         running_B = np.isin(np.arange(self._shape.rows), [*pages])
         cache = self._decode_cache(pages)
+        model = self._model_of_slots(adapters)
         done: list[_Step] = []
         continues_B = running_B
         for _ in range(steps):
-            cache, step = self._decode_step(cache, running_B, greedy, recorded)
+            cache, step = self._decode_step(cache, running_B, greedy, recorded, model)
             done.append(step)
             if len(done) == 1:
                 continue
@@ -83,7 +86,8 @@ class LayerwiseDevice(Device):
             self._run_short_request(greedy, recorded)
 
     def _run_decode(self, greedy: bool, recorded: int) -> None:
-        self._decode_step(self._decode_cache({}), self._no_rows_B, greedy, recorded)
+        cache = self._decode_cache({})
+        self._decode_step(cache, self._no_rows_B, greedy, recorded, self._model_of_slots(None))
 
     def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
         self.put_first(0, outputs, row)
@@ -114,10 +118,10 @@ class LayerwiseDevice(Device):
         return dataclasses.replace(self._put(without_layers(cache)), layers=layers)
 
     def _decode_step(
-        self, cache: KVCache, running_B: np.ndarray, greedy: bool, recorded: int
+        self, cache: KVCache, running_B: np.ndarray, greedy: bool, recorded: int, model: ParamsAndConfig
     ) -> tuple[KVCache, _Step]:
         inputs = self.rows.progress, self.rows.position_B, running_B
-        logits_B1V, cache = self._executor.forward(self._model, running_token, inputs, cache, 0)
+        logits_B1V, cache = self._executor.forward(model, running_token, inputs, cache, 0)
         return cache, self._append_token(logits_B1V, running_B, greedy, recorded)
 
     def _sample_first(self, slots: list[int], among_B: np.ndarray, greedy: bool, recorded: int) -> _Step:

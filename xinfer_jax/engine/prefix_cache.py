@@ -49,8 +49,8 @@ class PrefixCache:
             by_page = PAGE_SIZE if row.logprobs_from is None else _LOGPROBS_PROGRAM
             num_full = min(num_pages, in_full_chunks // PAGE_SIZE)
             programs = [self._chunk] * num_full + [by_page] * (num_pages - num_full)
-            row.page_hashes = hash_pages(row.salt, row.ids, programs)
-            row.token_hashes = hash_pages(row.salt, row.ids, [ANY_PROGRAM] * num_pages)
+            row.page_hashes = hash_pages(row.page_salt, row.ids, programs)
+            row.token_hashes = hash_pages(row.page_salt, row.ids, [ANY_PROGRAM] * num_pages)
         exact = self._find(row, row.page_hashes[:max_hits], in_files)
         if exact.total * PAGE_SIZE < in_full_chunks:
             exact = exact.first(exact.total * PAGE_SIZE // self._chunk * self._chunk // PAGE_SIZE)

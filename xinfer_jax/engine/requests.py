@@ -21,7 +21,7 @@ from ..generation.validation import ValidatedCall
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
-from .row import Row
+from .row import HeldAdapter, Row
 
 
 class Switch(NamedTuple):
@@ -33,6 +33,7 @@ class Switch(NamedTuple):
     computed: int = 0  # tokens that had keys then
     sampled: int = 0  # tokens that were sampled before
     recomputed: bool = False  # all keys were computed anew
+    adapter_version: int = 0  # of its adapter, if it has one
 
 
 class Answer:
@@ -83,16 +84,32 @@ class Answer:
     @property
     def token_versions(self) -> list[int]:
         """Of each of `logprobs`, the version of the parameters that its token was sampled by."""
-        begins = [switch.sampled for switch in self.switches]
-        return [self.switches[bisect_right(begins, i) - 1].version for i in range(len(self.logprobs))]
+        return [switch.version for switch in self._switch_of_tokens]
 
-    def record_version(self, version: int, recomputes: bool = False) -> None:
-        """What follows comes from parameters of this version. recomputes: the keys of all tokens, too."""
+    @property
+    def adapter_versions(self) -> list[int]:
+        """Of each of `logprobs`, the version of its adapter then, if its request has one."""
+        return [switch.adapter_version for switch in self._switch_of_tokens]
+
+    @property
+    def _switch_of_tokens(self) -> list[Switch]:
+        begins = [switch.sampled for switch in self.switches]
+        return [self.switches[bisect_right(begins, i) - 1] for i in range(len(self.logprobs))]
+
+    def record_version(
+        self, version: int, recomputes: bool = False, adapter_version: int | None = None
+    ) -> None:
+        """What follows comes from parameters of this version. recomputes: the keys of all tokens, too;
+        adapter_version: None: that which its adapter has.
+        """
+        if adapter_version is None:
+            adapter_version = self.row.adapter.version if self.row.adapter else 0
         if not self.switches:
-            self.switches = [Switch(version)]
-        if recomputes or self.switches[-1].version != version:
-            switch = Switch(version, self.row.num_computed, len(self.sampled), recomputes)
-            self.switches = [*self.switches, switch]
+            self.switches = [Switch(version, adapter_version=adapter_version)]
+        last = self.switches[-1]
+        if recomputes or (last.version, last.adapter_version) != (version, adapter_version):
+            counts = self.row.num_computed, len(self.sampled)
+            self.switches = [*self.switches, Switch(version, *counts, recomputes, adapter_version)]
 
     @property
     def ids_with_keys(self) -> list[int]:
@@ -180,6 +197,7 @@ class Request:
         prompt_logprobs: with `prompt_logprobs` of `submit`: the model's log-probability of each token of the
             prompt, or of those from `prompt_logprobs_from` on; not of the first token.
         error: why the request failed; None otherwise.
+        adapter: the LoRA adapter that it names; None: none.
         number: that `generate` would fold into its key.
         skip_special_tokens: they have no text, so no stop string is found in it.
         content_after: where stop strings count, as in `AnswerDetokenizer`.
@@ -199,6 +217,7 @@ class Request:
         self.answers = list[Answer]()
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: BaseException | None = None
+        self.adapter: HeldAdapter | None = None
         self.deadline = float("inf")
         self.cancelled = False
         self.content_after: str | None = None
@@ -236,6 +255,8 @@ class Request:
             stats=self._stats(),
             alternatives=[list(answer.alternatives) for answer in answers] if options.logprobs else None,
             token_versions=[answer.token_versions for answer in answers],
+            adapter=self.adapter.name if self.adapter else None,
+            adapter_versions=[answer.adapter_versions for answer in answers] if self.adapter else None,
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 

@@ -41,7 +41,7 @@ class PromptRouter:
         given before; then the one that got no request for the longest time.
         """
         full_pages = len(row.ids) // PAGE_SIZE  # their hashes are of any program
-        hashes = hash_pages(row.salt, row.ids, [0] * full_pages) if self._prefix_cache else []
+        hashes = hash_pages(row.page_salt, row.ids, [0] * full_pages) if self._prefix_cache else []
 
         def rank(engine: Any) -> tuple[Any, int]:
             given = self.given.setdefault(engine, OrderedDict())

@@ -9,6 +9,25 @@ from .pages import num_pages_for
 
 
 @dataclasses.dataclass(eq=False)
+class HeldAdapter:
+    """A LoRA adapter of an engine (`Engine.add_adapter`).
+
+    Attributes:
+        name: in requests.
+        index: its place among the adapters on the devices.
+        digest: of its contents: other contents share no pages.
+        version: of its contents: 0, and another after each `update_adapter`.
+        removed: no request may name it.
+    """
+
+    name: str
+    index: int
+    digest: bytes
+    version: int = 0
+    removed: bool = False
+
+
+@dataclasses.dataclass(eq=False)
 class Row:
     """One answer of a request (vLLM: a sequence)."""
 
@@ -18,6 +37,7 @@ class Row:
     # Answer j of a request is in group j // slots. Rows of a lower group go first, among those of one client.
     answer_group: int = 0
     salt: bytes = b""  # pages are shared only between rows of equal salt
+    adapter: HeldAdapter | None = None  # and of equal adapters
     client: str = ""
     # The first token of the prompt whose log-probability is asked for. Such a prompt is prefilled by another
     # program, and shares pages only with such prompts.
@@ -39,6 +59,17 @@ class Row:
     ended: bool = False  # it ended, failed or was cancelled
     page_hashes: Sequence[bytes] = ()  # of the prompt's full pages, over tokens and programs
     token_hashes: Sequence[bytes] = ()  # the same over tokens alone
+
+    @property
+    def page_salt(self) -> bytes:
+        """What its pages depend on beside tokens and programs."""
+        # No salt of a request begins with b"\xfe".
+        return self.salt if self.adapter is None else b"\xfe" + self.adapter.digest + self.salt
+
+    @property
+    def adapter_index(self) -> int:
+        """The index of its adapter; -1: it has none."""
+        return -1 if self.adapter is None else self.adapter.index
 
     @property
     def is_prefilled(self) -> bool:

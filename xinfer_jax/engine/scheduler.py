@@ -187,7 +187,7 @@ class Scheduler:
             self.prefixes.uncache(row)
         elif row.state == "running" and row.share_answers and row.cacheable:
             ids = [*row.ids, *answer_ids][: row.num_computed]
-            hashes = hash_pages(row.salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
+            hashes = hash_pages(row.page_salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
             for at in range(len(row.ids) // PAGE_SIZE, len(hashes)):
                 self.pool.cache(row.pages[at], hashes[at])
         self.withdraw(row)
@@ -243,6 +243,12 @@ class Scheduler:
         self.prefixes.clear()
         for row in [*self.rows_with_slots, *self.waiting]:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out
+
+    def forget_prompt(self, row: Row) -> None:
+        """Its adapter is replaced: it finds pages anew, or continues with its own, which are not shared."""
+        self.prefixes.release_host_pages(row)
+        row.page_hashes = row.token_hashes = ()
+        row.cacheable &= row.state == "waiting" and not row.is_swapped_out
 
     def preempt_all(self) -> list[Action]:
         """Preempts the rows that have slots, and empties the prefix cache: no page is used any more."""

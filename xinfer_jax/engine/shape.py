@@ -9,6 +9,7 @@ import jax
 import jaxlib
 
 from .. import __version__
+from ..adapters.adapter import adaptable_matrices
 from ..cache.fingerprint import fingerprint
 from ..cache.kv_cache import cache_bytes, state_bytes
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
@@ -24,7 +25,9 @@ from ..memory import memory_bytes
 from ..ops.cpu.cpu_features import numerics_features
 from ..ops.operation import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
-from ..weights.params import Params, cache_dtype as default_cache_dtype, tree_bytes
+from ..weights.adapted_weight import AdaptedWeight
+from ..weights.params import Params, activation_dtype, cache_dtype as default_cache_dtype, tree_bytes
+from ..weights.quantized_weight import is_quantized
 from .pages import num_pages_for, usable_capacity
 
 _DEFAULT_CAPACITY = 4096
@@ -48,6 +51,9 @@ class EngineShape:
     snapshots: int = 0  # of such states, which the prefix cache keeps
     role: str | None = None
     host_pages: int = 0
+    max_adapters: int = 0
+    max_rank: int = 0  # of each
+    adapter_bytes: int = 0  # of all
 
     @property
     def cache_bytes(self) -> int:
@@ -57,6 +63,7 @@ class EngineShape:
 def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
     draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None,
+    max_adapters: int = 0, max_rank: int = 16,
 ) -> EngineShape:  # fmt: skip
     config = model.config
     check_causal(config, "an engine")
@@ -83,13 +90,17 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state
     keeps_prefixes = of_state and role != "decode"
     snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
+    max_adapters = check_integer("max_adapters", max_adapters, 0)
+    max_rank = check_integer("max_rank", max_rank, 1) if max_adapters else 0
+    adapters = max_adapters, max_rank, max_adapters and max_adapters * _adapter_bytes(model, max_rank)
     if pages is None:
-        states = (rows + snapshots) * of_state
-        pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes, states)
+        others = (rows + snapshots) * of_state + adapters[2]
+        pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes, others)
     else:
         pages = check_integer("pages", pages, 2)
     sizes = page_bytes, of_state, snapshots
-    return EngineShape(rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, *sizes, role)
+    of_engine = rows, capacity, pages, chunk, num_draft_tokens, dtype, impl
+    return EngineShape(*of_engine, *sizes, role, 0, *adapters)
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
@@ -118,6 +129,7 @@ def check_host_pages(shape: EngineShape, host_pages: Any, prefix_cache: bool, pa
 
 def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
     """What the bits of a page depend on, beside its tokens and the programs that wrote them."""
+    adapters = [shape.max_adapters, shape.max_rank] if shape.max_adapters else None
     pools = jax.eval_shape(lambda: empty_pools(config, 1, shape.cache_dtype))
     mesh = concrete_mesh_of(params)
     device = next(iter(params["final_norm"].sharding.device_set))
@@ -128,7 +140,7 @@ def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> di
         cpu=[*numerics_features(), cpu_count()] if device.platform == "cpu" else None,
         dtype=str(shape.cache_dtype), form=[f"{x.dtype}{x.shape}" for x in jax.tree.leaves(pools)],
         mesh=mesh.size if mesh else 1, impl=shape.impl,
-        capacity=shape.capacity, flags=os.environ.get("XLA_FLAGS"),
+        adapters=adapters, capacity=shape.capacity, flags=os.environ.get("XLA_FLAGS"),
         options=[getattr(jax.config, name) for name in options],
     )  # fmt: skip
 
@@ -139,14 +151,22 @@ def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | N
     return capacity if pages is None else usable_capacity(capacity, check_integer("pages", pages, 2))
 
 
-def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int, state_bytes: int) -> int:
-    """Half of the memory beside weights and recurrent states; at least what one row fills, at most twice what
-    all fill. state_bytes: of all rows and snapshots.
+def _adapter_bytes(model: Model, rank: int) -> int:
+    """Bytes of an adapter of this rank on every matrix of the layers."""
+    if any(isinstance(leaf, AdaptedWeight) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized)):
+        raise InputError("the model has an adapter already: leave out max_adapters, or load it without")
+    itemsize = activation_dtype(model.params).itemsize
+    return sum(rank * sum(spec.shape) * itemsize for spec in adaptable_matrices(model.config).values())
+
+
+def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int, other_bytes: int) -> int:
+    """Half of the memory beside weights and what else there is; at least what one row fills, at most twice
+    what all fill. other_bytes: of recurrent states, snapshots of them, and adapters.
     """
     devices = params["final_norm"].sharding.addressable_devices
     # On a CPU all devices have one memory, and others may have their engines.
     part = len(devices) / jax.local_device_count() if next(iter(devices)).platform == "cpu" else 1
     own = memory_fraction(concrete_mesh_of(params))  # of weights and pages, on each device
-    left = max(0, part * memory_bytes() - own * (tree_bytes(params) + state_bytes))
+    left = max(0, part * memory_bytes() - own * (tree_bytes(params) + other_bytes))
     affordable = int(_PAGES_FRACTION * left / (own * max(1, page_bytes)))
     return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))

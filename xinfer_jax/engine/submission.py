@@ -21,6 +21,7 @@ from ..weights.params import Params
 from .async_sampling import AsyncSampling
 from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
+from .held_adapters import AdapterCalls
 from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
@@ -45,12 +46,14 @@ def make_request(
     return next(make_requests(engine, [prompt], options, [key], i, escape, **how))
 
 
-def make_requests(
+def make_requests(  # noqa: PLR0913
     engine: Any, prompts: Sequence[Any], options: GenerateOptions | None, keys: Sequence[Any], i: int,
     escape: bool, skip_special_tokens: bool = True, content_after: str | None = None,
+    adapter: str | None = None,
 ) -> Iterator[Request]:  # fmt: skip
     """`make_request` for each prompt and its key; all share the checked options and their arrays."""
     model = engine.model
+    held = None if adapter is None else engine.held_adapter(adapter)
     (options, stops) = _checked_options(engine, options)
     first = None
     for prompt, key in zip(prompts, keys, strict=True):
@@ -71,8 +74,10 @@ def make_requests(
         _check_sizes(engine, call)
         request = Request(engine, call, model.tokenizer, stops, 0 if key.ndim else i, skip_special_tokens)
         request.content_after = content_after
+        request.adapter = held
         for j in range(call.answers):
-            row = Row(call.prompts[0], call.options.max_new_tokens, answer_group=j // engine.rows)
+            sizes = call.prompts[0], call.options.max_new_tokens
+            row = Row(*sizes, answer_group=j // engine.rows, adapter=held)
             request.answers.append(Answer(request, row, j))
         yield request
 
@@ -122,7 +127,7 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
 
 
-class EngineBase(Pausing, AsyncSampling):
+class EngineBase(Pausing, AsyncSampling, AdapterCalls):
     """The common methods of `Engine` and `Engines`."""
 
     error: BaseException | None = None
@@ -170,6 +175,7 @@ class EngineBase(Pausing, AsyncSampling):
         skip_special_tokens: bool = True,
         content_after: str | None = None,
         processed_logprobs: bool = False,
+        adapter: str | None = None,
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
@@ -203,6 +209,7 @@ class EngineBase(Pausing, AsyncSampling):
                 everywhere.
             processed_logprobs: also compute the log-probability of each sampled token after the logits
                 processors, temperature included: `Answer.processed`.
+            adapter: the name of a LoRA adapter that the engine holds (`add_adapter`); None: the model alone.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
@@ -222,7 +229,7 @@ class EngineBase(Pausing, AsyncSampling):
         priority = check_integer("priority", priority, -(2**31), 2**31)
         requests = []
         each: Sequence[Any] = keys or [None] * len(prompts)
-        how = escape_control_tokens, skip_special_tokens, content_after
+        how = escape_control_tokens, skip_special_tokens, content_after, adapter
         engine: Any = self
         switch = engine.model.config.rope.switches_at
         for request in make_requests(self, prompts, options, each, 0, *how):
@@ -253,9 +260,11 @@ class EngineBase(Pausing, AsyncSampling):
         *,
         key: jax.Array | None = None,
         escape_control_tokens: bool = True,
+        adapter: str | None | Sequence[str | None] = None,
     ) -> list[GenerateOutput]:
         """Answers of many prompts in their order, equal to those of `xj.generate` with the same key. options:
-        for all, or one per prompt. escape_control_tokens: as in `encode_prompt`.
+        for all, or one per prompt; escape_control_tokens: as in `encode_prompt`; adapter: as of `submit`, for
+        all, or one per prompt.
         """
         if not is_sequence(prompts):
             raise InputError(
@@ -265,11 +274,17 @@ class EngineBase(Pausing, AsyncSampling):
         each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
+        adapters = [adapter] * len(prompts) if isinstance(adapter, str | None) else list(adapter)
+        if len(adapters) != len(prompts):
+            raise InputError(
+                f"{len(adapters)} adapters for {len(prompts)} prompts: give one, or one for each"
+            )
         key = None if key is None else check_key(key, len(prompts))
         requests = []
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for i, (prompt, own, name) in enumerate(zip(prompts, each, adapters, strict=True)):
             try:
-                requests.append(make_request(self, prompt, own, key, i, escape_control_tokens))
+                how = escape_control_tokens
+                requests.append(make_request(self, prompt, own, key, i, how, adapter=name))
             except InputError as error:
                 raise InputError(f"prompt {i}: {error}") from error
         self.enqueue(requests)

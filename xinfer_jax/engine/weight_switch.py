@@ -3,13 +3,14 @@ unfinished answers.
 """
 
 import abc
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
 from ..weights.params import Params
 from ..weights.params_like import is_deleted
 from .requests import Answer, Request
-from .row import Row
+from .row import HeldAdapter, Row
 from .scheduler import Scheduler
 
 
@@ -23,6 +24,7 @@ class WeightSwitch(abc.ABC):
     device: Any
     scheduler: Scheduler
     _answers: dict[Row, Answer]
+    adapter_paths: Sequence[str]
     _held: dict[Answer, frozenset[str]]
     _holds = False  # no answer starts
     version = 0
@@ -61,6 +63,27 @@ class WeightSwitch(abc.ABC):
         self.scheduler.reset_prefix_cache()
         self.device.params = params
         self.version = version
+
+    def set_adapter(self, index: int, matrices: Mapping[str, Any]) -> None:
+        """Writes (a, b, scale) of each matrix of an adapter, between two steps."""
+        for path in self.adapter_paths:
+            self.device.set_adapter(index, path, *matrices.get(path, (None, None, 0.0)))
+
+    def switch_adapter(
+        self, adapter: HeldAdapter, matrices: Mapping[str, Any], version: int, recomputes: bool
+    ) -> None:
+        """`switch` of an adapter, for the rows that have it. The caller then sets its version and digest."""
+        for row, answer in self._answers.items():
+            if row.adapter is not adapter:
+                continue
+            restarts = recomputes and row.num_computed > 0
+            if answer.has_begun:
+                answer.record_version(self.version)
+                answer.record_version(self.version, restarts, version)
+            if restarts:
+                self._restart(answer)
+            self.scheduler.forget_prompt(row)
+        self.set_adapter(adapter.index, matrices)
 
     def _restart(self, answer: Answer) -> None:
         """Lets a row compute its keys anew; then it goes on from the token sampled last."""

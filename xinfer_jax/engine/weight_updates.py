@@ -17,6 +17,7 @@ from ..sharding import on_auto_mesh
 from ..weights.params import Params
 from ..weights.params_like import params_like
 from .pausing import RUNNING
+from .row import HeldAdapter
 
 MODES = ("continue", "wait", "abort", "recompute")
 
@@ -24,26 +25,40 @@ MODES = ("continue", "wait", "abort", "recompute")
 @without_mesh_context
 def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast: bool, copy: bool) -> None:
     """`Engine.update` of an engine, or of all that one stands for. owner: `Engine` or `Engines`."""
+    check_mode(owner, mode)
+    engines = owner.engines
+    with owner.updating:
+        version = owner.version + 1 if version is None else check_integer("version", version, 0)
+        owner.check_open()
+        trees = [engine.own_params(params, cast, copy) for engine in engines]
+        with switching(owner, mode):
+            for engine, tree in zip(engines, trees, strict=True):
+                engine.switch_params(tree, version, mode == "recompute")
+            owner.forget_prompts()
+
+
+def check_mode(owner: Any, mode: str) -> None:
+    """Raises InputError for a mode that is none, or that the engines do not have."""
     if mode not in MODES:
         raise InputError(f"mode must be one of {', '.join(MODES)}, got {format_value(mode)}")
     engines = owner.engines
     if not engines or not hasattr(engines[0], "core"):
         raise InputError("engines in other processes keep their weights: start them with others")
-    has_roles = engines[0].role is not None
-    if has_roles and mode == "recompute":
+    if engines[0].role is not None and mode == "recompute":
         raise InputError("mode='recompute' needs prompts and answers on the same devices: take 'wait'")
-    with owner.updating:
-        version = owner.version + 1 if version is None else check_integer("version", version, 0)
+
+
+@contextmanager
+def switching(owner: Any, mode: str, adapter: HeldAdapter | None = None) -> Iterator[None]:
+    """Within the `with` block none of the engines takes a step; before it, "wait" lets answers end, and
+    "abort" ends them. adapter: "abort" is for answers with it.
+    """
+    with _drained(owner) if mode == "wait" else nullcontext(), _without_steps(owner):
         owner.check_open()
-        trees = [engine.own_params(params, cast, copy) for engine in engines]
-        with _drained(owner) if mode == "wait" else nullcontext(), _without_steps(owner):
-            owner.check_open()
-            if mode == "abort":
-                for loop in [owner] if has_roles else engines:
-                    loop.abort_unfinished("aborted")
-            for engine, tree in zip(engines, trees, strict=True):
-                engine.switch_params(tree, version, mode == "recompute")
-            owner.forget_prompts()
+        if mode == "abort":
+            for loop in [owner] if owner.engines[0].role is not None else owner.engines:
+                loop.abort_unfinished("aborted", adapter)
+        yield
 
 
 @contextmanager

@@ -90,6 +90,8 @@ class GenerateOutput:
         logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
         prefix: with options.keep_prefix: the cache, for the next call; else None.
         token_versions: of an engine: of each entry of `logprobs`, the version of the weights; else None.
+        adapter, adapter_versions: of an engine, if the request names an adapter: that name, and as
+            `token_versions` the version of the adapter; else None.
     """
 
     tokens: list[list[int]]
@@ -100,6 +102,8 @@ class GenerateOutput:
     logits: list[np.ndarray] | None = None
     prefix: "Prefix | None" = None
     token_versions: list[list[int]] | None = None
+    adapter: str | None = None
+    adapter_versions: list[list[int]] | None = None
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())

@@ -1,0 +1,148 @@
+"""`AdapterCalls`: an engine holds LoRA adapters by name, and a request may name one. They come and go between
+two steps, on all engines that one stands for, and nothing is compiled.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..adapters.adapter import Adapter, check_adapter, for_all_rows_only
+from ..adapters.peft_files import load_adapter
+from ..checks import check_integer
+from ..errors import InputError, format_names, format_value
+from ..ops.operation import without_mesh_context
+from .row import HeldAdapter
+from .weight_updates import check_mode, switching
+
+_MAX_NAME = 256  # characters
+
+
+class AdapterCalls:
+    """The methods of every engine that take adapters."""
+
+    engines: Any
+    updating: Any
+    check_open: Any
+    model: Any
+    _adapters: Mapping[str, HeldAdapter] = {}
+
+    @property
+    def adapters(self) -> Mapping[str, HeldAdapter]:
+        """The adapters that requests may name."""
+        return self._adapters
+
+    def add_adapter(self, name: str, adapter: Adapter | str | Path) -> None:
+        """Lets requests name a LoRA adapter from now on. Answers that run go on; nothing is compiled.
+
+        Args:
+            name: that no other adapter has.
+            adapter: from `load_adapter`, or what that takes; its arrays become those of the model's dtype.
+
+        Raises:
+            InputError: it does not fit the model or the engine's `max_rank`, or has matrices that are only
+                for all rows together; the name is taken; there are `max_adapters`.
+        """
+        with self._prepared(name, adapter) as (matrices, digest):
+            if name in self._adapters:
+                raise InputError(f"the adapter {format_value(name)} is there: call update_adapter")
+            held = HeldAdapter(name, self._free_index(), digest)
+            with switching(self, "continue"):
+                for engine in self.engines:
+                    engine.core.set_adapter(held.index, matrices)
+            self._adapters = {**self._adapters, name: held}
+
+    def update_adapter(
+        self,
+        name: str,
+        adapter: Adapter | str | Path,
+        *,
+        version: int | None = None,
+        mode: str = "continue",
+    ) -> None:
+        """Replaces an adapter, as `update` replaces the weights. Pages of other adapters, and of requests
+        without one, are found as before.
+
+        Args:
+            name, adapter: as of `add_adapter`.
+            version: of these contents, for `adapter_versions`; None: the last one + 1. `add_adapter` gives 0.
+            mode: as of `update`, of unfinished answers with this adapter; "wait" waits for all answers.
+
+        Raises:
+            InputError: as `add_adapter` and `update`; no adapter has the name.
+        """
+        check_mode(self, mode)
+        with self._prepared(name, adapter) as (matrices, digest):
+            held = self.held_adapter(name)
+            version = held.version + 1 if version is None else check_integer("version", version, 0)
+            with switching(self, mode, held):
+                for engine in self.engines:
+                    engine.core.switch_adapter(held, matrices, version, mode == "recompute")
+                held.version = version
+                held.digest = digest
+
+    def remove_adapter(self, name: str) -> None:
+        """Lets no further request name an adapter. Requests that have named it go on; its place is free when
+        they have ended. Raises InputError where no adapter has the name.
+        """
+        with self.updating:
+            self.held_adapter(name).removed = True
+            self._adapters = {other: held for other, held in self._adapters.items() if other != name}
+
+    def held_adapter(self, name: Any) -> HeldAdapter:
+        """The adapter of this name. Raises InputError where there is none."""
+        adapters = self._adapters
+        if not isinstance(name, str) or name not in adapters:
+            known = f"has {format_names(sorted(adapters), 8)}" if adapters else "has none"
+            raise InputError(f"no adapter is called {format_value(name)}: the engine {known}")
+        return adapters[name]
+
+    @contextmanager
+    @without_mesh_context
+    def _prepared(self, name: Any, adapter: Any) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Within the `with` block no other update runs. Gives (a, b, scale) of each matrix, and their digest,
+        before anything changes.
+        """
+        if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _MAX_NAME:
+            raise InputError(f"an adapter's name must be a short text, got {format_value(name)}")
+        engines = self.engines
+        if not engines or not hasattr(engines[0], "core"):
+            raise InputError("engines in other processes keep their adapters: start them with others")
+        shape = engines[0].shape
+        if not shape.max_adapters:
+            raise InputError("the engine has no place for adapters: make it with max_adapters")
+        if isinstance(adapter, str | Path):
+            adapter = load_adapter(self.model.config, adapter)
+        check_adapter(self.model.params, adapter)
+        if names := for_all_rows_only(adapter):
+            what = "an engine has adapters for rows, and all rows share"
+            raise InputError(
+                f"{what} {format_names(names, 4)}: load the model with this adapter (merge_adapter)"
+            )
+        scale_of = adapter.scale_of()
+        matrices = {path: (*map(np.asarray, pair), scale_of[path]) for path, pair in adapter.matrices.items()}
+        if (rank := max(len(a) for a, _, _ in matrices.values())) > shape.max_rank:
+            raise InputError(f"the adapter has rank {rank}, and the engine max_rank {shape.max_rank}")
+        digest = hashlib.sha256()
+        for path in sorted(matrices):
+            (a, b, scale) = matrices[path]
+            if not (np.isfinite(a).all() and np.isfinite(b).all()):
+                raise InputError(f"the adapter has NaN or inf in {path}")
+            digest.update(f"{path} {scale} {a.shape} {b.shape}\n".encode() + a.tobytes() + b.tobytes())
+        with self.updating:
+            self.check_open()
+            yield matrices, digest.digest()
+
+    def _free_index(self) -> int:
+        """A place that no adapter has, nor a request that runs."""
+        loops = dict.fromkeys((self, *self.engines))
+        running = {held for loop in loops for held in getattr(loop, "adapters_in_use", ())}
+        number = self.engines[0].shape.max_adapters
+        if free := {*range(number)} - {held.index for held in (*self._adapters.values(), *running)}:
+            return min(free)
+        removed = sorted(held.name for held in running if held.removed)
+        rest = f"; requests of removed ones still run: {format_names(removed)}" if removed else ""
+        raise InputError(f"the engine holds {number} adapters (max_adapters): remove one first{rest}")
