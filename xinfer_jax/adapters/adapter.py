@@ -3,6 +3,7 @@ of them.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -71,6 +72,15 @@ def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
     specs = jax.tree.leaves(param_specs(config)["layers"])
     matrices = {spec.name: spec for spec in specs if len(spec.shape) == 2 and spec.name.endswith(".weight")}
     return {name.removesuffix(".weight"): spec for name, spec in matrices.items() if ".router." not in name}
+
+
+def adapter_digest(adapter: Adapter) -> bytes:
+    """Returns a hash of an adapter's contents: of other contents it is another one."""
+    digest = hashlib.sha256(repr(adapter.scales).encode())
+    for path, pair in sorted(adapter.matrices.items()):
+        for x in map(np.asarray, pair):
+            digest.update(f"{path} {x.shape} {x.dtype}\n".encode() + x.tobytes())
+    return digest.digest()
 
 
 def for_all_rows_only(adapter: Adapter) -> list[str]:

@@ -132,26 +132,35 @@ class LineRequest:
         engine = self._engine
         d = self._defaults
         line = self.line
+        adapter, body = self._adapter_of_line()
         has_prompt = line.kind == "plain" and line.body.get("messages") is None
         fields: dict[str, Any] = dict(raw=d.raw, system=d.system) if has_prompt else {}
         escape = d.escape_control_tokens
         parsed = parse_request_body(
-            engine.model, line.kind, line.body, d.options, engine.usable_capacity, escape, **fields
+            engine.model, line.kind, body, d.options, engine.usable_capacity, escape, **fields
         )
         parsed.call_prefix = self._id("call")
         self._parsed = parsed
-        if (name := line.body.get("model")) is not None and name not in self._names:
-            loaded = self._names[0]  # no directory: the error is the same wherever the checkpoint is
-            why = f"the model {format_value(name)} is not the one here, which is {loaded!r}"
-            raise BodyError("model", why, _MODEL_NOT_FOUND)
         if parsed.unknown_fields:
             raise InputError(f"{parsed.unknown_fields[0]} is not a field of a {line.kind} line: leave it out")
         key = line_key(d.seed, line.identity) if parsed.seed is None else key_from_seed(parsed.seed)
         for i, prompt in enumerate(parsed.prompts):
             prompt_key = jax.random.fold_in(key, i) if i else key
-            self.requests.append(
-                engine.submit(prompt, parsed.options, key=prompt_key, live=False, **parsed.submit_args)
-            )
+            how: Any = dict(key=prompt_key, live=False, adapter=adapter) | parsed.submit_args
+            self.requests.append(engine.submit(prompt, parsed.options, **how))
+
+    def _adapter_of_line(self) -> tuple[str | None, dict[str, Any]]:
+        """The adapter that a line names as `adapter` or `model`, and its body without the first."""
+        body = dict(self.line.body)
+        adapter = body.pop("adapter", None)
+        name = body.get("model")
+        if adapter is None and isinstance(name, str) and name in self._engine.adapters:
+            adapter = name
+        elif name is not None and name not in self._names:
+            loaded = self._names[0]  # no directory: the error is the same wherever the checkpoint is
+            why = f"the model {format_value(name)} is not the one here, which is {loaded!r}"
+            raise BodyError("model", why, _MODEL_NOT_FOUND)
+        return adapter, body
 
     def _answers(self) -> dict[str, Any]:
         parsed = self._parsed
@@ -160,7 +169,8 @@ class LineRequest:
         outs = [request.result() for request in self.requests]
         prompt_logprobs = [request.prompt_logprobs for request in self.requests]
         self.reasons = [reason for out in outs for reason in out.finish_reason]
-        name = line.body.get("model") or model.config.model_type
+        adapter = outs[0].adapter
+        name = line.body.get("model") or adapter or model.config.model_type
         head: dict[str, Any] = dict(
             id=self._id("chatcmpl" if parsed.kind == "chat" else "cmpl"), created=0, model=name
         )
@@ -168,7 +178,7 @@ class LineRequest:
         if line.api:
             return body
         choices = body["choices"]
-        usage = dict(usage=body["usage"])
+        usage = dict(usage=body["usage"]) | (dict(adapter=adapter) if adapter else {})
         if len(choices) > 1:
             return dict(choices=choices) | usage
         return {name: value for name, value in choices[0].items() if name != "index"} | usage
@@ -176,13 +186,15 @@ class LineRequest:
     def _submit_scores(self) -> None:
         if self.line.api:
             raise InputError('a line to score has "prompt" and "completions", or "text"')
-        for context, ids in parse_score_body(self._engine.model, self.line.body):
+        adapter, body = self._adapter_of_line()
+        for context, ids in parse_score_body(self._engine.model, body):
             self._has_tokens.append(len(ids) > len(context))
             if not self._has_tokens[-1]:
                 continue
             logprobs: dict[str, Any] = dict(prompt_logprobs=1, prompt_logprobs_from=len(context))
             options = GenerateOptions(1, eos_token_ids=())
-            self.requests.append(self._engine.submit(ids, options, live=False, **logprobs))
+            how: Any = dict(live=False, adapter=adapter) | logprobs
+            self.requests.append(self._engine.submit(ids, options, **how))
 
     def _scores(self) -> dict[str, Any]:
         for request in self.requests:

@@ -20,6 +20,7 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..engine.engine import Engine
 from ..engine.engines import AnyEngine, make_engine
+from ..engine.held_adapters import adapter_sizes
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from ..stats import release_free_memory
@@ -116,6 +117,8 @@ def generate_file(  # noqa: PLR0913  a public function
     check_output(output)
     output = shard_file(output, i, n) if shard else Path(output)
     check_files(input, output)
+    of_adapters = "adapters", "max_adapters", "max_rank"
+    shape |= zip(of_adapters, adapter_sizes(model, *map(shape.get, of_adapters)), strict=True)
     defaults = LineDefaults.make(model, options, seed, raw, system, score, escape_control_tokens)
     output_file = ResumableOutput(output, run_settings(model, defaults, shape, shard, in_order))
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from .. import __version__
+from ..adapters.adapter import adapter_digest
 from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
@@ -31,10 +32,13 @@ def run_settings(
     default = {name: p.default for name, p in inspect.signature(Engine.__init__).parameters.items()}
     without = (
         "self", "model", "pages", "warm_up", "host_pages", "page_directory", "page_directory_bytes",
-        "prefill_devices", "decode_devices", "role",
+        "prefill_devices", "decode_devices", "role", "adapters", "max_adapters", "max_rank",
     )  # fmt: skip
     engine = {name: shape.get(name, default[name]) for name in default if name not in without}
     engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
+    if adapters := shape.get("adapters"):
+        digests = {name: adapter_digest(adapter).hex() for name, adapter in adapters.items()}
+        engine |= dict(adapters=digests, max_adapters=shape["max_adapters"], max_rank=shape["max_rank"])
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
     text += tokenizer and tokenizer.tool_template or ""

@@ -104,6 +104,11 @@ class Checkpoint:
         stats = dataclasses.replace(stats, seconds=stats.seconds + time.perf_counter() - start)
         return dataclasses.replace(self.model, params=params, load_stats=stats)
 
+    def with_params(self, function: Callable[[Params], Params]) -> "Checkpoint":
+        """Returns the checkpoint whose parameters, and their shapes, are what a function makes of its own."""
+        model = dataclasses.replace(self.model, params=function(self.model.params))
+        return Checkpoint(model, lambda: function(self._read()))
+
 
 @without_mesh_context
 def load_model(

@@ -11,7 +11,9 @@ import jax
 
 from kernels_pallas import Selection
 
-from ..checkpoint.loading import Model
+from ..adapters.adapter import with_adapter
+from ..adapters.peft_files import load_adapter
+from ..checkpoint.loading import Checkpoint, Model
 from ..engine.controller import open_control_channel
 from ..errors import InputError
 from ..formatting import format_mib
@@ -48,7 +50,7 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     join_processes()
     prompt = open_control_channel().broadcast(prompt) if jax.process_count() > 1 else prompt
     assert prompt is not None
-    checkpoints = [open_model(flags.model, flags)]
+    checkpoints = [_adapted(open_model(flags.model, flags), flags.adapter)]
     draft = flags.draft
     if draft not in (None, "lookup"):
         checkpoints.append(open_model(draft, flags))
@@ -89,6 +91,14 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     if jax.process_index():
         threading.Event().wait()  # process 0 may still write; its end ends this process
     return 0
+
+
+def _adapted(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
+    """The checkpoint with the adapter at a path. None: without."""
+    if path is None:
+        return checkpoint
+    adapter = load_adapter(checkpoint.model.config, path)
+    return checkpoint.with_params(lambda params: with_adapter(params, adapter))
 
 
 def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:

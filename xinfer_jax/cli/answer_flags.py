@@ -104,6 +104,14 @@ def define_engine(parser: FlagParser) -> None:
         default=2**34, least=1, most=2**60,
     )  # fmt: skip
     define_cache_dtype(parser, (name for name in _CACHE_DTYPES if name != "gear"))
+    parser.add_texts(
+        "adapter",
+        "NAME=PATH: a LoRA adapter that requests may name; a directory or a hub name; may be given several"
+        " times.",
+        "give NAME=PATH",
+    )
+    parser.add_integer("max_adapters", "Adapters that an engine has place for. Default: the given ones.")
+    parser.add_integer("max_rank", "Of an adapter. Default: the largest of the given ones, or 16.", least=1)
 
 
 def define_kernels(parser: FlagParser, *more: str) -> None:
@@ -126,7 +134,20 @@ def engine_sizes(flags: Any) -> dict[str, Any]:
         "page_directory",
         "page_directory_bytes",
     )
-    return {name: flags[name].value for name in names}
+    sizes = {name: flags[name].value for name in (*names, "max_adapters", "max_rank")}
+    return sizes | dict(adapters=_adapters(flags.adapter))
+
+
+def _adapters(texts: list[str]) -> dict[str, str]:
+    """The paths of --adapter, by name."""
+    found: dict[str, str] = {}
+    for text in texts:
+        (name, equals, path) = text.partition("=")
+        if not (name.strip() and equals and path) or name in found:
+            problem = "names an adapter twice" if name in found else "is not NAME=PATH"
+            raise InputError(f"--adapter={text} {problem}: give each adapter a name of its own")
+        found[name] = path
+    return found
 
 
 def define_escaping(parser: FlagParser) -> None:
@@ -235,6 +256,9 @@ define_sampling(PARSER)
 _define_decoding(PARSER)
 define_grammar(PARSER)
 define_model(PARSER)
+PARSER.add_text(
+    "adapter", "LoRA adapter: a directory as PEFT saves it, or a hub name.", empty="give a directory"
+)
 define_processes(PARSER)
 PARSER.group = "cache, kernels and output"
 define_cache_dtype(PARSER, _CACHE_DTYPES)

@@ -25,6 +25,7 @@ from .core import EngineCore
 from .dispatcher import Dispatcher
 from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
 from .engine_loop import EngineLoop
+from .held_adapters import AdapterFiles, adapter_sizes
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
@@ -73,8 +74,9 @@ class Engine(EngineLoop):
         prefill_devices: Devices | None = None,
         decode_devices: Devices | None = None,
         role: str | None = None,
-        max_adapters: int = 0,
-        max_rank: int = 16,
+        adapters: AdapterFiles | None = None,
+        max_adapters: int | None = None,
+        max_rank: int | None = None,
     ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
@@ -104,8 +106,10 @@ class Engine(EngineLoop):
                 both sides a request has the bits of one such engine. The prefix cache is with the engines
                 that prefill; pages that decoding wrote go back there for requests with `share_answers`.
             role: "prefill" or "decode": what this engine does for a `Dispatcher`.
-            max_adapters: LoRA adapters that it has place for (`add_adapter`).
-            max_rank: of each; all take the place of one of this rank, on every matrix of the layers.
+            adapters: LoRA adapters that it holds from the start, by name, as `add_adapter` takes them.
+            max_adapters: how many it has place for; None: for these.
+            max_rank: of each; None: the largest of these, or 16. All take the place of one of this rank on
+                every matrix of the layers.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -113,6 +117,7 @@ class Engine(EngineLoop):
         if not isinstance(model, Model):
             raise InputError(f"model must be what load_model gives, got {format_value(model)}")
         super().__init__()
+        adapters, max_adapters, max_rank = adapter_sizes(model, adapters, max_adapters, max_rank)
         if prefill_devices is not None or decode_devices is not None:
             shape_of_each = dict(
                 rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
@@ -122,6 +127,7 @@ class Engine(EngineLoop):
             )  # fmt: skip
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
+            self.add_adapters(adapters)
             return
         self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
@@ -155,6 +161,8 @@ class Engine(EngineLoop):
             )
         self._files = None if page_directory is None else PageFiles(page_directory, page_directory_bytes)
         self._core = self._create_core(shape, prefix_cache, warm_up)
+        if self.error is None:  # else process 0 adds them, and this one repeats its calls
+            self.add_adapters(adapters)
 
     def _dispatch(self, engines: Sequence["Engine"], prefix_cache: bool) -> None:
         """Gives requests to engines with roles."""

@@ -13,6 +13,7 @@ from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
 from .engine import Engine
+from .held_adapters import adapter_sizes
 from .requests import Answer, Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
@@ -44,6 +45,9 @@ class Engines(EngineBase):
         """
         if not isinstance(model, Model):
             raise InputError(f"model must be what load_model gives, got {format_value(model)}")
+        sizes = (shape.pop(name, None) for name in ("adapters", "max_adapters", "max_rank"))
+        adapters, most, rank = adapter_sizes(model, *sizes)
+        shape |= dict(max_adapters=most, max_rank=rank)
         sharding = getattr(model.params["final_norm"], "sharding", None)
         mesh = concrete_mesh_of(model.params)
         own: Any = mesh.devices.flat if mesh else sharding and sharding.device_set
@@ -60,6 +64,7 @@ class Engines(EngineBase):
         self.updating = threading.Lock()  # one `update` at a time
         self._adapters = {}
         self._updated = threading.Event()  # a request has new tokens, or has ended
+        self.add_adapters(adapters)
 
     @property
     def model(self) -> Model:

@@ -2,23 +2,42 @@
 two steps, on all engines that one stands for, and nothing is compiled.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..adapters.adapter import Adapter, check_adapter, for_all_rows_only
+from ..adapters.adapter import Adapter, adapter_digest, check_adapter, for_all_rows_only
 from ..adapters.peft_files import load_adapter
 from ..checks import check_integer
 from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
 from .row import HeldAdapter
+from .shape import EngineShape
 from .weight_updates import check_mode, switching
 
 _MAX_NAME = 256  # characters
+_RANK = 16
+
+
+AdapterFiles: TypeAlias = Mapping[str, Adapter | str | Path]
+
+
+def adapter_sizes(
+    model: Any, adapters: AdapterFiles | None, most: int | None, rank: int | None
+) -> tuple[dict[str, Adapter], int, int]:
+    """`Engine`'s adapters, loaded, with its max_adapters and max_rank."""
+    config = model.config
+    loaded = {
+        name: load_adapter(config, adapter) if isinstance(adapter, str | Path) else adapter
+        for name, adapter in (adapters or {}).items()
+    }
+    ranks = [len(a) for adapter in loaded.values() for a, _ in getattr(adapter, "matrices", {}).values()]
+    return (
+        loaded, len(loaded) if most is None else most, max(ranks, default=_RANK) if rank is None else rank
+    )  # fmt: skip
 
 
 class AdapterCalls:
@@ -27,6 +46,7 @@ class AdapterCalls:
     engines: Any
     updating: Any
     check_open: Any
+    close: Any
     model: Any
     _adapters: Mapping[str, HeldAdapter] = {}
 
@@ -34,6 +54,15 @@ class AdapterCalls:
     def adapters(self) -> Mapping[str, HeldAdapter]:
         """The adapters that requests may name."""
         return self._adapters
+
+    def add_adapters(self, adapters: AdapterFiles) -> None:
+        """`add_adapter` of each; where one fails, the engine is closed."""
+        try:
+            for name, adapter in adapters.items():
+                self.add_adapter(name, adapter)
+        except BaseException:
+            self.close()
+            raise
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path) -> None:
         """Lets requests name a LoRA adapter from now on. Answers that run go on; nothing is compiled.
@@ -88,6 +117,7 @@ class AdapterCalls:
         """Lets no further request name an adapter. Requests that have named it go on; its place is free when
         they have ended. Raises InputError where no adapter has the name.
         """
+        self._shape()
         with self.updating:
             self.held_adapter(name).removed = True
             self._adapters = {other: held for other, held in self._adapters.items() if other != name}
@@ -108,10 +138,7 @@ class AdapterCalls:
         """
         if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _MAX_NAME:
             raise InputError(f"an adapter's name must be a short text, got {format_value(name)}")
-        engines = self.engines
-        if not engines or not hasattr(engines[0], "core"):
-            raise InputError("engines in other processes keep their adapters: start them with others")
-        shape = engines[0].shape
+        shape = self._shape()
         if not shape.max_adapters:
             raise InputError("the engine has no place for adapters: make it with max_adapters")
         if isinstance(adapter, str | Path):
@@ -126,21 +153,25 @@ class AdapterCalls:
         matrices = {path: (*map(np.asarray, pair), scale_of[path]) for path, pair in adapter.matrices.items()}
         if (rank := max(len(a) for a, _, _ in matrices.values())) > shape.max_rank:
             raise InputError(f"the adapter has rank {rank}, and the engine max_rank {shape.max_rank}")
-        digest = hashlib.sha256()
-        for path in sorted(matrices):
-            (a, b, scale) = matrices[path]
+        for path, (a, b, _) in matrices.items():
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 raise InputError(f"the adapter has NaN or inf in {path}")
-            digest.update(f"{path} {scale} {a.shape} {b.shape}\n".encode() + a.tobytes() + b.tobytes())
         with self.updating:
             self.check_open()
-            yield matrices, digest.digest()
+            yield matrices, adapter_digest(adapter)
+
+    def _shape(self) -> EngineShape:
+        engines = self.engines
+        if not engines or not hasattr(engines[0], "core"):
+            raise InputError("engines in other processes keep their adapters: start them with others")
+        shape: EngineShape = engines[0].shape
+        return shape
 
     def _free_index(self) -> int:
         """A place that no adapter has, nor a request that runs."""
         loops = dict.fromkeys((self, *self.engines))
         running = {held for loop in loops for held in getattr(loop, "adapters_in_use", ())}
-        number = self.engines[0].shape.max_adapters
+        number = self._shape().max_adapters
         if free := {*range(number)} - {held.index for held in (*self._adapters.values(), *running)}:
             return min(free)
         removed = sorted(held.name for held in running if held.removed)

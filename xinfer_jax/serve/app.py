@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import __version__
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
+from .adapter_endpoints import AdapterEndpoints
 from .connections import Connection, Server
 from .http_responses import APIError
 from .ip_addresses import forwarded_client, is_within, parse_networks
@@ -37,6 +38,7 @@ def make_server(service: Service) -> Server:
     """The HTTP server of a service."""
     info = _InfoEndpoints(service)
     texts = TextEndpoints(service)
+    adapters = AdapterEndpoints(service)
     routes = [
         Route("/v1/completions", partial(service.create_completion, kind="completion"), methods=["POST"]),
         Route("/v1/chat/completions", partial(service.create_completion, kind="chat"), methods=["POST"]),
@@ -45,6 +47,8 @@ def make_server(service: Service) -> Server:
         Route("/v1/models/{name:path}", info.model),
         Route("/v1/embeddings", texts.embeddings, methods=["POST"]),
         Route("/v1/rerank", texts.rerank, methods=["POST"]),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),
@@ -76,11 +80,11 @@ class _InfoEndpoints:
         self._service = service
 
     async def models(self, _: HTTPRequest) -> Response:
-        return JSONResponse(dict(object="list", data=[self._model_card()]))
+        names = None, *self._service.adapters
+        return JSONResponse(dict(object="list", data=list(map(self._model_card, names))))
 
     async def model(self, request: HTTPRequest) -> Response:
-        self._service.check_model_name(request.path_params["name"])
-        return JSONResponse(self._model_card())
+        return JSONResponse(self._model_card(self._service.check_model_name(request.path_params["name"])))
 
     async def version(self, _: HTTPRequest) -> Response:
         return JSONResponse(dict(version=__version__))
@@ -105,9 +109,11 @@ class _InfoEndpoints:
         names = dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokenizer.special_tokens
         return JSONResponse(names | dict(chat_template=tokenizer.chat_template))
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, adapter: str | None = None) -> dict[str, Any]:
         service = self._service
-        card: dict[str, Any] = dict(id=service.settings.name, object="model", created=0)
+        card: dict[str, Any] = dict(id=adapter or service.settings.name, object="model", created=0)
+        if adapter:
+            card["parent"] = service.settings.name
         card |= dict(owned_by="xinfer_jax", max_model_len=service.max_model_len)
         if service.model is not None:
             card["about"] = service.model.about

@@ -68,6 +68,13 @@ PARSER.add_switch("stop_in_reasoning", "Stop strings of chats end the reasoning 
 PARSER.add_switch("escape_control_tokens", "The text of messages never becomes a control token.", True)
 PARSER.add_switch("share_prefixes", "Keys share prefix pages: cached_tokens may reveal another's prompt.")
 define_engine(PARSER)
+PARSER.add_text(
+    "adapter_dir",
+    "Directory of LoRA adapters that POST /v1/load_lora_adapter may load; needs --admin_key_file, and"
+    " --max_adapters. Default: none.",
+    empty="give a directory",
+)
+PARSER.add_text("admin_key_file", "File of keys, one a line, for loading and removing adapters.")
 define_processes(PARSER)
 PARSER.group = "prefill and decode in processes of their own"
 PARSER.add_text(
@@ -125,6 +132,12 @@ def _run() -> int:
     flags = PARSER.values
     host = flags.host or LOCAL_HOSTS[0]
     keys = _read_keys(flags.api_key_file)
+    admin_keys = _read_keys(flags.admin_key_file, "admin_key_file", None)
+    if bool(flags.adapter_dir) != bool(admin_keys):
+        raise InputError("--adapter_dir and --admin_key_file belong together: give both")
+    if flags.adapter_dir and not (flags.max_adapters and Path(flags.adapter_dir).is_dir()):
+        remedy = "give a directory, and --max_adapters"
+        raise InputError(f"--adapter_dir={flags.adapter_dir} has no place for adapters: {remedy}")
     most_connections, most_per_address = _connection_limits(flags)
     parse_networks(flags.trusted_proxy)
     if host not in LOCAL_HOSTS and not keys:
@@ -158,7 +171,7 @@ def _run() -> int:
         origins=tuple(flags.allowed_origins), seed=seed, escape=flags.escape_control_tokens,
         shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
         max_connections=most_connections, max_connections_per_address=most_per_address,
-        trusted_proxies=tuple(flags.trusted_proxy),
+        trusted_proxies=tuple(flags.trusted_proxy), admin_keys=admin_keys,
     ))  # fmt: skip
     peers: tuple[socket.socket, bytes] | None = None
     if flags.peers:
@@ -333,12 +346,14 @@ def _raise_file_limit(wanted: int) -> int:
     return wanted
 
 
-def _read_keys(path: str | None) -> tuple[bytes, ...]:
-    """The keys of a file, or of the environment variable: one a line."""
-    text = os.environ.get(_KEY_VARIABLE, "")
-    source = f"${_KEY_VARIABLE}"
+def _read_keys(
+    path: str | None, flag: str = "api_key_file", variable: str | None = _KEY_VARIABLE
+) -> tuple[bytes, ...]:
+    """The keys of a flag's file, or of an environment variable: one a line."""
+    text = os.environ.get(variable, "") if variable else ""
+    source = f"${variable}"
     if path:
-        source = f"--api_key_file={path}"
+        source = f"--{flag}={path}"
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except OSError as error:

@@ -16,6 +16,7 @@ from ..cli.channel import Channel, Listener
 from ..engine.dispatcher import Dispatcher
 from ..engine.engine_loop import EngineLoop
 from ..engine.requests import Answer
+from ..engine.row import HeldAdapter
 from ..engine.statistics import EngineStats, collect_stats
 from ..errors import InputError
 from .peer_messages import answer_to_message, progress_from_message, received_message, send_message
@@ -183,6 +184,8 @@ class PeerEngines(EngineLoop):
                 peer.message("reject", text)
                 return
         self._about = self._about if others else about
+        held = self._about["adapters"].items()
+        self._adapters = {name: HeldAdapter(name, i, bytes.fromhex(digest)) for name, (i, digest) in held}
         self._dispatcher.endpoints.append(peer)
         self._log(f"the {peer.name} is connected")
 

@@ -32,11 +32,15 @@ def answer_to_message(answer: Answer) -> dict[str, Any]:
     request = answer.request
     call = request.call
     row = answer.row
+    adapter = request.adapter.name if request.adapter else None
     options = dataclasses.replace(call.options, stop_strings=tuple(request.stop_strings), impl=None)
     left = request.deadline - time.monotonic()
     return dict(
         ids=list(request.ids), options=options, key=call.key, number=request.number, live=request.live,
-        text=dict(skip_special_tokens=request.skip_special_tokens, content_after=request.content_after),
+        how=dict(
+            skip_special_tokens=request.skip_special_tokens, content_after=request.content_after,
+            adapter=adapter,
+        ),
         prompt_logprobs=request.num_prompt_logprobs, processed_logprobs=request.processed_logprobs,
         seconds=None if left == float("inf") else max(left, 0.001), answer=answer.number,
         row={name: getattr(row, name) for name in _ROW_FIELDS}, salt=row.salt.hex(),
@@ -52,7 +56,7 @@ def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPo
         grammar = grammars.prepare(row_fields["client"], options.grammar)
         options = dataclasses.replace(options, grammar=grammar)
     what = fields["ids"], options, fields["key"], fields["number"]
-    request = make_request(engine, *what, **fields["text"])
+    request = make_request(engine, *what, **fields["how"])
     request.live = fields["live"]
     request.num_prompt_logprobs = fields["prompt_logprobs"]
     request.processed_logprobs = fields["processed_logprobs"]

@@ -199,9 +199,10 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
         capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.num_draft_tokens,
         cache_dtype=engine.shape.cache_dtype, page_bytes=engine.shape.page_bytes,
-        devices=mesh.size if mesh else 1,
+        devices=mesh.size if mesh else 1, adapters=[engine.adapters, engine.shape.max_rank],
     )  # fmt: skip
     own = {name: getattr(engine, name) for name in ("rows", "pages", "usable_capacity", "num_draft_tokens")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
-    about = dict(role=engine.role, name=f"{engine.role} process {os.getpid()} ({host})")
+    adapters = {name: [held.index, held.digest.hex()] for name, held in engine.adapters.items()}
+    about = dict(adapters=adapters, role=engine.role, name=f"{engine.role} process {os.getpid()} ({host})")
     return about | own | sizes | dict(same={name: str(value) for name, value in same.items()})

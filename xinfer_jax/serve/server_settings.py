@@ -33,4 +33,6 @@ class ServerSettings:
     max_connections_per_address: int = 256
     trusted_proxies: tuple[str, ...] = ()
     stop_in_reasoning: bool = False
+    adapter_dir: str | None = None  # below it are the adapters that may be loaded by requests
+    admin_keys: tuple[bytes, ...] = ()  # for loading and removing adapters
     stall_seconds: float = 30.0  # a client that reads nothing for so long is disconnected

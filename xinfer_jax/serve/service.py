@@ -6,7 +6,7 @@ import hmac
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -22,6 +22,7 @@ from ..api.grammar_fields import grammar_field
 from ..checkpoint.loading import Model
 from ..engine.engines import AnyEngine, make_engine
 from ..engine.requests import Request, request_updates
+from ..engine.row import HeldAdapter
 from ..errors import GrammarError, InputError, NoTokenLeftError, format_message, format_value
 from ..generation.options import GenerateOptions
 from ..grammar.pool import GrammarPool
@@ -37,6 +38,8 @@ from .served_request import ServedRequest, usage_with_cached
 from .server_settings import ServerSettings
 from .worker_pool import LARGE_TOKENS, WorkerPool, is_large
 
+# These need a key of an admin.
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody receives it
 
 
@@ -138,7 +141,8 @@ class Service:
         await self.workers.run(client, large, partial(self._submit, served, parsed))
         requests = served.requests
         own_id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
-        head = dict(id=own_id, created=int(time.time()), model=settings.name, seed=parsed.seed)
+        name = requests[0].adapter.name if requests[0].adapter else settings.name
+        head = dict(id=own_id, created=int(time.time()), model=name, seed=parsed.seed)
         if stream.streamed:
             usage = partial(usage_with_cached, parsed, requests) if stream.usage else None
             chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, stream.continuous_usage)
@@ -157,7 +161,7 @@ class Service:
         reservation = served.reservation
         settings = self.settings
         body = self.load_body(data)
-        self.check_model(body)
+        adapter = self.check_model(body)
         stream = pop_stream_options(body)
         how: Any = dict(check=reservation.check, stop_in_reasoning=settings.stop_in_reasoning)
         most = self.engine.usable_capacity
@@ -168,6 +172,7 @@ class Service:
             raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
         if parsed.seed is None:
             parsed.seed = _derive_seed(settings.seed, served.number)
+        parsed.submit_args["adapter"] = adapter
         parsed.call_prefix = f"call_{served.request_id}_{served.number}"
         reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
         return parsed, stream, grammar_field(body)
@@ -224,16 +229,24 @@ class Service:
         message = with_field_names(format_message(error)) or type(error).__name__
         return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
 
-    def check_model(self, body: dict[str, Any]) -> None:
-        """Raises APIError if the body names another model."""
-        self.check_model_name(body.get("model") or self.settings.name)
+    def check_model(self, body: dict[str, Any]) -> str | None:
+        """The adapter that the body names as its model; None: it names the model, or nothing."""
+        return self.check_model_name(body.get("model") or self.settings.name)
 
-    def check_model_name(self, name: Any) -> None:
-        """Raises APIError if this is not the model's name."""
+    def check_model_name(self, name: Any) -> str | None:
+        """The adapter of this name; None: it is the model's. Raises APIError if nothing has it."""
         settings = self.settings
-        if name not in (settings.name, settings.model):
-            message = f"the model {format_value(name)} is not served here, {settings.name!r} is"
-            raise APIError(404, message, "model", "model_not_found")
+        if name in (settings.name, settings.model):
+            return None
+        if isinstance(name, str) and name in self.adapters:
+            return name
+        message = f"the model {format_value(name)} is not served here, {settings.name!r} is"
+        raise APIError(404, message, "model", "model_not_found")
+
+    @property
+    def adapters(self) -> Mapping[str, HeldAdapter]:
+        """The adapters that requests may name as their model."""
+        return self.engine.adapters if self.engine else {}
 
     def admit(self, request: HTTPRequest) -> Reservation:
         """Admits a request. Clients are distinguished by key, or without keys by address."""
@@ -247,7 +260,9 @@ class Service:
     def is_authorized(self, request: HTTPRequest) -> bool:
         """Whether the request has one of the keys, or none is needed."""
         keys = self.settings.api_keys
-        return not keys or any([hmac.compare_digest(_key(request), key) for key in keys])
+        if is_admin := request.scope["path"] in ADMIN_PATHS:
+            keys = self.settings.admin_keys
+        return not (keys or is_admin) or any([hmac.compare_digest(_key(request), key) for key in keys])
 
 
 async def _wait_until_ended(requests: Sequence[Request]) -> None:

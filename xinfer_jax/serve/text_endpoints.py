@@ -96,7 +96,8 @@ class TextEndpoints:
     def _body(self, data: list[bytes], list_name: str | None) -> dict[str, Any]:
         """The fields of a body that are not null."""
         body = self._service.load_body(data, list_name)
-        self._service.check_model(body)
+        if self._service.check_model(body) and list_name is not None:
+            raise BodyError("model", "vectors and ranks are those of the model without an adapter: name that")
         return {name: value for name, value in body.items() if value is not None}
 
     def _tokenize(self, model: Model, body: dict[str, Any]) -> bytes:

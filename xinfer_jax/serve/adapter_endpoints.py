@@ -1,0 +1,88 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: an admin adds and removes adapters
+while requests are served.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import PlainTextResponse, Response
+
+from ..adapters.peft_files import CONFIG, WEIGHTS
+from ..api.fields import BodyError
+from ..errors import format_value
+from .http_responses import APIError
+from .request_body import receive_body
+from .service import Service
+
+_FIELDS = {"lora_name", "lora_path", "load_inplace"}
+
+
+class AdapterEndpoints:
+    """The endpoints of one server."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def load(self, request: HTTPRequest) -> Response:
+        """Adds an adapter; with load_inplace replaces the one of its name."""
+        return await self._respond(request, self._load)
+
+    async def unload(self, request: HTTPRequest) -> Response:
+        """Removes an adapter."""
+        return await self._respond(request, self._unload)
+
+    async def _respond(self, request: HTTPRequest, work: Any) -> Response:
+        service = self._service
+        reservation = service.admit(request)
+        try:
+            data = [await receive_body(request, reservation, service.settings.max_body_bytes)]
+
+            def run() -> str:
+                body = service.load_body(data, None)
+                if others := sorted(body.keys() - _FIELDS):
+                    raise BodyError(others[0], f"{format_value(others[0])} is no field here: leave it out")
+                text: str = work(body)
+                service.log(text)
+                return text
+
+            return PlainTextResponse(await service.workers.run(reservation.client, True, run, exclusive=True))
+        finally:
+            reservation.release()
+
+    def _load(self, body: dict[str, Any]) -> str:
+        engine: Any = self._service.engine
+        name = body.get("lora_name")
+        path = self._path(body.get("lora_path"))
+        if name in (self._service.settings.name, self._service.settings.model):
+            raise BodyError("lora_name", f"{format_value(name)} is the name of the model: give another")
+        if body.get("load_inplace") is True and name in engine.adapters:
+            engine.update_adapter(name, path)
+            return f"adapter {format_value(name)} is replaced"
+        engine.add_adapter(name, path)
+        return f"adapter {format_value(name)} is loaded"
+
+    def _unload(self, body: dict[str, Any]) -> str:
+        engine: Any = self._service.engine
+        name = body.get("lora_name")
+        if not isinstance(name, str) or name not in engine.adapters:
+            raise APIError(404, f"no adapter is called {format_value(name)}", "lora_name", "model_not_found")
+        engine.remove_adapter(name)
+        return f"adapter {format_value(name)} is removed"
+
+    def _path(self, given: Any) -> Path:
+        """A directory below --adapter_dir, as all its files are once links are resolved."""
+        root = self._service.settings.adapter_dir
+        if root is None:
+            raise APIError(404, "adapters are not loaded here: the server needs --adapter_dir")
+        base = Path(root).resolve()
+        try:
+            path = (base / given).resolve()
+            files = path, path / CONFIG, path / WEIGHTS
+            inside = path.is_dir() and all(file.resolve().is_relative_to(base) for file in files)
+        except (TypeError, ValueError, OSError, RuntimeError):  # no text, NUL, too long, a loop of links
+            inside = False
+        if not inside:
+            why = f"lora_path={format_value(given)} is no directory below --adapter_dir"
+            raise BodyError("lora_path", why)
+        return path
