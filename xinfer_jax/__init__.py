@@ -6,15 +6,8 @@ Names are imported when first used: commands reject flags before they import jax
 from importlib import import_module
 
 _EXPORTS = {
-    "adapters.adapter": (
-        "Adapter",
-        "LowRank",
-        "init_adapter",
-        "merge_adapter",
-        "split_adapter",
-        "with_adapter",
-        "with_adapters",
-    ),
+    "adapters.adapted_params": ("merge_adapter", "split_adapter", "with_adapter", "with_adapters"),
+    "adapters.adapter": ("Adapter", "LowRank", "init_adapter"),
     "adapters.peft_files": ("load_adapter", "save_adapter"),
     "generation.beams": ("BeamOutput", "beam_search"),
     "cache.kv_cache": ("KVCache", "init_cache", "truncate"),

@@ -1,15 +1,13 @@
 from typing import Any
 
 from . import testing as testing
-from .adapters.adapter import (
-    Adapter as Adapter,
-    LowRank as LowRank,
-    init_adapter as init_adapter,
+from .adapters.adapted_params import (
     merge_adapter as merge_adapter,
     split_adapter as split_adapter,
     with_adapter as with_adapter,
     with_adapters as with_adapters,
 )
+from .adapters.adapter import Adapter as Adapter, LowRank as LowRank, init_adapter as init_adapter
 from .adapters.peft_files import load_adapter as load_adapter, save_adapter as save_adapter
 from .batch.dataset import DatasetGenerator as DatasetGenerator
 from .batch.run_batch import generate_file as generate_file

@@ -12,6 +12,7 @@ from quick import full_except
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
+from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.int8_weight import Int8Weight
@@ -64,6 +65,36 @@ def test_merged_split_stacked_and_generated():
     call = xj.GenerateOptions(6, eos_token_ids=())
     tokens = [xj.generate(params, CONFIG, [[5, 6, 7]], call).tokens for params in (adapted, merged)]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("targets", [["embed", "q"], ["lm_head"], ["embed", "lm_head", "down"]])
+@pytest.mark.parametrize("quantize", full_except([None], [None, "int8", "int4"]))
+def test_embedding_and_head(tmp_path, targets, quantize):
+    """Of a tied model: one adapter of both, or another of the head."""
+    params = PARAMS if quantize is None else xj.init_params(CONFIG, jax.random.key(0), "float32", quantize)
+    adapter = random_adapter(4, 3, targets=targets)
+    assert set(for_all_rows_only(adapter)) == {*targets} - {"q", "down"}
+    adapted = xj.with_adapter(params, adapter)
+    ids = np.arange(96)
+    hidden = np.eye(48, dtype=np.float32)
+    plain, found = (
+        (xj.embed_tokens(tree, CONFIG, ids), xj.unembed(tree, CONFIG, hidden).T) for tree in (params, adapted)
+    )
+    for x, y, name in zip(plain, found, ("embed", "lm_head"), strict=True):
+        pair = adapter.matrices.get(name) or ("lm_head" not in targets and adapter.matrices["embed"])
+        np.testing.assert_allclose(y, x + (pair[1] @ pair[0] if pair else 0), atol=2e-2 if quantize else 1e-5)
+    (base, again) = xj.split_adapter(adapted)
+    jax.tree.map(np.testing.assert_array_equal, (base, again), (params, again))
+    assert {path for path, pair in again.matrices.items() if pair.a.size} == {*adapter.matrices}
+    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    jax.tree.map(
+        np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a").matrices, again.matrices
+    )
+    if quantize is None:
+        np.testing.assert_allclose(logits(xj.merge_adapter(params, adapter)), logits(adapted), atol=1e-5)
+        (tokens,) = xj.generate(adapted, CONFIG, [[5, 6, 7]], xj.GenerateOptions(6, eos_token_ids=())).tokens
+        text = np.array([[5, 6, 7, *tokens, 0, 0, 0]] * 3, np.int32)
+        assert np.asarray(forward(adapted, CONFIG, text)[0])[0].argmax(-1)[2:8].tolist() == tokens
 
 
 def test_only_the_adapter_is_trained():

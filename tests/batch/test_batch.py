@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 from quick import full_except
+from random_adapters import random_adapter
 from soak import batch_lines
 
 import xinfer_jax as xj
@@ -102,6 +103,34 @@ def test_every_form_of_line_equals_generate(model, tmp_path):
     both = found[7]["choices"]
     assert [len(choice["token_ids"]) for choice in both] == [2, 2]
     assert [len(row) for row in both[0]["logprobs"]["top_logprobs"]] == [1, 1]
+
+
+@pytest.mark.full
+def test_lines_name_adapters(model, tmp_path):
+    adapter = random_adapter(model.config, 0, 2)
+    xj.save_adapter(tmp_path / "adapter", adapter, model.config)
+    api = dict(method="POST", url="/v1/completions", body=dict(model="a", max_tokens=5, prompt=[5, 6, 7]))
+    rows = [
+        dict(prompt=[5, 6, 7], max_tokens=5, adapter="a"), dict(prompt=[5, 6, 7], max_tokens=5),
+        dict(api, custom_id="api"), dict(prompt=[5], adapter="b"), dict(prompt=[5], adapter=3),
+    ]  # fmt: skip
+    how = dict(adapters=dict(a=tmp_path / "adapter"))
+    found, report = answered(model, tmp_path, *rows, **how)
+    wanted = xj.generate(
+        xj.with_adapter(model.params, adapter), model.config, [[5, 6, 7]], xj.GenerateOptions(5)
+    )
+    assert found[1]["text"] == model.tokenizer.decode(wanted.tokens[0]) != found[2]["text"]
+    assert found[1]["adapter"] == "a" and "adapter" not in found[2]
+    body = found["api"]["response"]["body"]
+    assert body["model"] == "a" and body["choices"][0]["text"] == found[1]["text"]
+    assert "no adapter is called 'b': the engine has a" in found[4]["error"] and "3" in found[5]["error"]
+    assert answered(model, tmp_path, *rows, **how)[1]["finished_before"] == 5
+    with pytest.raises(xj.InputError, match=r"engine.adapters.a"):
+        answered(model, tmp_path, *rows, adapters=dict(a=random_adapter(model.config, 1, 2)))
+    scores, _ = answered(
+        model, tmp_path / "x", dict(text=[5, 6, 7]), dict(text=[5, 6, 7], adapter="a"), score=True, **how
+    )
+    assert scores[1] != scores[2]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from random_adapters import random_adapter
 from safetensors.numpy import load_file, save_file
 from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
@@ -169,6 +170,14 @@ def test_verbose_prints_the_kernels_and_what_is_not_read(command, good, ask, tmp
     assert err.count(f"{path}: tensors that are not read: model.visual.* (2), mtp.* (1)\n") == 1
     assert "not read" not in command(f"--model={path}", ASK, "--impl=xla")[2]
     assert ask("--impl=xla")["stats"]["kernels"] == dict.fromkeys(kernels.split(", "), "xla")
+
+
+def test_an_adapter_changes_the_answer(command, ask, good, tmp_path):
+    config = xj.load_model(good).config
+    xj.save_adapter(tmp_path / "a", random_adapter(config, 0, 2), config)
+    assert ask(f"--adapter={tmp_path / 'a'}", "--max_tokens=4")["tokens"] != ask("--max_tokens=4")["tokens"]
+    code, _, err = command(f"--model={good}", ASK, f"--adapter={tmp_path}")
+    assert code == 2 and "holds no adapter_config.json" in err
 
 
 def test_dtype_flag_sets_the_weights_dtype(command, good, monkeypatch):

@@ -4,6 +4,7 @@ import compiling
 import jax
 import numpy as np
 import pytest
+from random_adapters import random_adapter
 from soak import engine_requests
 
 import xinfer_jax as xj
@@ -20,13 +21,7 @@ def model() -> xj.Model:
 
 @pytest.fixture(scope="module")
 def adapters(model) -> list[xj.Adapter]:
-    return [random_adapter(model, i, rank) for i, rank in enumerate((4, 2, 3))]
-
-
-def random_adapter(model, seed, rank, **how):
-    adapter = xj.init_adapter(model.config, jax.random.key(seed), rank, alpha=2 * rank, **how)
-    key = jax.random.key(100 + seed)
-    return jax.tree.map(lambda x: x + 0.2 * jax.random.normal(key, x.shape), adapter)
+    return [random_adapter(model.config, i, rank) for i, rank in enumerate((4, 2, 3))]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +160,7 @@ def test_prompt_logprobs_and_generate_take_adapters(engine, model, adapters):
 
 def test_bad_calls(engine, model, adapters, tmp_path):
     engine.add_adapter("a", adapters[0])
-    large = random_adapter(model, 5, 5)
+    large = random_adapter(model.config, 5, 5)
     nan = jax.tree.map(lambda x: x * np.nan, adapters[0])
     embed = xj.Adapter({"embed": xj.LowRank(np.zeros((2, 9)), np.zeros((9, 2)))}, (1.0,))
     for call, message in (

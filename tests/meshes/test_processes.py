@@ -21,6 +21,7 @@ import pytest
 import tiny
 from paths import ROOT
 from process_jobs import Process, free_port, job, wait_until
+from random_adapters import random_adapter
 
 import xinfer_jax as xj
 from xinfer_jax import signing
@@ -54,7 +55,8 @@ def model(tmp_path_factory) -> Path:
 def lines(tmp_path) -> Path:
     file = tmp_path / "in.jsonl"
     texts = [f"{'abcdef'[i % 6] * 130} the {i}" for i in range(LINES)]  # six prefixes of two pages
-    rows = (dict(prompt=text, max_tokens=24, temperature=i % 2 * 0.8, seed=i) for i, text in enumerate(texts))
+    rows = [dict(prompt=text, max_tokens=24, temperature=i % 2 * 0.8, seed=i) for i, text in enumerate(texts)]
+    rows = [row | (dict(adapter="a") if i % 3 == 1 else {}) for i, row in enumerate(rows)]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, dict(prompt="")]))
     return file
 
@@ -80,9 +82,15 @@ def test_generate_gives_the_tokens_of_one_process(command, model):
 
 
 def test_batch_resumes_after_a_killed_process_with_the_output_of_one_process(model, lines, tmp_path):
-    one, out, logs = (tmp_path / name for name in ("one", "two", "logs"))
-    xj.generate_file(xj.load_model(model), lines, one, raw=True, in_order=True, progress=False, **SHAPE)
-    given = dict(model=model, input=lines, output=out, log_dir=logs, host_pages=30, **SHAPE)
+    one, out, logs, adapter = (tmp_path / name for name in ("one", "two", "logs", "adapter"))
+    loaded = xj.load_model(model)
+    xj.save_adapter(adapter, random_adapter(loaded.config, 0, 2), loaded.config)
+    adapters = dict(a=adapter)
+    how = dict(raw=True, in_order=True, progress=False, adapters=adapters)
+    xj.generate_file(loaded, lines, one, **how, **SHAPE)
+    given = dict(
+        model=model, input=lines, output=out, log_dir=logs, host_pages=30, adapter=f"a={adapter}", **SHAPE
+    )
     args = [f"--{name}={value}" for name, value in given.items()] + ["--raw", "--in_order"]
     with job("batch", *args) as processes:
         wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") > 2, 120)

@@ -13,6 +13,7 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from random_adapters import random_adapter
 from soak import engine_requests
 
 import xinfer_jax as xj
@@ -193,6 +194,39 @@ def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
     apart.update(model.params)
 
 
+def test_adapters_on_both_sides(model):
+    """They are added, replaced and removed on both or none; pages of answers are those of the adapter."""
+    first, second, large = (random_adapter(model.config, i, rank) for i, rank in enumerate((2, 3, 4)))
+    how = dict(max_adapters=2, max_rank=3)
+    ids = prompt(90, 150)
+    with xj.Engine(model, **SHAPE, **how, adapters=dict(a=first)) as alone:
+        wanted = alone.generate([ids] * 2, options(40), adapter=["a", None])
+    how |= dict(prefill_devices=[0], decode_devices=[1], adapters=dict(a=first))
+    with xj.Engine(model, **SHAPE, **how) as engine:
+        with compiling.events() as seen:
+            outs = engine.generate([ids] * 2, options(40), adapter=["a", None])
+            assert [out.logprobs for out in outs] == [out.logprobs for out in wanted]
+            with pytest.raises(xj.InputError, match="rank 4"):
+                engine.add_adapter("b", large)
+            engine.add_adapter("b", second)
+            request = engine.submit(ids, options(200), adapter="a", share_answers=True)
+            assert len(list(itertools.islice(request, 3))) == 3
+            engine.update_adapter("a", second)
+            versions = request.result(60).adapter_versions[0]
+            assert {*versions} == {0, 1} and versions == sorted(versions)
+            turn = engine.submit(
+                [*ids, *request.result().tokens[0], 5], options(4), adapter="a", share_answers=True
+            )
+            other = engine.submit(ids, options(40), adapter="b")
+            assert turn.result(60).stats.reused_tokens == 0  # the first contents had other keys
+            last = engine.submit(ids, options(40), adapter="a").result(60)
+            assert last.logprobs == other.result(60).logprobs
+        assert seen == []
+        engine.remove_adapter("b")
+        with pytest.raises(xj.InputError, match="no adapter is called 'b'"):
+            engine.submit(ids, adapter="b")
+
+
 def test_both_sides_lend_the_memory_of_their_pages(one, apart):
     """While rows prefill, move, wait for pages and decode; some come back to pages of another side."""
     asked = [(prompt(40 + i, 40 + 30 * i), options(90)) for i in range(7)]
@@ -257,6 +291,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     """
     lines = []
     secret = b"x" * 32
+    adapters = dict(adapters=dict(a=random_adapter(model.config, 0, 2)))
     listening = socket.create_server(("127.0.0.1", 0))
     front = PeerEngines(model, listening, secret, lines.append)
     address = listening.getsockname()[:2]
@@ -265,7 +300,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
 
     def connect(role: str, device: int) -> PeerWorker:
         own = dataclasses.replace(model, params=jax.device_put(model.params, jax.devices()[device]))
-        engine = xj.Engine(own, role=role, **SHAPE).__enter__()
+        engine = xj.Engine(own, role=role, **SHAPE, **adapters).__enter__()
         workers.append(PeerWorker(engine, address, secret, lines.append))
         threading.Thread(target=workers[-1].run, args=(stop,), daemon=True).start()
         return workers[-1]
@@ -288,6 +323,14 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     assert (
         front.submit([5, 6, 7], grammar).result(60).tokens == one.submit([5, 6, 7], grammar).result().tokens
     )
+    with xj.Engine(model, **SHAPE, **adapters) as alone:
+        (wanted,) = alone.generate([prompt(3, 90)], options(20), adapter="a")
+    out = front.submit(prompt(3, 90), options(20), adapter="a").result(60)
+    assert (out.adapter, out.logprobs) == ("a", wanted.logprobs)
+    with pytest.raises(xj.InputError, match="no adapter is called 'b': the engine has a"):
+        front.submit([5], adapter="b")
+    with pytest.raises(xj.InputError, match="engines in other processes keep their adapters"):
+        front.add_adapter("b", adapters["adapters"]["a"])
     silent = [socket.create_connection(address) for _ in range(70)]  # they lock nobody out
     second = connect("prefill", 0)
     while len(front.engines) < 3:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tiny
 from paths import SCRIPTS
+from random_adapters import random_adapter
 from soak import engine_requests
 
 import xinfer_jax as xj
@@ -202,6 +203,36 @@ def test_update_of_an_engine_on_a_mesh(model):
         engine.model.params["layers"][0]["k"]["weight"].sharding
         == params["layers"][0]["k"]["weight"].sharding
     )
+
+
+def test_adapters_of_all_engines_and_on_a_mesh(several, model):
+    """Each engine holds all of them; over a mesh they are divided as their matrices are."""
+    adapters = [random_adapter(model.config, i, 2 + i) for i in range(3)]
+    mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))
+    divided = dataclasses.replace(
+        model, params=jax.device_put(model.params, xj.shardings(model.config, mesh))
+    )
+    ids = [prompt(1, 90)] * 4
+    wanted = None
+    how = SIZES | dict(adapters=dict(a=adapters[0]), max_adapters=2, max_rank=3)
+    engines = (xj.Engines(model, 2, **how), xj.Engine(divided, **how))
+    for engine in engines:
+        engine.add_adapter("b", adapters[1])
+        with pytest.raises(xj.InputError, match="rank 4, and the engine max_rank 3"):
+            engine.add_adapter("c", adapters[2])
+        outs = engine.generate(ids, options(20), adapter=[None, "a", "b", "a"])
+        wanted = wanted or outs
+        assert [out.tokens for out in outs] == [out.tokens for out in wanted]
+        for out, other in zip(outs, wanted, strict=True):
+            np.testing.assert_allclose(out.logprobs[0], other.logprobs[0], atol=1e-4)
+        engine.update_adapter("b", adapters[0])
+        (out,) = engine.generate(ids[:1], options(20), adapter="b")
+        np.testing.assert_allclose(out.logprobs[0], outs[1].logprobs[0], atol=1e-6)
+        assert out.adapter_versions == [[1] * 20]
+    core = engine._core.device.adapters
+    (a, b, _) = core._stacks["layers.0.down"]
+    assert {a.addressable_shards[0].data.shape[2] * 2, b.shape[1]} == {a.shape[2], model.config.hidden_size}
+    engines[0].close()
 
 
 def test_an_engine_that_fails_leaves_the_others_running(unstarted, capsys):

@@ -1,12 +1,8 @@
-"""Adapters in the files of PEFT, adapter_config.json and adapter_model.safetensors: a pair lora_A and lora_B
-for each module of transformers' model. A module may hold several matrices of the tree, as `qkv_proj` does:
-they share its lora_A.
-"""
+"""Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors."""
 
-import dataclasses
 import json
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +12,21 @@ import numpy as np
 import safetensors.numpy
 
 from ..checkpoint.files import download_adapter, read_json, resolve_directory
-from ..checkpoint.tensor_files import on_host, write_whole
+from ..checkpoint.tensor_files import write_whole
 from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
-from ..families.conversion import leaf_of_tensors, plan_tensors
-from ..families.naming import FileSpec, file_specs
 from ..families.skipped_tensors import full_name, text_name
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
 from .peft_config import read_modules
+from .peft_modules import EMBED, HEAD, peft_modules, with_tied_head
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MAX_CONFIG = 2**20  # bytes
-_ENDS = (".lora_A.weight", ".lora_B.weight")
+_BASE = ".base_layer.weight"  # PEFT also saves the matrices of embedding and head themselves
 
 
 def load_adapter(config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any = None) -> Adapter:
@@ -65,29 +60,30 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
     if len(named) < len(stored):
         twice = Counter(map(_own_name, stored)) - Counter(list(named))
         raise InputError(f"tensors are there twice, by two prefixes: {format_names(sorted(twice), 8)}")
-    modules = _modules(config, {name.removesuffix(end) for name in named for end in _ENDS})
+    modules = peft_modules(config, {name.rpartition(".lora_")[0] for name in named})
     raw = next((name.removeprefix(_PREFIX) for name in stored), "")
-    by_raw = {full_name(module, raw): module for module in modules}
-    wanted = {by_raw[name]: how for name, how in read_modules(settings, by_raw, by_raw).items()}
+    by_raw = {full_name(name, raw): module for name, module in modules.items()}
+    linear = [name for name, module in by_raw.items() if module.is_linear]
+    wanted = [(by_raw[name], *how) for name, how in read_modules(settings, by_raw, linear).items()]
+    if config.tie_word_embeddings and settings.get("ensure_weight_tying"):
+        head = next(module for module in modules.values() if module.paths == [HEAD])
+        wanted += [(head, rank, scale) for module, rank, scale in wanted if module.paths == [EMBED]]
     expected: dict[str, tuple[int, ...]] = {}
-    for module, (rank, _) in wanted.items():
-        spec = modules[module][0]
-        (shape_of_b,) = _of_rank(spec, rank).tensor_shapes({f"{module}.weight"}).values()
-        shapes = (rank, spec.shape[1]), shape_of_b
-        expected |= {f"{module}{end}": shape for end, shape in zip(_ENDS, shapes, strict=True)}
+    for module, rank, _ in wanted:
+        expected |= module.shapes(rank)
+        if module.name + _BASE in named and "vocab" in module.specs[0].axes:
+            expected[module.name + _BASE] = module.specs[0].shape
     _check_tensors(expected, named)
     matrices: dict[str, LowRank] = {}
     scales: dict[str, float] = {}
-    for module, (rank, scale) in wanted.items():
-        a, b = (np.asarray(named[f"{module}{end}"].array(), dtype) for end in _ENDS)
+    for module, _, scale in wanted:
+        a, b = (np.asarray(named[name].array(), dtype) for name in module.tensors)
         if not all(np.isfinite(x.astype(np.float32)).all() for x in (a, b)):
-            raise InputError(f"{module} has NaN or inf")
-        for spec in modules[module]:
-            path = spec.name.removesuffix(".weight")
-            own_b = leaf_of_tensors(_of_rank(spec, rank), {f"{module}.weight": b})
-            matrices[path] = LowRank(jnp.asarray(a), jnp.asarray(own_b))
-            scales[path] = scale
-    return make_adapter(matrices, scales)
+            raise InputError(f"{module.name} has NaN or inf")
+        own = module.matrices(a, b)
+        matrices |= own
+        scales |= dict.fromkeys(own, scale)
+    return jax.tree.map(jnp.asarray, with_tied_head(config, make_adapter(matrices, scales)))
 
 
 def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, base: str | None = None) -> None:
@@ -110,12 +106,16 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module, specs in _modules(config, ()).items():
-        if pair := _joined(adapter, module, specs):
-            (a, b, scale) = pair
-            ranks[module] = len(a)
-            alphas[module] = scale * len(a)
-            tensors |= {f"{_PREFIX}{module}{end}": x for end, x in zip(_ENDS, (a, b), strict=True)}
+    ties_head = config.tie_word_embeddings and EMBED in adapter.matrices and HEAD not in adapter.matrices
+    if ties_head:
+        matrices = adapter.matrices | {HEAD: adapter.matrices[EMBED]}
+        adapter = make_adapter(matrices, adapter.scale_of() | {HEAD: adapter.scale_of()[EMBED]})
+    for name, module in peft_modules(config).items():
+        (a, b, scale) = module.pair(adapter) or (np.empty(0), np.empty(0), 0.0)
+        if rank := min(a.shape):
+            ranks[name] = rank
+            alphas[name] = scale * rank
+            tensors |= {f"{_PREFIX}{tensor}": x for tensor, x in zip(module.tensors, (a, b), strict=True)}
     if not ranks:
         raise InputError("the adapter has no matrices: give one that changes the model")
     (rank, alpha) = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
@@ -124,6 +124,7 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
         lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=sorted(ranks),
         rank_pattern={module: own for module, own in ranks.items() if own != rank},
         alpha_pattern={module: own for module, own in alphas.items() if own != alpha},
+        ensure_weight_tying=ties_head,
     )  # fmt: skip
 
     def write(directory: Path | None) -> None:
@@ -132,49 +133,6 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
             safetensors.numpy.save_file(tensors, directory / WEIGHTS, dict(format="pt"))
 
     write_whole(path, write)
-
-
-def _joined(
-    adapter: Adapter, module: str, specs: list[FileSpec]
-) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """The pair of a module of these matrices, and its scale; None: the adapter changes none of them."""
-    scale_of = adapter.scale_of()
-    paths = [spec.name.removesuffix(".weight") for spec in specs]
-    found = [path for path in paths if path in adapter.matrices]
-    if not found:
-        return None
-    pairs = {path: [on_host(x) for x in adapter.matrices[path]] for path in found}
-    scale = next(filter(None, map(scale_of.get, found)), 0.0)  # others are told by it
-    as_, bs = [[pair[i] for pair in pairs.values()] for i in (0, 1)]
-    if all(np.array_equal(a, as_[0]) for a in as_) and all(scale_of[path] == scale for path in found):
-        a = as_[0]
-        places = [0] * len(found)
-    else:
-        a = np.concatenate(as_)
-        places = [sum(map(len, as_[:i])) for i in range(len(as_))]
-    leaves = {
-        path: np.zeros((spec.shape[0], len(a)), a.dtype) for path, spec in zip(paths, specs, strict=True)
-    }
-    for path, at, b in zip(found, places, bs, strict=True):
-        leaves[path][:, at : at + b.shape[1]] = b if scale_of[path] == scale else b * (scale_of[path] / scale)
-    (tensor,) = plan_tensors([_of_rank(spec, len(a)) for spec in specs], leaves.values()).values()
-    return a, np.ascontiguousarray(tensor.make(lambda leaf: leaf)), scale
-
-
-def _modules(config: ModelConfig, found: Container[str]) -> dict[str, list[FileSpec]]:
-    """The matrices of each module that can have an adapter, in published files or where it is found."""
-    modules: dict[str, list[FileSpec]] = {}
-    adaptable = adaptable_matrices(config)
-    for spec in jax.tree.leaves(file_specs(config)):
-        if spec.name.removesuffix(".weight") not in adaptable:
-            continue
-        names = [
-            name.removesuffix(".weight")
-            for name in (spec.published_name, spec.fused_name, spec.hf_name)
-            if name
-        ]
-        modules.setdefault(next((name for name in names if name in found), names[0]), []).append(spec)
-    return modules
 
 
 def _own_name(name: str) -> str:
@@ -199,8 +157,3 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, 
             faults.append(f"{name} has type {tensor.type}")
     if faults:
         raise InputError(f"tensors do not fit: {format_names(sorted(faults), 8)}")
-
-
-def _of_rank(spec: FileSpec, rank: int) -> FileSpec:
-    """The spec of a matrix as that of its `lora_B`, which is divided into matrices as the weight is."""
-    return dataclasses.replace(spec, shape=(spec.shape[0], rank))

@@ -11,7 +11,7 @@ import jax
 
 from kernels_pallas import Selection
 
-from ..adapters.adapter import with_adapter
+from ..adapters.adapted_params import with_adapter
 from ..adapters.peft_files import load_adapter
 from ..checkpoint.loading import Checkpoint, Model
 from ..engine.controller import open_control_channel

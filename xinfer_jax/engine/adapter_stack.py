@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ..adapters.adapter import adaptable_matrices, map_matrices
+from ..adapters.adapted_params import map_matrices
+from ..adapters.adapter import row_matrices
 from ..config.model_config import ModelConfig
 from ..generation.executor import Run
 from ..sharding import REPLICATED, partition_spec
@@ -33,7 +34,7 @@ class AdapterStack:
     ):
         """create: makes what a function returns on the devices of the parameters, if these are no mesh."""
         dtype = activation_dtype(params)
-        specs = adaptable_matrices(config)
+        specs = row_matrices(config)
         self.paths = sorted(specs)
         self._mesh = mesh
         self._places: dict[str, Any] = {}

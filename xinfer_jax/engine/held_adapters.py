@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..adapters.adapter import Adapter, adapter_digest, check_adapter, for_all_rows_only
+from ..adapters.adapted_params import check_adapter
+from ..adapters.adapter import Adapter, adapter_digest, for_all_rows_only
 from ..adapters.peft_files import load_adapter
 from ..checks import check_integer
 from ..errors import InputError, format_names, format_value

@@ -9,7 +9,7 @@ import jax
 import jaxlib
 
 from .. import __version__
-from ..adapters.adapter import adaptable_matrices
+from ..adapters.adapter import row_matrices
 from ..cache.fingerprint import fingerprint
 from ..cache.kv_cache import cache_bytes, state_bytes
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
@@ -156,7 +156,7 @@ def _adapter_bytes(model: Model, rank: int) -> int:
     if any(isinstance(leaf, AdaptedWeight) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized)):
         raise InputError("the model has an adapter already: leave out max_adapters, or load it without")
     itemsize = activation_dtype(model.params).itemsize
-    return sum(rank * sum(spec.shape) * itemsize for spec in adaptable_matrices(model.config).values())
+    return sum(rank * sum(spec.shape) * itemsize for spec in row_matrices(model.config).values())
 
 
 def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int, other_bytes: int) -> int:

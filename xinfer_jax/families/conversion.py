@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..sharding import RULES
-from ..weights.adapted_weight import AdaptedWeight
+from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.layout import partition_specs, shardings
 from ..weights.param_specs import leaf_name
 from ..weights.params import Params, ParamSpec, check_params, param_specs, resolve_dtype
@@ -89,9 +89,10 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
         InputError: leaves that are missing, unknown or misshapen, all in one error.
     """
     leaves = check_leaves(params, config)
-    if any(isinstance(leaf, AdaptedWeight) for leaf in leaves.values()):
+    if any(isinstance(leaf, AdaptedWeight | UntiedWeight) for leaf in leaves.values()):
         raise InputError(
-            "the parameters have an adapter: merge it, or save it apart, by split_adapter and save_adapter"
+            "the parameters have an adapter, or a head that is no longer tied to the embedding: merge it, or"
+            " save it apart, by split_adapter and save_adapter"
         )
     specs = jax.tree.leaves(file_specs(config))
     return specs, [_without_padding(spec, leaves[spec.name]) for spec in specs]

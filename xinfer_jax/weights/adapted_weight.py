@@ -1,4 +1,6 @@
-"""A matrix with low-rank adapters beside it: LoRA (Hu et al. 2021), one for all rows or another for each."""
+"""A matrix with low-rank adapters beside it: LoRA (Hu et al. 2021), one for all rows or another for each; and
+a tied model's matrix whose embedding and head have different adapters.
+"""
 
 import dataclasses
 from typing import Any, Self
@@ -49,10 +51,8 @@ class AdaptedWeight(WeightLeaf):
         return x, dataclasses.replace(self, axis_name=axis_name)
 
     def product(self, x: jax.Array) -> jax.Array:
-        if not isinstance(self.base, WeightLeaf):
-            y = float_product(x, self.base)
-        elif self.axis_name is None:
-            y = self.base.product(x)
+        if self.axis_name is None or not isinstance(self.base, WeightLeaf):
+            y = _product(x, self.base)
         else:
             (own_x, base) = self.base.local_shard(x, self.axis_name)
             y = base.product(own_x)
@@ -64,6 +64,42 @@ class AdaptedWeight(WeightLeaf):
             )
         scale_B = jnp.where(self.adapter_B < 0, 0, self.scale_N[self.adapter_B])
         return y + jax.vmap(_low_rank)(x, self.lora_a[self.adapter_B], self.lora_b[self.adapter_B], scale_B)
+
+    def rows(self, index: jax.Array) -> jax.Array:
+        """Of the only adapter."""
+        return _rows(self.base, index) + float_product(self.lora_b[0, index] * self.scale, self.lora_a[0].T)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class UntiedWeight(WeightLeaf):
+    """A tied model's matrix [V, D], where the embedding is another than the head; each is an array or a
+    `WeightLeaf`. Both may hold one base.
+    """
+
+    embedding: Any
+    head: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.embedding.shape
+
+    def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
+        return dict(embedding=axes, head=axes)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        return _product(x, self.head)
+
+    def rows(self, index: jax.Array) -> jax.Array:
+        return _rows(self.embedding, index)
+
+
+def _product(x: jax.Array, matrix: Any) -> jax.Array:
+    return matrix.product(x) if isinstance(matrix, WeightLeaf) else float_product(x, matrix)
+
+
+def _rows(matrix: Any, index: jax.Array) -> jax.Array:
+    return matrix.rows(index) if isinstance(matrix, WeightLeaf) else matrix[index].astype(jnp.float32)
 
 
 def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: Any) -> jax.Array:

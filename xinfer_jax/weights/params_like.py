@@ -38,8 +38,7 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
             where `like` has a format that only its checkpoint has; an adapter with another scale.
     """
     given = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    scales = {_name(path): leaf.scale for path, leaf in leaves if isinstance(leaf, AdaptedWeight)}
+    scales = _adapter_scales(params)
 
     def fit(spec: ParamSpec, old: Any) -> Any:
         return _fitted(given, spec, old, cast)
@@ -49,11 +48,12 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
             if is_quantized(old) and config.rotated:
                 raise InputError(f"{spec.name} is rotated: give parameters that load_model quantized so")
             return fit(spec, old)
-        if isinstance(old, AdaptedWeight) and (scale := scales.get(spec.name, old.scale)) != old.scale:
-            raise InputError(
-                f"{spec.name} has an adapter of the scale {scale}, and programs one of {old.scale}: give it"
-                f" that alpha / rank, and lora_b times {scale} / {old.scale}"
-            )
+        for name, old_scale in _adapter_scales(old, spec.name).items():
+            if (scale := scales.get(name, old_scale)) != old_scale:
+                raise InputError(
+                    f"{name} has an adapter of the scale {scale}, and programs one of {old_scale}: give it"
+                    f" that alpha / rank, and lora_b times {scale} / {old_scale}"
+                )
         fields, form = jax.tree_util.tree_flatten_with_path(old)
         names = [_name((spec.name, *path)) for path, _ in fields]
         specs = [dataclasses.replace(spec, name=name, kv_heads=0) for name in names]
@@ -63,6 +63,13 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
     if given:
         raise InputError(f"the new parameters have unknown leaves: {format_names(given)}: leave them out")
     return new
+
+
+def _adapter_scales(tree: Any, *prefix: str) -> dict[str, float]:
+    """The static scales of adapted matrices, by their paths."""
+    is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_adapted)
+    return {_name((*prefix, *path)): leaf.scale for path, leaf in leaves if is_adapted(leaf)}
 
 
 def is_deleted(tree: Any) -> bool:

@@ -1,0 +1,179 @@
+"""Adapters in a model's parameters: put there, taken out, or merged."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import check_array, is_traced
+from ..errors import InputError, format_names, format_value
+from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
+from ..weights.param_specs import leaf_name
+from ..weights.params import AnyArray, Params
+from ..weights.quantized_weight import is_quantized
+from .adapter import ROTATED, Adapter, LowRank, for_all_rows_only, make_adapter
+
+
+def with_adapter(params: Params, adapter: Adapter) -> Params:
+    """Returns parameters of the adapted model, for `forward`, `score`, `decode_loop`, `generate` and engines.
+    Gradients in the adapter are those of its arrays alone.
+
+    Args:
+        params: of the model, of any kind, with its layers in a tuple.
+        adapter: for all rows.
+
+    Raises:
+        InputError: it does not fit the model; the parameters have adapters.
+    """
+    check_adapter(params, adapter)
+    scale_of = adapter.scale_of()
+
+    def adapt(path: str, weight: Any) -> Any:
+        a, b = adapter.matrices[path]
+        return AdaptedWeight(weight, a[None], b[None], scale=scale_of[path]) if len(a) else weight
+
+    return map_matrices(params, adapter.matrices, adapt)
+
+
+def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArray) -> Params:
+    """Returns parameters of several adapted models, for functions of arrays with B rows: `forward`, `score`,
+    `prefill`, `decode_loop`.
+
+    Args:
+        params: as in `with_adapter`.
+        adapters: at least one; of any ranks and matrices.
+        adapter_B: int32: the index of each row's adapter; -1: it has none.
+
+    Raises:
+        InputError: an adapter that does not fit the model; an index that is none, unless it is traced.
+    """
+    adapters = [*adapters]
+    if not adapters:
+        raise InputError("with_adapters needs at least one adapter")
+    for adapter in adapters:
+        check_adapter(params, adapter)
+        if names := for_all_rows_only(adapter):
+            raise InputError(
+                f"{format_names(names, 8)} can have one adapter for all rows only: use with_adapter, or"
+                " merge it"
+            )
+    number = len(adapters)
+    adapter_B = adapter_B if is_traced(adapter_B) else np.asarray(adapter_B)
+    check_array("adapter_B", adapter_B, np.integer, "B")
+    if not is_traced(adapter_B) and not np.all((adapter_B >= -1) & (adapter_B < number)):
+        raise InputError(f"adapter_B must be from -1 to {number - 1}, got {format_value(adapter_B)}")
+    scales = [adapter.scale_of() for adapter in adapters]
+
+    def adapt(path: str, weight: Any) -> AdaptedWeight:
+        found = [adapter.matrices.get(path) for adapter in adapters]
+        (outputs, inputs) = weight.shape
+        rank = max(pair.a.shape[0] for pair in found if pair is not None)
+
+        def stacked(of: int, shape: tuple[int, ...]) -> jax.Array:
+            zeros = jnp.zeros(shape, jax.tree.leaves(found)[0].dtype)
+            padded = (zeros if x is None else zeros.at[*map(slice, x[of].shape)].set(x[of]) for x in found)
+            return jnp.stack(list(padded))
+
+        scale_N = jnp.array([scale.get(path, 0.0) for scale in scales], jnp.float32)
+        pair = stacked(0, (rank, inputs)), stacked(1, (outputs, rank))
+        return AdaptedWeight(weight, *pair, jnp.asarray(adapter_B, jnp.int32), scale_N)
+
+    return map_matrices(params, {path for adapter in adapters for path in adapter.matrices}, adapt)
+
+
+def split_adapter(params: Params) -> tuple[Params, Adapter]:
+    """Returns what `with_adapter` put together: the model's parameters, and the adapter."""
+    found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
+    if found.get("lm_head") is found.get("embed"):
+        found.pop("lm_head", None)
+    if not found or any(x.adapter_B is not None or x.lora_a.ndim != 3 for x in found.values()):
+        raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
+    matrices = {path: LowRank(weight.lora_a[0], weight.lora_b[0]) for path, weight in found.items()}
+    scales = {path: weight.scale for path, weight in found.items()}
+    if isinstance(params["embed"]["weight"], UntiedWeight):
+        (a, b) = next(matrices[path] for path in ("embed", "lm_head") if path in matrices)
+        matrices = {"lm_head": LowRank(a[:0], b[:, :0])} | matrices
+        scales = {"lm_head": 1.0} | scales
+    params = map_matrices(params, matrices, lambda path, weight: getattr(weight, "base", weight))
+    return params, make_adapter(matrices, scales)
+
+
+def merge_adapter(params: Params, adapter: Adapter) -> Params:
+    """Returns float parameters with the adapter's sum in them, each of the dtype that it has.
+
+    Raises:
+        InputError: it does not fit the model; a matrix is quantized: merge into float parameters, then
+            quantize them by `xj.reshard`.
+    """
+    check_adapter(params, adapter)
+    matrices = _matrices(params)
+    if quantized := [path for path in adapter.matrices if is_quantized(matrices[path])]:
+        raise InputError(
+            f"an adapter is merged into float parameters, and {format_names(quantized, 4)} are quantized:"
+            " merge first, and quantize by xj.reshard(…, quantize=)"
+        )
+    scale_of = adapter.scale_of()
+
+    def merge(path: str, weight: Any) -> jax.Array:
+        a, b = (x.astype(jnp.float32) for x in adapter.matrices[path])
+        added = jnp.matmul(b, a, precision="highest") * scale_of[path]
+        return (weight.astype(jnp.float32) + added).astype(weight.dtype)
+
+    return map_matrices(params, adapter.matrices, merge)
+
+
+def _matrices(params: Params) -> dict[str, Any]:
+    """Every weight by the path of its matrix; a tied one by both of its paths."""
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    named = {leaf_name(keys): leaf for keys, leaf in found}
+    weights = {name.removesuffix(".weight"): leaf for name, leaf in named.items() if name.endswith(".weight")}
+    embed = weights["embed"]
+    if isinstance(embed, UntiedWeight):
+        return weights | dict(embed=embed.embedding, lm_head=embed.head)
+    return {"lm_head": embed} | weights
+
+
+def map_matrices(params: Params, paths: Collection[str], function: Callable[[str, Any], Any]) -> Params:
+    """Returns the parameters with function(path, weight) in place of these weights."""
+    is_tied = "lm_head" not in params
+
+    def new(path: str, old: Any) -> Any:
+        return function(path, old) if path in paths else old
+
+    def leaf(keys: Any, old: Any) -> Any:
+        path = leaf_name(keys).removesuffix(".weight")
+        if not leaf_name(keys).endswith(".weight"):
+            return old
+        if isinstance(old, UntiedWeight):
+            embedding = new("embed", old.embedding)
+            head = new("lm_head", old.head)
+            return embedding if embedding is head else UntiedWeight(embedding, head)
+        if path == "embed" and is_tied and "lm_head" in paths:
+            return UntiedWeight(new("embed", old), new("lm_head", old))
+        return new(path, old)
+
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
+
+
+def check_adapter(params: Params, adapter: Adapter) -> None:
+    """Raises one InputError for all matrices of an adapter that are unknown or misshapen."""
+    if not isinstance(adapter, Adapter):
+        raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")
+    matrices = _matrices(params)
+    if any(getattr(leaf, "int8_activations", False) for leaf in matrices.values()):
+        raise InputError(ROTATED)
+    faults = []
+    for path, (a, b) in adapter.matrices.items():
+        weight = matrices.get(path)
+        if weight is None:
+            faults.append(f"{path} is no matrix of the model")
+        elif isinstance(weight, AdaptedWeight):
+            faults.append(f"{path} has an adapter already")
+        elif (
+            a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1]
+        ):
+            faults.append(f"{path} {list(weight.shape)} has a {list(a.shape)} and b {list(b.shape)}")
+    if faults:
+        raise InputError(f"the adapter does not fit the parameters: {format_names(faults, 8)}")
