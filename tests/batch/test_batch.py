@@ -127,10 +127,11 @@ def test_lines_name_adapters(model, tmp_path):
     assert answered(model, tmp_path, *rows, **how)[1]["finished_before"] == 5
     with pytest.raises(xj.InputError, match=r"engine.adapters.a"):
         answered(model, tmp_path, *rows, adapters=dict(a=random_adapter(model.config, 1, 2)))
+    (tmp_path / "scores").mkdir()
     scores, _ = answered(
-        model, tmp_path / "x", dict(text=[5, 6, 7]), dict(text=[5, 6, 7], adapter="a"), score=True, **how
+        model, tmp_path / "scores", dict(text=[5, 6, 7]), dict(text=[5, 6, 7], adapter="a"), score=True, **how
     )
-    assert scores[1] != scores[2]
+    assert scores[1]["logprob"] != scores[2]["logprob"]
 
 
 @pytest.mark.parametrize(

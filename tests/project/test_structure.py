@@ -108,7 +108,7 @@ PACKAGES = {
         "server_settings", "http_responses", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks",
         "peer_messages", "peer_worker", "peer_front", "served_request", "service",
-        "text_endpoints", "app", "command",
+        "text_endpoints", "adapter_endpoints", "app", "command",
     ),
 }  # fmt: skip
 ORDER = [

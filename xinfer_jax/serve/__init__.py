@@ -7,8 +7,8 @@ limits what clients have in flight; `request_body` receives and checks a body; `
 threads; `json_encoding` encodes a response in slices, `chunks` makes those of a stream; `peer_worker` is a
 process that only prefills or only decodes, `peer_front` has a dispatcher over them, `peer_messages` is what
 they tell each other; `served_request` is one request to the engine; `service` handles completions,
-`text_endpoints` what needs no engine; `app` has the routes and checks the key; `command` is the process.
-`xinfer_jax/api/fields.py` lists the fields that are served.
+`text_endpoints` what needs no engine, `adapter_endpoints` LoRA; `app` has the routes and checks the key;
+`command` is the process. `xinfer_jax/api/fields.py` lists the fields that are served.
 
 - A request without a seed gets one, which the response and the log have. An answer has the same tokens with
   the same seed, beside any other requests.
