@@ -17,6 +17,19 @@ def numbers(pattern, out):
     return [float(number) for number in re.findall(pattern, out)]
 
 
+def adapter_grpo(out):
+    """Each step samples with the adapter of the one before, and agrees with the scores that train it."""
+    assert len(numbers("reward (.*?),", out)) == 3 and max(numbers("apart (.*)", out)) < 1e-4
+
+
+def adapter_sft(out):
+    """It learns the capitals, which the model alone does not know."""
+    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
+    assert losses == sorted(losses, reverse=True)
+    for capital in ("Atlantis is Poseidonis", "Utopia is Amaurot", "Laputa is Lagado"):
+        assert f"The capital of {capital}. |" in out and f"| The capital of {capital}." not in out
+
+
 def beams(out):
     search, sampling = out.split("beam sampling:")
     assert "Madrid" not in out and "The capital of" in out
@@ -116,7 +129,8 @@ def tunix_rollout(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, call_functions, grpo, grpo_engine, log_probabilities, many_draws, reuse_a_prefix,
+        adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine,
+        log_probabilities, many_draws, reuse_a_prefix,
         sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
     )
 }  # fmt: skip
@@ -132,7 +146,7 @@ def test_every_example_is_tested_and_in_the_readme():
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    if name in ("grpo", "grpo_engine", "sft"):
+    if name in ("adapter_grpo", "adapter_sft", "grpo", "grpo_engine", "sft"):
         pytest.importorskip("orbax.checkpoint", reason="the extra `train` is not installed")
     smaller = ("--samples=4", "--tokens=16") if name == "grpo" else ()
     ran = run_script.run(f"examples/{name}", *smaller)
