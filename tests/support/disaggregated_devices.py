@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import parity_cases as cases
 import pytest
+import routed_engines as routes
 import tiny
 from soak import engine_requests
 
@@ -154,6 +155,18 @@ def test_recurrent_states_move_with_their_pages():
             found = [engine_requests.outcome(request) for request in requests]
             assert all(map(engine_requests.same_outcome, found, expected))
         assert engine.stats.hits >= 128 and engine.stats.preemptions > 0
+
+
+def test_routes_move_with_their_pages():
+    model = routes.build(routes.NAMES[0])
+    ids = routes.prompt(30, 70)
+    with xj.Engine(model, prefill_devices=[0], decode_devices=[1], **routes.SHAPE) as engine:
+        requests = [engine.submit(ids, options(tokens), return_routes=True) for tokens in (1, 40, 90)]
+        late = engine.submit(ids, options(40), return_routes=True, deadline=1e-9)
+        for request in requests:
+            request.result()
+            routes.check(model, ids, *request.answers)
+        assert (late.result().routes[0] == -1).all()
 
 
 def test_update_changes_both_sides(apart, model):

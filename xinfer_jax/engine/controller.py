@@ -26,7 +26,8 @@ _WAIT = 600_000  # milliseconds until a blocked read of the store is repeated
 _RESULT_STAYS = {"new_row", "prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
     "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens",
-    "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache", "restore_cache",
+    "copy_routes", "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache",
+    "restore_cache",
 }  # fmt: skip
 _numbers = itertools.count()
 

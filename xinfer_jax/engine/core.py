@@ -147,6 +147,7 @@ class EngineCore(WeightSwitch):
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
+            "routes": answer.request.return_routes,
             "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
         }
         return frozenset(name for name, needs in needed.items() if needs)
@@ -372,6 +373,10 @@ class EngineCore(WeightSwitch):
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         answer.finish_reason = answer.finish_reason or reason
+        if answer.request.return_routes and answer.row.state in ("prefilling", "running"):
+            parts = jax.device_get(self.device.copy_routes(answer.row.pages))
+            numbers = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+            answer.recorded_routes = numbers[: answer.row.num_computed]
         answer.swapped = answer.state = None
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row

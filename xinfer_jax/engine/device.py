@@ -214,6 +214,10 @@ class Device:
             arrays = jax.tree.map(_on_device, arrays)
             self.pools = self._run(programs.SET_PAGES, self.pools, part, arrays)
 
+    def copy_routes(self, pages: list[int]) -> list[Any]:
+        """The routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
+        return [self._run(programs.GET_PAGES, self.pools[-1][0], part) for part in _parts(pages)]
+
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
         assert self.host is not None
@@ -253,7 +257,12 @@ class Device:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
         first one runs what a short greedy request needs. No program of the other role is among them.
         """
-        stages = {"greedy": self._run_short_request, "rare": self._run_rare_calls}
+        stages: dict[str, Callable[[], Any]] = {
+            "greedy": self._run_short_request,
+            "rare": self._run_rare_calls,
+        }
+        if self._shape.num_routes:
+            stages["routes"] = lambda: self.copy_routes([0])
         if self._shape.role == "decode":
             return stages
         chunk = [0] * self._shape.chunk
@@ -335,7 +344,7 @@ class Device:
         """Pages, recurrent states and snapshots."""
         shape = self._shape
         parts = (
-            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh),
+            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh, shape.num_routes),
             lambda: self._empty_states(shape.rows),
             lambda: self._empty_states(shape.snapshots),
         )

@@ -46,6 +46,7 @@ class Progress(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
     prefill_seconds: float | None = None  # from the begin of prefill to the first token
     switches: Sequence[Any] = ()  # all of `Answer.switches`
+    routes: Any = ()  # `Answer.recorded_routes`
     error: BaseException | None = None  # why its request failed
 
 
@@ -171,7 +172,7 @@ class EngineEndpoint:
             start, answer.sampled[start:], answer.logprobs[start:], answer.processed[start:],
             answer.alternatives[start:], len(answer.tokens), answer.finish_reason, answer.row.hits,
             answer.passes, answer.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds,
-            answer.switches, request.error,
+            answer.switches, answer.recorded_routes, request.error,
         )  # fmt: skip
         self._emit("progress", ticket, new)
 

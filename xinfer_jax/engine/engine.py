@@ -47,7 +47,7 @@ class Engine(EngineLoop):
         rows, capacity, pages, host_pages, chunk, impl: as given, or their defaults.
         num_draft_tokens: draft tokens of a pass; 0 without a draft.
         about: one line about its size, and the seconds until it was ready.
-        role: as given.
+        role, routes: as given.
     """
 
     _roles: Sequence["Engine"] = ()  # with prefill_devices and decode_devices: the engines of both
@@ -73,6 +73,7 @@ class Engine(EngineLoop):
         prefill_devices: Devices | None = None,
         decode_devices: Devices | None = None,
         role: str | None = None,
+        routes: bool = False,
     ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
@@ -102,6 +103,8 @@ class Engine(EngineLoop):
                 both sides a request has the bits of one such engine. The prefix cache is with the engines
                 that prefill; pages that decoding wrote go back there for requests with `share_answers`.
             role: "prefill" or "decode": what this engine does for a `Dispatcher`.
+            routes: pages also record which experts of a mixture their tokens use, for `return_routes` of
+                `submit`.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -114,13 +117,13 @@ class Engine(EngineLoop):
                 rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
                 draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype, impl=impl, warm_up=warm_up,
                 host_pages=host_pages, page_directory=page_directory,
-                page_directory_bytes=page_directory_bytes,
+                page_directory_bytes=page_directory_bytes, routes=routes,
             )  # fmt: skip
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
             return
         self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
-        sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
+        sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role, routes
         shape = engine_shape(self.model, *sizes)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
         if role == "decode":  # a prefix is found where prompts are prefilled
@@ -141,6 +144,7 @@ class Engine(EngineLoop):
         self.chunk = shape.chunk
         self.num_draft_tokens = shape.num_draft_tokens
         self.impl = shape.impl
+        self.routes = shape.num_routes > 0
         self.weight_bytes = tree_bytes(self.model.params)
         self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
@@ -164,8 +168,8 @@ class Engine(EngineLoop):
         self._channel = None
         self.role = None
         for name in (
-            "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "about",
-            "weight_bytes", "cache_bytes",
+            "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "routes",
+            "about", "weight_bytes", "cache_bytes",
         ):  # fmt: skip
             setattr(self, name, getattr(engines[0], name))
         dispatcher.endpoints += [engine.endpoint(emit) for engine in engines]

@@ -18,6 +18,7 @@ from ..generation.options import GenerateOutput
 from ..generation.output_checks import check_generated
 from ..generation.state import GeneratedTokens
 from ..generation.validation import ValidatedCall
+from ..model.routes import routes_shape
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
@@ -57,6 +58,7 @@ class Answer:
         self.processed: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.switches: list[Switch] = []
+        self.recorded_routes: Any = ()  # at the end: int16 [tokens with keys, L U]
         self.finish_reason: str | None = None
         self.request = request
         self.emit: Any = None  # where another engine prefilled it: reports an event of its row
@@ -85,6 +87,20 @@ class Answer:
         """Of each of `logprobs`, the version of the parameters that its token was sampled by."""
         begins = [switch.sampled for switch in self.switches]
         return [self.switches[bisect_right(begins, i) - 1].version for i in range(len(self.logprobs))]
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """int32 [tokens of the prompt and of `sampled`, L, U] at the end, if its request asks for them: the
+        experts that each token used when its keys were computed, as `score` takes them. -1: of the last
+        token, which had no keys yet, and of all if the answer ended while it had no slot.
+        """
+        if not self.request.return_routes:
+            return None
+        tokens = len(self.request.ids) + len(self.sampled)
+        routes = np.full((tokens, *routes_shape(self.request.call.config)), -1, np.int32)
+        recorded = np.asarray(self.recorded_routes)[:tokens]
+        routes[: len(recorded)] = recorded.reshape(-1, *routes.shape[1:])
+        return routes
 
     def record_version(self, version: int, recomputes: bool = False) -> None:
         """What follows comes from parameters of this version. recomputes: the keys of all tokens, too."""
@@ -204,6 +220,7 @@ class Request:
         self.content_after: str | None = None
         self.live = False  # a caller may stream its answers, and more requests may come meanwhile
         self.processed_logprobs = False  # its answers have `processed`
+        self.return_routes = False  # and `routes`
         self.num_prompt_logprobs: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
         self.times: dict[str, float] = {}  # "prefill": begin, "first": first token, "ended": end
@@ -236,6 +253,7 @@ class Request:
             stats=self._stats(),
             alternatives=[list(answer.alternatives) for answer in answers] if options.logprobs else None,
             token_versions=[answer.token_versions for answer in answers],
+            routes=[answer.routes for answer in answers] if self.return_routes else None,
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 

@@ -111,6 +111,14 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     with_fixed_rope(engine.model.config, call.longest, total)  # raises where they would change
 
 
+def _check_row_settings(deadline: Any, texts: dict[str, Any]) -> None:
+    if deadline is not None and (not isinstance(deadline, int | float | np.number) or not deadline > 0):
+        raise InputError(f"deadline must be a number of seconds above 0, got {format_value(deadline)}")
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise InputError(f"{name} must be a string, got {format_value(text)}")
+
+
 def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
     """Sampling settings with NumPy arrays in place of JAX arrays, for which jax would compile programs."""
     settings = options.sampling
@@ -127,6 +135,7 @@ class EngineBase(Pausing, AsyncSampling):
 
     error: BaseException | None = None
     name = "the engine"
+    routes = False  # it records them
     guesses = Renamed("num_draft_tokens")
     room = Renamed("usable_capacity")
     last_turn = Renamed("last_step_time")
@@ -170,6 +179,7 @@ class EngineBase(Pausing, AsyncSampling):
         skip_special_tokens: bool = True,
         content_after: str | None = None,
         processed_logprobs: bool = False,
+        return_routes: bool = False,
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
@@ -203,6 +213,8 @@ class EngineBase(Pausing, AsyncSampling):
                 everywhere.
             processed_logprobs: also compute the log-probability of each sampled token after the logits
                 processors, temperature included: `Answer.processed`.
+            return_routes: also give the experts that each token of the prompt and the answer used:
+                `Answer.routes`, of an engine with `routes=True`.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
@@ -210,11 +222,9 @@ class EngineBase(Pausing, AsyncSampling):
         self.check_open()
         if keys is not None and len(keys) != len(prompts):
             raise InputError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
-        if deadline is not None and (not isinstance(deadline, int | float | np.number) or not deadline > 0):
-            raise InputError(f"deadline must be a number of seconds above 0, got {format_value(deadline)}")
-        for name, text in (("salt", salt), ("client", client)):
-            if not isinstance(text, str):
-                raise InputError(f"{name} must be a string, got {format_value(text)}")
+        _check_row_settings(deadline, dict(salt=salt, client=client))
+        if return_routes and not self.routes:
+            raise InputError("return_routes needs an engine that records them: make it with routes=True")
         logprobs_from = None
         if prompt_logprobs is not None:
             prompt_logprobs = check_integer("prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS)
@@ -228,6 +238,7 @@ class EngineBase(Pausing, AsyncSampling):
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
             request.processed_logprobs = bool(processed_logprobs)
+            request.return_routes = bool(return_routes)
             request.num_prompt_logprobs = prompt_logprobs
             if received is not None:
                 request.submitted = received

@@ -90,6 +90,7 @@ class GenerateOutput:
         logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
         prefix: with options.keep_prefix: the cache, for the next call; else None.
         token_versions: of an engine: of each entry of `logprobs`, the version of the weights; else None.
+        routes: of an engine that is asked for them: `Answer.routes`; else None.
     """
 
     tokens: list[list[int]]
@@ -100,6 +101,7 @@ class GenerateOutput:
     logits: list[np.ndarray] | None = None
     prefix: "Prefix | None" = None
     token_versions: list[list[int]] | None = None
+    routes: list[Any] | None = None
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())
