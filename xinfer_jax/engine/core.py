@@ -199,8 +199,7 @@ class EngineCore(WeightSwitch):
         if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
         if chunk.is_last and answer.state is not None:  # of a row that started anew
-            _, recurrent = self.device.get_row(row.slot)
-            self.device.set_row(row.slot, (answer.state, recurrent))
+            self.device.set_row(row.slot, answer.state, False)
             answer.state = None
         elif chunk.is_last:
             self._put_first(answer, outputs)

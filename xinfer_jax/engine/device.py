@@ -244,11 +244,12 @@ class Device:
         row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
-    def set_row(self, slot: int, contents: tuple[DecodeState, Any]) -> None:
-        """Puts what `get_row` returned into a slot."""
+    def set_row(self, slot: int, contents: tuple[DecodeState, Any], with_states: bool = True) -> None:
+        """Puts what `get_row` returned into a slot; with_states: False: but for the recurrent states."""
         row, states = contents
         self._put_row(slot, row)
-        self._set_states(slot, jax.tree.map(_on_device, states))
+        if with_states:
+            self._set_states(slot, jax.tree.map(_on_device, states))
 
     def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)

@@ -241,11 +241,14 @@ class Engine(EngineLoop):
 
         Raises:
             InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
-                prompts and answers are on different devices, or in several processes.
+                prompts and answers are on meshes of other sizes, or in several processes.
         """
-        if self._roles or self._channel:
-            raise InputError("replay needs an engine of one process, without devices of prompts: make one")
-        return replay_answer(self, self.core, answer, params)
+        if self._channel:
+            raise InputError("replay needs an engine of one process: make one of this shape")
+        if len({len(engine.model.params["final_norm"].devices()) for engine in self.engines}) > 1:
+            raise InputError("replay needs equal meshes for prompts and answers: make such an engine")
+        engine = self.engines[-1]  # of several one that decodes
+        return replay_answer(engine, engine.core, answer, params)
 
     def own_params(self, params: Params, cast: bool = True, copy: bool = False) -> Params:
         """Parameters in the form and place of the engine's, as `update` takes them."""

@@ -65,7 +65,7 @@ class Answer:
         self.row = row
         self.number = number
         self.swapped: Any = None  # of a preempted row: its state (None: it has none yet), and its pages
-        self.state: Any = None  # of a row that computes its keys anew
+        self.state: Any = None  # of a row that computes its keys anew, with its old recurrent states
         self.passes = 0
         self.accepted = 0
         self._detokenizer = request.new_detokenizer() if request.stop_strings else None

@@ -312,15 +312,14 @@ class EngineBase(Pausing, AsyncSampling):
             mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
                 answer starts until those that have are finished, then the weights are replaced. "abort": they
                 end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
-                on.
+                on; where other devices prefill prompts, those that decode compile programs for that.
             cast: floats of another type are cast. False: they are an error.
             copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
                 donate them to a training step.
 
         Raises:
-            InputError: leaves that are missing, unknown or misshapen, before anything changes; "recompute"
-                where prompts and answers are on different devices; "wait" for answers of a paused engine; the
-                engine is closed.
+            InputError: leaves that are missing, unknown or misshapen, before anything changes; "wait" for
+                answers of a paused engine; the engine is closed.
         """
         update_engines(self, params, version, mode, cast, copy)
 

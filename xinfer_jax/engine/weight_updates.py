@@ -30,8 +30,6 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
     if not engines or not hasattr(engines[0], "core"):
         raise InputError("engines in other processes keep their weights: start them with others")
     has_roles = engines[0].role is not None
-    if has_roles and mode == "recompute":
-        raise InputError("mode='recompute' needs prompts and answers on the same devices: take 'wait'")
     with owner.updating:
         version = owner.version + 1 if version is None else check_integer("version", version, 0)
         owner.check_open()
