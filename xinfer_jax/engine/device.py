@@ -48,6 +48,7 @@ class Device:
 
     Attributes:
         params, config: the model.
+        next_params: what `adopt_params` makes its parameters; over several processes each sets its own.
         pools: (k, v) of each layer with keys.
         states: the recurrent states of all slots, the cache of each linear-attention layer.
         rows: the state of all slots, with all settings and without output.
@@ -60,6 +61,7 @@ class Device:
         """dry_run: pages and states are shapes."""
         self.config = config
         self.params = params
+        self.next_params: Any = None
         self._shape = shape
         self._run = run
         self._dry_run = dry_run
@@ -74,6 +76,9 @@ class Device:
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
         self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
+
+    def adopt_params(self) -> None:
+        self.params, self.next_params = self.next_params, None
 
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""

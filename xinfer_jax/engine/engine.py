@@ -20,7 +20,7 @@ from ..memory import check_memory, host_memory_bytes
 from ..ops.operation import without_mesh_context
 from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
 from ..weights.params import Params, tree_bytes
-from .controller import Leader, control_channel_for, follow
+from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore
 from .dispatcher import Dispatcher
 from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
@@ -50,6 +50,7 @@ class Engine(EngineLoop):
         role, routes: as given.
     """
 
+    follower: Any = None  # `Follower`, in processes beside process 0
     _roles: Sequence["Engine"] = ()  # with prefill_devices and decode_devices: the engines of both
 
     @without_mesh_context
@@ -218,6 +219,7 @@ class Engine(EngineLoop):
         if self._channel and jax.process_index() == 0:
             own = Leader(device, self._channel)
         elif self._channel:
+            self.follower = Follower(device, self._channel)
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
         files = self._files
         tier = HostTier(shape.host_pages, files) if shape.host_pages else None
@@ -252,9 +254,19 @@ class Engine(EngineLoop):
 
     def own_params(self, params: Params, cast: bool = True, copy: bool = False) -> Params:
         """Parameters in the form and place of the engine's, as `update` takes them."""
-        if self._channel:
-            raise InputError("an engine over several processes keeps its weights: make another")
-        return own_params(params, self.model, cast, copy)
+        if not self._channel:
+            return own_params(params, self.model, cast, copy)
+        with self.without_steps():
+            if not self.follower:
+                self._core.device.ask_for_params()
+            return own_params(params, self.model, cast, copy, self._channel.agree)
+
+    def prepare_params(self, params: Params, cast: bool, copy: bool) -> None:
+        """`update` in a process that follows: process 0 decides when the weights are replaced."""
+        if not self.follower.wants_params:
+            raise InputError("process 0 calls update first: do so here once follow() has returned True")
+        self.follower.wants_params = False
+        self._core.device.next_params = self.own_params(params, cast, copy)
 
     def switch_params(self, params: Params, version: int, recomputes: bool) -> None:
         """Replaces the weights. The caller holds `without_steps`."""
@@ -309,10 +321,13 @@ class Engine(EngineLoop):
         if isinstance(self._core.device, Leader):
             self._core.device.close()
 
-    def follow(self) -> None:
+    def follow(self) -> bool:
         """If the model lies on devices of several processes, all but process 0 call this: it repeats the
-        device calls of process 0's engine until that is closed.
+        device calls of process 0's engine. It returns False once that is closed, and True where process 0
+        calls `update`: call `update` here too, with this process's part of the weights, then this again.
         """
-        if not self._channel or jax.process_index() == 0:
+        if not self.follower:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
-        follow(self._core.device, self._channel)
+        updates = self.follower.run()
+        self.model = dataclasses.replace(self.model, params=self._core.device.params)
+        return updates

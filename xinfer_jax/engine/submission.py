@@ -301,8 +301,10 @@ class EngineBase(Pausing, AsyncSampling):
         copy: bool = False,
     ) -> None:
         """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
-        any more. Several engines switch between the same steps. One whose weights were donated to another
-        program answers again.
+        any more. Several engines switch between the same steps, and several processes: process 0 calls it,
+        and each other one where its `follow` returns True, with the same arguments (version and mode are
+        those of process 0); what is wrong in one of them is raised in all, and nothing changes. An engine
+        whose weights were donated to another program answers again.
 
         Args:
             params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
