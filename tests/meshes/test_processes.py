@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from paths import ROOT
+from paths import ROOT, SUPPORT
 from process_jobs import Process, free_port, job, wait_until
 from random_adapters import random_adapter
 
@@ -438,3 +438,27 @@ def test_a_model_of_two_processes_is_saved(model, tmp_path):
     (saved, wanted) = (xj.load_model(path, "float32") for path in (tmp_path / "out", model))
     jax.tree.map(np.testing.assert_array_equal, saved.params, wanted.params)
     assert saved.config == wanted.config and saved.tokenizer.encode("hi") == wanted.tokenizer.encode("hi")
+
+
+def test_new_weights_in_all_processes_or_none():
+    """Host arrays and arrays of both processes; a tree that is wrong in one of them, or in both."""
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    program = [sys.executable, str(SUPPORT / "update_in_processes.py"), str(free_port())]
+    started = [
+        subprocess.Popen(
+            [*program, str(i)], env=os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=path), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        ended = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    first, second = (json.loads(out.splitlines()[-1]) if out else err[-2000:] for out, err in ended)
+    assert second[0].startswith("process 0 calls update first")
+    assert first == second[1:] and len(first) == 2
+    assert (
+        first[0].startswith("process 1: the new parameters lack layers.1.") and "final_norm has" in first[1]
+    )

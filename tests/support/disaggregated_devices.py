@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import parity_cases as cases
 import pytest
+import routed_engines as routes
 import tiny
 from random_adapters import random_adapter
 from soak import engine_requests
@@ -157,6 +158,18 @@ def test_recurrent_states_move_with_their_pages():
         assert engine.stats.hits >= 128 and engine.stats.preemptions > 0
 
 
+def test_routes_move_with_their_pages():
+    model = routes.build(routes.NAMES[0])
+    ids = routes.prompt(30, 70)
+    with xj.Engine(model, prefill_devices=[0], decode_devices=[1], **routes.SHAPE) as engine:
+        requests = [engine.submit(ids, options(tokens), return_routes=True) for tokens in (1, 40, 90)]
+        late = engine.submit(ids, options(40), return_routes=True, deadline=1e-9)
+        for request in requests:
+            request.result()
+            routes.check(model, ids, *request.answers)
+        assert (late.result().routes[0] == -1).all()
+
+
 def test_update_changes_both_sides(apart, model):
     ids = [prompt(20 + i, 70) for i in range(2)]
     before = apart.generate(ids, options(8))
@@ -187,10 +200,34 @@ def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
     assert any(len(one) > 1 for one in mixed)
     assert {start, start + 4} <= set().union(*mixed) and apart.version == start + 4
     assert {out.finish_reason[0] for out in outs} == {"length", "aborted"}
-    with pytest.raises(xj.InputError, match="recompute' needs"):
-        apart.update(model.params, mode="recompute")
-    with pytest.raises(xj.InputError, match="replay needs an engine of one process"):
-        apart.replay(requests[0], {})
+    versions = {start + i: trees[(start + i + 1) % 2] for i in range(1, 5)} | {start: model.params}
+    for request in requests[:10]:
+        if request.answers[0].logprobs:
+            assert apart.replay(request, versions) == request.answers[0].logprobs
+    shared = apart.submit(prompt(40, 70), options(3), share_answers=True)
+    shared.result(60)
+    with pytest.raises(xj.InputError, match="submit without it to replay"):
+        apart.replay(shared, versions)
+    apart.update(model.params)
+
+
+def test_keys_of_both_sides_are_computed_anew(apart, model):
+    """Of rows that prefill, move, wait for pages and decode, by the engines where they are then."""
+    start = apart.version
+    versions = {start: model.params}
+    versions |= {start + i: jax.tree.map(lambda x, i=i: x * (1 + i / 9), model.params) for i in range(1, 8)}
+    requests = apart.submit_many([prompt(60 + i, 60 + 20 * i) for i in range(9)], options(90))
+    for version in range(start + 1, start + 8):
+        count = apart.stats.generated_tokens
+        apart.wait(lambda count=count: apart.stats.generated_tokens > count + 5 or not apart.load, 60)
+        apart.update(versions[version], mode="recompute")
+    for request in requests:
+        assert len(request.result(60).logprobs[0]) == 90
+        assert apart.replay(request, versions) == request.answers[0].logprobs
+    switches = [switch for request in requests for switch in request.answers[0].switches[1:]]
+    assert all(switch.recomputed or not switch.computed for switch in switches)  # else it had no keys
+    assert {1} < {switch.sampled for switch in switches}
+    assert idle(apart)
     apart.update(model.params)
 
 

@@ -1,12 +1,13 @@
 """Keys and values in pages of a pool that rows share (PagedAttention, Kwon et al. 2023)."""
 
 import dataclasses
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
@@ -68,6 +69,20 @@ class Paged(Contiguous):
         return map_slots(gather, x)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class RoutePages(Paged):
+    """The experts that tokens used, beside their keys, so that who shares a page has its routes: the last
+    layer of a cache that records them. k: int16 [P, 1, 64, L U]; v: None.
+    """
+
+    def record(self, routes_BTLU: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
+        """Writes routes of tokens as `append` writes keys."""
+        B, T = routes_BTLU.shape[:2]
+        new_B1TI = routes_BTLU.astype(self.k.dtype).reshape(B, 1, T, -1)
+        return dataclasses.replace(self, k=self._write(self.k, new_B1TI, start_B, num_tokens_B))
+
+
 def check_page_dtype(dtype: Any) -> None:
     """Raises InputError where pages cannot hold keys and values of that dtype."""
     found = quantized_dtype(dtype)
@@ -76,16 +91,24 @@ def check_page_dtype(dtype: Any) -> None:
 
 
 def empty_pools(
-    config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None
+    config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None, num_routes: int = 0
 ) -> tuple[tuple[Any, Any], ...]:
     """The pair (k, v) of each layer with keys as it is stored, zeros; dtype: as in `cache_dtype_of`;
-    mesh: as in `init_cache`.
+    mesh: as in `init_cache`; num_routes: experts of a token in all layers, if `RoutePages` keep them.
     """
     side_by_side = stores_side_by_side(dtype)
 
     def shape(layer: int) -> tuple[int, ...]:
         return pages, config.kv_heads(layer), PAGE_SIZE, config.head_width(layer)
 
-    return tuple(
+    pools = tuple(
         sharded_pair(shape(layer), dtype, side_by_side, mesh, False) for layer in config.layers_with_kv
     )
+    return (*pools, (_empty_routes(pages, num_routes, mesh), None)) if num_routes else pools
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty_routes(pages: int, num_routes: int, mesh: Mesh | None) -> jax.Array:
+    zeros = jnp.zeros((pages, 1, PAGE_SIZE, num_routes), jnp.int16)
+    replicated = mesh and NamedSharding(mesh, PartitionSpec())
+    return lax.with_sharding_constraint(zeros, replicated) if replicated else zeros

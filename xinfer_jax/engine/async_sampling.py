@@ -30,6 +30,7 @@ class SampleOutput(ShortRepr):
         finish_reason: "eos", "stop", "length", "deadline", or "aborted" (by `Engine.update`).
         seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
         alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
+        routes: as in `Answer`, where `return_routes` asks for them.
     """
 
     tokens_T: np.ndarray
@@ -40,6 +41,7 @@ class SampleOutput(ShortRepr):
     finish_reason: str
     seed: int
     alternatives: list[TokenLogprobs] | None = None
+    routes: np.ndarray | None = None
 
 
 class AsyncSampling:
@@ -108,4 +110,5 @@ class AsyncSampling:
             answer.finish_reason or "",
             seed,
             list(answer.alternatives) if options.logprobs else None,
+            answer.routes,
         )

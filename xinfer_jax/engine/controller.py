@@ -2,7 +2,7 @@
 the same programs in the same order: process 0 decides and sends each call, and the others repeat it.
 
 Engine of process 0 ─ Leader ─ Device
-                        └ ControlChannel ─► follow ─ Device, in every other process
+                        └ ControlChannel ─► Follower ─ Device, in every other process
 """
 
 import itertools
@@ -17,6 +17,7 @@ from jax._src import distributed
 
 from ..errors import InputError
 from ..signing import Signer, load_secret
+from ..weights.params import Params
 from .device import Device
 from .messages import ResultReference, decode_message, encode_message
 
@@ -26,9 +27,10 @@ _WAIT = 600_000  # milliseconds until a blocked read of the store is repeated
 _RESULT_STAYS = {"new_row", "prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
     "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens",
-    "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache", "restore_cache",
-    "set_adapter",
+    "copy_routes", "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache",
+    "restore_cache", "adopt_params", "set_adapter",
 }  # fmt: skip
+_UPDATE = "update"  # the message that asks for new weights
 _numbers = itertools.count()
 
 
@@ -47,8 +49,11 @@ class ControlChannel:
         self._name = name
         self._number = 0  # of the next message
         self._process = process
+        self._processes = processes
         self._secret = secret
-        self._signer = Signer(secret, self._agree_on_run(processes), "process 0")
+        self._run = ""
+        self._run = self._agree_on_run()
+        self._signer = Signer(secret, self._run, "process 0")
 
     def send(self, value: Any) -> None:
         """Sends a value that `encode_message` takes from process 0 to the others."""
@@ -68,7 +73,18 @@ class ControlChannel:
             return value
         return self.receive()
 
-    def _agree_on_run(self, processes: int) -> str:
+    def agree(self, problem: str) -> str:
+        """What is wrong in one of the processes; "": nothing. All call it, each with its own problem."""
+        for i in [self._process] if self._process else range(1, self._processes):
+            key = f"{self._key}/{i}"
+            signer = self._signer_of(i)
+            if self._process:
+                self._client.key_value_set_bytes(key, signer.sign(key, problem.encode()))
+            else:
+                problem = signer.verify(key, self._get(key)).decode() or problem
+        return str(self.broadcast(problem))
+
+    def _agree_on_run(self) -> str:
         """A name of the run that no other run has: the random numbers of the other processes."""
         run_key = f"{self._name}/run"
         numbers = list[str]()
@@ -80,7 +96,7 @@ class ControlChannel:
             if run.split()[self._process - 1 : self._process] != [own]:
                 raise InputError("process 0 began another run than this process: start all of them again")
             return run
-        for i in range(1, processes):
+        for i in range(1, self._processes):
             key = f"{run_key}/{i}"
             numbers.append(self._signer_of(i).verify(key, self._get(key)).decode())
         run = " ".join(numbers)
@@ -88,8 +104,8 @@ class ControlChannel:
         return run
 
     def _signer_of(self, process: int) -> Signer:
-        """The signer of a process's messages before the run has a name."""
-        return Signer(self._secret, "", f"process {process}")
+        """The signer of a process's own messages; before the run has a name, of those of its name."""
+        return Signer(self._secret, self._run, f"process {process}")
 
     def _get(self, key: str) -> bytes:
         while True:
@@ -152,6 +168,20 @@ class Leader:
             raise AttributeError(f"{name} is not a device method that the other processes can repeat")
         return lambda *args: self._call(name, *args)
 
+    @property
+    def params(self) -> Params:
+        return self._device.params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        """Replaces the parameters in all processes; each has given its own to `Device.next_params`."""
+        self._device.next_params = params
+        self._call("adopt_params")
+
+    def ask_for_params(self) -> None:
+        """Lets `Follower.run` return in the other processes."""
+        self._channel.send(_UPDATE)
+
     def _call(self, name: str, *args: Any) -> Any:
         number = next(self._number)
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
@@ -166,31 +196,45 @@ class Leader:
         return result
 
     def close(self) -> None:
-        """Ends `follow` in the other processes; safe to call again."""
+        """Ends `Follower.run` in the other processes; safe to call again."""
         if not self._closed:
             self._closed = True
             with suppress(jax.errors.JaxRuntimeError):  # they have ended already
                 self._channel.send(None)
 
 
-def follow(device: Device, channel: ControlChannel) -> None:
-    """Repeats the device calls of process 0 until its engine is closed. Raises InputError for a message that
-    process 0 did not sign, or with an unknown method.
+class Follower:
+    """Repeats the device calls of process 0 in another process.
+
+    Attributes:
+        wants_params: process 0 waits for this process's part of new weights.
     """
-    results: dict[int, Any] = {}
-    for number in itertools.count():
-        message = channel.receive(device.config)
-        if message is None:
-            return
-        name, args, unused = message
-        if name not in _METHODS:
-            raise InputError(
-                f"process 0 calls {name!r}, which this version does not have: start all processes with one"
-                " version"
-            )
-        own = (results[arg.number] if isinstance(arg, ResultReference) else arg for arg in args)
-        out = getattr(device, name)(*own)
-        if name in _RESULT_STAYS:
-            results[number] = out
-        for old in unused:
-            del results[old]
+
+    def __init__(self, device: Device, channel: ControlChannel):
+        self._device = device
+        self._channel = channel
+        self._results: dict[int, Any] = {}
+        self._numbers = itertools.count()
+        self.wants_params = False
+
+    def run(self) -> bool:
+        """Repeats calls until process 0's engine is closed, False, or asks for new weights. Raises InputError
+        for a message that process 0 did not sign, or with an unknown method.
+        """
+        results = self._results
+        while (message := self._channel.receive(self._device.config)) not in (None, _UPDATE):
+            name, args, unused = message
+            if name not in _METHODS:
+                raise InputError(
+                    f"process 0 calls {name!r}, which this version does not have: start all processes with"
+                    " one version"
+                )
+            number = next(self._numbers)
+            own = (results[arg.number] if isinstance(arg, ResultReference) else arg for arg in args)
+            out = getattr(self._device, name)(*own)
+            if name in _RESULT_STAYS:
+                results[number] = out
+            for old in unused:
+                del results[old]
+        self.wants_params = message == _UPDATE
+        return self.wants_params

@@ -150,6 +150,7 @@ class EngineCore(WeightSwitch):
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
+            "routes": answer.request.return_routes,
             "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
         }
         return frozenset(name for name, needs in needed.items() if needs)
@@ -201,8 +202,7 @@ class EngineCore(WeightSwitch):
         if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
         if chunk.is_last and answer.state is not None:  # of a row that started anew
-            _, recurrent = self.device.get_row(row.slot)
-            self.device.set_row(row.slot, (answer.state, recurrent))
+            self.device.set_row(row.slot, answer.state, False)
             answer.state = None
         elif chunk.is_last:
             self._put_first(answer, outputs)
@@ -378,6 +378,10 @@ class EngineCore(WeightSwitch):
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         answer.finish_reason = answer.finish_reason or reason
+        if answer.request.return_routes and answer.row.state in ("prefilling", "running"):
+            parts = jax.device_get(self.device.copy_routes(answer.row.pages))
+            numbers = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+            answer.recorded_routes = numbers[: answer.row.num_computed]
         answer.swapped = answer.state = None
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row

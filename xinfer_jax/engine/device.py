@@ -49,6 +49,7 @@ class Device:
 
     Attributes:
         params, config: the model.
+        next_params: what `adopt_params` makes its parameters; over several processes each sets its own.
         pools: (k, v) of each layer with keys.
         states: the recurrent states of all slots, the cache of each linear-attention layer.
         rows: the state of all slots, with all settings and without output.
@@ -62,6 +63,7 @@ class Device:
         """dry_run: pages and states are shapes."""
         self.config = config
         self.params = params
+        self.next_params: Any = None
         self._shape = shape
         self._run = run
         self._dry_run = dry_run
@@ -80,6 +82,9 @@ class Device:
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
         self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
+
+    def adopt_params(self) -> None:
+        self.params, self.next_params = self.next_params, None
 
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""
@@ -225,6 +230,10 @@ class Device:
             arrays = jax.tree.map(_on_device, arrays)
             self.pools = self._run(programs.SET_PAGES, self.pools, part, arrays)
 
+    def copy_routes(self, pages: list[int]) -> list[Any]:
+        """The routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
+        return [self._run(programs.GET_PAGES, self.pools[-1][0], part) for part in _parts(pages)]
+
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
         """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
         assert self.host is not None
@@ -251,11 +260,12 @@ class Device:
         row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
         return row, jax.tree.map(_on_host, states) if on_host else states
 
-    def set_row(self, slot: int, contents: tuple[DecodeState, Any]) -> None:
-        """Puts what `get_row` returned into a slot."""
+    def set_row(self, slot: int, contents: tuple[DecodeState, Any], with_states: bool = True) -> None:
+        """Puts what `get_row` returned into a slot; with_states: False: but for the recurrent states."""
         row, states = contents
         self._put_row(slot, row)
-        self._set_states(slot, jax.tree.map(_on_device, states))
+        if with_states:
+            self._set_states(slot, jax.tree.map(_on_device, states))
 
     def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
@@ -269,9 +279,14 @@ class Device:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
         first one runs what a short greedy request needs. No program of the other role is among them.
         """
-        stages = {"greedy": self._run_short_request, "rare": self._run_rare_calls}
+        stages: dict[str, Callable[[], Any]] = {
+            "greedy": self._run_short_request,
+            "rare": self._run_rare_calls,
+        }
         if self.adapters:
             stages["adapters"] = self._run_set_adapter
+        if self._shape.num_routes:
+            stages["routes"] = lambda: self.copy_routes([0])
         if self._shape.role == "decode":
             return stages
         chunk = [0] * self._shape.chunk
@@ -367,7 +382,7 @@ class Device:
         """Pages, recurrent states and snapshots."""
         shape = self._shape
         parts = (
-            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh),
+            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh, shape.num_routes),
             lambda: self._empty_states(shape.rows),
             lambda: self._empty_states(shape.snapshots),
         )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache.kv_cache import KVCache
-from ..cache.paged import Paged
+from ..cache.paged import Paged, RoutePages
 from ..config.model_config import ModelConfig
 from ..generation.executor import decode_compiler_options, inline
 from ..generation.loop import TracedExecutor, loop_until_done
@@ -47,8 +47,9 @@ class SampledTokens(NamedTuple):
 def paged_cache(  # noqa: PLR0913
     config: ModelConfig, pools: Any, states: Any, table_BP: Any, capacity: int, length_B: Any, longest_B: Any
 ) -> KVCache:
-    """A cache over the pools of all pages, and these recurrent states of its rows. table_BP: the block table;
-    length_B: tokens of each row; longest_B: of the prompt and its answer.
+    """A cache over the pools of all pages, the last of routes if they are recorded, and these recurrent
+    states of its rows. table_BP: the block table; length_B: tokens of each row; longest_B: of the prompt and
+    its answer.
     """
     states = iter(states)
     pools = iter(pools)
@@ -60,12 +61,13 @@ def paged_cache(  # noqa: PLR0913
         return Paged(k, v, config.layer_windows[index], capacity, table_BP)
 
     layers = tuple(map(layer, range(config.num_cached_layers)))
+    layers += tuple(RoutePages(k, v, None, capacity, table_BP) for k, v in pools)
     overflow_B: Any = np.zeros(len(table_BP), bool)
     return KVCache(layers, length_B, overflow_B, None, None if config.rope.switches_at is None else longest_B)
 
 
 def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
-    """(k, v) of each layer of a paged cache that has keys."""
+    """(k, v) of each layer of a paged cache that has pages."""
     return tuple((layer.k, layer.v) for layer in cache.kv_layers)
 
 

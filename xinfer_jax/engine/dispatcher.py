@@ -135,6 +135,7 @@ class Dispatcher:
             request.times.setdefault("first", now)
         answer.row.hits = new.hits
         answer.switches = [Switch(*switch) for switch in new.switches] or answer.switches
+        answer.recorded_routes = new.routes
         answer.passes = new.passes
         answer.accepted = new.accepted
         known = max(0, len(answer.logprobs) - new.start)

@@ -19,6 +19,7 @@ import jax
 
 from ..errors import InputError
 from ..sampling.logprobs import TokenLogprobs
+from ..weights.params import Params
 from .core import EngineCore
 from .device_programs import SampledTokens
 from .pages import PAGE_SIZE
@@ -46,6 +47,7 @@ class Progress(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
     prefill_seconds: float | None = None  # from the begin of prefill to the first token
     switches: Sequence[Any] = ()  # all of `Answer.switches`
+    routes: Any = ()  # `Answer.recorded_routes`
     error: BaseException | None = None  # why its request failed
 
 
@@ -173,7 +175,7 @@ class EngineEndpoint:
             start, answer.sampled[start:], answer.logprobs[start:], answer.processed[start:],
             answer.alternatives[start:], len(answer.tokens), answer.finish_reason, answer.row.hits,
             answer.passes, answer.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds,
-            answer.switches, request.error,
+            answer.switches, answer.recorded_routes, request.error,
         )  # fmt: skip
         self._emit("progress", ticket, new)
 
@@ -284,7 +286,8 @@ class PrefillCore(RoleCore):
 
 class DecodeCore(RoleCore):
     """Decodes rows that another engine prefilled. They come as preempted rows do, and their pages are pulled
-    once the scheduler gives them a slot; rows that decode go on meanwhile.
+    once the scheduler gives them a slot; rows that decode go on meanwhile. Keys that an update wants anew it
+    computes itself, by programs that are compiled then.
     """
 
     def lose(self, answer: Answer, error: BaseException) -> None:
@@ -292,9 +295,32 @@ class DecodeCore(RoleCore):
         if answer.swapped is ELSEWHERE:
             self._fail(answer.request, error)
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._recomputes = False  # the last switch of weights: keys of earlier ones are computed anew
+        self._outdated: set[Answer] = set()  # whose keys are, once they have arrived
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        answers = list(answers)
+        for answer in answers:
+            if self._recomputes and answer.switches[-1].version != self.version:
+                answer.record_version(self.version, True)
+                self._outdated.add(answer)
+        super().add(answers)
+
+    def switch(self, params: Params, version: int, recomputes: bool) -> None:
+        self._recomputes = recomputes
+        super().switch(params, version, recomputes)
+
+    def _restart(self, answer: Answer) -> None:
+        if answer.swapped is ELSEWHERE:
+            self._outdated.add(answer)
+        else:
+            super()._restart(answer)
+
     def arrive(self, answer: Answer, contents: Any) -> None:
         """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
-        it is an ordinary preempted row from now on.
+        it is an ordinary preempted row from now on. A row with outdated keys computes them here.
         """
         if answer.swapped is not ELSEWHERE:  # it arrived before, or has ended
             return
@@ -308,7 +334,11 @@ class DecodeCore(RoleCore):
         answer.swapped = (state, recurrent), pages
         answer.emit("arrived")
         row = answer.row
-        if row.slot is not None:
+        if answer in self._outdated:
+            self._outdated.discard(answer)
+            row.moving = False
+            self._restart(answer)
+        elif row.slot is not None:
             row.moving = False
             self._swap_in(self.scheduler.swap(row, False), answer)
 
@@ -330,8 +360,10 @@ class DecodeCore(RoleCore):
         if not valid:
             answer.emit("invalid")
         elif row.share_answers and row.state == "running":
-            ids = [*row.ids, *answer.sampled][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
-            first = len(row.ids) // PAGE_SIZE
+            prompt = answer.request.ids
+            ids = [*prompt, *answer.sampled][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
+            first = len(prompt) // PAGE_SIZE
             if pages := row.pages[first : len(ids) // PAGE_SIZE]:
                 answer.emit("return_pages", ids, first, self.device.copy_pages(pages))
+        self._outdated.discard(answer)
         super()._end(answer, reason, valid)

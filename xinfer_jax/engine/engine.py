@@ -20,7 +20,7 @@ from ..memory import check_memory, host_memory_bytes
 from ..ops.operation import without_mesh_context
 from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
 from ..weights.params import Params, tree_bytes
-from .controller import Leader, control_channel_for, follow
+from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore
 from .dispatcher import Dispatcher
 from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
@@ -48,9 +48,10 @@ class Engine(EngineLoop):
         rows, capacity, pages, host_pages, chunk, impl: as given, or their defaults.
         num_draft_tokens: draft tokens of a pass; 0 without a draft.
         about: one line about its size, and the seconds until it was ready.
-        role: as given.
+        role, routes: as given.
     """
 
+    follower: Any = None  # `Follower`, in processes beside process 0
     _roles: Sequence["Engine"] = ()  # with prefill_devices and decode_devices: the engines of both
 
     @without_mesh_context
@@ -77,6 +78,7 @@ class Engine(EngineLoop):
         adapters: AdapterFiles | None = None,
         max_adapters: int | None = None,
         max_rank: int | None = None,
+        routes: bool = False,
     ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
@@ -110,6 +112,8 @@ class Engine(EngineLoop):
             max_adapters: how many it has place for; None: for these.
             max_rank: of each; None: the largest of these, or 16. All take the place of one of this rank on
                 every matrix of the layers.
+            routes: pages also record which experts of a mixture their tokens use, for `return_routes` of
+                `submit`.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -123,14 +127,15 @@ class Engine(EngineLoop):
                 rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
                 draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype, impl=impl, warm_up=warm_up,
                 host_pages=host_pages, page_directory=page_directory,
-                page_directory_bytes=page_directory_bytes, max_adapters=max_adapters, max_rank=max_rank,
+                page_directory_bytes=page_directory_bytes, routes=routes, max_adapters=max_adapters,
+                max_rank=max_rank,
             )  # fmt: skip
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
             self.add_adapters(adapters)
             return
         self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
-        sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
+        sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role, routes
         shape = engine_shape(self.model, *sizes, max_adapters, max_rank)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
         if role == "decode":  # a prefix is found where prompts are prefilled
@@ -151,6 +156,7 @@ class Engine(EngineLoop):
         self.chunk = shape.chunk
         self.num_draft_tokens = shape.num_draft_tokens
         self.impl = shape.impl
+        self.routes = shape.num_routes > 0
         self.weight_bytes = tree_bytes(self.model.params) + shape.adapter_bytes
         self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
@@ -176,8 +182,8 @@ class Engine(EngineLoop):
         self._channel = None
         self.role = None
         for name in (
-            "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "about",
-            "weight_bytes", "cache_bytes",
+            "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "routes",
+            "about", "weight_bytes", "cache_bytes",
         ):  # fmt: skip
             setattr(self, name, getattr(engines[0], name))
         dispatcher.endpoints += [engine.endpoint(emit) for engine in engines]
@@ -226,6 +232,7 @@ class Engine(EngineLoop):
         if self._channel and jax.process_index() == 0:
             own = Leader(device, self._channel)
         elif self._channel:
+            self.follower = Follower(device, self._channel)
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
         files = self._files
         tier = HostTier(shape.host_pages, files) if shape.host_pages else None
@@ -250,17 +257,30 @@ class Engine(EngineLoop):
 
         Raises:
             InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
-                prompts and answers are on different devices, or in several processes.
+                prompts and answers are on meshes of other sizes, or in several processes.
         """
-        if self._roles or self._channel:
-            raise InputError("replay needs an engine of one process, without devices of prompts: make one")
-        return replay_answer(self, self.core, answer, params)
+        if self._channel:
+            raise InputError("replay needs an engine of one process: make one of this shape")
+        if len({len(engine.model.params["final_norm"].devices()) for engine in self.engines}) > 1:
+            raise InputError("replay needs equal meshes for prompts and answers: make such an engine")
+        engine = self.engines[-1]  # of several one that decodes
+        return replay_answer(engine, engine.core, answer, params)
 
     def own_params(self, params: Params, cast: bool = True, copy: bool = False) -> Params:
         """Parameters in the form and place of the engine's, as `update` takes them."""
-        if self._channel:
-            raise InputError("an engine over several processes keeps its weights: make another")
-        return own_params(params, self.model, cast, copy)
+        if not self._channel:
+            return own_params(params, self.model, cast, copy)
+        with self.without_steps():
+            if not self.follower:
+                self._core.device.ask_for_params()
+            return own_params(params, self.model, cast, copy, self._channel.agree)
+
+    def prepare_params(self, params: Params, cast: bool, copy: bool) -> None:
+        """`update` in a process that follows: process 0 decides when the weights are replaced."""
+        if not self.follower.wants_params:
+            raise InputError("process 0 calls update first: do so here once follow() has returned True")
+        self.follower.wants_params = False
+        self._core.device.next_params = self.own_params(params, cast, copy)
 
     def switch_params(self, params: Params, version: int, recomputes: bool) -> None:
         """Replaces the weights. The caller holds `without_steps`."""
@@ -315,10 +335,13 @@ class Engine(EngineLoop):
         if isinstance(self._core.device, Leader):
             self._core.device.close()
 
-    def follow(self) -> None:
+    def follow(self) -> bool:
         """If the model lies on devices of several processes, all but process 0 call this: it repeats the
-        device calls of process 0's engine until that is closed.
+        device calls of process 0's engine. It returns False once that is closed, and True where process 0
+        calls `update`: call `update` here too, with this process's part of the weights, then this again.
         """
-        if not self._channel or jax.process_index() == 0:
+        if not self.follower:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
-        follow(self._core.device, self._channel)
+        updates = self.follower.run()
+        self.model = dataclasses.replace(self.model, params=self._core.device.params)
+        return updates

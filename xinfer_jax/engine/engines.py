@@ -58,6 +58,7 @@ class Engines(EngineBase):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.usable_capacity = engine.usable_capacity
         self.impl = engine.impl
+        self.routes = engine.routes
         self.rows = len(groups) * engine.rows
         self._router = PromptRouter(shape.get("prefix_cache", True))
         self._lock = threading.Lock()

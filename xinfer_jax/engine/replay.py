@@ -49,7 +49,7 @@ def _check(engine: Any, answer: Answer, params: Mapping[int, Params]) -> None:
     if engine.phase == RELEASED:
         raise InputError("an engine without pages cannot replay: call restore_cache() first")
     row = answer.row
-    if row.share_answers and not (row.exact and len(row.ids) == len(answer.request.ids)):
+    if row.share_answers and (engine.role or not row.exact or len(row.ids) != len(answer.request.ids)):
         raise InputError("with share_answers it may have pages of other answers: submit without it to replay")
     if row.longest > engine.usable_capacity:
         raise InputError(f"the answer needs a row of {row.longest} tokens: take an engine of its shape")

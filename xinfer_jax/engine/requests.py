@@ -18,6 +18,7 @@ from ..generation.options import GenerateOutput
 from ..generation.output_checks import check_generated
 from ..generation.state import GeneratedTokens
 from ..generation.validation import ValidatedCall
+from ..model.routes import routes_shape
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
@@ -58,13 +59,14 @@ class Answer:
         self.processed: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.switches: list[Switch] = []
+        self.recorded_routes: Any = ()  # at the end: int16 [tokens with keys, L U]
         self.finish_reason: str | None = None
         self.request = request
         self.emit: Any = None  # where another engine prefilled it: reports an event of its row
         self.row = row
         self.number = number
         self.swapped: Any = None  # of a preempted row: its state (None: it has none yet), and its pages
-        self.state: Any = None  # of a row that computes its keys anew
+        self.state: Any = None  # of a row that computes its keys anew, with its old recurrent states
         self.passes = 0
         self.accepted = 0
         self._detokenizer = request.new_detokenizer() if request.stop_strings else None
@@ -95,6 +97,20 @@ class Answer:
     def _switch_of_tokens(self) -> list[Switch]:
         begins = [switch.sampled for switch in self.switches]
         return [self.switches[bisect_right(begins, i) - 1] for i in range(len(self.logprobs))]
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """int32 [tokens of the prompt and of `sampled`, L, U] at the end, if its request asks for them: the
+        experts that each token used when its keys were computed, as `score` takes them. -1: of the last
+        token, which had no keys yet, and of all if the answer ended while it had no slot.
+        """
+        if not self.request.return_routes:
+            return None
+        tokens = len(self.request.ids) + len(self.sampled)
+        routes = np.full((tokens, *routes_shape(self.request.call.config)), -1, np.int32)
+        recorded = np.asarray(self.recorded_routes)[:tokens]
+        routes[: len(recorded)] = recorded.reshape(-1, *routes.shape[1:])
+        return routes
 
     def record_version(
         self, version: int, recomputes: bool = False, adapter_version: int | None = None
@@ -223,6 +239,7 @@ class Request:
         self.content_after: str | None = None
         self.live = False  # a caller may stream its answers, and more requests may come meanwhile
         self.processed_logprobs = False  # its answers have `processed`
+        self.return_routes = False  # and `routes`
         self.num_prompt_logprobs: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
         self.times: dict[str, float] = {}  # "prefill": begin, "first": first token, "ended": end
@@ -257,6 +274,7 @@ class Request:
             token_versions=[answer.token_versions for answer in answers],
             adapter=self.adapter.name if self.adapter else None,
             adapter_versions=[answer.adapter_versions for answer in answers] if self.adapter else None,
+            routes=[answer.routes for answer in answers] if self.return_routes else None,
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 

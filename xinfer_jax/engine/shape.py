@@ -1,6 +1,7 @@
 """`EngineShape`: the sizes of an engine, which decide on its compiled programs."""
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..errors import InputError, format_value
 from ..generation.options import MAX_DRAFT_TOKENS
 from ..host import cpu_count
 from ..memory import memory_bytes
+from ..model.routes import routes_shape
 from ..ops.cpu.cpu_features import numerics_features
 from ..ops.operation import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
@@ -54,6 +56,8 @@ class EngineShape:
     max_adapters: int = 0
     max_rank: int = 0  # of each
     adapter_bytes: int = 0  # of all
+    # Experts of a token in all layers, which are recorded beside its keys; 0: they are not.
+    num_routes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -62,7 +66,7 @@ class EngineShape:
 
 def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
-    draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None,
+    draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None, routes: bool = False,
     max_adapters: int = 0, max_rank: int = 16,
 ) -> EngineShape:  # fmt: skip
     config = model.config
@@ -87,7 +91,8 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     check_page_dtype(cache_dtype)
     dtype = default_cache_dtype(model.params) if cache_dtype is None else resolve_cache_dtype(cache_dtype)
     of_state = state_bytes(config)
-    page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state
+    num_routes = math.prod(routes_shape(config)) if routes else 0
+    page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state + 2 * PAGE_SIZE * num_routes
     keeps_prefixes = of_state and role != "decode"
     snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
     max_adapters = check_integer("max_adapters", max_adapters, 0)
@@ -100,7 +105,7 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
         pages = check_integer("pages", pages, 2)
     sizes = page_bytes, of_state, snapshots
     of_engine = rows, capacity, pages, chunk, num_draft_tokens, dtype, impl
-    return EngineShape(*of_engine, *sizes, role, 0, *adapters)
+    return EngineShape(*of_engine, *sizes, role, 0, *adapters, num_routes)
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
@@ -130,7 +135,7 @@ def check_host_pages(shape: EngineShape, host_pages: Any, prefix_cache: bool, pa
 def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
     """What the bits of a page depend on, beside its tokens and the programs that wrote them."""
     adapters = [shape.max_adapters, shape.max_rank] if shape.max_adapters else None
-    pools = jax.eval_shape(lambda: empty_pools(config, 1, shape.cache_dtype))
+    pools = jax.eval_shape(lambda: empty_pools(config, 1, shape.cache_dtype, None, shape.num_routes))
     mesh = concrete_mesh_of(params)
     device = next(iter(params["final_norm"].sharding.device_set))
     options = "jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion"

@@ -116,6 +116,14 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     with_fixed_rope(engine.model.config, call.longest, total)  # raises where they would change
 
 
+def _check_row_settings(deadline: Any, texts: dict[str, Any]) -> None:
+    if deadline is not None and (not isinstance(deadline, int | float | np.number) or not deadline > 0):
+        raise InputError(f"deadline must be a number of seconds above 0, got {format_value(deadline)}")
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise InputError(f"{name} must be a string, got {format_value(text)}")
+
+
 def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
     """Sampling settings with NumPy arrays in place of JAX arrays, for which jax would compile programs."""
     settings = options.sampling
@@ -132,6 +140,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
 
     error: BaseException | None = None
     name = "the engine"
+    routes = False  # it records them
     guesses = Renamed("num_draft_tokens")
     room = Renamed("usable_capacity")
     last_turn = Renamed("last_step_time")
@@ -176,6 +185,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         content_after: str | None = None,
         processed_logprobs: bool = False,
         adapter: str | None = None,
+        return_routes: bool = False,
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
@@ -210,6 +220,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
             processed_logprobs: also compute the log-probability of each sampled token after the logits
                 processors, temperature included: `Answer.processed`.
             adapter: the name of a LoRA adapter that the engine holds (`add_adapter`); None: the model alone.
+            return_routes: also give the experts that each token of the prompt and the answer used:
+                `Answer.routes`, of an engine with `routes=True`.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
@@ -217,11 +229,9 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         self.check_open()
         if keys is not None and len(keys) != len(prompts):
             raise InputError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
-        if deadline is not None and (not isinstance(deadline, int | float | np.number) or not deadline > 0):
-            raise InputError(f"deadline must be a number of seconds above 0, got {format_value(deadline)}")
-        for name, text in (("salt", salt), ("client", client)):
-            if not isinstance(text, str):
-                raise InputError(f"{name} must be a string, got {format_value(text)}")
+        _check_row_settings(deadline, dict(salt=salt, client=client))
+        if return_routes and not self.routes:
+            raise InputError("return_routes needs an engine that records them: make it with routes=True")
         logprobs_from = None
         if prompt_logprobs is not None:
             prompt_logprobs = check_integer("prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS)
@@ -235,6 +245,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
             request.processed_logprobs = bool(processed_logprobs)
+            request.return_routes = bool(return_routes)
             request.num_prompt_logprobs = prompt_logprobs
             if received is not None:
                 request.submitted = received
@@ -305,8 +316,10 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         copy: bool = False,
     ) -> None:
         """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
-        any more. Several engines switch between the same steps. One whose weights were donated to another
-        program answers again.
+        any more. Several engines switch between the same steps, and several processes: process 0 calls it,
+        and each other one where its `follow` returns True, with the same arguments (version and mode are
+        those of process 0); what is wrong in one of them is raised in all, and nothing changes. An engine
+        whose weights were donated to another program answers again.
 
         Args:
             params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
@@ -316,15 +329,14 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
             mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
                 answer starts until those that have are finished, then the weights are replaced. "abort": they
                 end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
-                on.
+                on; where other devices prefill prompts, those that decode compile programs for that.
             cast: floats of another type are cast. False: they are an error.
             copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
                 donate them to a training step.
 
         Raises:
-            InputError: leaves that are missing, unknown or misshapen, before anything changes; "recompute"
-                where prompts and answers are on different devices; "wait" for answers of a paused engine; the
-                engine is closed.
+            InputError: leaves that are missing, unknown or misshapen, before anything changes; "wait" for
+                answers of a paused engine; the engine is closed.
         """
         update_engines(self, params, version, mode, cast, copy)
 

@@ -89,8 +89,7 @@ class WeightSwitch(abc.ABC):
         """Lets a row compute its keys anew; then it goes on from the token sampled last."""
         row = answer.row
         if row.is_prefilled:
-            contents = answer.swapped if row.slot is None else (self.device.get_row(row.slot),)
-            answer.state = contents[0][0]
+            answer.state, *_ = answer.swapped or (self.device.get_row(row.slot),)
             row.logprobs_from = None
         else:
             answer.request.prompt_logprobs = []

@@ -2,7 +2,7 @@
 them between the same steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..checkpoint.loading import Model
 from ..checks import check_integer
-from ..errors import InputError, format_value
+from ..errors import InputError, format_message, format_value
 from ..ops.operation import without_mesh_context
 from ..sharding import on_auto_mesh
 from ..weights.params import Params
@@ -27,6 +27,9 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
     """`Engine.update` of an engine, or of all that one stands for. owner: `Engine` or `Engines`."""
     check_mode(owner, mode)
     engines = owner.engines
+    if engines[0].follower:
+        engines[0].prepare_params(params, cast, copy)
+        return
     with owner.updating:
         version = owner.version + 1 if version is None else check_integer("version", version, 0)
         owner.check_open()
@@ -44,8 +47,6 @@ def check_mode(owner: Any, mode: str) -> None:
     engines = owner.engines
     if not engines or not hasattr(engines[0], "core"):
         raise InputError("engines in other processes keep their weights: start them with others")
-    if engines[0].role is not None and mode == "recompute":
-        raise InputError("mode='recompute' needs prompts and answers on the same devices: take 'wait'")
 
 
 @contextmanager
@@ -81,20 +82,42 @@ def _drained(owner: Any) -> Iterator[None]:
             core.hold(False)
 
 
-def own_params(params: Any, model: Model, cast: bool, copy: bool) -> Params:
-    """Parameters in the form and place of a model's own. copy: in arrays of their own. Raises InputError."""
-    new = params_like(on_auto_mesh(params), model.config, model.params, cast)
-    return jax.tree.map(lambda x, old: own_array(x, old, copy), new, model.params)
+def own_params(
+    params: Any, model: Model, cast: bool, copy: bool, agree: Callable[[str], str] | None = None
+) -> Params:
+    """Parameters in the form and place of a model's own. copy: in arrays of their own; agree: over several
+    processes, what is wrong in any of them: an error of one is raised in all. Raises InputError.
+    """
+
+    def fit(tree: Any) -> Params:
+        return params_like(on_auto_mesh(tree), model.config, model.params, cast)
+
+    def place(tree: Params) -> Params:
+        return jax.tree.map(lambda x, old: own_array(x, old, copy), tree, model.params)
+
+    if agree is None:
+        return place(fit(params))
+    for convert in (fit, place):
+        problem = ""
+        try:
+            params = convert(params)
+        except Exception as error:
+            problem = f"process {jax.process_index()}: {format_message(error) or type(error).__name__}"
+        if problem := agree(problem):
+            raise InputError(problem)
+    return params
 
 
 def own_array(new: Any, old: Any = None, copy: bool = False) -> jax.Array:
     """An array that the caller cannot change, placed like the old one: committed where that is, or not."""
     if isinstance(new, jax.Array) and copy:
-        if all(device.platform == "cpu" for device in new.devices()):
+        if new.is_fully_addressable and all(device.platform == "cpu" for device in new.devices()):
             new = np.asarray(new)  # nothing to compile
         else:
             new = jax.device_put(new, new.sharding, may_alias=False)
     is_committed = old is not None and old.committed
+    if is_committed and not old.is_fully_addressable and not isinstance(new, jax.Array):
+        return jax.make_array_from_callback(new.shape, old.sharding, lambda index: np.array(new[index]))
     if not isinstance(new, jax.Array):
         return jax.device_put(np.array(new), old.sharding if is_committed else None)
     if old is None or not (new.committed or is_committed):

@@ -92,6 +92,7 @@ class GenerateOutput:
         token_versions: of an engine: of each entry of `logprobs`, the version of the weights; else None.
         adapter, adapter_versions: of an engine, if the request names an adapter: that name, and as
             `token_versions` the version of the adapter; else None.
+        routes: of an engine that is asked for them: `Answer.routes`; else None.
     """
 
     tokens: list[list[int]]
@@ -104,6 +105,7 @@ class GenerateOutput:
     token_versions: list[list[int]] | None = None
     adapter: str | None = None
     adapter_versions: list[list[int]] | None = None
+    routes: list[Any] | None = None
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())

@@ -14,6 +14,7 @@ from ..generation.loop import last_hidden
 from ..generation.state import append_token, record_token
 from ..model.decoder import embed_inputs, final_norm, unembed
 from ..model.decoder_layer import layer_kinds, run_layers
+from ..model.routes import routes_used
 from ..ops.largest import argmax
 from ..sampling.batched_settings import select_rows
 from ..sampling.sampler import choose_tokens, token_logprobs
@@ -62,17 +63,22 @@ def _layers(layers, head, is_last, config, kinds, caches, x_BTD, positions, keys
     """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
     ms more per token. All groups of a size share one program: `is_last` is traced; None: it is the last.
     """
-    x_BTD, keys, _ = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, impl)
+    x_BTD, keys, experts = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, impl)
     if head is None:
-        return x_BTD, None, keys
+        return x_BTD, None, keys, experts
     if is_last is None:
-        return x_BTD, _head(head, config, x_BTD), keys
+        return x_BTD, _head(head, config, x_BTD), keys, experts
 
     def no_logits():
         return jnp.zeros((*x_BTD.shape[:2], config.vocab_size), jnp.float32)
 
     logits_BTV = lax.cond(is_last, lambda: _head(head, config, x_BTD), no_logits)
-    return x_BTD, logits_BTV, keys
+    return x_BTD, logits_BTV, keys, experts
+
+
+def _record_routes(pages, experts, positions):
+    """`RoutePages` with the experts [B T, U] that layers used."""
+    return routes_used(experts, positions, [pages])[1][0]
 
 
 def _most_likely(logits_B1V, impl):
@@ -122,6 +128,7 @@ LAYERS = jax.jit(
     donate_argnames=("x_BTD", "keys"),
     compiler_options=decode_compiler_options(),
 )
+RECORD_ROUTES = jax.jit(_record_routes, donate_argnames="pages")
 LAST = jax.jit(_last)
 NORM = jax.jit(final_norm, static_argnames="config")
 HEAD = jax.jit(_head, static_argnames="config", compiler_options=decode_compiler_options())

@@ -28,6 +28,7 @@ from ..generation.state import DecodeState
 from ..generation.strategies import Carry, Strategy
 from ..model.decoder import Inputs
 from ..model.decoder_layer import layer_kinds
+from ..model.routes import free_routes_of_layers
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params, activation_dtype
 from .layer_programs import (
@@ -39,6 +40,7 @@ from .layer_programs import (
     MOST_LIKELY,
     NORM,
     RECORD,
+    RECORD_ROUTES,
     REORDER_LAYER,
     REORDER_TAIL,
     SAMPLE,
@@ -210,6 +212,10 @@ class LayerwiseExecutor:
             capacity = cache.capacity
             keys = list(cache.layers)
         x_BTD, positions, lengths = self.run(EMBED, *outer, make_inputs, args, lengths, capacity)
+        records = len(keys) > config.num_cached_layers  # the last one records routes
+        if records:
+            positions = positions._replace(routes=free_routes_of_layers(config, x_BTD.shape[:2]))
+        experts: list[Any] = []
         logits_BTV = None
         head = None if prefills else outer[0]
         for group in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
@@ -221,12 +227,15 @@ class LayerwiseExecutor:
             of_layers = config.cache_of_layer[group]
             used = sorted(set(of_layers))
             caches = tuple(map(used.index, of_layers))
-            x_BTD, logits_BTV, group_keys = self.run(
+            x_BTD, logits_BTV, group_keys, group_experts = self.run(
                 LAYERS, params["layers"][group], head, is_last, config, kinds, caches, x_BTD,
                 positions.of_layers(group), tuple(keys[i] for i in used), self.impl,
             )  # fmt: skip
             for i, layer in zip(used, group_keys, strict=True):
                 keys[i] = layer
+            experts += group_experts
+        if records:
+            keys[-1] = self.run(RECORD_ROUTES, keys[-1], experts, positions)
         return x_BTD, logits_BTV, None if cache is None else dataclasses.replace(lengths, layers=tuple(keys))
 
 

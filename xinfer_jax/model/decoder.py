@@ -145,18 +145,18 @@ def run_model(  # noqa: PLR0913
     if cache is not None:
         check_append(cache, tokens_BT.shape[1])
     x_BTD, positions = embed_inputs(params, config, inputs, cache)
-    if inputs.routes is not None:
-        of_layers = plugin("layers", "routes")(config, tokens_BT.shape, inputs.routes)
-        positions = positions._replace(routes=of_layers)
     layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
+    routes = inputs.routes
+    if routes is not None or len(layer_caches) > config.num_cached_layers:  # the last one records routes
+        of_layers = plugin("layers", "routes")(config, tokens_BT.shape, routes)
+        positions = positions._replace(routes=of_layers)
     kinds = layer_kinds(config)
     args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
     run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
     x_BTD, layers, experts = run_all(params["layers"], *args)
-    cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
-    routes = None
     if positions.routes:
-        routes = plugin("layers", "routes used")(experts, positions, tokens_BT.shape[1])
+        routes, layers = plugin("layers", "routes used")(experts, positions, layers)
+    cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
     return final_norm(params, config, x_BTD), cache, routes
 
 

@@ -7,42 +7,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..cache.paged import RoutePages
 from ..checks import check_array, check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from .decoder_layer import Positions
 
 
-def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array:
-    """Routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses.
-
-    Raises:
-        InputError: the model has no mixture.
-    """
+def routes_shape(config: ModelConfig) -> tuple[int, int]:
+    """[L, U] of a token's routes. Raises InputError where the model has no mixture."""
     mixtures = sum(layer.experts is not None for layer in config.layers)
     if not mixtures:
         raise InputError("routes are of mixtures of experts, and this model has none: do not ask for them")
-    return jnp.full((*tokens_shape, mixtures, config.num_experts_per_tok), -1, jnp.int32)
+    return mixtures, config.num_experts_per_tok
+
+
+def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array:
+    """Routes of tokens [B, T], int32 [B, T, L, U], that are all -1: the router chooses. Raises InputError
+    where the model has no mixture.
+    """
+    return jnp.full((*tokens_shape, *routes_shape(config)), -1, jnp.int32)
+
+
+def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """`Positions.routes` of the host, for which nothing is compiled."""
+    free_BTU = np.full((*tokens_shape, config.num_experts_per_tok), -1, np.int32)
+    return tuple(free_BTU if layer.experts else None for layer in config.layers)
 
 
 def routes_of_layers(
     config: ModelConfig, tokens_shape: tuple[int, ...], given: Any
 ) -> tuple[jax.Array | None, ...]:
-    """`Positions.routes`, from routes of all layers.
+    """`Positions.routes`, from routes of all layers; None: `free_routes`.
 
     Raises:
         InputError: another shape or type, or a model without mixtures; outside a trace also another expert.
     """
-    shape = free_routes(config, tokens_shape).shape
-    check_array("routes", given, np.integer, *shape)
+    free = free_routes(config, tokens_shape)
+    given = free if given is None else given
+    check_array("routes", given, np.integer, *free.shape)
     check_range("routes: expert", given, -1, config.num_experts - 1)
     mixtures = iter(jnp.moveaxis(jnp.asarray(given, jnp.int32), 2, 0))
     return tuple(next(mixtures) if layer.experts else None for layer in config.layers)
 
 
-def routes_used(experts: Sequence[jax.Array | None], positions: Positions, T: int) -> jax.Array:
-    """Routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used; -1 at padding."""
+def routes_used(
+    experts: Sequence[jax.Array | None], positions: Positions, layers: Sequence[Any]
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used, -1 at padding; and the layers of
+    the cache, of which `RoutePages` have recorded them.
+    """
     num_tokens_B = positions.num_tokens_B
-    of_mixtures = [x.reshape(len(num_tokens_B), T, -1) for x in experts if x is not None]
+    B, T = positions.position_BT.shape
+    of_mixtures = [x.reshape(B, T, -1) for x in experts if x is not None]
     is_real_BT = jnp.arange(T) < num_tokens_B[:, None]
-    return jnp.where(is_real_BT[..., None, None], jnp.stack(of_mixtures, 2), -1)
+    routes = jnp.where(is_real_BT[..., None, None], jnp.stack(of_mixtures, 2), -1)
+    at: Any = positions.start_B, num_tokens_B
+    return routes, tuple(x.record(routes, *at) if isinstance(x, RoutePages) else x for x in layers)

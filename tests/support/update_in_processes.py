@@ -1,0 +1,79 @@
+"""One of two processes with an engine whose weights are replaced. Arguments: port, number. Prints errors."""
+
+import json
+import os
+import sys
+import traceback
+
+import jax
+import numpy as np
+from small_models import QWEN
+
+import xinfer_jax as xj
+from xinfer_jax.signing import set_secret
+
+OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
+
+
+def answer(engine, updates, update, host) -> None:
+    """In process 0: an answer with an update in flight, and others with the weights before and after it."""
+    running = engine.submit([5] * 9, OPTIONS)
+    others = []
+    for tree, mode in zip(updates, ("recompute", "continue", "wait", "continue"), strict=True):
+        while not running.ended and len(running.answers[0].sampled) < 5:
+            engine.step()
+        update(tree, mode=mode)
+        others.append(engine.submit([7] * 9, OPTIONS).result())
+    running = running.result()
+    with jax.default_device(jax.local_devices()[0]):
+        wanted = [
+            xj.generate(host[i], engine.model.config, [[7] * 9], OPTIONS).logprobs for i in (1, 1, 2, 2)
+        ]
+    np.testing.assert_allclose([other.logprobs for other in others], wanted, atol=1e-5)
+    versions = [sorted({*each.token_versions[0]}) for each in (running, *others)]
+    assert versions == [[0, 1], [1], [1], [2], [2]] and engine.version == 2
+    engine.close()
+
+
+def main(port: str, number: int) -> None:
+    set_secret(b"s" * 32)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    config = xj.from_hf(QWEN | dict(num_hidden_layers=2))
+    with jax.default_device(jax.local_devices()[0]):
+        base = jax.tree.map(np.asarray, xj.init_params(config, jax.random.key(0), "float32"))
+    host = [jax.tree.map(lambda x, i=i: x * (1 - i / 10), base) for i in range(3)]
+
+    def over_mesh(tree):
+        def put(x, sharding):
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(put, tree, xj.shardings(config, mesh))
+
+    lacking = dict(host[1], layers=host[1]["layers"][:1]) if number else host[1]
+    updates = [host[1], lacking, over_mesh(host[2]), dict(host[0], final_norm=np.ones(3, np.float32))]
+    engine = xj.Engine(xj.Model(over_mesh(base), config), rows=2, capacity=128, pages=8, chunk=64)
+    problems = []
+
+    def update(tree, **how) -> None:
+        try:
+            engine.update(tree, **how)
+        except xj.InputError as error:
+            problems.append(str(error))
+
+    if number:
+        update(base)
+        while engine.follow():
+            update(updates.pop(0))
+    else:
+        answer(engine, updates, update, host)
+    print(json.dumps(problems), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], int(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once: the other process would be waited for
