@@ -97,6 +97,66 @@ def test_embedding_and_head(tmp_path, targets, quantize):
         assert np.asarray(forward(adapted, CONFIG, text)[0])[0].argmax(-1)[2:8].tolist() == tokens
 
 
+MOE = CASES["moe-some-layers-dense"].config
+ONE_LAYER = xj.from_hf(CASES["moe-defaults"].hf | dict(num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("quantize", full_except(["int4"], [None, "int8", "int4"]))
+def test_experts_and_routers(tmp_path, quantize):
+    params = xj.init_params(ONE_LAYER, jax.random.key(0), "float32", quantize)
+    adapter = xj.init_adapter(
+        ONE_LAYER, jax.random.key(1), 3, ["experts.gate", "experts.up", "experts.down", "router"]
+    )
+    adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapter)
+    assert adapter.matrices["layers.0.experts.down"].b.shape == (6, 48, 3)
+    assert [*adapter.matrices] == for_all_rows_only(adapter)
+    xj.save_adapter(tmp_path / "a", adapter, ONE_LAYER)
+    loaded = xj.load_adapter(ONE_LAYER, tmp_path / "a")  # gate and up have one `a` there, of both ranks
+    trees = [xj.with_adapter(params, x) for x in (adapter, loaded)]
+    trees += [] if quantize else [xj.merge_adapter(params, adapter)]
+    (found, *others) = [np.asarray(forward(tree, ONE_LAYER, TOKENS)[0]) for tree in trees]
+    for other in others:
+        np.testing.assert_allclose(other, found, atol=3e-5)
+    assert np.abs(found - forward(params, ONE_LAYER, TOKENS)[0]).max() > 0.1
+    one = forward(trees[0], ONE_LAYER, TOKENS[:1, :1])[0]  # reads the chosen experts only
+    np.testing.assert_allclose(one[0], found[0, :1], atol=3e-2 if quantize else 3e-5)
+    jax.tree.map(np.testing.assert_array_equal, xj.split_adapter(trees[0]), (params, adapter))
+    with pytest.raises(xj.InputError, match="one adapter for all rows only"):
+        xj.with_adapters(params, [adapter], np.zeros(3, np.int32))
+
+
+def test_files_with_a_module_for_each_expert(tmp_path):
+    """Those of PEFT beside transformers 4."""
+    adapter = xj.init_adapter(MOE, jax.random.key(1), 3, ["experts.up", "router"])
+    adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
+    xj.save_adapter(tmp_path / "a", adapter, MOE)
+    file = tmp_path / "a" / "adapter_config.json"
+    settings = json.loads(file.read_text()) | dict(target_parameters=None, target_modules=["up_proj", "gate"])
+    file.write_text(json.dumps(settings))
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = {name: x for name, x in load_file(weights).items() if "experts" not in name}
+    for path, pair in adapter.matrices.items():
+        for expert in range(6 * path.endswith("up")):
+            name = f"base_model.model.model.{path.replace('experts.up', f'mlp.experts.{expert}.up_proj')}"
+            own = {
+                f"{name}.lora_{x}.weight": np.array(part[expert]) for x, part in zip("AB", pair, strict=True)
+            }
+            tensors |= own
+    for layer in (0, 2, 3, 4):  # dense ones
+        name = f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_"
+        tensors |= {f"{name}A.weight": np.ones((3, 48), "f4"), f"{name}B.weight": np.ones((80, 3), "f4")}
+    save_file(tensors, weights)
+    loaded = xj.load_adapter(MOE, tmp_path / "a").matrices
+    jax.tree.map(
+        np.testing.assert_array_equal, {path: loaded[path] for path in adapter.matrices}, adapter.matrices
+    )
+    assert {*loaded} - {*adapter.matrices} == {f"layers.{i}.up" for i in (0, 2, 3, 4)}
+    file.write_text(json.dumps(settings | dict(exclude_modules=r".*experts\.4\..*")))
+    save_file({name: x for name, x in tensors.items() if "experts.4" not in name}, weights)
+    with pytest.raises(xj.InputError, match="all experts of a layer"):
+        xj.load_adapter(MOE, tmp_path / "a")
+
+
 def test_only_the_adapter_is_trained():
     """A step's program returns gradients of its arrays alone, at most of a matrix's size together."""
 

@@ -32,7 +32,10 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
 
     def adapt(path: str, weight: Any) -> Any:
         a, b = adapter.matrices[path]
-        return AdaptedWeight(weight, a[None], b[None], scale=scale_of[path]) if len(a) else weight
+        if not a.shape[-2]:
+            return weight
+        (a, b) = (jnp.expand_dims(x, -3) for x in (a, b))
+        return AdaptedWeight(weight, a, b, scale=scale_of[path])
 
     return map_matrices(params, adapter.matrices, adapt)
 
@@ -88,9 +91,12 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
     found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
     if found.get("lm_head") is found.get("embed"):
         found.pop("lm_head", None)
-    if not found or any(x.adapter_B is not None or x.lora_a.ndim != 3 for x in found.values()):
+    if not found or isinstance(params["layers"], dict) or any(x.scale_N is not None for x in found.values()):
         raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
-    matrices = {path: LowRank(weight.lora_a[0], weight.lora_b[0]) for path, weight in found.items()}
+    matrices = {
+        path: LowRank(weight.lora_a[..., 0, :, :], weight.lora_b[..., 0, :, :])
+        for path, weight in found.items()
+    }
     scales = {path: weight.scale for path, weight in found.items()}
     if isinstance(params["embed"]["weight"], UntiedWeight):
         (a, b) = next(matrices[path] for path in ("embed", "lm_head") if path in matrices)
@@ -171,8 +177,8 @@ def check_adapter(params: Params, adapter: Adapter) -> None:
             faults.append(f"{path} is no matrix of the model")
         elif isinstance(weight, AdaptedWeight):
             faults.append(f"{path} has an adapter already")
-        elif (
-            a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1]
+        elif (*a.shape[:-2], *b.shape[-2:-1], *a.shape[-1:]) != weight.shape or (
+            b.shape != (*weight.shape[:-1], a.shape[-2])
         ):
             faults.append(f"{path} {list(weight.shape)} has a {list(a.shape)} and b {list(b.shape)}")
     if faults:

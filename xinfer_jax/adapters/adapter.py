@@ -25,8 +25,8 @@ class LowRank(NamedTuple):
     """What an adapter adds to a matrix [O, I], but for its scale: b @ a.
 
     Attributes:
-        a: [R, I].
-        b: [O, R].
+        a: [R, I]; of a layer's experts [X, R, I].
+        b: [O, R]; of a layer's experts [X, O, R].
     """
 
     a: Any
@@ -59,14 +59,15 @@ def make_adapter(matrices: Mapping[str, LowRank], scales: Mapping[str, float]) -
 
 
 def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Returns the specs of the matrices that can have adapters, by path: those of linear layers, of the
-    embedding and of the head, also where these are tied. Raises InputError where the model is rotated.
+    """Returns the specs of the matrices that can have adapters, by path: those of linear layers, experts and
+    routers, of the embedding and of the head, also where these are tied. Raises InputError where the model is
+    rotated.
     """
     if config.rotated:
         raise InputError(ROTATED)
     specs = jax.tree.leaves(param_specs(untied(config)))
-    matrices = {spec.name: spec for spec in specs if len(spec.shape) == 2 and spec.name.endswith(".weight")}
-    return {name.removesuffix(".weight"): spec for name, spec in matrices.items() if ".router." not in name}
+    matrices = (spec for spec in specs if spec.is_matrix and spec.name.endswith(".weight"))
+    return {spec.name.removesuffix(".weight"): spec for spec in matrices}
 
 
 def adapter_digest(adapter: Adapter) -> bytes:
@@ -84,8 +85,8 @@ def untied(config: ModelConfig) -> ModelConfig:
 
 
 def for_all_rows_only(adapter: Adapter) -> list[str]:
-    """Returns the paths of what an adapter changes and rows cannot have each their own of: experts, embedding
-    and head. Functions and engines of several adapters reject them by these names.
+    """Returns the paths of what an adapter changes and rows cannot have each their own of: experts, routers,
+    embedding and head. Functions and engines of several adapters reject them by these names.
     """
     return [*filter(_is_for_all_rows, adapter.matrices)]
 
@@ -96,7 +97,7 @@ def row_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def _is_for_all_rows(path: str) -> bool:
-    return path in ("embed", "layer_embed", "lm_head") or ".experts." in path
+    return path in ("embed", "layer_embed", "lm_head") or ".experts." in path or path.endswith(".router")
 
 
 def init_adapter(
@@ -113,8 +114,8 @@ def init_adapter(
     Args:
         config, key: the model, and one PRNG key.
         rank: R of every matrix.
-        targets: names of matrices in a layer, as "q" or "down"; "lm_head"; "embed", in a tied model for both;
-            None: all of which rows can have each their own.
+        targets: names of matrices in a layer, as "q", "experts.down"; "lm_head"; "embed", also for a tied
+            head; None: all of which rows can have each their own.
         alpha: the scale is alpha / rank; None: 1.
         dtype: of the arrays.
 
@@ -138,10 +139,10 @@ def init_adapter(
     dtype = resolve_dtype(dtype)
 
     def new(spec: ParamSpec, key: jax.Array) -> LowRank:
-        outputs, inputs = spec.shape
+        *experts, outputs, inputs = spec.shape
         bound = 1 / math.sqrt(inputs)
-        a = jax.random.uniform(key, (rank, inputs), dtype, -bound, bound)
-        return LowRank(a, jnp.zeros((outputs, rank), dtype))
+        a = jax.random.uniform(key, (*experts, rank, inputs), dtype, -bound, bound)
+        return LowRank(a, jnp.zeros((*experts, outputs, rank), dtype))
 
     keys = jax.random.split(key, len(chosen))
     matrices = {path: new(spec, own) for (path, spec), own in zip(chosen.items(), keys, strict=True)}
