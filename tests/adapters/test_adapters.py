@@ -157,6 +157,36 @@ def test_files_with_a_module_for_each_expert(tmp_path):
         xj.load_adapter(MOE, tmp_path / "a")
 
 
+def test_norms_are_replaced(tmp_path):
+    names = ["final_norm", "layers.1.mlp_norm"]
+    adapter = dataclasses.replace(ADAPTERS[0], norms={name: jnp.arange(48.0) / 24 for name in names})
+    found = logits(xj.with_adapter(PARAMS, adapter))
+    np.testing.assert_allclose(logits(xj.merge_adapter(PARAMS, adapter)), found, atol=1e-5)
+    own = PARAMS | dict(final_norm=adapter.norms["final_norm"])
+    own["layers"] = (
+        *PARAMS["layers"][:1],
+        PARAMS["layers"][1] | dict(mlp_norm=own["final_norm"]),
+        *PARAMS["layers"][2:],
+    )
+    np.testing.assert_array_equal(logits(xj.with_adapter(own, ADAPTERS[0])), found)
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
+    assert xj.with_adapter(narrow, adapter)["final_norm"].dtype == "bfloat16"
+    gradient = jax.grad(lambda adapter: xj.score(xj.with_adapter(PARAMS, adapter), CONFIG, TOKENS).sum())(
+        adapter
+    )
+    assert all(np.abs(x).max() > 0 for x in gradient.norms.values())
+    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a").norms, adapter.norms)
+    assert {*for_all_rows_only(adapter)} == {*names}
+    for norms in (
+        {"layers.0.q": jnp.ones(48)},
+        {"final_norm": jnp.ones(3)},
+        {"layers.9.attn_norm": jnp.ones(48)},
+    ):
+        with pytest.raises(xj.InputError, match="is no norm"):
+            xj.with_adapter(PARAMS, dataclasses.replace(adapter, norms=norms))
+
+
 def test_only_the_adapter_is_trained():
     """A step's program returns gradients of its arrays alone, at most of a matrix's size together."""
 
@@ -191,7 +221,7 @@ REJECTED = {
     "bias": ("all", "bias"),
     "use_dora": (True, "DoRA"),
     "init_lora_weights": ("pissa", "'pissa' changes the model"),
-    "modules_to_save": (["lm_head"], "replaces whole modules"),
+    "modules_to_save": (["lm_head"], "norms only, got 'lm_head'"),
     "peft_type": ("IA3", "'LORA'"),
     "target_modules": (["c_attn"], "no module"),
     "rank_pattern": ({"q_proj": 5}, r"q_proj.lora_A.weight has shape \[4, 48\]"),

@@ -13,7 +13,7 @@ from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.param_specs import leaf_name
 from ..weights.params import AnyArray, Params
 from ..weights.quantized_weight import is_quantized
-from .adapter import ROTATED, Adapter, LowRank, for_all_rows_only, make_adapter
+from .adapter import ROTATED, Adapter, LowRank, for_all_rows_only, is_norm, make_adapter
 
 
 def with_adapter(params: Params, adapter: Adapter) -> Params:
@@ -37,7 +37,7 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
         (a, b) = (jnp.expand_dims(x, -3) for x in (a, b))
         return AdaptedWeight(weight, a, b, scale=scale_of[path])
 
-    return map_matrices(params, adapter.matrices, adapt)
+    return map_matrices(_with_norms(params, adapter), adapter.matrices, adapt)
 
 
 def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArray) -> Params:
@@ -87,7 +87,9 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 
 
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
-    """Returns what `with_adapter` put together: the model's parameters, and the adapter."""
+    """Returns what `with_adapter` put together: the model's parameters, and the adapter. Norms stay those of
+    the adapter, in the parameters.
+    """
     found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
     if found.get("lm_head") is found.get("embed"):
         found.pop("lm_head", None)
@@ -107,7 +109,7 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
 
 
 def merge_adapter(params: Params, adapter: Adapter) -> Params:
-    """Returns float parameters with the adapter's sum in them, each of the dtype that it has.
+    """Returns float parameters with the adapter's sum and norms in them, each of the dtype that it has.
 
     Raises:
         InputError: it does not fit the model; a matrix is quantized: merge into float parameters, then
@@ -127,7 +129,17 @@ def merge_adapter(params: Params, adapter: Adapter) -> Params:
         added = jnp.matmul(b, a, precision="highest") * scale_of[path]
         return (weight.astype(jnp.float32) + added).astype(weight.dtype)
 
-    return map_matrices(params, adapter.matrices, merge)
+    return map_matrices(_with_norms(params, adapter), adapter.matrices, merge)
+
+
+def _with_norms(params: Params, adapter: Adapter) -> Params:
+    """The parameters with the adapter's norms, in the dtypes of theirs: that of activations is a norm's."""
+
+    def leaf(keys: Any, old: Any) -> Any:
+        new = adapter.norms.get(leaf_name(keys))
+        return old if new is None else new.astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
 
 
 def _matrices(params: Params) -> dict[str, Any]:
@@ -164,7 +176,7 @@ def map_matrices(params: Params, paths: Collection[str], function: Callable[[str
 
 
 def check_adapter(params: Params, adapter: Adapter) -> None:
-    """Raises one InputError for all matrices of an adapter that are unknown or misshapen."""
+    """Raises one InputError for all that an adapter has and the parameters do not take."""
     if not isinstance(adapter, Adapter):
         raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")
     matrices = _matrices(params)
@@ -181,5 +193,9 @@ def check_adapter(params: Params, adapter: Adapter) -> None:
             b.shape != (*weight.shape[:-1], a.shape[-2])
         ):
             faults.append(f"{path} {list(weight.shape)} has a {list(a.shape)} and b {list(b.shape)}")
+    norms = {leaf_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for path, norm in adapter.norms.items():
+        if not is_norm(path) or path not in norms or norms[path].shape != norm.shape:
+            faults.append(f"{path} {list(norm.shape)} is no norm of the model")
     if faults:
         raise InputError(f"the adapter does not fit the parameters: {format_names(faults, 8)}")

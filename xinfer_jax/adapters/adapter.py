@@ -13,6 +13,7 @@ import numpy as np
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
+from ..weights.param_specs import leaf_name
 from ..weights.params import ParamSpec, param_specs, resolve_dtype
 
 ROTATED = (
@@ -41,10 +42,12 @@ class Adapter:
     Attributes:
         matrices: by the paths of matrices in the parameters, as "layers.0.q".
         scales: the factor of each, in the order of their sorted paths; no leaves of the pytree.
+        norms: weights [D] of norms in place of the model's own, by their paths, as "layers.0.attn_norm".
     """
 
     matrices: dict[str, LowRank]
     scales: tuple[float, ...] = dataclasses.field(metadata=dict(static=True))
+    norms: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def scale_of(self) -> dict[str, float]:
         """Returns the factor of each matrix by its path. Raises InputError where their numbers differ."""
@@ -53,9 +56,11 @@ class Adapter:
         return dict(zip(sorted(self.matrices), self.scales, strict=True))
 
 
-def make_adapter(matrices: Mapping[str, LowRank], scales: Mapping[str, float]) -> Adapter:
-    """Returns the adapter of these matrices and factors, both by path."""
-    return Adapter(dict(matrices), tuple(float(scales[path]) for path in sorted(matrices)))
+def make_adapter(
+    matrices: Mapping[str, LowRank], scales: Mapping[str, float], norms: Mapping[str, Any] | None = None
+) -> Adapter:
+    """Returns the adapter of these matrices, factors and norms, each by path."""
+    return Adapter(dict(matrices), tuple(float(scales[path]) for path in sorted(matrices)), dict(norms or {}))
 
 
 def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
@@ -73,10 +78,14 @@ def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
 def adapter_digest(adapter: Adapter) -> bytes:
     """Returns a hash of an adapter's contents: of other contents it is another one."""
     digest = hashlib.sha256(repr(adapter.scales).encode())
-    for path, pair in sorted(adapter.matrices.items()):
-        for x in map(np.asarray, pair):
-            digest.update(f"{path} {x.shape} {x.dtype}\n".encode() + x.tobytes())
+    for path, x in jax.tree_util.tree_leaves_with_path(adapter):
+        digest.update(f"{leaf_name(path)} {x.shape} {x.dtype}\n".encode() + np.asarray(x).tobytes())
     return digest.digest()
+
+
+def is_norm(path: str) -> bool:
+    """Whether a path in the parameters is that of a norm's weights."""
+    return path.endswith("norm")
 
 
 def untied(config: ModelConfig) -> ModelConfig:
@@ -86,9 +95,9 @@ def untied(config: ModelConfig) -> ModelConfig:
 
 def for_all_rows_only(adapter: Adapter) -> list[str]:
     """Returns the paths of what an adapter changes and rows cannot have each their own of: experts, routers,
-    embedding and head. Functions and engines of several adapters reject them by these names.
+    norms, embedding and head. Functions and engines of several adapters reject them by these names.
     """
-    return [*filter(_is_for_all_rows, adapter.matrices)]
+    return [*filter(_is_for_all_rows, adapter.matrices), *adapter.norms]
 
 
 def row_matrices(config: ModelConfig) -> dict[str, ParamSpec]:

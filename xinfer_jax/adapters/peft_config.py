@@ -4,7 +4,7 @@ of peft 0.21's `LoraConfig`; what is not done is rejected by name.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InputError, format_names, format_value
@@ -16,7 +16,7 @@ _READ_PAST = frozenset(
 )
 _DONE = frozenset(
     """r lora_alpha target_modules target_parameters exclude_modules use_rslora rank_pattern alpha_pattern
-    layers_to_transform layers_pattern""".split()
+    layers_to_transform layers_pattern modules_to_save""".split()
 )
 _INITS = (None, True, False, "gaussian", "orthogonal")  # of init_lora_weights; others change the model itself
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")  # what leaves another field out
@@ -26,7 +26,6 @@ _REJECTED = {
     "bias": "train the biases apart, and put them into the model",
     "lora_bias": "it adds a bias to each matrix",
     "use_dora": "DoRA scales the model's own columns: merge it with PEFT",
-    "modules_to_save": "it replaces whole modules: merge it with PEFT",
     "layer_replication": "it repeats layers: save the larger model",
 }
 
@@ -64,6 +63,22 @@ def read_modules(
         raise InputError(f"target_modules {format_value(targets)} means no module of the model")
     patterns = {field: _patterns(settings, field) for field in ("rank_pattern", "alpha_pattern")}
     return {name: _module(settings, patterns, name) for name in chosen}
+
+
+def read_norms(settings: Mapping[str, Any], norms: Collection[str], others: Iterable[str]) -> list[str]:
+    """Returns the norms that `modules_to_save` means; PEFT compares the ends of names. others: names of the
+    model's other modules.
+
+    Raises:
+        InputError: it means anything else.
+    """
+    wanted = settings.get("modules_to_save") or []
+    if not _are(wanted, str):
+        raise InputError(f"modules_to_save must be names, got {format_value(wanted)}")
+    for end in wanted:
+        if not any(name.endswith(end) for name in norms) or any(name.endswith(end) for name in others):
+            raise InputError(f"modules_to_save may have norms only, got {end!r}: merge it with PEFT")
+    return [name for name in norms if name.endswith(tuple(wanted))]
 
 
 def _check_fields(settings: Mapping[str, Any]) -> None:

@@ -12,18 +12,19 @@ import numpy as np
 import safetensors.numpy
 
 from ..checkpoint.files import download_adapter, read_json, resolve_directory
-from ..checkpoint.tensor_files import write_whole
+from ..checkpoint.tensor_files import on_host, write_whole
 from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..families.skipped_tensors import full_name, text_name
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
-from .peft_config import read_modules
+from .peft_config import read_modules, read_norms
 from .peft_modules import (
     EMBED,
     HEAD,
     PeftModule,
+    norm_modules,
     of_all_experts,
     peft_modules,
     with_tied_head,
@@ -80,14 +81,14 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
         expected |= module.shapes(rank)
         if module.name + _BASE in named and "vocab" in module.specs[0].axes:
             expected[module.name + _BASE] = module.specs[0].shape
-    _check_tensors(expected, named)
+    norms = {full_name(name, raw): spec for name, spec in norm_modules(config).items()}
+    own_norms = [norms[name] for name in read_norms(settings, norms, by_raw)]
+    _check_tensors(expected | {spec.hf_name: spec.shape for spec in own_norms}, named)
     matrices: dict[str, LowRank] = {}
     scales: dict[str, float] = {}
     of_experts: dict[str, dict[int, tuple[LowRank, float]]] = {}
     for module, _, scale in wanted:
-        a, b = (np.asarray(named[name].array(), dtype) for name in module.tensors)
-        if not all(np.isfinite(x.astype(np.float32)).all() for x in (a, b)):
-            raise InputError(f"{module.name} has NaN or inf")
+        a, b = (_read_array(named, name, dtype) for name in module.tensors)
         for path, pair in module.matrices(a, b).items():
             if module.expert is None:
                 matrices[path] = pair
@@ -96,7 +97,15 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
                 of_experts.setdefault(path, {})[module.expert] = pair, scale
     for path, pairs in of_experts.items():
         matrices[path], scales[path] = of_all_experts(path, pairs, config.num_experts)
-    return jax.tree.map(jnp.asarray, with_tied_head(config, make_adapter(matrices, scales)))
+    new_norms = {spec.name: _read_array(named, spec.hf_name, dtype) for spec in own_norms}
+    return jax.tree.map(jnp.asarray, with_tied_head(config, make_adapter(matrices, scales, new_norms)))
+
+
+def _read_array(stored: Mapping[str, Any], name: str, dtype: Any) -> np.ndarray:
+    x = np.asarray(stored[name].array(), dtype)
+    if not np.isfinite(x.astype(np.float32)).all():
+        raise InputError(f"{name} has NaN or inf")
+    return x
 
 
 def _wanted(
@@ -131,7 +140,8 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
     path = Path(path).expanduser()
     if path.exists():
         raise InputError(f"{path} exists: give another directory")
-    if unknown := adapter.matrices.keys() - adaptable_matrices(config).keys():
+    norms = {spec.name: name for name, spec in norm_modules(config).items()}
+    if unknown := {*adapter.matrices, *adapter.norms} - {*adaptable_matrices(config), *norms}:
         raise InputError(f"the adapter has what the model has not: {format_names(sorted(unknown), 8)}")
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -139,7 +149,8 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
     ties_head = config.tie_word_embeddings and EMBED in adapter.matrices and HEAD not in adapter.matrices
     if ties_head:
         matrices = adapter.matrices | {HEAD: adapter.matrices[EMBED]}
-        adapter = make_adapter(matrices, adapter.scale_of() | {HEAD: adapter.scale_of()[EMBED]})
+        scales = adapter.scale_of() | {HEAD: adapter.scale_of()[EMBED]}
+        adapter = make_adapter(matrices, scales, adapter.norms)
     targets: dict[str, list[str]] = dict(target_modules=[], target_parameters=[])
     modules = [m for m in peft_modules(config).values() if any(path in adapter.matrices for path in m.paths)]
     for module in with_wrappers(modules):
@@ -153,6 +164,7 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
             ranks[name] = size
             alphas[name] = scale * size
             tensors |= {f"{_PREFIX}{tensor}": x for tensor, x in own.items()}
+    tensors |= {f"{_PREFIX}{norms[path]}.weight": on_host(x) for path, x in adapter.norms.items()}
     if not ranks:
         raise InputError("the adapter has no matrices: give one that changes the model")
     (rank, alpha) = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
@@ -161,7 +173,7 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
         lora_alpha=alpha, lora_dropout=0.0, bias="none", **targets,
         rank_pattern={module: own for module, own in ranks.items() if own != rank},
         alpha_pattern={module: own for module, own in alphas.items() if own != alpha},
-        ensure_weight_tying=ties_head,
+        modules_to_save=[norms[path] for path in adapter.norms] or None, ensure_weight_tying=ties_head,
     )  # fmt: skip
 
     def write(directory: Path | None) -> None:

@@ -18,7 +18,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.conversion import leaf_of_tensors, plan_tensors
 from ..families.naming import FileSpec, file_specs
-from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter, untied
+from .adapter import Adapter, LowRank, adaptable_matrices, is_norm, make_adapter, untied
 
 EMBED = "embed"  # the path of the embedding, in a tied model also of the head
 HEAD = "lm_head"
@@ -152,6 +152,12 @@ def peft_modules(config: ModelConfig, found: Container[str] = ()) -> dict[str, P
     return modules
 
 
+def norm_modules(config: ModelConfig) -> dict[str, FileSpec]:
+    """Returns the norms by their names in transformers' model."""
+    specs = jax.tree.leaves(file_specs(config))
+    return {spec.hf_name.removesuffix(".weight"): spec for spec in specs if is_norm(spec.name)}
+
+
 def with_wrappers(modules: Collection[PeftModule]) -> list[PeftModule]:
     """These modules, all that an adapter changes, with `is_wrapped` where another one wraps it."""
     names = {module.name for module in modules}
@@ -189,7 +195,7 @@ def with_tied_head(config: ModelConfig, adapter: Adapter) -> Adapter:
     head = matrices.setdefault(HEAD, LowRank(a[:0], b[:, :0]))
     if scale_of.setdefault(HEAD, 1.0) == scale_of[EMBED] and all(map(np.array_equal, head, (a, b))):
         del matrices[HEAD]
-    return make_adapter(matrices, scale_of)
+    return make_adapter(matrices, scale_of, adapter.norms)
 
 
 def _of_rank(spec: FileSpec, rank: int) -> FileSpec:
