@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from parity_cases import CASES
 from quick import full_except
 from safetensors.numpy import load_file, save_file
@@ -14,8 +15,6 @@ from safetensors.numpy import load_file, save_file
 import xinfer_jax as xj
 from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
-from xinfer_jax.weights.hadamard import rotated_params
-from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf
 
@@ -322,19 +321,47 @@ def test_calls_that_do_not_fit():
             call()
 
 
-def test_rotated_models_have_no_adapters(tmp_path):
-    """Their weights are of another basis: the sum would be wrong, and no shape says so."""
-    (_, rotated) = rotated_params(PARAMS, CONFIG)
-    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
-    once = PARAMS | {"embed": {"weight": Int8Weight(jnp.zeros((96, 48), jnp.int8), jnp.ones(96), True)}}
-    for call in (
-        lambda: xj.load_adapter(rotated, tmp_path / "a"),
-        lambda: xj.save_adapter(tmp_path / "b", ADAPTERS[0], rotated),
-        lambda: xj.init_adapter(rotated, jax.random.key(0)),
-        lambda: xj.with_adapter(once, ADAPTERS[0]),
-        lambda: xj.with_adapters(once, ADAPTERS, np.array([0])),
+def test_rotated_models(tmp_path):
+    """Int8 activations rotate the model and fold norms into matrices: so they do with adapters."""
+    source = tiny.write(tmp_path / "model", tiny.CONFIG)
+    plain = xj.load_model(source, "float32")
+    rotated = xj.load_model(source, "float32", quantize="int8", activations="int8")
+    targets = ["q", "k", "v", "o", "gate", "up", "down", "embed"]
+    adapter = xj.init_adapter(rotated.config, jax.random.key(0), 4, targets)
+    noise = iter(jax.random.split(jax.random.key(1), 1000))
+    adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), adapter)
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    (wanted, base) = (
+        np.asarray(forward(x, plain.config, tokens)[0])
+        for x in (xj.with_adapter(plain.params, adapter), plain.params)
+    )
+    found = np.asarray(forward(xj.with_adapter(rotated.params, adapter), rotated.config, tokens)[0])
+    assert np.abs(found - wanted).max() < 0.1 * np.abs(base - wanted).max()
+    in_trace = jax.jit(lambda x: xj.forward(xj.with_adapter(rotated.params, x), rotated.config, tokens)[0])(
+        adapter
+    )
+    np.testing.assert_allclose(in_trace, found, atol=0.02 * np.abs(found).max())
+    rows = np.array([0, -1])
+    layers = xj.Adapter(
+        {path: x for path, x in adapter.matrices.items() if path != "embed"}, adapter.scales[1:]
+    )
+    mixed = forward(xj.with_adapters(rotated.params, [layers], rows), rotated.config, tokens)[0]
+    alone = forward(xj.with_adapter(rotated.params, layers), rotated.config, tokens)[0]
+    np.testing.assert_allclose(mixed[0], alone[0], atol=0.02 * np.abs(found).max())
+    xj.save_adapter(tmp_path / "a", adapter, rotated.config)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(rotated.config, tmp_path / "a"), adapter)
+    xj.save_model(tmp_path / "saved", rotated.params, rotated.config)
+    saved = xj.load_model(tmp_path / "saved", "float32").params
+    norms = {"layers.0.attn_norm": rotated.params["layers"][0]["attn_norm"]}
+    for call, message in (
+        (lambda: xj.with_adapter(saved, adapter), "does not say how"),
+        (lambda: xj.split_adapter(xj.with_adapter(rotated.params, adapter)), "rotate"),
+        (
+            lambda: xj.with_adapter(rotated.params, dataclasses.replace(adapter, norms=norms)),
+            "attn_norm is in",
+        ),
     ):
-        with pytest.raises(xj.InputError, match="rotate"):
+        with pytest.raises(xj.InputError, match=message):
             call()
 
 

@@ -13,7 +13,8 @@ from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.param_specs import leaf_name
 from ..weights.params import AnyArray, Params
 from ..weights.quantized_weight import is_quantized
-from .adapter import ROTATED, Adapter, LowRank, for_all_rows_only, is_norm, make_adapter
+from .adapter import Adapter, LowRank, for_all_rows_only, make_adapter
+from .fitted_adapter import check_adapter, weights_by_path
 
 
 def with_adapter(params: Params, adapter: Adapter) -> Params:
@@ -27,7 +28,7 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
     Raises:
         InputError: it does not fit the model; the parameters have adapters.
     """
-    check_adapter(params, adapter)
+    adapter = check_adapter(params, adapter)
     scale_of = adapter.scale_of()
 
     def adapt(path: str, weight: Any) -> Any:
@@ -55,8 +56,8 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     adapters = [*adapters]
     if not adapters:
         raise InputError("with_adapters needs at least one adapter")
+    adapters = [check_adapter(params, adapter) for adapter in adapters]
     for adapter in adapters:
-        check_adapter(params, adapter)
         if names := for_all_rows_only(adapter):
             raise InputError(
                 f"{format_names(names, 8)} can have one adapter for all rows only: use with_adapter, or"
@@ -90,11 +91,15 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
     """Returns what `with_adapter` put together: the model's parameters, and the adapter. Norms stay those of
     the adapter, in the parameters.
     """
-    found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
+    found = {
+        path: weight for path, weight in weights_by_path(params).items() if isinstance(weight, AdaptedWeight)
+    }
     if found.get("lm_head") is found.get("embed"):
         found.pop("lm_head", None)
     if not found or isinstance(params["layers"], dict) or any(x.scale_N is not None for x in found.values()):
         raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
+    if any(getattr(weight.base, "int8_activations", False) for weight in found.values()):
+        raise InputError("int8 activations rotate the model and its adapter: keep the adapter beside it")
     matrices = {
         path: LowRank(weight.lora_a[..., 0, :, :], weight.lora_b[..., 0, :, :])
         for path, weight in found.items()
@@ -115,8 +120,8 @@ def merge_adapter(params: Params, adapter: Adapter) -> Params:
         InputError: it does not fit the model; a matrix is quantized: merge into float parameters, then
             quantize them by `xj.reshard`.
     """
-    check_adapter(params, adapter)
-    matrices = _matrices(params)
+    adapter = check_adapter(params, adapter)
+    matrices = weights_by_path(params)
     if quantized := [path for path in adapter.matrices if is_quantized(matrices[path])]:
         raise InputError(
             f"an adapter is merged into float parameters, and {format_names(quantized, 4)} are quantized:"
@@ -142,17 +147,6 @@ def _with_norms(params: Params, adapter: Adapter) -> Params:
     return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
 
 
-def _matrices(params: Params) -> dict[str, Any]:
-    """Every weight by the path of its matrix; a tied one by both of its paths."""
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    named = {leaf_name(keys): leaf for keys, leaf in found}
-    weights = {name.removesuffix(".weight"): leaf for name, leaf in named.items() if name.endswith(".weight")}
-    embed = weights["embed"]
-    if isinstance(embed, UntiedWeight):
-        return weights | dict(embed=embed.embedding, lm_head=embed.head)
-    return {"lm_head": embed} | weights
-
-
 def map_matrices(params: Params, paths: Collection[str], function: Callable[[str, Any], Any]) -> Params:
     """Returns the parameters with function(path, weight) in place of these weights."""
     is_tied = "lm_head" not in params
@@ -173,29 +167,3 @@ def map_matrices(params: Params, paths: Collection[str], function: Callable[[str
         return new(path, old)
 
     return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
-
-
-def check_adapter(params: Params, adapter: Adapter) -> None:
-    """Raises one InputError for all that an adapter has and the parameters do not take."""
-    if not isinstance(adapter, Adapter):
-        raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")
-    matrices = _matrices(params)
-    if any(getattr(leaf, "int8_activations", False) for leaf in matrices.values()):
-        raise InputError(ROTATED)
-    faults = []
-    for path, (a, b) in adapter.matrices.items():
-        weight = matrices.get(path)
-        if weight is None:
-            faults.append(f"{path} is no matrix of the model")
-        elif isinstance(weight, AdaptedWeight):
-            faults.append(f"{path} has an adapter already")
-        elif (*a.shape[:-2], *b.shape[-2:-1], *a.shape[-1:]) != weight.shape or (
-            b.shape != (*weight.shape[:-1], a.shape[-2])
-        ):
-            faults.append(f"{path} {list(weight.shape)} has a {list(a.shape)} and b {list(b.shape)}")
-    norms = {leaf_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    for path, norm in adapter.norms.items():
-        if not is_norm(path) or path not in norms or norms[path].shape != norm.shape:
-            faults.append(f"{path} {list(norm.shape)} is no norm of the model")
-    if faults:
-        raise InputError(f"the adapter does not fit the parameters: {format_names(faults, 8)}")

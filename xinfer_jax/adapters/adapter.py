@@ -16,11 +16,6 @@ from ..errors import InputError, format_names, format_value
 from ..weights.param_specs import leaf_name
 from ..weights.params import ParamSpec, param_specs, resolve_dtype
 
-ROTATED = (
-    "int8 activations rotate the model, and adapters are of one that is not: load it without activations, or"
-    " merge the adapter before it is quantized"
-)
-
 
 class LowRank(NamedTuple):
     """What an adapter adds to a matrix [O, I], but for its scale: b @ a.
@@ -65,11 +60,8 @@ def make_adapter(
 
 def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
     """Returns the specs of the matrices that can have adapters, by path: those of linear layers, experts and
-    routers, of the embedding and of the head, also where these are tied. Raises InputError where the model is
-    rotated.
+    routers, of the embedding and of the head, also where these are tied.
     """
-    if config.rotated:
-        raise InputError(ROTATED)
     specs = jax.tree.leaves(param_specs(untied(config)))
     matrices = (spec for spec in specs if spec.is_matrix and spec.name.endswith(".weight"))
     return {spec.name.removesuffix(".weight"): spec for spec in matrices}
