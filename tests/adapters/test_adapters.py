@@ -17,6 +17,7 @@ from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf
+from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
 CONFIG = CASES["qwen2-gqa-tied-old"].config
 PARAMS = xj.init_params(CONFIG, jax.random.key(0), "float32")
@@ -319,6 +320,24 @@ def test_calls_that_do_not_fit():
     ):
         with pytest.raises(xj.InputError, match=message):
             call()
+
+
+@pytest.mark.parametrize("case", ["qwen2-gqa-tied-old", "phi3-gqa"])
+def test_key_heads_that_a_mesh_repeats(tmp_path, case):
+    """Files and adapters have them once; `with_adapter` repeats them."""
+    hf = CASES["phi3-defaults"].hf | dict(num_key_value_heads=2)
+    config = xj.from_hf(hf) if case == "phi3-gqa" else CONFIG
+    adapter = xj.init_adapter(config, jax.random.key(0), 3)
+    adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
+    xj.save_adapter(tmp_path / "a", adapter, config)
+    repeated = with_repeated_kv_heads(config, 4)
+    loaded = xj.load_adapter(repeated, tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, loaded, xj.load_adapter(config, tmp_path / "a"))
+    xj.save_adapter(tmp_path / "b", loaded, repeated)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(config, tmp_path / "b"), loaded)
+    other = dataclasses.replace(config, num_attention_heads=8)
+    with pytest.raises(xj.InputError, match="has other sizes in the adapter"):
+        xj.save_adapter(tmp_path / "c", adapter, other)
 
 
 def test_rotated_models(tmp_path):

@@ -77,6 +77,30 @@ class PeftModule(NamedTuple):
         ends = ("embedding_A", "embedding_B") if self.is_embedding else ("A.weight", "B.weight")
         return f"{prefix}.lora_{ends[0]}", f"{prefix}.lora_{ends[1]}"
 
+    def with_outputs(self, number: int) -> "PeftModule":
+        """This module with so many outputs, as it has without the key heads that a mesh repeats."""
+        repeated = sum(spec.shape[0] for spec in self.specs if spec.kv_heads)
+        own = number - sum(spec.shape[0] for spec in self.specs if not spec.kv_heads)
+        return self._with_heads_once(repeated // own if own > 0 and not repeated % own else 1)
+
+    def as_in(self, adapter: Adapter) -> "PeftModule":
+        """This module with the outputs that an adapter has."""
+        pairs = zip(self.specs, map(adapter.matrices.get, self.paths), strict=True)
+        times = (spec.shape[0] // len(pair.b) for spec, pair in pairs if spec.kv_heads and pair)
+        return self._with_heads_once(max(times, default=1))
+
+    def _with_heads_once(self, times: int) -> "PeftModule":
+        """times: how often each key head is there."""
+        if times < 2 or any(spec.kv_heads % times for spec in self.specs):
+            return self
+        specs: list[FileSpec] = []
+        rows = [spec.shape[0] // (times if spec.kv_heads else 1) for spec in self.specs]
+        for spec, own in sorted(zip(self.specs, rows, strict=True), key=lambda pair: pair[0].first_row):
+            first = sum(before.shape[0] for before in specs)
+            shape = (own, *spec.shape[1:])
+            specs.append(dataclasses.replace(spec, shape=shape, first_row=first, fused_rows=sum(rows)))
+        return self._replace(specs=specs)
+
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The shapes of its pair by name."""
         spec = self.specs[0]
@@ -117,7 +141,9 @@ class PeftModule(NamedTuple):
         rank = a.shape[-2]
         specs = [_of_rank(spec, rank) for spec in self.specs]
         leaves = {path: np.zeros(spec.shape, a.dtype) for path, spec in zip(self.paths, specs, strict=True)}
-        for path, at, (_, b) in zip(found, places, pairs, strict=True):
+        for path, at, (own_a, b) in zip(found, places, pairs, strict=True):
+            if (own_a.shape[-1], *b.shape[:-1]) != (self.specs[0].shape[-1], *leaves[path].shape[:-1]):
+                raise InputError(f"{path} has other sizes in the adapter than in the config")
             own = b if scale_of[path] == scale else b * (scale_of[path] / scale)
             leaves[path][..., at : at + b.shape[-1]] = own
         (tensor,) = plan_tensors(specs, leaves.values(), {self.parameter: None}).values()
