@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from parity_cases import CASES
 from quick import full_except
 from safetensors.numpy import load_file, save_file
@@ -14,10 +15,9 @@ from safetensors.numpy import load_file, save_file
 import xinfer_jax as xj
 from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
-from xinfer_jax.weights.hadamard import rotated_params
-from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf
+from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
 CONFIG = CASES["qwen2-gqa-tied-old"].config
 PARAMS = xj.init_params(CONFIG, jax.random.key(0), "float32")
@@ -97,6 +97,96 @@ def test_embedding_and_head(tmp_path, targets, quantize):
         assert np.asarray(forward(adapted, CONFIG, text)[0])[0].argmax(-1)[2:8].tolist() == tokens
 
 
+MOE = CASES["moe-some-layers-dense"].config
+ONE_LAYER = xj.from_hf(CASES["moe-defaults"].hf | dict(num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("quantize", full_except(["int4"], [None, "int8", "int4"]))
+def test_experts_and_routers(tmp_path, quantize):
+    params = xj.init_params(ONE_LAYER, jax.random.key(0), "float32", quantize)
+    adapter = xj.init_adapter(
+        ONE_LAYER, jax.random.key(1), 3, ["experts.gate", "experts.up", "experts.down", "router"]
+    )
+    adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapter)
+    assert adapter.matrices["layers.0.experts.down"].b.shape == (6, 48, 3)
+    assert [*adapter.matrices] == for_all_rows_only(adapter)
+    xj.save_adapter(tmp_path / "a", adapter, ONE_LAYER)
+    loaded = xj.load_adapter(ONE_LAYER, tmp_path / "a")  # gate and up have one `a` there, of both ranks
+    trees = [xj.with_adapter(params, x) for x in (adapter, loaded)]
+    trees += [] if quantize else [xj.merge_adapter(params, adapter)]
+    (found, *others) = [np.asarray(forward(tree, ONE_LAYER, TOKENS)[0]) for tree in trees]
+    for other in others:
+        np.testing.assert_allclose(other, found, atol=3e-5)
+    assert np.abs(found - forward(params, ONE_LAYER, TOKENS)[0]).max() > 0.1
+    one = forward(trees[0], ONE_LAYER, TOKENS[:1, :1])[0]  # reads the chosen experts only
+    np.testing.assert_allclose(one[0], found[0, :1], atol=3e-2 if quantize else 3e-5)
+    jax.tree.map(np.testing.assert_array_equal, xj.split_adapter(trees[0]), (params, adapter))
+    with pytest.raises(xj.InputError, match="one adapter for all rows only"):
+        xj.with_adapters(params, [adapter], np.zeros(3, np.int32))
+
+
+def test_files_with_a_module_for_each_expert(tmp_path):
+    """Those of PEFT beside transformers 4."""
+    adapter = xj.init_adapter(MOE, jax.random.key(1), 3, ["experts.up", "router"])
+    adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
+    xj.save_adapter(tmp_path / "a", adapter, MOE)
+    file = tmp_path / "a" / "adapter_config.json"
+    settings = json.loads(file.read_text()) | dict(target_parameters=None, target_modules=["up_proj", "gate"])
+    file.write_text(json.dumps(settings))
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = {name: x for name, x in load_file(weights).items() if "experts" not in name}
+    for path, pair in adapter.matrices.items():
+        for expert in range(6 * path.endswith("up")):
+            name = f"base_model.model.model.{path.replace('experts.up', f'mlp.experts.{expert}.up_proj')}"
+            own = {
+                f"{name}.lora_{x}.weight": np.array(part[expert]) for x, part in zip("AB", pair, strict=True)
+            }
+            tensors |= own
+    for layer in (0, 2, 3, 4):  # dense ones
+        name = f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_"
+        tensors |= {f"{name}A.weight": np.ones((3, 48), "f4"), f"{name}B.weight": np.ones((80, 3), "f4")}
+    save_file(tensors, weights)
+    loaded = xj.load_adapter(MOE, tmp_path / "a").matrices
+    jax.tree.map(
+        np.testing.assert_array_equal, {path: loaded[path] for path in adapter.matrices}, adapter.matrices
+    )
+    assert {*loaded} - {*adapter.matrices} == {f"layers.{i}.up" for i in (0, 2, 3, 4)}
+    file.write_text(json.dumps(settings | dict(exclude_modules=r".*experts\.4\..*")))
+    save_file({name: x for name, x in tensors.items() if "experts.4" not in name}, weights)
+    with pytest.raises(xj.InputError, match="all experts of a layer"):
+        xj.load_adapter(MOE, tmp_path / "a")
+
+
+def test_norms_are_replaced(tmp_path):
+    names = ["final_norm", "layers.1.mlp_norm"]
+    adapter = dataclasses.replace(ADAPTERS[0], norms={name: jnp.arange(48.0) / 24 for name in names})
+    found = logits(xj.with_adapter(PARAMS, adapter))
+    np.testing.assert_allclose(logits(xj.merge_adapter(PARAMS, adapter)), found, atol=1e-5)
+    own = PARAMS | dict(final_norm=adapter.norms["final_norm"])
+    own["layers"] = (
+        *PARAMS["layers"][:1],
+        PARAMS["layers"][1] | dict(mlp_norm=own["final_norm"]),
+        *PARAMS["layers"][2:],
+    )
+    np.testing.assert_array_equal(logits(xj.with_adapter(own, ADAPTERS[0])), found)
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
+    assert xj.with_adapter(narrow, adapter)["final_norm"].dtype == "bfloat16"
+    gradient = jax.grad(lambda adapter: xj.score(xj.with_adapter(PARAMS, adapter), CONFIG, TOKENS).sum())(
+        adapter
+    )
+    assert all(np.abs(x).max() > 0 for x in gradient.norms.values())
+    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a").norms, adapter.norms)
+    assert {*for_all_rows_only(adapter)} == {*names}
+    for norms in (
+        {"layers.0.q": jnp.ones(48)},
+        {"final_norm": jnp.ones(3)},
+        {"layers.9.attn_norm": jnp.ones(48)},
+    ):
+        with pytest.raises(xj.InputError, match="is no norm"):
+            xj.with_adapter(PARAMS, dataclasses.replace(adapter, norms=norms))
+
+
 def test_only_the_adapter_is_trained():
     """A step's program returns gradients of its arrays alone, at most of a matrix's size together."""
 
@@ -131,7 +221,7 @@ REJECTED = {
     "bias": ("all", "bias"),
     "use_dora": (True, "DoRA"),
     "init_lora_weights": ("pissa", "'pissa' changes the model"),
-    "modules_to_save": (["lm_head"], "replaces whole modules"),
+    "modules_to_save": (["lm_head"], "norms only, got 'lm_head'"),
     "peft_type": ("IA3", "'LORA'"),
     "target_modules": (["c_attn"], "no module"),
     "rank_pattern": ({"q_proj": 5}, r"q_proj.lora_A.weight has shape \[4, 48\]"),
@@ -232,19 +322,65 @@ def test_calls_that_do_not_fit():
             call()
 
 
-def test_rotated_models_have_no_adapters(tmp_path):
-    """Their weights are of another basis: the sum would be wrong, and no shape says so."""
-    (_, rotated) = rotated_params(PARAMS, CONFIG)
-    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
-    once = PARAMS | {"embed": {"weight": Int8Weight(jnp.zeros((96, 48), jnp.int8), jnp.ones(96), True)}}
-    for call in (
-        lambda: xj.load_adapter(rotated, tmp_path / "a"),
-        lambda: xj.save_adapter(tmp_path / "b", ADAPTERS[0], rotated),
-        lambda: xj.init_adapter(rotated, jax.random.key(0)),
-        lambda: xj.with_adapter(once, ADAPTERS[0]),
-        lambda: xj.with_adapters(once, ADAPTERS, np.array([0])),
+@pytest.mark.parametrize("case", ["qwen2-gqa-tied-old", "phi3-gqa"])
+def test_key_heads_that_a_mesh_repeats(tmp_path, case):
+    """Files and adapters have them once; `with_adapter` repeats them."""
+    hf = CASES["phi3-defaults"].hf | dict(num_key_value_heads=2)
+    config = xj.from_hf(hf) if case == "phi3-gqa" else CONFIG
+    adapter = xj.init_adapter(config, jax.random.key(0), 3)
+    adapter = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(2), x.shape), adapter)
+    xj.save_adapter(tmp_path / "a", adapter, config)
+    repeated = with_repeated_kv_heads(config, 4)
+    loaded = xj.load_adapter(repeated, tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, loaded, xj.load_adapter(config, tmp_path / "a"))
+    xj.save_adapter(tmp_path / "b", loaded, repeated)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(config, tmp_path / "b"), loaded)
+    other = dataclasses.replace(config, num_attention_heads=8)
+    with pytest.raises(xj.InputError, match="has other sizes in the adapter"):
+        xj.save_adapter(tmp_path / "c", adapter, other)
+
+
+def test_rotated_models(tmp_path):
+    """Int8 activations rotate the model and fold norms into matrices: so they do with adapters."""
+    source = tiny.write(tmp_path / "model", tiny.CONFIG)
+    plain = xj.load_model(source, "float32")
+    rotated = xj.load_model(source, "float32", quantize="int8", activations="int8")
+    targets = ["q", "k", "v", "o", "gate", "up", "down", "embed"]
+    adapter = xj.init_adapter(rotated.config, jax.random.key(0), 4, targets)
+    noise = iter(jax.random.split(jax.random.key(1), 1000))
+    adapter = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), adapter)
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    (wanted, base) = (
+        np.asarray(forward(x, plain.config, tokens)[0])
+        for x in (xj.with_adapter(plain.params, adapter), plain.params)
+    )
+    found = np.asarray(forward(xj.with_adapter(rotated.params, adapter), rotated.config, tokens)[0])
+    assert np.abs(found - wanted).max() < 0.1 * np.abs(base - wanted).max()
+    in_trace = jax.jit(lambda x: xj.forward(xj.with_adapter(rotated.params, x), rotated.config, tokens)[0])(
+        adapter
+    )
+    np.testing.assert_allclose(in_trace, found, atol=0.02 * np.abs(found).max())
+    rows = np.array([0, -1])
+    layers = xj.Adapter(
+        {path: x for path, x in adapter.matrices.items() if path != "embed"}, adapter.scales[1:]
+    )
+    mixed = forward(xj.with_adapters(rotated.params, [layers], rows), rotated.config, tokens)[0]
+    alone = forward(xj.with_adapter(rotated.params, layers), rotated.config, tokens)[0]
+    np.testing.assert_allclose(mixed[0], alone[0], atol=0.02 * np.abs(found).max())
+    xj.save_adapter(tmp_path / "a", adapter, rotated.config)
+    jax.tree.map(np.testing.assert_array_equal, xj.load_adapter(rotated.config, tmp_path / "a"), adapter)
+    xj.save_model(tmp_path / "saved", rotated.params, rotated.config)
+    saved = xj.load_model(tmp_path / "saved", "float32").params
+    norms = {"layers.0.attn_norm": rotated.params["layers"][0]["attn_norm"]}
+    for call, message in (
+        (lambda: xj.with_adapter(saved, adapter), "does not say how"),
+        (lambda: xj.split_adapter(xj.with_adapter(rotated.params, adapter)), "rotate"),
+        (
+            lambda: xj.with_adapter(rotated.params, dataclasses.replace(adapter, norms=norms)),
+            "attn_norm is in",
+        ),
     ):
-        with pytest.raises(xj.InputError, match="rotate"):
+        with pytest.raises(xj.InputError, match=message):
             call()
 
 

@@ -84,7 +84,7 @@ PACKAGES = {
         "gguf_file", "gguf_format", "sharded_leaves", "leaf_loader", "embedding_modules", "directory",
         "gguf_tensors", "gguf_tokenizer", "gguf_checkpoint", "loading", "saving",
     ),
-    "adapters": ("adapter", "adapted_params", "peft_config", "peft_modules", "peft_files"),
+    "adapters": ("adapter", "fitted_adapter", "adapted_params", "peft_config", "peft_modules", "peft_files"),
     "text": (),
     "embedding": (),
     "testing": (),

@@ -651,6 +651,49 @@ def training() -> None:
             jax.tree.map(partial(assert_close, bound=1e-4), tree, wanted)
 
 
+def adapters() -> None:
+    """Over devices that repeat key heads and pad the vocabulary: logits of one adapter, also of embedding and
+    head, and of one for each row are those of one device.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny.write(Path(folder) / "model", tiny.UNTIED | dict(vocab_size=286))
+        one = xj.load_model(config, "float32")
+        mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])
+        over = xj.load_model(config, "float32", mesh=mesh)
+        targets = ["q", "k", "v", "o", "down", "embed", "lm_head"]
+        adapter = xj.init_adapter(one.config, jax.random.key(0), 3, targets)
+        noise = iter(jax.random.split(jax.random.key(1), 1000))
+        adapter = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), adapter)
+        xj.save_adapter(Path(folder) / "adapter", adapter, one.config)
+        loaded = xj.load_adapter(over.config, Path(folder) / "adapter")
+        layers = [path for path in loaded.matrices if path.startswith("layers")]
+        part = xj.Adapter({path: loaded.matrices[path] for path in layers}, (1.0,) * len(layers))
+        assert (
+            over.params["layers"][0]["k"]["weight"].shape[0] > one.params["layers"][0]["k"]["weight"].shape[0]
+        )
+        forward = jax.jit(xj.forward, static_argnums=1)
+        for make in (
+            lambda params: xj.with_adapter(params, loaded),
+            lambda params: xj.with_adapters(params, [part], np.array([0, -1])),
+        ):
+            wanted, found = (forward(make(x.params), x.config, TOKENS)[0] for x in (one, over))
+            assert_close(found, wanted, 1e-5)
+        loss = lambda x, params, config: xj.score(xj.with_adapter(params, x), config, TOKENS).sum()  # noqa: E731
+        gradient = jax.jit(jax.grad(loss), static_argnums=2)
+        gradients = [gradient(loaded, x.params, x.config) for x in (one, over)]
+        jax.tree.map(partial(assert_close, bound=1e-4), *gradients)
+    config = from_hf(FAMILIES["qwen3_moe"] | dict(num_hidden_layers=2))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    adapter = xj.init_adapter(config, jax.random.key(0), 3, ["experts.gate", "experts.down", "router", "o"])
+    adapter = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(noise), x.shape), adapter)
+    divided = jax.device_put(
+        params,
+        xj.shardings(config, jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices()[:2])),
+    )
+    wanted, found = (forward(xj.with_adapter(x, adapter), config, TOKENS)[0] for x in (params, divided))
+    assert_close(found, wanted, 1e-5)
+
+
 def explicit_axes() -> None:
     """Over the axes that `jax.make_mesh` gives, results and gradients are those of one device, and stay
     divided by rows; the host's functions and engines take such parameters, also under `jax.set_mesh`.
@@ -826,7 +869,7 @@ CALLS = {
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, scaled_files,
         gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
         odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
-        rows_over_data, training,
+        rows_over_data, training, adapters,
     )
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.param_specs import leaf_name
 from ..weights.params import AnyArray, Params
 from ..weights.quantized_weight import is_quantized
-from .adapter import ROTATED, Adapter, LowRank, for_all_rows_only, make_adapter
+from .adapter import Adapter, LowRank, for_all_rows_only, make_adapter
+from .fitted_adapter import check_adapter, weights_by_path
 
 
 def with_adapter(params: Params, adapter: Adapter) -> Params:
@@ -27,14 +28,17 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
     Raises:
         InputError: it does not fit the model; the parameters have adapters.
     """
-    check_adapter(params, adapter)
+    adapter = check_adapter(params, adapter)
     scale_of = adapter.scale_of()
 
     def adapt(path: str, weight: Any) -> Any:
         a, b = adapter.matrices[path]
-        return AdaptedWeight(weight, a[None], b[None], scale=scale_of[path]) if len(a) else weight
+        if not a.shape[-2]:
+            return weight
+        (a, b) = (jnp.expand_dims(x, -3) for x in (a, b))
+        return AdaptedWeight(weight, a, b, scale=scale_of[path])
 
-    return map_matrices(params, adapter.matrices, adapt)
+    return map_matrices(_with_norms(params, adapter), adapter.matrices, adapt)
 
 
 def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArray) -> Params:
@@ -52,8 +56,8 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     adapters = [*adapters]
     if not adapters:
         raise InputError("with_adapters needs at least one adapter")
+    adapters = [check_adapter(params, adapter) for adapter in adapters]
     for adapter in adapters:
-        check_adapter(params, adapter)
         if names := for_all_rows_only(adapter):
             raise InputError(
                 f"{format_names(names, 8)} can have one adapter for all rows only: use with_adapter, or"
@@ -84,13 +88,22 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 
 
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
-    """Returns what `with_adapter` put together: the model's parameters, and the adapter."""
-    found = {path: weight for path, weight in _matrices(params).items() if isinstance(weight, AdaptedWeight)}
+    """Returns what `with_adapter` put together: the model's parameters, and the adapter. Norms stay those of
+    the adapter, in the parameters.
+    """
+    found = {
+        path: weight for path, weight in weights_by_path(params).items() if isinstance(weight, AdaptedWeight)
+    }
     if found.get("lm_head") is found.get("embed"):
         found.pop("lm_head", None)
-    if not found or any(x.adapter_B is not None or x.lora_a.ndim != 3 for x in found.values()):
+    if not found or isinstance(params["layers"], dict) or any(x.scale_N is not None for x in found.values()):
         raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
-    matrices = {path: LowRank(weight.lora_a[0], weight.lora_b[0]) for path, weight in found.items()}
+    if any(getattr(weight.base, "int8_activations", False) for weight in found.values()):
+        raise InputError("int8 activations rotate the model and its adapter: keep the adapter beside it")
+    matrices = {
+        path: LowRank(weight.lora_a[..., 0, :, :], weight.lora_b[..., 0, :, :])
+        for path, weight in found.items()
+    }
     scales = {path: weight.scale for path, weight in found.items()}
     if isinstance(params["embed"]["weight"], UntiedWeight):
         (a, b) = next(matrices[path] for path in ("embed", "lm_head") if path in matrices)
@@ -101,14 +114,14 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
 
 
 def merge_adapter(params: Params, adapter: Adapter) -> Params:
-    """Returns float parameters with the adapter's sum in them, each of the dtype that it has.
+    """Returns float parameters with the adapter's sum and norms in them, each of the dtype that it has.
 
     Raises:
         InputError: it does not fit the model; a matrix is quantized: merge into float parameters, then
             quantize them by `xj.reshard`.
     """
-    check_adapter(params, adapter)
-    matrices = _matrices(params)
+    adapter = check_adapter(params, adapter)
+    matrices = weights_by_path(params)
     if quantized := [path for path in adapter.matrices if is_quantized(matrices[path])]:
         raise InputError(
             f"an adapter is merged into float parameters, and {format_names(quantized, 4)} are quantized:"
@@ -121,18 +134,17 @@ def merge_adapter(params: Params, adapter: Adapter) -> Params:
         added = jnp.matmul(b, a, precision="highest") * scale_of[path]
         return (weight.astype(jnp.float32) + added).astype(weight.dtype)
 
-    return map_matrices(params, adapter.matrices, merge)
+    return map_matrices(_with_norms(params, adapter), adapter.matrices, merge)
 
 
-def _matrices(params: Params) -> dict[str, Any]:
-    """Every weight by the path of its matrix; a tied one by both of its paths."""
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    named = {leaf_name(keys): leaf for keys, leaf in found}
-    weights = {name.removesuffix(".weight"): leaf for name, leaf in named.items() if name.endswith(".weight")}
-    embed = weights["embed"]
-    if isinstance(embed, UntiedWeight):
-        return weights | dict(embed=embed.embedding, lm_head=embed.head)
-    return {"lm_head": embed} | weights
+def _with_norms(params: Params, adapter: Adapter) -> Params:
+    """The parameters with the adapter's norms, in the dtypes of theirs: that of activations is a norm's."""
+
+    def leaf(keys: Any, old: Any) -> Any:
+        new = adapter.norms.get(leaf_name(keys))
+        return old if new is None else new.astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
 
 
 def map_matrices(params: Params, paths: Collection[str], function: Callable[[str, Any], Any]) -> Params:
@@ -155,25 +167,3 @@ def map_matrices(params: Params, paths: Collection[str], function: Callable[[str
         return new(path, old)
 
     return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
-
-
-def check_adapter(params: Params, adapter: Adapter) -> None:
-    """Raises one InputError for all matrices of an adapter that are unknown or misshapen."""
-    if not isinstance(adapter, Adapter):
-        raise InputError(f"an adapter is what load_adapter returns, got {type(adapter).__name__}")
-    matrices = _matrices(params)
-    if any(getattr(leaf, "int8_activations", False) for leaf in matrices.values()):
-        raise InputError(ROTATED)
-    faults = []
-    for path, (a, b) in adapter.matrices.items():
-        weight = matrices.get(path)
-        if weight is None:
-            faults.append(f"{path} is no matrix of the model")
-        elif isinstance(weight, AdaptedWeight):
-            faults.append(f"{path} has an adapter already")
-        elif (
-            a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1]
-        ):
-            faults.append(f"{path} {list(weight.shape)} has a {list(a.shape)} and b {list(b.shape)}")
-    if faults:
-        raise InputError(f"the adapter does not fit the parameters: {format_names(faults, 8)}")

@@ -13,20 +13,16 @@ import numpy as np
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
+from ..weights.param_specs import leaf_name
 from ..weights.params import ParamSpec, param_specs, resolve_dtype
-
-ROTATED = (
-    "int8 activations rotate the model, and adapters are of one that is not: load it without activations, or"
-    " merge the adapter before it is quantized"
-)
 
 
 class LowRank(NamedTuple):
     """What an adapter adds to a matrix [O, I], but for its scale: b @ a.
 
     Attributes:
-        a: [R, I].
-        b: [O, R].
+        a: [R, I]; of a layer's experts [X, R, I].
+        b: [O, R]; of a layer's experts [X, O, R].
     """
 
     a: Any
@@ -41,10 +37,12 @@ class Adapter:
     Attributes:
         matrices: by the paths of matrices in the parameters, as "layers.0.q".
         scales: the factor of each, in the order of their sorted paths; no leaves of the pytree.
+        norms: weights [D] of norms in place of the model's own, by their paths, as "layers.0.attn_norm".
     """
 
     matrices: dict[str, LowRank]
     scales: tuple[float, ...] = dataclasses.field(metadata=dict(static=True))
+    norms: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def scale_of(self) -> dict[str, float]:
         """Returns the factor of each matrix by its path. Raises InputError where their numbers differ."""
@@ -53,29 +51,33 @@ class Adapter:
         return dict(zip(sorted(self.matrices), self.scales, strict=True))
 
 
-def make_adapter(matrices: Mapping[str, LowRank], scales: Mapping[str, float]) -> Adapter:
-    """Returns the adapter of these matrices and factors, both by path."""
-    return Adapter(dict(matrices), tuple(float(scales[path]) for path in sorted(matrices)))
+def make_adapter(
+    matrices: Mapping[str, LowRank], scales: Mapping[str, float], norms: Mapping[str, Any] | None = None
+) -> Adapter:
+    """Returns the adapter of these matrices, factors and norms, each by path."""
+    return Adapter(dict(matrices), tuple(float(scales[path]) for path in sorted(matrices)), dict(norms or {}))
 
 
 def adaptable_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Returns the specs of the matrices that can have adapters, by path: those of linear layers, of the
-    embedding and of the head, also where these are tied. Raises InputError where the model is rotated.
+    """Returns the specs of the matrices that can have adapters, by path: those of linear layers, experts and
+    routers, of the embedding and of the head, also where these are tied.
     """
-    if config.rotated:
-        raise InputError(ROTATED)
     specs = jax.tree.leaves(param_specs(untied(config)))
-    matrices = {spec.name: spec for spec in specs if len(spec.shape) == 2 and spec.name.endswith(".weight")}
-    return {name.removesuffix(".weight"): spec for name, spec in matrices.items() if ".router." not in name}
+    matrices = (spec for spec in specs if spec.is_matrix and spec.name.endswith(".weight"))
+    return {spec.name.removesuffix(".weight"): spec for spec in matrices}
 
 
 def adapter_digest(adapter: Adapter) -> bytes:
     """Returns a hash of an adapter's contents: of other contents it is another one."""
     digest = hashlib.sha256(repr(adapter.scales).encode())
-    for path, pair in sorted(adapter.matrices.items()):
-        for x in map(np.asarray, pair):
-            digest.update(f"{path} {x.shape} {x.dtype}\n".encode() + x.tobytes())
+    for path, x in jax.tree_util.tree_leaves_with_path(adapter):
+        digest.update(f"{leaf_name(path)} {x.shape} {x.dtype}\n".encode() + np.asarray(x).tobytes())
     return digest.digest()
+
+
+def is_norm(path: str) -> bool:
+    """Whether a path in the parameters is that of a norm's weights."""
+    return path.endswith("norm")
 
 
 def untied(config: ModelConfig) -> ModelConfig:
@@ -84,10 +86,10 @@ def untied(config: ModelConfig) -> ModelConfig:
 
 
 def for_all_rows_only(adapter: Adapter) -> list[str]:
-    """Returns the paths of what an adapter changes and rows cannot have each their own of: experts, embedding
-    and head. Functions and engines of several adapters reject them by these names.
+    """Returns the paths of what an adapter changes and rows cannot have each their own of: experts, routers,
+    norms, embedding and head. Functions and engines of several adapters reject them by these names.
     """
-    return [*filter(_is_for_all_rows, adapter.matrices)]
+    return [*filter(_is_for_all_rows, adapter.matrices), *adapter.norms]
 
 
 def row_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
@@ -96,7 +98,7 @@ def row_matrices(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def _is_for_all_rows(path: str) -> bool:
-    return path in ("embed", "layer_embed", "lm_head") or ".experts." in path
+    return path in ("embed", "layer_embed", "lm_head") or ".experts." in path or path.endswith(".router")
 
 
 def init_adapter(
@@ -113,8 +115,8 @@ def init_adapter(
     Args:
         config, key: the model, and one PRNG key.
         rank: R of every matrix.
-        targets: names of matrices in a layer, as "q" or "down"; "lm_head"; "embed", in a tied model for both;
-            None: all of which rows can have each their own.
+        targets: names of matrices in a layer, as "q", "experts.down"; "lm_head"; "embed", also for a tied
+            head; None: all of which rows can have each their own.
         alpha: the scale is alpha / rank; None: 1.
         dtype: of the arrays.
 
@@ -138,10 +140,10 @@ def init_adapter(
     dtype = resolve_dtype(dtype)
 
     def new(spec: ParamSpec, key: jax.Array) -> LowRank:
-        outputs, inputs = spec.shape
+        *experts, outputs, inputs = spec.shape
         bound = 1 / math.sqrt(inputs)
-        a = jax.random.uniform(key, (rank, inputs), dtype, -bound, bound)
-        return LowRank(a, jnp.zeros((outputs, rank), dtype))
+        a = jax.random.uniform(key, (*experts, rank, inputs), dtype, -bound, bound)
+        return LowRank(a, jnp.zeros((*experts, outputs, rank), dtype))
 
     keys = jax.random.split(key, len(chosen))
     matrices = {path: new(spec, own) for (path, spec), own in zip(chosen.items(), keys, strict=True)}

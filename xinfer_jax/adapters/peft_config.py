@@ -4,7 +4,7 @@ of peft 0.21's `LoraConfig`; what is not done is rejected by name.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InputError, format_names, format_value
@@ -15,8 +15,8 @@ _READ_PAST = frozenset(
     lora_dropout fan_in_fan_out runtime_config ensure_weight_tying megatron_core qalora_group_size""".split()
 )
 _DONE = frozenset(
-    """r lora_alpha target_modules exclude_modules use_rslora rank_pattern alpha_pattern layers_to_transform
-    layers_pattern""".split()
+    """r lora_alpha target_modules target_parameters exclude_modules use_rslora rank_pattern alpha_pattern
+    layers_to_transform layers_pattern modules_to_save""".split()
 )
 _INITS = (None, True, False, "gaussian", "orthogonal")  # of init_lora_weights; others change the model itself
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")  # what leaves another field out
@@ -26,8 +26,6 @@ _REJECTED = {
     "bias": "train the biases apart, and put them into the model",
     "lora_bias": "it adds a bias to each matrix",
     "use_dora": "DoRA scales the model's own columns: merge it with PEFT",
-    "modules_to_save": "it replaces whole modules: merge it with PEFT",
-    "target_parameters": "adapters of experts in one tensor: merge it with PEFT",
     "layer_replication": "it repeats layers: save the larger model",
 }
 
@@ -40,14 +38,15 @@ class Module(NamedTuple):
 
 
 def read_modules(
-    settings: Mapping[str, Any], names: Iterable[str], linear: Iterable[str]
+    settings: Mapping[str, Any], names: Iterable[str], linear: Iterable[str], parameters: Iterable[str]
 ) -> dict[str, Module]:
-    """Returns the modules that an adapter changes.
+    """Returns the modules and parameters that an adapter changes.
 
     Args:
         settings: the object in adapter_config.json.
         names: of the model's modules.
         linear: those that "all-linear" means.
+        parameters: names of the model's parameters, for `target_parameters`.
 
     Raises:
         InputError: a field that is not done or not known, or has a value that it cannot have; no module is
@@ -57,11 +56,29 @@ def read_modules(
     targets = settings.get("target_modules")
     if isinstance(targets, str) and targets.lower() == "all-linear":
         targets = sorted(linear)
-    chosen = [name for name in names if _is_meant(settings, targets, name)]
+    chosen = [name for name in names if _is_meant(settings, targets or [], name)]
+    of_parameters = settings.get("target_parameters") or []
+    chosen += [name for name in parameters if _matches("target_parameters", of_parameters, name)]
     if not chosen:
         raise InputError(f"target_modules {format_value(targets)} means no module of the model")
     patterns = {field: _patterns(settings, field) for field in ("rank_pattern", "alpha_pattern")}
     return {name: _module(settings, patterns, name) for name in chosen}
+
+
+def read_norms(settings: Mapping[str, Any], norms: Collection[str], others: Iterable[str]) -> list[str]:
+    """Returns the norms that `modules_to_save` means; PEFT compares the ends of names. others: names of the
+    model's other modules.
+
+    Raises:
+        InputError: it means anything else.
+    """
+    wanted = settings.get("modules_to_save") or []
+    if not _are(wanted, str):
+        raise InputError(f"modules_to_save must be names, got {format_value(wanted)}")
+    for end in wanted:
+        if not any(name.endswith(end) for name in norms) or any(name.endswith(end) for name in others):
+            raise InputError(f"modules_to_save may have norms only, got {end!r}: merge it with PEFT")
+    return [name for name in norms if name.endswith(tuple(wanted))]
 
 
 def _check_fields(settings: Mapping[str, Any]) -> None:
@@ -77,19 +94,26 @@ def _check_fields(settings: Mapping[str, Any]) -> None:
     if others := [name for name in settings if name not in known and settings[name] not in _OFF]:
         reasons = [f"{name} ({_REJECTED[name]})" if name in _REJECTED else name for name in others]
         raise InputError(f"adapter_config.json has what is not supported: {format_names(reasons, 4)}")
+    _check_targets(settings)
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(name) or {}, Mapping):
             raise InputError(f"{name} must be an object, got {format_value(settings[name])}")
-    for name in ("target_modules", "exclude_modules", "layers_pattern"):
-        value = settings.get(name)
-        is_left_out = value is None and name != "target_modules"
-        if not (is_left_out or isinstance(value, str) or _are(value, str)):
-            raise InputError(f"{name} must be names or a regular expression, got {format_value(value)}")
     layers = settings.get("layers_to_transform")
     if not (layers is None or _are([layers], int) or _are(layers, int)):
         raise InputError(f"layers_to_transform must be numbers of layers, got {format_value(layers)}")
     if settings.get("use_rslora") not in (None, True, False):
         raise InputError(f"use_rslora must be true or false, got {format_value(settings['use_rslora'])}")
+
+
+def _check_targets(settings: Mapping[str, Any]) -> None:
+    parameters = settings.get("target_parameters") or []
+    if not _are(parameters, str):
+        raise InputError(f"target_parameters must be names, got {format_value(parameters)}")
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = settings.get(name)
+        is_left_out = value is None and (name != "target_modules" or parameters)
+        if not (is_left_out or isinstance(value, str) or _are(value, str)):
+            raise InputError(f"{name} must be names or a regular expression, got {format_value(value)}")
 
 
 def _are(value: Any, kind: type) -> bool:

@@ -12,15 +12,24 @@ import numpy as np
 import safetensors.numpy
 
 from ..checkpoint.files import download_adapter, read_json, resolve_directory
-from ..checkpoint.tensor_files import write_whole
+from ..checkpoint.tensor_files import on_host, write_whole
 from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..families.skipped_tensors import full_name, text_name
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
-from .peft_config import read_modules
-from .peft_modules import EMBED, HEAD, peft_modules, with_tied_head
+from .peft_config import read_modules, read_norms
+from .peft_modules import (
+    EMBED,
+    HEAD,
+    PeftModule,
+    norm_modules,
+    of_all_experts,
+    peft_modules,
+    with_tied_head,
+    with_wrappers,
+)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -63,27 +72,64 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
     modules = peft_modules(config, {name.rpartition(".lora_")[0] for name in named})
     raw = next((name.removeprefix(_PREFIX) for name in stored), "")
     by_raw = {full_name(name, raw): module for name, module in modules.items()}
-    linear = [name for name, module in by_raw.items() if module.is_linear]
-    wanted = [(by_raw[name], *how) for name, how in read_modules(settings, by_raw, linear).items()]
+    wanted = _wanted(settings, by_raw, named)
     if config.tie_word_embeddings and settings.get("ensure_weight_tying"):
         head = next(module for module in modules.values() if module.paths == [HEAD])
         wanted += [(head, rank, scale) for module, rank, scale in wanted if module.paths == [EMBED]]
+    wanted = [(_as_stored(module, named), rank, scale) for module, rank, scale in wanted]
     expected: dict[str, tuple[int, ...]] = {}
     for module, rank, _ in wanted:
         expected |= module.shapes(rank)
         if module.name + _BASE in named and "vocab" in module.specs[0].axes:
             expected[module.name + _BASE] = module.specs[0].shape
-    _check_tensors(expected, named)
+    norms = {full_name(name, raw): spec for name, spec in norm_modules(config).items()}
+    own_norms = [norms[name] for name in read_norms(settings, norms, by_raw)]
+    _check_tensors(expected | {spec.hf_name: spec.shape for spec in own_norms}, named)
     matrices: dict[str, LowRank] = {}
     scales: dict[str, float] = {}
+    of_experts: dict[str, dict[int, tuple[LowRank, float]]] = {}
     for module, _, scale in wanted:
-        a, b = (np.asarray(named[name].array(), dtype) for name in module.tensors)
-        if not all(np.isfinite(x.astype(np.float32)).all() for x in (a, b)):
-            raise InputError(f"{module.name} has NaN or inf")
-        own = module.matrices(a, b)
-        matrices |= own
-        scales |= dict.fromkeys(own, scale)
-    return jax.tree.map(jnp.asarray, with_tied_head(config, make_adapter(matrices, scales)))
+        a, b = (_read_array(named, name, dtype) for name in module.tensors)
+        for path, pair in module.matrices(a, b).items():
+            if module.expert is None:
+                matrices[path] = pair
+                scales[path] = scale
+            else:
+                of_experts.setdefault(path, {})[module.expert] = pair, scale
+    for path, pairs in of_experts.items():
+        matrices[path], scales[path] = of_all_experts(path, pairs, config.num_experts)
+    new_norms = {spec.name: _read_array(named, spec.hf_name, dtype) for spec in own_norms}
+    return jax.tree.map(jnp.asarray, with_tied_head(config, make_adapter(matrices, scales, new_norms)))
+
+
+def _as_stored(module: PeftModule, named: Mapping[str, Any]) -> PeftModule:
+    """The module with the outputs of its tensors, which have each key head once."""
+    b = named.get(module.tensors[1])
+    return module.with_outputs(b.shape[0]) if b is not None and len(b.shape) == 2 else module
+
+
+def _read_array(stored: Mapping[str, Any], name: str, dtype: Any) -> np.ndarray:
+    x = np.asarray(stored[name].array(), dtype)
+    if not np.isfinite(x.astype(np.float32)).all():
+        raise InputError(f"{name} has NaN or inf")
+    return x
+
+
+def _wanted(
+    settings: Mapping[str, Any], found: Mapping[str, PeftModule], named: Mapping[str, Any]
+) -> list[tuple[PeftModule, int, float]]:
+    """The modules that an adapter changes, their ranks and factors. found: by their names in the file."""
+    modules = {name: module for name, module in found.items() if not module.num_experts}
+    parameters = {
+        name if module.num_experts else f"{name}.weight": module
+        for name, module in found.items()
+        if not module.is_embedding and module.expert is None
+    }
+    stored = {name.rpartition(".lora_")[0] for name in named}
+    linear = [name for name, module in modules.items() if module.is_linear(module.name in stored)]
+    hows = read_modules(settings, modules, linear, parameters)
+    wanted = with_wrappers([(parameters | modules)[name] for name in hows])
+    return [(module, *how) for module, how in zip(wanted, hows.values(), strict=True)]
 
 
 def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, base: str | None = None) -> None:
@@ -101,7 +147,8 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
     path = Path(path).expanduser()
     if path.exists():
         raise InputError(f"{path} exists: give another directory")
-    if unknown := adapter.matrices.keys() - adaptable_matrices(config).keys():
+    norms = {spec.name: name for name, spec in norm_modules(config).items()}
+    if unknown := {*adapter.matrices, *adapter.norms} - {*adaptable_matrices(config), *norms}:
         raise InputError(f"the adapter has what the model has not: {format_names(sorted(unknown), 8)}")
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -109,22 +156,31 @@ def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, bas
     ties_head = config.tie_word_embeddings and EMBED in adapter.matrices and HEAD not in adapter.matrices
     if ties_head:
         matrices = adapter.matrices | {HEAD: adapter.matrices[EMBED]}
-        adapter = make_adapter(matrices, adapter.scale_of() | {HEAD: adapter.scale_of()[EMBED]})
-    for name, module in peft_modules(config).items():
-        (a, b, scale) = module.pair(adapter) or (np.empty(0), np.empty(0), 0.0)
-        if rank := min(a.shape):
-            ranks[name] = rank
-            alphas[name] = scale * rank
-            tensors |= {f"{_PREFIX}{tensor}": x for tensor, x in zip(module.tensors, (a, b), strict=True)}
+        scales = adapter.scale_of() | {HEAD: adapter.scale_of()[EMBED]}
+        adapter = make_adapter(matrices, scales, adapter.norms)
+    targets: dict[str, list[str]] = dict(target_modules=[], target_parameters=[])
+    modules = [m for m in peft_modules(config).values() if any(path in adapter.matrices for path in m.paths)]
+    for module in with_wrappers(modules):
+        if pair := module.as_in(adapter).pair(adapter):
+            (own, size, scale) = pair
+            # transformers' model has no module of experts, and PEFT takes an MLP beside them for them.
+            is_mlp = config.experts and module.paths[0].endswith((".gate", ".up", ".down"))
+            as_parameter = module.num_experts or module.is_router or is_mlp
+            name = module.parameter if as_parameter else module.name
+            targets["target_parameters" if as_parameter else "target_modules"].append(name)
+            ranks[name] = size
+            alphas[name] = scale * size
+            tensors |= {f"{_PREFIX}{tensor}": x for tensor, x in own.items()}
+    tensors |= {f"{_PREFIX}{norms[path]}.weight": on_host(x) for path, x in adapter.norms.items()}
     if not ranks:
         raise InputError("the adapter has no matrices: give one that changes the model")
     (rank, alpha) = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     settings = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, r=rank,
-        lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=sorted(ranks),
+        lora_alpha=alpha, lora_dropout=0.0, bias="none", **targets,
         rank_pattern={module: own for module, own in ranks.items() if own != rank},
         alpha_pattern={module: own for module, own in alphas.items() if own != alpha},
-        ensure_weight_tying=ties_head,
+        modules_to_save=[norms[path] for path in adapter.norms] or None, ensure_weight_tying=ties_head,
     )  # fmt: skip
 
     def write(directory: Path | None) -> None:

@@ -1,9 +1,13 @@
 """The modules of transformers' model that PEFT adapts, and how a module's pair of tensors holds those of the
 tree's matrices. A module may hold several, as `qkv_proj` does: they share its lora_A.
+
+Experts of a layer are one parameter, as transformers 5 has them: for PEFT a pair of the rank of all of them
+together, lora_A [X R, I] and lora_B [O, R X]. Where both parameters of a layer's experts have a pair, that of
+the first is in the `base_layer` of the other. Files of earlier versions have a module for each expert.
 """
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 from typing import NamedTuple
 
 import jax
@@ -11,9 +15,10 @@ import numpy as np
 
 from ..checkpoint.tensor_files import on_host
 from ..config.model_config import ModelConfig
+from ..errors import InputError
 from ..families.conversion import leaf_of_tensors, plan_tensors
 from ..families.naming import FileSpec, file_specs
-from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter, untied
+from .adapter import Adapter, LowRank, adaptable_matrices, is_norm, make_adapter, untied
 
 EMBED = "embed"  # the path of the embedding, in a tied model also of the head
 HEAD = "lm_head"
@@ -21,15 +26,19 @@ _EMBEDDINGS = (f"{EMBED}.weight", "layer_embed.weight")  # of which PEFT has the
 
 
 class PeftModule(NamedTuple):
-    """A module that can have an adapter.
+    """A module that can have an adapter, or a parameter with those of all experts.
 
     Attributes:
         name: in transformers' model, as "model.layers.0.self_attn.q_proj".
-        specs: the matrices that it holds.
+        specs: the matrices that it holds; of one expert they have no axis for experts.
+        expert: the one that it is of, where each has modules of its own; else None.
+        is_wrapped: the parameter is that of the inner one of two wrappers.
     """
 
     name: str
     specs: list[FileSpec]
+    expert: int | None = None
+    is_wrapped: bool = False
 
     @property
     def paths(self) -> list[str]:
@@ -37,66 +46,114 @@ class PeftModule(NamedTuple):
         return [spec.name.removesuffix(".weight") for spec in self.specs]
 
     @property
+    def num_experts(self) -> int:
+        """X of a parameter with those of all experts; 0: it is none."""
+        return self.specs[0].shape[0] if len(self.specs[0].shape) > 2 else 0
+
+    @property
+    def parameter(self) -> str:
+        """The name by which `target_parameters` means it."""
+        return self.name if self.num_experts else f"{self.name}.weight"
+
+    @property
     def is_embedding(self) -> bool:
         return self.specs[0].name in _EMBEDDINGS
 
     @property
-    def is_linear(self) -> bool:
-        """Whether "all-linear" means it."""
-        return not self.is_embedding and self.paths != [HEAD]
+    def is_router(self) -> bool:
+        return self.paths[0].endswith(".router")
+
+    def is_linear(self, is_stored: bool) -> bool:
+        """Whether "all-linear" means it; of a mixture's that depends on the version of transformers."""
+        is_of_mixture = self.is_router or self.expert is not None
+        return not (self.is_embedding or self.paths == [HEAD]) and (is_stored or not is_of_mixture)
 
     @property
     def tensors(self) -> tuple[str, str]:
         """The names of its pair."""
+        prefix = self.name
+        if self.num_experts:
+            prefix = self.name.rpartition(".")[0] + (".base_layer" if self.is_wrapped else "")
         ends = ("embedding_A", "embedding_B") if self.is_embedding else ("A.weight", "B.weight")
-        return f"{self.name}.lora_{ends[0]}", f"{self.name}.lora_{ends[1]}"
+        return f"{prefix}.lora_{ends[0]}", f"{prefix}.lora_{ends[1]}"
+
+    def with_outputs(self, number: int) -> "PeftModule":
+        """This module with so many outputs, as it has without the key heads that a mesh repeats."""
+        repeated = sum(spec.shape[0] for spec in self.specs if spec.kv_heads)
+        own = number - sum(spec.shape[0] for spec in self.specs if not spec.kv_heads)
+        return self._with_heads_once(repeated // own if own > 0 and not repeated % own else 1)
+
+    def as_in(self, adapter: Adapter) -> "PeftModule":
+        """This module with the outputs that an adapter has."""
+        pairs = zip(self.specs, map(adapter.matrices.get, self.paths), strict=True)
+        times = (spec.shape[0] // len(pair.b) for spec, pair in pairs if spec.kv_heads and pair)
+        return self._with_heads_once(max(times, default=1))
+
+    def _with_heads_once(self, times: int) -> "PeftModule":
+        """times: how often each key head is there."""
+        if times < 2 or any(spec.kv_heads % times for spec in self.specs):
+            return self
+        specs: list[FileSpec] = []
+        rows = [spec.shape[0] // (times if spec.kv_heads else 1) for spec in self.specs]
+        for spec, own in sorted(zip(self.specs, rows, strict=True), key=lambda pair: pair[0].first_row):
+            first = sum(before.shape[0] for before in specs)
+            shape = (own, *spec.shape[1:])
+            specs.append(dataclasses.replace(spec, shape=shape, first_row=first, fused_rows=sum(rows)))
+        return self._replace(specs=specs)
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The shapes of its pair by name."""
         spec = self.specs[0]
-        (b,) = _of_rank(spec, rank).tensor_shapes({f"{self.name}.weight"}).values()
-        a = rank, spec.shape[1]
+        shape = _of_rank(spec, rank).tensor_shapes({self.parameter})[self.parameter]
+        outputs = shape[-1] if spec.interleaved else shape[-2]
+        a = (max(1, self.num_experts) * rank, spec.shape[-1])
+        b = (outputs, max(1, self.num_experts) * rank)
         return dict(zip(self.tensors, (b[::-1], a[::-1]) if self.is_embedding else (a, b), strict=True))
 
     def matrices(self, a: np.ndarray, b: np.ndarray) -> dict[str, LowRank]:
         """What its pair of tensors adds to each of its matrices."""
         (a, b) = (b.T, a.T) if self.is_embedding else (a, b)
-        tensors = {f"{self.name}.weight": b}
-        specs = [_of_rank(spec, len(a)) for spec in self.specs]
-        return {
-            path: LowRank(a, leaf_of_tensors(spec, tensors))
-            for path, spec in zip(self.paths, specs, strict=True)
-        }
+        if X := self.num_experts:
+            a = a.reshape(X, -1, a.shape[1])
+            b = b.reshape(len(b), -1, X).transpose((2, 1, 0) if self.specs[0].interleaved else (2, 0, 1))
+        specs = [_of_rank(spec, a.shape[-2]) for spec in self.specs]
+        bs = [leaf_of_tensors(spec, {self.parameter: b}) for spec in specs]
+        return {path: LowRank(a, own) for path, own in zip(self.paths, bs, strict=True)}
 
-    def pair(self, adapter: Adapter) -> tuple[np.ndarray, np.ndarray, float] | None:
-        """Its pair of tensors, and their factor; None: the adapter changes none of its matrices. Matrices
-        that have each their own `a` become one pair of the sum of their ranks.
+    def pair(self, adapter: Adapter) -> tuple[dict[str, np.ndarray], int, float] | None:
+        """Its pair of tensors, their rank and their factor; None: the adapter changes none of its matrices.
+        Matrices that have each their own `a` become one pair of the sum of their ranks.
         """
         scale_of = adapter.scale_of()
         found = [path for path in self.paths if path in adapter.matrices]
-        if not found:
+        pairs = [[on_host(x) for x in adapter.matrices[path]] for path in found]
+        if not any(a.size for a, _ in pairs):
             return None
-        pairs = {path: [on_host(x) for x in adapter.matrices[path]] for path in found}
         scale = next(filter(None, map(scale_of.get, found)), 0.0)  # others are told by it
-        as_, bs = [[pair[i] for pair in pairs.values()] for i in (0, 1)]
+        as_ = [a for a, _ in pairs]
+        ranks = [x.shape[-2] for x in as_]
         if all(np.array_equal(a, as_[0]) for a in as_) and all(scale_of[path] == scale for path in found):
             a = as_[0]
             places = [0] * len(found)
         else:
-            a = np.concatenate(as_)
-            places = [sum(map(len, as_[:i])) for i in range(len(as_))]
-        leaves = {
-            path: np.zeros((spec.shape[0], len(a)), a.dtype)
-            for path, spec in zip(self.paths, self.specs, strict=True)
-        }
-        for path, at, b in zip(found, places, bs, strict=True):
+            a = np.concatenate(as_, -2)
+            places = [sum(ranks[:i]) for i in range(len(ranks))]
+        rank = a.shape[-2]
+        specs = [_of_rank(spec, rank) for spec in self.specs]
+        leaves = {path: np.zeros(spec.shape, a.dtype) for path, spec in zip(self.paths, specs, strict=True)}
+        for path, at, (own_a, b) in zip(found, places, pairs, strict=True):
+            if (own_a.shape[-1], *b.shape[:-1]) != (self.specs[0].shape[-1], *leaves[path].shape[:-1]):
+                raise InputError(f"{path} has other sizes in the adapter than in the config")
             own = b if scale_of[path] == scale else b * (scale_of[path] / scale)
-            leaves[path][:, at : at + b.shape[1]] = own
-        specs = [_of_rank(spec, len(a)) for spec in self.specs]
-        (tensor,) = plan_tensors(specs, leaves.values()).values()
+            leaves[path][..., at : at + b.shape[-1]] = own
+        (tensor,) = plan_tensors(specs, leaves.values(), {self.parameter: None}).values()
         b = tensor.make(lambda leaf: leaf)
+        if self.num_experts:
+            a = a.reshape(-1, a.shape[-1])
+            b = b.transpose((2, 1, 0) if self.specs[0].interleaved else (1, 2, 0))
+            b = b.reshape(len(b), -1)
         (a, b) = (b.T, a.T) if self.is_embedding else (a, b)
-        return np.ascontiguousarray(a), np.ascontiguousarray(b), scale
+        return dict(zip(self.tensors, map(np.ascontiguousarray, (a, b)), strict=True)), rank, scale
 
 
 def peft_modules(config: ModelConfig, found: Container[str] = ()) -> dict[str, PeftModule]:
@@ -106,14 +163,50 @@ def peft_modules(config: ModelConfig, found: Container[str] = ()) -> dict[str, P
     for spec in jax.tree.leaves(file_specs(untied(config))):
         if spec.name.removesuffix(".weight") not in adaptable:
             continue
-        names = [
-            name.removesuffix(".weight")
-            for name in (spec.published_name, spec.fused_name, spec.hf_name)
-            if name
-        ]
+        if "{}" in spec.hf_name and spec.hf_name.format(0).removesuffix(".weight") in found:
+            own = dataclasses.replace(spec, shape=spec.shape[1:], fused_name=None)
+            for expert in range(spec.shape[0]):
+                name = spec.hf_name.format(expert).removesuffix(".weight")
+                modules[name] = PeftModule(name, [dataclasses.replace(own, hf_name=f"{name}.weight")], expert)
+            continue
+        names = [spec.published_name, spec.fused_name, spec.hf_name]
+        if spec.fused_name and (len(spec.shape) > 2 or "router" in spec.name):  # as in transformers 5
+            names = [spec.fused_name, *names]
+        names = [name.removesuffix(".weight") for name in names if name]
         name = next((name for name in names if name in found), names[0])
         modules.setdefault(name, PeftModule(name, [])).specs.append(spec)
     return modules
+
+
+def norm_modules(config: ModelConfig) -> dict[str, FileSpec]:
+    """Returns the norms by their names in transformers' model."""
+    specs = jax.tree.leaves(file_specs(config))
+    return {spec.hf_name.removesuffix(".weight"): spec for spec in specs if is_norm(spec.name)}
+
+
+def with_wrappers(modules: Collection[PeftModule]) -> list[PeftModule]:
+    """These modules, all that an adapter changes, with `is_wrapped` where another one wraps it."""
+    names = {module.name for module in modules}
+
+    def is_wrapped(name: str) -> bool:
+        return name.endswith("gate_up_proj") and name.replace("gate_up_proj", "down_proj") in names
+
+    return [m._replace(is_wrapped=bool(m.num_experts) and is_wrapped(m.name)) for m in modules]
+
+
+def of_all_experts(
+    path: str, pairs: Mapping[int, tuple[LowRank, float]], num_experts: int
+) -> tuple[LowRank, float]:
+    """The pair and the factor of a layer's experts from those of each. Raises InputError where some have
+    none, or others than the first.
+    """
+    forms = {(pair.a.shape, scale) for pair, scale in pairs.values()}
+    if len(pairs) < num_experts or len(forms) > 1:
+        raise InputError(
+            f"{path}: all experts of a layer have an adapter, of one rank and factor, or none has"
+        )
+    ((_, scale),) = forms
+    return LowRank(*map(np.stack, zip(*(pairs[i][0] for i in range(num_experts)), strict=True))), scale
 
 
 def with_tied_head(config: ModelConfig, adapter: Adapter) -> Adapter:
@@ -128,9 +221,9 @@ def with_tied_head(config: ModelConfig, adapter: Adapter) -> Adapter:
     head = matrices.setdefault(HEAD, LowRank(a[:0], b[:, :0]))
     if scale_of.setdefault(HEAD, 1.0) == scale_of[EMBED] and all(map(np.array_equal, head, (a, b))):
         del matrices[HEAD]
-    return make_adapter(matrices, scale_of)
+    return make_adapter(matrices, scale_of, adapter.norms)
 
 
 def _of_rank(spec: FileSpec, rank: int) -> FileSpec:
     """The spec of a matrix as that of its `lora_B`, which is divided into matrices as the weight is."""
-    return dataclasses.replace(spec, shape=(spec.shape[0], rank))
+    return dataclasses.replace(spec, shape=(*spec.shape[:-1], rank))

@@ -125,7 +125,7 @@ class LeafLoader:
         if self.quantize is None or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(spec.shape, self.dtype)
         struct = quantized_struct(spec.shape, spec.hf_name, self.quantize, self._group(spec))
-        return device_form(self._mark_int8(struct))
+        return device_form(self._mark_rotated(spec, struct))
 
     def _load_host(
         self,
@@ -148,7 +148,8 @@ class LeafLoader:
             if len(spec.shape) > 2:
                 return device_form(quantized_stack(stored, spec.hf_name, self.quantize, group))
             tensor = tensor if len(stored) == 1 else JoinedRows(stored)
-            return device_form(self._mark_int8(quantized_leaf(tensor, spec.hf_name, self.quantize, group)))
+            weight = quantized_leaf(tensor, spec.hf_name, self.quantize, group)
+            return device_form(self._mark_rotated(spec, weight))
         if rotation:
             return tensor.astype(self.dtype)
         leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, self.dtype))
@@ -156,8 +157,15 @@ class LeafLoader:
             raise InputError(f"{spec.hf_name} holds NaN or inf: fetch the checkpoint again")
         return leaf
 
-    def _mark_int8(self, weight: Any) -> Any:
-        return with_int8_activations(weight) if self.rotations else weight
+    def _mark_rotated(self, spec: FileSpec, weight: Any) -> Any:
+        """A matrix of a rotated model, or its shapes, with int8 activations and what adapters need."""
+        if not self.rotations:
+            return weight
+        (outputs, inputs, norm) = self.rotations[spec.name]
+        gain: Any = self.tensors[norm].array().astype(np.float32) if norm else None
+        if norm and isinstance(weight.scale, jax.ShapeDtypeStruct):
+            gain = jax.ShapeDtypeStruct(gain.shape, gain.dtype)
+        return dataclasses.replace(with_int8_activations(weight), gain=gain, rotated=(outputs, inputs))
 
 
 def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..adapters.adapted_params import check_adapter
 from ..adapters.adapter import Adapter, adapter_digest, for_all_rows_only
+from ..adapters.fitted_adapter import check_adapter
 from ..adapters.peft_files import load_adapter
 from ..checks import check_integer
 from ..errors import InputError, format_names, format_value
@@ -144,7 +144,7 @@ class AdapterCalls:
             raise InputError("the engine has no place for adapters: make it with max_adapters")
         if isinstance(adapter, str | Path):
             adapter = load_adapter(self.model.config, adapter)
-        check_adapter(self.model.params, adapter)
+        adapter = check_adapter(self.model.params, adapter)
         if names := for_all_rows_only(adapter):
             what = "an engine has adapters for rows, and all rows share"
             raise InputError(

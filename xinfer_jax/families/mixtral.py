@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
-from .family import Family, Names
+from .family import Family, Joined, Names
 from .layer_fields import STACKED, read_experts, same_windows, with_windows, write_window
 
 
@@ -22,6 +22,7 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 _LETTERS = dict(gate="w1", down="w2", up="w3")
 _NAMES = {f"experts.{leaf}": f"block_sparse_moe.experts.{{}}.{name}" for leaf, name in _LETTERS.items()}
+_ROUTER = Joined("mlp.gate", ("router",), is_published=False)  # its name in transformers 5
 FAMILY = Family(
     dict(
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6,
@@ -30,5 +31,5 @@ FAMILY = Family(
     read_mixtral,
     "MixtralForCausalLM",
     write_mixtral,
-    Names(_NAMES | dict(router="block_sparse_moe.gate"), STACKED),
+    Names(_NAMES | dict(router="block_sparse_moe.gate"), (_ROUTER, *STACKED)),
 )  # fmt: skip

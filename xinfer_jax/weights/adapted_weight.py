@@ -16,14 +16,15 @@ from .weight_leaf import WeightLeaf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdaptedWeight(WeightLeaf):
-    """A matrix [O, I] of any kind and N adapters of it: x @ matrix.T + (x @ a.T * scale) @ b.T.
+    """A matrix [O, I] of any kind and N adapters of it: x @ matrix.T + (x @ a.T * scale) @ b.T. Those of
+    experts have a first axis X, and one adapter.
 
     The product of the matrix has the bits that it has alone.
     """
 
     base: Any  # an array [O, I] or a `WeightLeaf`
-    lora_a: jax.Array  # [N, R, I]; adapters of a lower rank end with zeros
-    lora_b: jax.Array  # [N, O, R]
+    lora_a: jax.Array  # [N, R, I], of experts [X, N, R, I]; adapters of a lower rank end with zeros
+    lora_b: jax.Array  # [N, O, R], of experts [X, N, O, R]
     # int32: which one each row has, -1: none; and their scales, float32. None: all rows have the only one.
     adapter_B: jax.Array | None = None
     scale_N: jax.Array | None = None
@@ -40,10 +41,10 @@ class AdaptedWeight(WeightLeaf):
         return self.base.groups_with_padding if isinstance(self.base, WeightLeaf) else 0
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
-        outputs, inputs = axes
+        *experts, outputs, inputs = axes
         return dict(
-            base=axes, lora_a=(None, None, inputs), lora_b=(None, outputs, None), adapter_B=("rows",),
-            scale_N=(None,),
+            base=axes, lora_a=(*experts, None, None, inputs), lora_b=(*experts, None, outputs, None),
+            adapter_B=("rows",), scale_N=(None,),
         )  # fmt: skip
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:

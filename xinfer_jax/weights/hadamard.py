@@ -133,7 +133,7 @@ class _RotatedRows:
     def __getitem__(self, rows: slice) -> np.ndarray:
         x_RI = self._matrix_OI[rows].astype(np.float32)
         x_RI = x_RI if self._gain_I is None else x_RI * self._gain_I
-        return _rotate_on_host(x_RI, self._width)
+        return rotate_on_host(x_RI, self._width)
 
 
 def _rotate_outputs(tensor: np.ndarray, width: int) -> np.ndarray:
@@ -142,13 +142,13 @@ def _rotate_outputs(tensor: np.ndarray, width: int) -> np.ndarray:
     out_OI = np.empty(x_OI.shape, np.float32)
 
     def rotate_columns(at: slice) -> None:
-        out_OI[:, at] = _rotate_on_host(np.ascontiguousarray(x_OI[:, at].T, np.float32), width).T
+        out_OI[:, at] = rotate_on_host(np.ascontiguousarray(x_OI[:, at].T, np.float32), width).T
 
     run_in_blocks(rotate_columns, x_OI.shape[1], 4 * len(x_OI))
     return out_OI.reshape(tensor.shape)
 
 
-def _rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
+def rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
     """`hadamard_rotate` of float32, in products so small that BLAS starts no threads of its own."""
     x = x_RI.reshape(-1, width) * _signs(width)
     stride = width

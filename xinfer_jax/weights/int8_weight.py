@@ -21,13 +21,17 @@ class Int8Weight(QuantizedWeight):
     scale: jax.Array  # float32 [O]
     # Activations are quantized to one int8 number: on CPU not split into two, in GPU kernels not floats.
     int8_activations: bool = dataclasses.field(default=False, repr=False, metadata=dict(static=True))
+    # What `hadamard` did to the model's matrix, for its adapters: gains [I] of a norm, or None, that were
+    # multiplied into it; and the widths of the blocks in which outputs and inputs were rotated, 0: they stay.
+    gain: jax.Array | None = dataclasses.field(default=None, repr=False)
+    rotated: tuple[int, int] = dataclasses.field(default=(0, 0), repr=False, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
-        return {"values": axes, "scale": axes[:-1]}
+        return {"values": axes, "scale": axes[:-1], "gain": axes[-1:]}
 
     def dequantize(self) -> jax.Array:
         return self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)[:, None]
