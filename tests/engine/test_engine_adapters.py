@@ -88,7 +88,7 @@ def test_pages_are_shared_with_the_same_adapter_only(engine, adapters):
 
 
 @pytest.mark.parametrize("mode", ["continue", "wait", "abort", "recompute"])
-def test_an_adapter_is_replaced_as_weights_are(engine, adapters, mode):
+def test_an_adapter_is_replaced_as_weights_are(engine, model, adapters, mode):
     for name, adapter in zip("ab", adapters, strict=False):
         engine.add_adapter(name, adapter)
     alone = [answer(submit(engine, name)) for name in "ab"]
@@ -103,6 +103,11 @@ def test_an_adapter_is_replaced_as_weights_are(engine, adapters, mode):
     assert answer(other) == alone[1]
     out = first.result()
     assert engine.adapters["a"].version == 7
+    if mode != "abort":
+        contents = {0: adapters[0], 7: adapters[2]}
+        assert engine.replay(first, {engine.version: model.params}, contents) == out.logprobs[0]
+        with pytest.raises(xj.InputError, match="needs its adapter of version 0"):
+            engine.replay(first, {engine.version: model.params}, {7: adapters[2]})
     if mode == "wait":
         assert (out.tokens[0], out.logprobs[0]) == alone[0]
         assert out.adapter_versions == [[0] * 40]

@@ -72,10 +72,7 @@ class Device:
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
         self.pools, self.states, self._snapshots = self._empty_cache()
-        sizes = shape.max_adapters, shape.max_rank
-        self.adapters = (
-            AdapterStack(params, config, *sizes, self._mesh, self._create) if shape.max_adapters else None
-        )
+        self.adapters = self.empty_adapters() if shape.max_adapters else None
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
@@ -269,6 +266,11 @@ class Device:
 
     def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
+
+    def empty_adapters(self) -> AdapterStack:
+        """Adapters that change nothing."""
+        sizes = self._shape.max_adapters, self._shape.max_rank
+        return AdapterStack(self.params, self.config, *sizes, self._mesh, self._create)
 
     def set_adapter(self, index: int, path: str, a: Any, b: Any, scale: float) -> None:
         """Replaces one matrix of an adapter (`AdapterStack.set`)."""

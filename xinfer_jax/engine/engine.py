@@ -29,7 +29,7 @@ from .held_adapters import AdapterFiles, adapter_sizes
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
-from .replay import replay_answer
+from .replay import AdapterVersions, replay_answer
 from .requests import Answer, Request
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
@@ -247,13 +247,19 @@ class Engine(EngineLoop):
             core.tiers.identify(page_settings(self.model.params, config, shape))
         return core
 
-    def replay(self, answer: Answer | Request, params: Mapping[int, Params]) -> list[float]:
+    def replay(
+        self,
+        answer: Answer | Request,
+        params: Mapping[int, Params],
+        adapters: AdapterVersions | None = None,
+    ) -> list[float]:
         """Computes an answer again, with its own tokens, by the engine's programs. The result is `==`
         `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
 
         Args:
             answer: that has ended, of an engine of this shape; or a request with one.
             params: of each version in `answer.switches`, as `update` takes them.
+            adapters: of each adapter_version there, as `add_adapter` takes them, for an answer with one.
 
         Raises:
             InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
@@ -264,7 +270,7 @@ class Engine(EngineLoop):
         if len({len(engine.model.params["final_norm"].devices()) for engine in self.engines}) > 1:
             raise InputError("replay needs equal meshes for prompts and answers: make such an engine")
         engine = self.engines[-1]  # of several one that decodes
-        return replay_answer(engine, engine.core, answer, params)
+        return replay_answer(engine, engine.core, answer, params, adapters or {})
 
     def own_params(self, params: Params, cast: bool = True, copy: bool = False) -> Params:
         """Parameters in the form and place of the engine's, as `update` takes them."""

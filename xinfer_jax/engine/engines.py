@@ -14,6 +14,7 @@ from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
 from .engine import Engine
 from .held_adapters import adapter_sizes
+from .replay import AdapterVersions
 from .requests import Answer, Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
@@ -72,9 +73,14 @@ class Engines(EngineBase):
         """The model, with the first engine's copy of the parameters."""
         return self.engines[0].model
 
-    def replay(self, answer: Answer | Request, params: Mapping[int, Params]) -> list[float]:
+    def replay(
+        self,
+        answer: Answer | Request,
+        params: Mapping[int, Params],
+        adapters: AdapterVersions | None = None,
+    ) -> list[float]:
         """`Engine.replay`, in the first engine."""
-        return self.engines[0].replay(answer, params)
+        return self.engines[0].replay(answer, params, adapters)
 
     @property
     def version(self) -> int:

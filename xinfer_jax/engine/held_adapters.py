@@ -12,6 +12,7 @@ import numpy as np
 from ..adapters.adapter import Adapter, adapter_digest, for_all_rows_only
 from ..adapters.fitted_adapter import check_adapter
 from ..adapters.peft_files import load_adapter
+from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
@@ -39,6 +40,32 @@ def adapter_sizes(
     return (
         loaded, len(loaded) if most is None else most, max(ranks, default=_RANK) if rank is None else rank
     )  # fmt: skip
+
+
+def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | Path) -> Adapter:
+    """An adapter as the parameters of an engine of this shape take it. Raises InputError where it is not one
+    that a row may have there.
+    """
+    if not shape.max_adapters:
+        raise InputError("the engine has no place for adapters: make it with max_adapters")
+    if isinstance(adapter, str | Path):
+        adapter = load_adapter(model.config, adapter)
+    adapter = check_adapter(model.params, adapter)
+    if names := for_all_rows_only(adapter):
+        what = "an engine has adapters for rows, and all rows share"
+        raise InputError(f"{what} {format_names(names, 4)}: load the model with this adapter (merge_adapter)")
+    if (rank := max((len(a) for a, _ in adapter.matrices.values()), default=0)) > shape.max_rank:
+        raise InputError(f"the adapter has rank {rank}, and the engine max_rank {shape.max_rank}")
+    for path, pair in adapter.matrices.items():
+        if not all(np.isfinite(x).all() for x in map(np.asarray, pair)):
+            raise InputError(f"the adapter has NaN or inf in {path}")
+    return adapter
+
+
+def row_values(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """a, b and the scale of each matrix, on the host."""
+    scale_of = adapter.scale_of()
+    return {path: (np.asarray(a), np.asarray(b), scale_of[path]) for path, (a, b) in adapter.matrices.items()}
 
 
 class AdapterCalls:
@@ -139,27 +166,10 @@ class AdapterCalls:
         """
         if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _MAX_NAME:
             raise InputError(f"an adapter's name must be a short text, got {format_value(name)}")
-        shape = self._shape()
-        if not shape.max_adapters:
-            raise InputError("the engine has no place for adapters: make it with max_adapters")
-        if isinstance(adapter, str | Path):
-            adapter = load_adapter(self.model.config, adapter)
-        adapter = check_adapter(self.model.params, adapter)
-        if names := for_all_rows_only(adapter):
-            what = "an engine has adapters for rows, and all rows share"
-            raise InputError(
-                f"{what} {format_names(names, 4)}: load the model with this adapter (merge_adapter)"
-            )
-        scale_of = adapter.scale_of()
-        matrices = {path: (*map(np.asarray, pair), scale_of[path]) for path, pair in adapter.matrices.items()}
-        if (rank := max(len(a) for a, _, _ in matrices.values())) > shape.max_rank:
-            raise InputError(f"the adapter has rank {rank}, and the engine max_rank {shape.max_rank}")
-        for path, (a, b, _) in matrices.items():
-            if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                raise InputError(f"the adapter has NaN or inf in {path}")
+        adapter = own_adapter(self.model, self._shape(), adapter)
         with self.updating:
             self.check_open()
-            yield matrices, adapter_digest(adapter)
+            yield row_values(adapter), adapter_digest(adapter)
 
     def _shape(self) -> EngineShape:
         engines = self.engines

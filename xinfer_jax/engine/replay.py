@@ -8,24 +8,33 @@ keeps of its past is where its parameters were replaced, and whether its keys we
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from ..adapters.adapter import Adapter
 from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
 from .core import EngineCore
+from .held_adapters import own_adapter, row_values
 from .pausing import RELEASED
 from .requests import Answer, Request
-from .row import Row
+from .row import HeldAdapter, Row
+
+AdapterVersions: TypeAlias = Mapping[int, Adapter | str | Path]
 
 
 @without_mesh_context
 def replay_answer(
-    engine: Any, core: EngineCore, answer: Answer | Request, params: Mapping[int, Params]
+    engine: Any,
+    core: EngineCore,
+    answer: Answer | Request,
+    params: Mapping[int, Params],
+    adapters: AdapterVersions,
 ) -> list[float]:
     """`Engine.replay`."""
     if isinstance(answer, Request):
@@ -33,19 +42,28 @@ def replay_answer(
     if not isinstance(answer, Answer):
         raise InputError(f"replay needs a request, or one of its answers, got {format_value(answer)}")
     engine.check_open()
-    _check(engine, answer, params)
+    _check(engine, answer, params, adapters)
     trees = {switch.version: params[switch.version] for switch in answer.switches}
     trees = {version: engine.own_params(tree) for version, tree in trees.items()}
+    matrices = {}
+    for version in _adapter_versions(answer):
+        matrices[version] = row_values(own_adapter(engine.model, engine.shape, adapters[version]))
     with engine.updating, engine.without_steps():
         engine.check_open()
-        return _Replay(core, answer).run(trees)
+        return _Replay(core, answer).run(trees, matrices)
 
 
-def _check(engine: Any, answer: Answer, params: Mapping[int, Params]) -> None:
+def _adapter_versions(answer: Answer) -> set[int]:
+    return {switch.adapter_version for switch in answer.switches if answer.request.adapter}
+
+
+def _check(engine: Any, answer: Answer, params: Mapping[int, Params], adapters: AdapterVersions) -> None:
     if answer.finish_reason is None or not answer.logprobs:
         raise InputError("replay needs an answer that has ended, with at least one token")
     if missing := sorted({switch.version for switch in answer.switches} - {*params}):
         raise InputError(f"the answer needs parameters of version {format_names(missing)}: give them too")
+    if missing := sorted(_adapter_versions(answer) - {*adapters}):
+        raise InputError(f"the answer needs its adapter of version {format_names(missing)}: give it too")
     if engine.phase == RELEASED:
         raise InputError("an engine without pages cannot replay: call restore_cache() first")
     row = answer.row
@@ -73,26 +91,33 @@ class _Replay:
         self._row = Row(request.ids, options.max_new_tokens, logprobs_from=first)
         self._slot = core.scheduler.slots.index(None) if None in core.scheduler.slots else 0
 
-    def run(self, params: Mapping[int, Params]) -> list[float]:
+    def run(self, params: Mapping[int, Params], matrices: Mapping[int, Any]) -> list[float]:
+        """matrices: `row_values` of each version of its adapter, if it has one."""
         core = self._core
         row = self._row
-        own = self._device.params
+        device = self._device
+        own = device.params, device.adapters
+        if matrices:
+            device.adapters = device.empty_adapters()
+            row.adapter = HeldAdapter("", 0, b"")
         core.lend_pages(row)
-        contents = self._device.get_row(self._slot)
+        contents = device.get_row(self._slot)
         try:
             switches = self._answer.switches
             ends: list[tuple[float, int]] = [(switch.computed, switch.sampled) for switch in switches[1:]]
             ends.append((math.inf, len(self._ids)))
             for switch, (computed, sampled) in zip(switches, ends, strict=True):
-                self._device.params = params[switch.version]
+                device.params = params[switch.version]
+                if matrices:
+                    core.set_adapter(0, matrices[switch.adapter_version])
                 if switch.recomputed:
                     self._restart()
                 self._prefill(computed)
                 while len(self._logprobs) < sampled:
                     self._decode()
         finally:
-            self._device.params = own
-            self._device.set_row(self._slot, contents)
+            device.params, device.adapters = own
+            device.set_row(self._slot, contents)
             core.scheduler.pool.release(row.pages)
         return self._logprobs[: len(self._ids)]
 
@@ -118,7 +143,8 @@ class _Replay:
 
     def _decode(self) -> None:
         pages = {self._slot: self._row.pages}
-        out = self._device.decode(pages, 1, False, False, 0, self._masks())
+        adapters = {self._slot: self._row.adapter_index}
+        out = self._device.decode(pages, 1, False, False, 0, self._masks(), adapters)
         if not (count := self._append(out, self._slot)):
             raise InputError("these parameters give numbers that are not finite")
         self._row.num_computed += count
