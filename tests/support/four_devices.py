@@ -230,7 +230,7 @@ def test_adapters_of_all_engines_and_on_a_mesh(several, model):
         np.testing.assert_allclose(out.logprobs[0], outs[1].logprobs[0], atol=1e-6)
         assert out.adapter_versions == [[1] * 20]
     core = engine._core.device.adapters
-    (a, b, _) = core._stacks["layers.0.down"]
+    (a, b) = core._stacks["layers.0.down"]
     assert {a.addressable_shards[0].data.shape[2] * 2, b.shape[1]} == {a.shape[2], model.config.hidden_size}
     engines[0].close()
 

@@ -73,16 +73,15 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     def adapt(path: str, weight: Any) -> AdaptedWeight:
         found = [adapter.matrices.get(path) for adapter in adapters]
         (outputs, inputs) = weight.shape
-        rank = max(pair.a.shape[0] for pair in found if pair is not None)
-
-        def stacked(of: int, shape: tuple[int, ...]) -> jax.Array:
-            zeros = jnp.zeros(shape, jax.tree.leaves(found)[0].dtype)
-            padded = (zeros if x is None else zeros.at[*map(slice, x[of].shape)].set(x[of]) for x in found)
-            return jnp.stack(list(padded))
-
-        scale_N = jnp.array([scale.get(path, 0.0) for scale in scales], jnp.float32)
-        pair = stacked(0, (rank, inputs)), stacked(1, (outputs, rank))
-        return AdaptedWeight(weight, *pair, jnp.asarray(adapter_B, jnp.int32), scale_N)
+        dtype = jax.tree.leaves(found)[0].dtype
+        rank = max(len(pair.a) for pair in found if pair)
+        a = jnp.zeros((number + 1, rank, inputs), dtype)
+        b = jnp.zeros((number + 1, outputs, rank), dtype)
+        for i, pair in enumerate(found):
+            if pair:
+                a = a.at[i, : len(pair.a)].set(pair.a)
+                b = b.at[i, :, : len(pair.a)].set(pair.b * scales[i][path])
+        return AdaptedWeight(weight, a, b, jnp.asarray(adapter_B, jnp.int32))
 
     return map_matrices(params, {path for adapter in adapters for path in adapter.matrices}, adapt)
 
@@ -96,7 +95,11 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
     }
     if found.get("lm_head") is found.get("embed"):
         found.pop("lm_head", None)
-    if not found or isinstance(params["layers"], dict) or any(x.scale_N is not None for x in found.values()):
+    if (
+        not found
+        or isinstance(params["layers"], dict)
+        or any(x.adapter_B is not None for x in found.values())
+    ):
         raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
     if any(getattr(weight.base, "int8_activations", False) for weight in found.values()):
         raise InputError("int8 activations rotate the model and its adapter: keep the adapter beside it")

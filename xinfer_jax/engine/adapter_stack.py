@@ -23,7 +23,7 @@ _MAX_TREES = 64  # of `adapted`, that are kept
 
 
 class AdapterStack:
-    """N adapters for the rows of an engine, all of one rank R: those of lower ranks end with zeros.
+    """N adapters for the rows of an engine, and one of zeros; all of one rank R: lower ones end with zeros.
 
     Attributes:
         paths: of the matrices that they may change.
@@ -38,17 +38,17 @@ class AdapterStack:
         self.paths = sorted(specs)
         self._mesh = mesh
         self._places: dict[str, Any] = {}
-        self._stacks: dict[str, tuple[Any, Any, Any]] = {}  # a [N, R, I], b [N, O, R] and scale [N] of each
+        self._stacks: dict[str, tuple[Any, Any]] = {}  # a [N + 1, R, I] and scale * b [N + 1, O, R] of each
         self._params: Params = {}
         self._trees: dict[bytes, Params] = {}  # of `adapted`, for these parameters
 
         def empty(path: str, weight: Any) -> Any:
             (outputs, inputs) = weight.shape
             (of_outputs, of_inputs) = specs[path].axes
-            shapes = (number, rank, inputs), (number, outputs, rank), (number,)
-            stack = create(lambda: (*(jnp.zeros(x, dtype) for x in shapes[:2]), jnp.zeros(shapes[2])))
+            shapes = (number + 1, rank, inputs), (number + 1, outputs, rank)
+            stack = create(lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes))
             if mesh is not None:
-                axes = (None, None, of_inputs), (None, of_outputs, None), (None,)
+                axes = (None, None, of_inputs), (None, of_outputs, None)
                 divided = (partition_spec(*pair, mesh) for pair in zip(axes, shapes, strict=True))
                 self._places[path] = tuple(NamedSharding(mesh, spec) for spec in divided)
                 stack = jax.device_put(stack, self._places[path])
@@ -60,27 +60,30 @@ class AdapterStack:
     def adapted(self, params: Params, adapter_B: np.ndarray) -> Params:
         """The parameters, with these adapters for the rows; int32, -1: none."""
         if params is not self._params or len(self._trees) >= _MAX_TREES:
+            self.forget_trees()
             self._params = params
-            self._trees = {}
         if (key := adapter_B.tobytes()) not in self._trees:
             place = None if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
             rows_B = jax.device_put(adapter_B, place)  # once for all matrices
 
             def adapt(path: str, weight: Any) -> AdaptedWeight:
-                (a, b, scale_N) = self._stacks[path]
-                return AdaptedWeight(weight, a, b, rows_B, scale_N)
+                return AdaptedWeight(weight, *self._stacks[path], rows_B)
 
             self._trees[key] = map_matrices(params, self.paths, adapt)
         return self._trees[key]
 
+    def forget_trees(self) -> None:
+        """Frees parameters that have been replaced."""
+        self._params = {}
+        self._trees = {}
+
     def set(self, run: Run, index: int, path: str, a: Any, b: Any, scale: float) -> None:
         """Replaces one matrix of an adapter. a [r, I], b [O, r], r at most R; None: it has none."""
-        self._trees = {}  # the arrays are donated
+        self.forget_trees()  # the arrays are donated
         stack = self._stacks[path]
-        (own_a, own_b) = (np.zeros((1, *x.shape[1:]), x.dtype) for x in stack[:2])
+        own_a, own_b = (np.zeros((1, *x.shape[1:]), x.dtype) for x in stack)
         if a is not None:
             own_a[0, : len(a)] = a
-            own_b[0, :, : len(a)] = b
-        own = own_a, own_b, np.full(1, scale, np.float32)
-        stack = run(programs.SET_ROW, stack, np.int32(index), own)
+            own_b[0, :, : len(a)] = np.float32(scale) * b.astype(np.float32)
+        stack = run(programs.SET_ROW, stack, np.int32(index), (own_a, own_b))
         self._stacks[path] = jax.device_put(stack, self._places[path]) if self._places else stack

@@ -62,6 +62,7 @@ class Device:
     ):
         """dry_run: pages and states are shapes."""
         self.config = config
+        self.adapters: AdapterStack | None = None
         self.params = params
         self.next_params: Any = None
         self._shape = shape
@@ -82,6 +83,16 @@ class Device:
 
     def adopt_params(self) -> None:
         self.params, self.next_params = self.next_params, None
+
+    @property
+    def params(self) -> Params:
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params = params
+        if self.adapters:
+            self.adapters.forget_trees()
 
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""

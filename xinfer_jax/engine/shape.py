@@ -97,7 +97,7 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
     max_adapters = check_integer("max_adapters", max_adapters, 0)
     max_rank = check_integer("max_rank", max_rank, 1) if max_adapters else 0
-    adapters = max_adapters, max_rank, max_adapters and max_adapters * _adapter_bytes(model, max_rank)
+    adapters = max_adapters, max_rank, max_adapters and (max_adapters + 1) * _adapter_bytes(model, max_rank)
     if pages is None:
         others = (rows + snapshots) * of_state + adapters[2]
         pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes, others)

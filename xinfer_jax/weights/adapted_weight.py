@@ -3,6 +3,7 @@ a tied model's matrix whose embedding and head have different adapters.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -25,10 +26,9 @@ class AdaptedWeight(WeightLeaf):
     base: Any  # an array [O, I] or a `WeightLeaf`
     lora_a: jax.Array  # [N, R, I], of experts [X, N, R, I]; adapters of a lower rank end with zeros
     lora_b: jax.Array  # [N, O, R], of experts [X, N, O, R]
-    # int32: which one each row has, -1: none; and their scales, float32. None: all rows have the only one.
+    # int32: which one each row has; -1: the last, which is zeros. None: all rows have the only one.
     adapter_B: jax.Array | None = None
-    scale_N: jax.Array | None = None
-    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))  # of the only one
+    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
     # The mesh axis along which I is divided (`local_shard`).
     axis_name: str | None = dataclasses.field(default=None, repr=False, metadata=dict(static=True))
 
@@ -44,7 +44,7 @@ class AdaptedWeight(WeightLeaf):
         *experts, outputs, inputs = axes
         return dict(
             base=axes, lora_a=(*experts, None, None, inputs), lora_b=(*experts, None, outputs, None),
-            adapter_B=("rows",), scale_N=(None,),
+            adapter_B=("rows",),
         )  # fmt: skip
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
@@ -57,14 +57,14 @@ class AdaptedWeight(WeightLeaf):
         else:
             (own_x, base) = self.base.local_shard(x, self.axis_name)
             y = base.product(own_x)
-        if self.adapter_B is None or self.scale_N is None:
+        if self.adapter_B is None:
             return y + _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
         if len(self.adapter_B) != len(x):
             raise InputError(
                 f"the parameters have adapters for {len(self.adapter_B)} rows, the call has {len(x)}"
             )
-        scale_B = jnp.where(self.adapter_B < 0, 0, self.scale_N[self.adapter_B])
-        return y + jax.vmap(_low_rank)(x, self.lora_a[self.adapter_B], self.lora_b[self.adapter_B], scale_B)
+        of_rows = self.lora_a[self.adapter_B], self.lora_b[self.adapter_B]
+        return y + jax.vmap(partial(_low_rank, scale=self.scale))(x, *of_rows)
 
     def rows(self, index: jax.Array) -> jax.Array:
         """Of the only adapter."""
@@ -103,6 +103,6 @@ def _rows(matrix: Any, index: jax.Array) -> jax.Array:
     return matrix.rows(index) if isinstance(matrix, WeightLeaf) else matrix[index].astype(jnp.float32)
 
 
-def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: Any) -> jax.Array:
+def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: float) -> jax.Array:
     """float32 [..., O]: what an adapter adds to a product of x [..., I]."""
     return float_product((float_product(x, a_RI) * scale).astype(x.dtype), b_OR)
