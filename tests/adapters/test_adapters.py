@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,15 @@ def test_settings_that_are_rejected_by_name(tmp_path, field):
     file.write_text(json.dumps(json.loads(file.read_text()) | {field.strip(): value}))
     with pytest.raises(xj.InputError, match=message):
         xj.load_adapter(CONFIG, tmp_path / "a")
+
+
+def test_the_model_that_an_adapter_is_of(tmp_path):
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG, base="owner/base-1B")
+    with pytest.warns(UserWarning, match="an adapter of 'owner/base-1B', the model is '/models/other'"):
+        xj.load_adapter(CONFIG, tmp_path / "a", base="/models/other")
+    with warnings.catch_warnings(action="error"):
+        for base in (None, "owner/base-1B", "/models/base-1B/"):
+            xj.load_adapter(CONFIG, tmp_path / "a", base=base)
 
 
 def test_tensors_that_do_not_fit(tmp_path):

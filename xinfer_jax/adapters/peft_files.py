@@ -1,6 +1,7 @@
 """Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..checkpoint.files import download_adapter, read_json, resolve_directory
 from ..checkpoint.tensor_files import on_host, write_whole
 from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_names
+from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import full_name, text_name
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
@@ -38,13 +39,16 @@ _MAX_CONFIG = 2**20  # bytes
 _BASE = ".base_layer.weight"  # PEFT also saves the matrices of embedding and head themselves
 
 
-def load_adapter(config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any = None) -> Adapter:
+def load_adapter(
+    config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any = None, base: str | None = None
+) -> Adapter:
     """Returns a LoRA adapter as PEFT saves it.
 
     Args:
         config: of the model that it was trained for.
         path_or_repo_id: its directory, or a hub name owner/name.
         dtype: of the arrays; None: that of the file.
+        base: the name or path of the model: another one than that of the adapter's is a warning; None: none.
 
     Raises:
         InputError: a file is missing or damaged; adapter_config.json has what is not done; tensors that are
@@ -57,6 +61,12 @@ def load_adapter(config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any
     settings = read_json(file)
     if settings is None:
         raise InputError(f"{path} holds no {CONFIG}: give the directory of an adapter as PEFT saves it")
+    trained = settings.get("base_model_name_or_path")
+    if base and trained and isinstance(trained, str) and Path(base).name != Path(trained).name:
+        warnings.warn(
+            f"{path} is an adapter of {format_value(trained)}, the model is {format_value(base)}",
+            stacklevel=2,
+        )
     stored = read_tensor_file(path / WEIGHTS)
     try:
         return _read(config, settings, stored, None if dtype is None else resolve_dtype(dtype))
