@@ -14,6 +14,7 @@ from quick import full_except
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
+from xinfer_jax.adapters import peft_config
 from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.params_like import params_like
@@ -291,6 +292,22 @@ def test_patterns_and_numbers_of_the_settings(tmp_path):
     for change in (dict(r=10**400), dict(lora_alpha=10**400), dict(alpha_pattern=dict(q_proj=1e300))):
         file.write_text(json.dumps(settings | change))
         with pytest.raises(xj.InputError, match="of model.layers.0.self_attn"):
+            xj.load_adapter(CONFIG, tmp_path / "a")
+
+
+def test_patterns_of_clients_take_bounded_time(tmp_path, monkeypatch):
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    file = tmp_path / "a" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    monkeypatch.setattr(peft_config, "_SECONDS", 0.5)
+    slow = r"([\w.]+)+!"
+    for change in (
+        dict(target_modules=slow),
+        dict(rank_pattern={slow: 4}),
+        dict(layers_pattern=[slow], layers_to_transform=[0], target_modules=["q_proj"]),
+    ):
+        file.write_text(json.dumps(settings | change))
+        with pytest.raises(xj.InputError, match="more than 0.5 s"):
             xj.load_adapter(CONFIG, tmp_path / "a")
 
 
