@@ -189,6 +189,33 @@ def test_norms_are_replaced(tmp_path):
             xj.with_adapter(PARAMS, dataclasses.replace(adapter, norms=norms))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["qwen3-5-tied", "phi3-defaults", "gpt-oss-published"])
+def test_calls_take_adapters(case):
+    """Several drawn answers of a prompt, and beams, are those of merged parameters; `vmap` takes adapters."""
+    config = CASES[case].config
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    adapters = [xj.init_adapter(config, jax.random.key(seed), 3) for seed in (1, 2)]
+    adapters = [
+        jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(3), x.shape), x) for x in adapters
+    ]
+    trees = xj.with_adapter(params, adapters[0]), xj.merge_adapter(params, adapters[0])
+    call = xj.GenerateOptions(5, eos_token_ids=(), n=2, sampling=xj.SamplingConfig(temperature=1.0))
+    (found, wanted) = (
+        xj.generate(tree, config, [[5, 6, 7], [8]], call, key=jax.random.key(4)) for tree in trees
+    )
+    assert found.tokens == wanted.tokens
+    (found, wanted) = (
+        xj.beam_search(tree, config, [5, 6, 7], num_beams=2, max_new_tokens=4) for tree in trees
+    )
+    assert found.sequences == wanted.sequences
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *adapters)
+    found = jax.vmap(lambda x: xj.forward(xj.with_adapter(params, x), config, TOKENS[:1])[0][0])(stacked)
+    for i, adapter in enumerate(adapters):
+        wanted = forward(xj.with_adapter(params, adapter), config, TOKENS[:1])[0][0]
+        np.testing.assert_allclose(found[i], wanted, atol=1e-4)
+
+
 def test_only_the_adapter_is_trained():
     """A step's program returns gradients of its arrays alone, at most of a matrix's size together."""
 

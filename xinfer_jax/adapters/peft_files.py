@@ -17,7 +17,7 @@ from ..checkpoint.tensor_files import on_host, write_whole
 from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
-from ..families.skipped_tensors import full_name, text_name
+from ..families.skipped_tensors import find_prefix, full_name, text_name
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
 from .peft_config import read_modules, read_norms
@@ -80,7 +80,7 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
         twice = Counter(map(_own_name, stored)) - Counter(list(named))
         raise InputError(f"tensors are there twice, by two prefixes: {format_names(sorted(twice), 8)}")
     modules = peft_modules(config, {name.rpartition(".lora_")[0] for name in named})
-    raw = next((name.removeprefix(_PREFIX) for name in stored), "")
+    raw = next(filter(find_prefix, (name.removeprefix(_PREFIX) for name in stored)), "")
     by_raw = {full_name(name, raw): module for name, module in modules.items()}
     wanted = _wanted(settings, by_raw, named)
     if config.tie_word_embeddings and settings.get("ensure_weight_tying"):
