@@ -93,7 +93,11 @@ def test_embedding_and_head(tmp_path, targets, quantize):
         np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a").matrices, again.matrices
     )
     if quantize is None:
-        np.testing.assert_allclose(logits(xj.merge_adapter(params, adapter)), logits(adapted), atol=1e-5)
+        merged = xj.merge_adapter(params, adapter)
+        np.testing.assert_allclose(logits(merged), logits(adapted), atol=1e-5)
+        if "lm_head" in targets:
+            with pytest.raises(xj.InputError, match="another matrix than the embedding"):
+                xj.save_model(tmp_path / "m", merged, CONFIG)
         (tokens,) = xj.generate(adapted, CONFIG, [[5, 6, 7]], xj.GenerateOptions(6, eos_token_ids=())).tokens
         text = np.array([[5, 6, 7, *tokens, 0, 0, 0]] * 3, np.int32)
         assert np.asarray(forward(adapted, CONFIG, text)[0])[0].argmax(-1)[2:8].tolist() == tokens
