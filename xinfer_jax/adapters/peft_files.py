@@ -86,7 +86,7 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
     if config.tie_word_embeddings and settings.get("ensure_weight_tying"):
         head = next(module for module in modules.values() if module.paths == [HEAD])
         wanted += [(head, rank, scale) for module, rank, scale in wanted if module.paths == [EMBED]]
-    wanted = [(_as_stored(module, named), rank, scale) for module, rank, scale in wanted]
+    wanted = [(module.as_stored(named), rank, scale) for module, rank, scale in wanted]
     expected: dict[str, tuple[int, ...]] = {}
     for module, rank, _ in wanted:
         expected |= module.shapes(rank)
@@ -110,12 +110,6 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
         matrices[path], scales[path] = of_all_experts(path, pairs, config.num_experts)
     new_norms = {spec.name: _read_array(named, spec.hf_name, dtype) for spec in own_norms}
     return jax.tree.map(jnp.asarray, with_tied_head(config, make_adapter(matrices, scales, new_norms)))
-
-
-def _as_stored(module: PeftModule, named: Mapping[str, Any]) -> PeftModule:
-    """The module with the outputs of its tensors, which have each key head once."""
-    b = named.get(module.tensors[1])
-    return module.with_outputs(b.shape[0]) if b is not None and len(b.shape) == 2 else module
 
 
 def _read_array(stored: Mapping[str, Any], name: str, dtype: Any) -> np.ndarray:
