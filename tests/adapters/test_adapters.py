@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from quick import full_except
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
+from xinfer_jax.adapters import peft_config
 from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.params_like import params_like
@@ -91,7 +93,11 @@ def test_embedding_and_head(tmp_path, targets, quantize):
         np.testing.assert_array_equal, xj.load_adapter(CONFIG, tmp_path / "a").matrices, again.matrices
     )
     if quantize is None:
-        np.testing.assert_allclose(logits(xj.merge_adapter(params, adapter)), logits(adapted), atol=1e-5)
+        merged = xj.merge_adapter(params, adapter)
+        np.testing.assert_allclose(logits(merged), logits(adapted), atol=1e-5)
+        if "lm_head" in targets:
+            with pytest.raises(xj.InputError, match="another matrix than the embedding"):
+                xj.save_model(tmp_path / "m", merged, CONFIG)
         (tokens,) = xj.generate(adapted, CONFIG, [[5, 6, 7]], xj.GenerateOptions(6, eos_token_ids=())).tokens
         text = np.array([[5, 6, 7, *tokens, 0, 0, 0]] * 3, np.int32)
         assert np.asarray(forward(adapted, CONFIG, text)[0])[0].argmax(-1)[2:8].tolist() == tokens
@@ -187,6 +193,33 @@ def test_norms_are_replaced(tmp_path):
             xj.with_adapter(PARAMS, dataclasses.replace(adapter, norms=norms))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["qwen3-5-tied", "phi3-defaults", "gpt-oss-published"])
+def test_calls_take_adapters(case):
+    """Several drawn answers of a prompt, and beams, are those of merged parameters; `vmap` takes adapters."""
+    config = CASES[case].config
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    adapters = [xj.init_adapter(config, jax.random.key(seed), 3) for seed in (1, 2)]
+    adapters = [
+        jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(3), x.shape), x) for x in adapters
+    ]
+    trees = xj.with_adapter(params, adapters[0]), xj.merge_adapter(params, adapters[0])
+    call = xj.GenerateOptions(5, eos_token_ids=(), n=2, sampling=xj.SamplingConfig(temperature=1.0))
+    (found, wanted) = (
+        xj.generate(tree, config, [[5, 6, 7], [8]], call, key=jax.random.key(4)) for tree in trees
+    )
+    assert found.tokens == wanted.tokens
+    (found, wanted) = (
+        xj.beam_search(tree, config, [5, 6, 7], num_beams=2, max_new_tokens=4) for tree in trees
+    )
+    assert found.sequences == wanted.sequences
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *adapters)
+    found = jax.vmap(lambda x: xj.forward(xj.with_adapter(params, x), config, TOKENS[:1])[0][0])(stacked)
+    for i, adapter in enumerate(adapters):
+        wanted = forward(xj.with_adapter(params, adapter), config, TOKENS[:1])[0][0]
+        np.testing.assert_allclose(found[i], wanted, atol=1e-4)
+
+
 def test_only_the_adapter_is_trained():
     """A step's program returns gradients of its arrays alone, at most of a matrix's size together."""
 
@@ -248,6 +281,15 @@ def test_settings_that_are_rejected_by_name(tmp_path, field):
         xj.load_adapter(CONFIG, tmp_path / "a")
 
 
+def test_the_model_that_an_adapter_is_of(tmp_path):
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG, base="owner/base-1B")
+    with pytest.warns(UserWarning, match="an adapter of 'owner/base-1B', the model is '/models/other'"):
+        xj.load_adapter(CONFIG, tmp_path / "a", base="/models/other")
+    with warnings.catch_warnings(action="error"):
+        for base in (None, "owner/base-1B", "/models/base-1B/"):
+            xj.load_adapter(CONFIG, tmp_path / "a", base=base)
+
+
 def test_tensors_that_do_not_fit(tmp_path):
     xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
     file = tmp_path / "a" / "adapter_model.safetensors"
@@ -281,6 +323,22 @@ def test_patterns_and_numbers_of_the_settings(tmp_path):
     for change in (dict(r=10**400), dict(lora_alpha=10**400), dict(alpha_pattern=dict(q_proj=1e300))):
         file.write_text(json.dumps(settings | change))
         with pytest.raises(xj.InputError, match="of model.layers.0.self_attn"):
+            xj.load_adapter(CONFIG, tmp_path / "a")
+
+
+def test_patterns_of_clients_take_bounded_time(tmp_path, monkeypatch):
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    file = tmp_path / "a" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    monkeypatch.setattr(peft_config, "_SECONDS", 0.5)
+    slow = r"([\w.]+)+!"
+    for change in (
+        dict(target_modules=slow),
+        dict(rank_pattern={slow: 4}),
+        dict(layers_pattern=[slow], layers_to_transform=[0], target_modules=["q_proj"]),
+    ):
+        file.write_text(json.dumps(settings | change))
+        with pytest.raises(xj.InputError, match="more than 0.5 s"):
             xj.load_adapter(CONFIG, tmp_path / "a")
 
 

@@ -2,9 +2,13 @@
 of peft 0.21's `LoraConfig`; what is not done is rejected by name.
 """
 
+import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InputError, format_names, format_value
@@ -20,6 +24,10 @@ _DONE = frozenset(
 )
 _INITS = (None, True, False, "gaussian", "orthogonal")  # of init_lora_weights; others change the model itself
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")  # what leaves another field out
+_PLAIN = re.compile(r"(\\[^\W\d]|\\\W|[\w.-])*")  # what cannot take long to match
+_REGULAR = ("target_modules", "exclude_modules")  # patterns if they are no lists
+_MOST_MATCHES = 10**6  # without a process of their own
+_SECONDS = 10.0
 _Patterns = list[tuple[re.Pattern[str], Any]]
 _MAX_ALPHA = 1e30  # float32 holds the scale
 _REJECTED = {
@@ -53,6 +61,19 @@ def read_modules(
             meant.
     """
     _check_fields(settings)
+    arguments = settings, [*names], [*linear], [*parameters]
+    patterns = _texts(settings, "layers_pattern", "rank_pattern", "alpha_pattern")
+    lists = _texts(settings, "target_modules", "exclude_modules", "target_parameters")
+    patterns += [settings[name] for name in _REGULAR if isinstance(settings.get(name), str)]
+    matches = len(patterns + lists) * sum(map(len, arguments[1:]))
+    if matches <= _MOST_MATCHES and all(map(_PLAIN.fullmatch, patterns)):
+        return _read_modules(*arguments)
+    return _read_in_time(*arguments)
+
+
+def _read_modules(
+    settings: Mapping[str, Any], names: list[str], linear: list[str], parameters: list[str]
+) -> dict[str, Module]:
     targets = settings.get("target_modules")
     if isinstance(targets, str) and targets.lower() == "all-linear":
         targets = sorted(linear)
@@ -65,6 +86,43 @@ def read_modules(
     return {name: _module(settings, patterns, name) for name in chosen}
 
 
+def _texts(settings: Mapping[str, Any], *fields: str) -> list[str]:
+    """The texts of these fields: each one, a list, or the keys of an object."""
+    values = [settings.get(field) or [] for field in fields]
+    return [text for value in values for text in ([value] if isinstance(value, str) else value)]
+
+
+def _read_in_time(*arguments: Any) -> dict[str, Module]:
+    """`_read_modules` in a process of its own: a regular expression can block all threads for ever."""
+    root = str(Path(__file__).parents[2])
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from xinfer_jax.adapters.peft_config import main;"
+    command = [sys.executable, "-c", f"{code} main()", root]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(arguments), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, timeout=_SECONDS, check=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"the patterns of adapter_config.json take more than {_SECONDS:g} s: write names of modules"
+        ) from None
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise InputError(f"the patterns of adapter_config.json cannot be read: {error}") from error
+    found = json.loads(done.stdout)
+    if isinstance(found, str):
+        raise InputError(found)
+    return {name: Module(*how) for name, how in found.items()}
+
+
+def main() -> None:
+    """The other process: writes what `_read_modules` returns, or the text of its error."""
+    try:
+        answer: Any = _read_modules(*json.load(sys.stdin))
+    except InputError as error:
+        answer = str(error)
+    json.dump(answer, sys.stdout)
+
+
 def read_norms(settings: Mapping[str, Any], norms: Collection[str], others: Iterable[str]) -> list[str]:
     """Returns the norms that `modules_to_save` means; PEFT compares the ends of names. others: names of the
     model's other modules.
@@ -75,7 +133,7 @@ def read_norms(settings: Mapping[str, Any], norms: Collection[str], others: Iter
     wanted = settings.get("modules_to_save") or []
     if not _are(wanted, str):
         raise InputError(f"modules_to_save must be names, got {format_value(wanted)}")
-    for end in wanted:
+    for end in dict.fromkeys(wanted):
         if not any(name.endswith(end) for name in norms) or any(name.endswith(end) for name in others):
             raise InputError(f"modules_to_save may have norms only, got {end!r}: merge it with PEFT")
     return [name for name in norms if name.endswith(tuple(wanted))]

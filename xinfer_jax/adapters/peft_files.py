@@ -1,6 +1,7 @@
 """Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ from ..checkpoint.files import download_adapter, read_json, resolve_directory
 from ..checkpoint.tensor_files import on_host, write_whole
 from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_names
-from ..families.skipped_tensors import full_name, text_name
+from ..errors import InputError, format_names, format_value
+from ..families.skipped_tensors import find_prefix, full_name, text_name
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
 from .peft_config import read_modules, read_norms
@@ -38,13 +39,16 @@ _MAX_CONFIG = 2**20  # bytes
 _BASE = ".base_layer.weight"  # PEFT also saves the matrices of embedding and head themselves
 
 
-def load_adapter(config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any = None) -> Adapter:
+def load_adapter(
+    config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any = None, base: str | None = None
+) -> Adapter:
     """Returns a LoRA adapter as PEFT saves it.
 
     Args:
         config: of the model that it was trained for.
         path_or_repo_id: its directory, or a hub name owner/name.
         dtype: of the arrays; None: that of the file.
+        base: the name or path of the model: another one than that of the adapter's is a warning; None: none.
 
     Raises:
         InputError: a file is missing or damaged; adapter_config.json has what is not done; tensors that are
@@ -57,6 +61,12 @@ def load_adapter(config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any
     settings = read_json(file)
     if settings is None:
         raise InputError(f"{path} holds no {CONFIG}: give the directory of an adapter as PEFT saves it")
+    trained = settings.get("base_model_name_or_path")
+    if base and trained and isinstance(trained, str) and Path(base).name != Path(trained).name:
+        warnings.warn(
+            f"{path} is an adapter of {format_value(trained)}, the model is {format_value(base)}",
+            stacklevel=2,
+        )
     stored = read_tensor_file(path / WEIGHTS)
     try:
         return _read(config, settings, stored, None if dtype is None else resolve_dtype(dtype))
@@ -70,13 +80,13 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
         twice = Counter(map(_own_name, stored)) - Counter(list(named))
         raise InputError(f"tensors are there twice, by two prefixes: {format_names(sorted(twice), 8)}")
     modules = peft_modules(config, {name.rpartition(".lora_")[0] for name in named})
-    raw = next((name.removeprefix(_PREFIX) for name in stored), "")
+    raw = next(filter(find_prefix, (name.removeprefix(_PREFIX) for name in stored)), "")
     by_raw = {full_name(name, raw): module for name, module in modules.items()}
     wanted = _wanted(settings, by_raw, named)
     if config.tie_word_embeddings and settings.get("ensure_weight_tying"):
         head = next(module for module in modules.values() if module.paths == [HEAD])
         wanted += [(head, rank, scale) for module, rank, scale in wanted if module.paths == [EMBED]]
-    wanted = [(_as_stored(module, named), rank, scale) for module, rank, scale in wanted]
+    wanted = [(module.as_stored(named), rank, scale) for module, rank, scale in wanted]
     expected: dict[str, tuple[int, ...]] = {}
     for module, rank, _ in wanted:
         expected |= module.shapes(rank)
@@ -100,12 +110,6 @@ def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str,
         matrices[path], scales[path] = of_all_experts(path, pairs, config.num_experts)
     new_norms = {spec.name: _read_array(named, spec.hf_name, dtype) for spec in own_norms}
     return jax.tree.map(jnp.asarray, with_tied_head(config, make_adapter(matrices, scales, new_norms)))
-
-
-def _as_stored(module: PeftModule, named: Mapping[str, Any]) -> PeftModule:
-    """The module with the outputs of its tensors, which have each key head once."""
-    b = named.get(module.tensors[1])
-    return module.with_outputs(b.shape[0]) if b is not None and len(b.shape) == 2 else module
 
 
 def _read_array(stored: Mapping[str, Any], name: str, dtype: Any) -> np.ndarray:

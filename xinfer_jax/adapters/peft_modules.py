@@ -8,7 +8,7 @@ the first is in the `base_layer` of the other. Files of earlier versions have a 
 
 import dataclasses
 from collections.abc import Collection, Container, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -77,16 +77,18 @@ class PeftModule(NamedTuple):
         ends = ("embedding_A", "embedding_B") if self.is_embedding else ("A.weight", "B.weight")
         return f"{prefix}.lora_{ends[0]}", f"{prefix}.lora_{ends[1]}"
 
-    def with_outputs(self, number: int) -> "PeftModule":
-        """This module with so many outputs, as it has without the key heads that a mesh repeats."""
+    def as_stored(self, tensors: Mapping[str, Any]) -> "PeftModule":
+        """This module with the outputs of its lora_B, which has key heads once that a mesh repeats."""
+        b = tensors.get(self.tensors[1])
+        others = sum(spec.shape[0] for spec in self.specs if not spec.kv_heads)
+        own = b.shape[0] - others if b is not None and b.shape else 0
         repeated = sum(spec.shape[0] for spec in self.specs if spec.kv_heads)
-        own = number - sum(spec.shape[0] for spec in self.specs if not spec.kv_heads)
         return self._with_heads_once(repeated // own if own > 0 and not repeated % own else 1)
 
     def as_in(self, adapter: Adapter) -> "PeftModule":
         """This module with the outputs that an adapter has."""
         pairs = zip(self.specs, map(adapter.matrices.get, self.paths), strict=True)
-        times = (spec.shape[0] // len(pair.b) for spec, pair in pairs if spec.kv_heads and pair)
+        times = (spec.shape[0] // max(1, len(pair.b)) for spec, pair in pairs if spec.kv_heads and pair)
         return self._with_heads_once(max(times, default=1))
 
     def _with_heads_once(self, times: int) -> "PeftModule":

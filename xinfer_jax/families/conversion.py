@@ -89,10 +89,14 @@ def specs_and_leaves(params: Params, config: ModelConfig) -> tuple[list[FileSpec
         InputError: leaves that are missing, unknown or misshapen, all in one error.
     """
     leaves = check_leaves(params, config)
-    if any(isinstance(leaf, AdaptedWeight | UntiedWeight) for leaf in leaves.values()):
+    if any(isinstance(leaf, AdaptedWeight) for leaf in leaves.values()):
         raise InputError(
-            "the parameters have an adapter, or a head that is no longer tied to the embedding: merge it, or"
-            " save it apart, by split_adapter and save_adapter"
+            "the parameters have an adapter: merge it, or save it apart, by split_adapter and save_adapter"
+        )
+    if isinstance(leaves["embed.weight"], UntiedWeight):
+        raise InputError(
+            "an adapter made the head another matrix than the embedding: save params with"
+            " embed.weight.embedding as embed, .head as lm_head, and the config without tie_word_embeddings"
         )
     specs = jax.tree.leaves(file_specs(config))
     return specs, [_without_padding(spec, leaves[spec.name]) for spec in specs]
