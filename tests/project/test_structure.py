@@ -92,7 +92,7 @@ PACKAGES = {
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
         "device_programs", "host_pages", "adapter_stack", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers",
-        "weight_switch", "core", "pausing", "weight_updates", "replay", "held_adapters", "routing",
+        "weight_switch", "core", "pausing", "weight_updates", "held_adapters", "replay", "routing",
         "endpoint", "dispatcher", "async_sampling", "submission", "engine_loop", "engine", "engines",
     ),
     "api": (

@@ -97,7 +97,8 @@ def _adapted(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
     """The checkpoint with the adapter at a path. None: without."""
     if path is None:
         return checkpoint
-    adapter = load_adapter(checkpoint.model.config, path)
+    model = checkpoint.model
+    adapter = load_adapter(model.config, path, base=model.name)
     return checkpoint.with_params(lambda params: with_adapter(params, adapter))
 
 

@@ -31,9 +31,10 @@ def adapter_sizes(
     model: Any, adapters: AdapterFiles | None, most: int | None, rank: int | None
 ) -> tuple[dict[str, Adapter], int, int]:
     """`Engine`'s adapters, loaded, with its max_adapters and max_rank."""
-    config = model.config
     loaded = {
-        name: load_adapter(config, adapter) if isinstance(adapter, str | Path) else adapter
+        name: load_adapter(model.config, adapter, base=model.name)
+        if isinstance(adapter, str | Path)
+        else adapter
         for name, adapter in (adapters or {}).items()
     }
     ranks = [len(a) for adapter in loaded.values() for a, _ in getattr(adapter, "matrices", {}).values()]
@@ -49,7 +50,7 @@ def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | Path)
     if not shape.max_adapters:
         raise InputError("the engine has no place for adapters: make it with max_adapters")
     if isinstance(adapter, str | Path):
-        adapter = load_adapter(model.config, adapter)
+        adapter = load_adapter(model.config, adapter, base=model.name)
     adapter = check_adapter(model.params, adapter)
     if names := for_all_rows_only(adapter):
         what = "an engine has adapters for rows, and all rows share"

@@ -92,12 +92,12 @@ def own_params(
     def fit(tree: Any) -> Params:
         return params_like(on_auto_mesh(tree), model.config, model.params, cast)
 
-    def place(tree: Params) -> Params:
+    def own_arrays(tree: Params) -> Params:
         return jax.tree.map(lambda x, old: own_array(x, old, copy), tree, model.params)
 
     if agree is None:
-        return place(fit(params))
-    for convert in (fit, place):
+        return own_arrays(fit(params))
+    for convert in (fit, own_arrays):
         problem = ""
         try:
             params = convert(params)
