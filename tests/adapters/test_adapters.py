@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import xinfer_jax as xj
 from xinfer_jax.adapters import peft_config
 from xinfer_jax.adapters.adapter import for_all_rows_only
+from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf
@@ -218,6 +219,16 @@ def test_calls_take_adapters(case):
     for i, adapter in enumerate(adapters):
         wanted = forward(xj.with_adapter(params, adapter), config, TOKENS[:1])[0][0]
         np.testing.assert_allclose(found[i], wanted, atol=1e-4)
+
+
+def test_a_prefix_belongs_to_one_adapter():
+    """Of other numbers, or of another scale alone."""
+    (adapter, other) = ADAPTERS
+    scaled = xj.Adapter(adapter.matrices, tuple(2 * scale for scale in adapter.scales))
+    trees = [PARAMS, *(xj.with_adapter(PARAMS, each) for each in (adapter, other, scaled))]
+    assert len({fingerprint(tree, CONFIG) for tree in trees}) == 4
+    again = xj.with_adapter(PARAMS, jax.tree.map(np.array, adapter))
+    assert fingerprint(again, CONFIG) == fingerprint(trees[1], CONFIG)
 
 
 def test_only_the_adapter_is_trained():

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..config.model_config import ModelConfig
+from ..weights.adapted_weight import AdaptedWeight
 from ..weights.params import Params
 
 _SAMPLES = 64  # numbers of a leaf, evenly spaced, with the first and the last
@@ -55,6 +56,9 @@ def _digest(params: Params) -> str:
         if path.endswith(".scale") and leaf.ndim > 1:  # of groups
             sample = _stored_form(sample)
         sha.update(f"{path} {leaf.shape} {sample.dtype}\n".encode() + sample.tobytes())
+    adapted = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, AdaptedWeight))
+    if scales := [leaf.scale for leaf in adapted if isinstance(leaf, AdaptedWeight)]:
+        sha.update(repr(scales).encode())
     if all(isinstance(leaf, jax.Array) for leaf in leaves):  # a NumPy array may change
         _KNOWN.appendleft((tree, list(map(weakref.ref, leaves)), sha.hexdigest()))
     return sha.hexdigest()
