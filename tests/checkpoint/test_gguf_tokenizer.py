@@ -119,7 +119,7 @@ def test_a_template_with_named_tokens():
 
 
 def test_a_large_vocabulary_opens_within_seconds(tmp_path):
-    """250,000 tokens with scores, whose merges are found."""
+    """250,000 tokens with scores, whose merges are found; in seconds of the processor."""
     letters = np.random.default_rng(1).integers(97, 123, (249_000, 7), np.uint8)
     words = {word.tobytes()[: 2 + i % 6].decode() for i, word in enumerate(letters)}
     tokens = ["<unk>", *(chr(c) for c in range(97, 123)), *sorted(words)]
@@ -129,8 +129,8 @@ def test_a_large_vocabulary_opens_within_seconds(tmp_path):
     path = tmp_path / "large.gguf"
     stored = {"token_embd.weight": (np.zeros((1, 32), np.float32), files.F32)}
     files.write_file(path, "llama", stored, {f"tokenizer.ggml.{key}": x for key, x in metadata.items()})
-    start = time.perf_counter()
+    start = time.process_time()
     found = read_gguf_tokenizer(open_gguf(path), 250_000)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     print(f"{seconds:.2f} s")
     assert seconds < 5 and found.backend.get_vocab_size() == 250_000
