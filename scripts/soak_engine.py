@@ -2,10 +2,12 @@
 
     python scripts/soak_engine.py --requests=20000
     python scripts/soak_engine.py --updates --tokens=10000
+    python scripts/soak_engine.py --requests=2000 --adapters=16
 
 Prints a JSON line for every 1,000 requests, and one at the end. Exit code 1: resident memory grew by --most
 MiB or more after the first thousand requests, a page leaked, or a program was compiled after the engine was
-ready. With --updates: an answer was not replayed bit for bit.
+ready. With --updates: an answer was not replayed bit for bit. With --adapters each request has a LoRA
+adapter or none, and at every twentieth an adapter is replaced, or removed and added anew.
 """
 
 from launcher import start
@@ -37,6 +39,7 @@ LONGEST = flags.DEFINE_integer("longest", 100, "Tokens of the longest prompt.", 
 NEW = flags.DEFINE_integer("new_tokens", 8, "Largest number of tokens of an answer.", lower_bound=1)
 ROWS = flags.DEFINE_integer("rows", 4, "Rows of the engine.", lower_bound=1)
 PAGES = flags.DEFINE_integer("pages", 20, "Pages of the engine.", lower_bound=2)
+ADAPTERS = flags.DEFINE_integer("adapters", 0, "LoRA adapters that the engine holds.", lower_bound=0)
 MOST = flags.DEFINE_float("most", 20, "Limit of memory growth, in MiB.", lower_bound=0)
 
 
@@ -52,6 +55,10 @@ def main(argv: list[str]) -> int:
         return int(any(found[name] for found in runs for name in ("wrong", "unmarked", "compiled", "lost")))
     start_s = time.perf_counter()
     resident = []
+    contents = [xj.init_adapter(model.config, jax.random.key(i), 4 + i % 5) for i in range(ADAPTERS.value)]
+    contents = [jax.tree.map(lambda x: x + 0.05, adapter) for adapter in contents]  # b is zero until then
+    names = [f"adapter {i}" for i in range(ADAPTERS.value)]
+    shape |= dict(adapters=dict(zip(names, contents, strict=True)), max_adapters=2 * ADAPTERS.value)
     with xj.Engine(model, **shape, warm_up=True) as engine:
 
         def record_compilation(event: str, _: float, **__: object) -> None:
@@ -64,7 +71,10 @@ def main(argv: list[str]) -> int:
             for drawn in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
                 fewer = min(drawn.options.max_new_tokens, NEW.value)
                 options = dataclasses.replace(drawn.options, max_new_tokens=fewer)
-                request = engine.submit(drawn.ids, options, key=drawn.key, **drawn.more)
+                name = rng.choice([None, *names])
+                request = engine.submit(drawn.ids, options, key=drawn.key, adapter=name, **drawn.more)
+                if name and rng.random() < 1 / 20:
+                    change_adapter(engine, name, rng.choice(contents), rng.random() < 1 / 2)
                 if engine.stats.waiting > 50:
                     outcome(request)
             outcome(request)
@@ -82,6 +92,17 @@ def main(argv: list[str]) -> int:
         json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
     )
     return int(grown >= MOST.value or lost > 0 or bool(compiled))
+
+
+def change_adapter(engine: xj.Engine, name: str, adapter: xj.Adapter, in_place: bool) -> None:
+    """Gives a name another adapter: for requests that have it too, or for later ones alone."""
+    if in_place:
+        engine.update_adapter(name, adapter, mode=random.choice(("continue", "recompute")))
+        return
+    engine.remove_adapter(name)
+    while len(engine.adapters_in_use | {*engine.adapters.values()}) >= 2 * ADAPTERS.value:
+        time.sleep(0.001)
+    engine.add_adapter(name, adapter)
 
 
 def _resident() -> float:
