@@ -32,7 +32,7 @@ PACKAGES = {
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "stacking",
         "quantized_weight", "adapted_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight",
-        "quantization", "resharding", "params_like", "hadamard",
+        "quantization", "device_quantization", "resharding", "params_like", "hadamard",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
