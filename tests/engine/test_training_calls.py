@@ -1,6 +1,7 @@
 """What training calls: an engine pauses, lends the memory of its pages, and gives rollouts as arrays."""
 
 import asyncio
+import pickle
 
 import compiling
 import jax
@@ -105,6 +106,10 @@ def test_sample_gives_log_probabilities_as_arrays(engine):
     assert [a.processed_logprob for a in outs[2].alternatives] == pytest.approx(outs[2].processed_T.tolist())
     for i, out in enumerate(outs):
         assert out.finish_reason == ("eos" if i != 2 and out.tokens_T[-1] == 7 else "length")
+    versions = {engine.version: engine.model.params}
+    assert engine.replay(outs[0], versions) == outs[0].answer.logprobs
+    with pytest.raises(xj.InputError, match="what sample returned in this process, got SampleOutput"):
+        engine.replay(pickle.loads(pickle.dumps(outs[0])), versions)
     out = outs[2]
     assert out.versions_T.tolist() == [engine.version] * len(out.tokens_T)
     for token, raw, processed in zip(out.alternatives, out.logprobs_T, out.processed_T, strict=True):

@@ -7,6 +7,7 @@ import pytest
 from soak import engine_requests
 
 import xinfer_jax as xj
+from xinfer_jax.weights import device_quantization, params_like as params_like_module
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
@@ -93,7 +94,7 @@ def test_replay(engine, versions):
     assert len(other.answers[0].sampled) > running
     with pytest.raises(xj.InputError, match="needs an answer that has ended"):
         engine.replay(other, versions)
-    with pytest.raises(xj.InputError, match="needs a request, or one of its answers, got GenerateOutput"):
+    with pytest.raises(xj.InputError, match="needs a request, one of its answers, or .* got GenerateOutput"):
         engine.replay(first, versions)
     check(engine, [request], versions)
     assert engine.replay(request.answers[1], {0: versions[1]}) != first.logprobs[1]
@@ -209,6 +210,25 @@ def test_an_int8_engine_quantizes(model, versions):
     check(engine, [request], dict(enumerate((own, *versions.values()))))
     engine.update(own)
     assert engine.version == 3
+
+
+def test_quantizing_on_an_accelerator(model, monkeypatch):
+    """By programs that are compiled once, a part at a time."""
+    monkeypatch.setattr(params_like_module, "is_on_host", lambda x: False)
+    for method in ("int8", "int4"):
+        like = engine_requests.random_model("qwen2", method).params
+        found = params_like(model.params, model.config, like)
+        jax.tree.map(np.testing.assert_array_equal, found, like)
+        with compiling.events() as seen:
+            params_like(model.params, model.config, like)
+        assert seen == []
+    large = dict(weight=model.params["embed"]["weight"] * np.inf)
+    with pytest.raises(xj.InputError, match="holds NaN, inf or numbers too large"):
+        params_like(dict(model.params, embed=large), model.config, like)
+    for bits, group in ((4, 64), (8, 64), (8, 2048)):
+        shape = jax.ShapeDtypeStruct((2048, 2048), np.float32)
+        program = device_quantization._ON_DEVICE.lower(shape, bits, group).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 2**20 * 5  # of 16 MiB in float32
 
 
 def test_parameters_like_others(model):

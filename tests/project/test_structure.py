@@ -32,7 +32,7 @@ PACKAGES = {
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "stacking",
         "quantized_weight", "adapted_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight",
-        "quantization", "resharding", "params_like", "hadamard",
+        "quantization", "device_quantization", "resharding", "params_like", "hadamard",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",
@@ -92,8 +92,8 @@ PACKAGES = {
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
         "device_programs", "host_pages", "adapter_stack", "device", "layerwise_device", "warm_up", "messages",
         "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers",
-        "weight_switch", "core", "pausing", "weight_updates", "held_adapters", "replay", "routing",
-        "endpoint", "dispatcher", "async_sampling", "submission", "engine_loop", "engine", "engines",
+        "weight_switch", "core", "pausing", "async_sampling", "weight_updates", "held_adapters",
+        "replay", "routing", "endpoint", "dispatcher", "submission", "engine_loop", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",

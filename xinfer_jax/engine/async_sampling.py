@@ -13,7 +13,7 @@ from ..formatting import ShortRepr
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
-from .requests import check_started
+from .requests import Answer, check_started
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,6 +31,7 @@ class SampleOutput(ShortRepr):
         seed: of its random draws: in an engine of this shape and these weights it gives the same bits.
         alternatives: as in `GenerateOutput`, where `options.logprobs` asks for them.
         routes: as in `Answer`, where `return_routes` asks for them.
+        answer: what it was made of, for `Engine.replay`; None once it was copied or pickled.
     """
 
     tokens_T: np.ndarray
@@ -42,6 +43,10 @@ class SampleOutput(ShortRepr):
     seed: int
     alternatives: list[TokenLogprobs] | None = None
     routes: np.ndarray | None = None
+    answer: Answer | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | dict(answer=None)
 
 
 class AsyncSampling:
@@ -111,4 +116,5 @@ class AsyncSampling:
             seed,
             list(answer.alternatives) if options.logprobs else None,
             answer.routes,
+            answer,
         )

@@ -10,7 +10,7 @@ dispatcher does not know any more is ignored.
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from .core import EngineCore
 from .device_programs import SampledTokens
 from .pages import PAGE_SIZE
 from .requests import Answer
-from .row import Action, PrefillChunk, Row, Swap
+from .row import Action, HeldAdapter, PrefillChunk, Row, Swap
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
 ELSEWHERE = object()  # stands for the state and pages of a row that another engine prefilled
@@ -297,20 +297,31 @@ class DecodeCore(RoleCore):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._recomputes = False  # the last switch of weights: keys of earlier ones are computed anew
+        # Of the weights, None, and of adapters: whether keys of those before are computed anew.
+        self._recomputes: dict[HeldAdapter | None, bool] = {}
         self._outdated: set[Answer] = set()  # whose keys are, once they have arrived
 
     def add(self, answers: Iterable[Answer]) -> None:
         answers = list(answers)
         for answer in answers:
-            if self._recomputes and answer.switches[-1].version != self.version:
+            adapter = answer.row.adapter
+            is_old: dict[Any, bool] = {None: answer.switches[-1].version != self.version}
+            if adapter:
+                is_old[adapter] = answer.switches[-1].adapter_version != adapter.version
+            if any(is_old[what] and self._recomputes.get(what) for what in is_old):
                 answer.record_version(self.version, True)
                 self._outdated.add(answer)
         super().add(answers)
 
     def switch(self, params: Params, version: int, recomputes: bool) -> None:
-        self._recomputes = recomputes
+        self._recomputes[None] = recomputes
         super().switch(params, version, recomputes)
+
+    def switch_adapter(
+        self, adapter: HeldAdapter, matrices: Mapping[str, Any], version: int, recomputes: bool
+    ) -> None:
+        self._recomputes[adapter] = recomputes
+        super().switch_adapter(adapter, matrices, version, recomputes)
 
     def _restart(self, answer: Answer) -> None:
         if answer.swapped is ELSEWHERE:

@@ -20,6 +20,7 @@ from ..memory import check_memory, host_memory_bytes
 from ..ops.operation import without_mesh_context
 from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
 from ..weights.params import Params, tree_bytes
+from .async_sampling import SampleOutput
 from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore
 from .dispatcher import Dispatcher
@@ -249,7 +250,7 @@ class Engine(EngineLoop):
 
     def replay(
         self,
-        answer: Answer | Request,
+        answer: Answer | Request | SampleOutput,
         params: Mapping[int, Params],
         adapters: AdapterVersions | None = None,
     ) -> list[float]:
@@ -257,7 +258,7 @@ class Engine(EngineLoop):
         `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
 
         Args:
-            answer: that has ended, of an engine of this shape; or a request with one.
+            answer: that has ended, of an engine of this shape; or a request with one, or what `sample` gave.
             params: of each version in `answer.switches`, as `update` takes them.
             adapters: of each adapter_version there, as `add_adapter` takes them, for an answer with one.
 

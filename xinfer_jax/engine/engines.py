@@ -12,6 +12,7 @@ from ..errors import InputError, format_value
 from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
+from .async_sampling import SampleOutput
 from .engine import Engine
 from .held_adapters import adapter_sizes
 from .replay import AdapterVersions
@@ -75,7 +76,7 @@ class Engines(EngineBase):
 
     def replay(
         self,
-        answer: Answer | Request,
+        answer: Answer | Request | SampleOutput,
         params: Mapping[int, Params],
         adapters: AdapterVersions | None = None,
     ) -> list[float]:

@@ -19,6 +19,7 @@ from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
+from .async_sampling import SampleOutput
 from .core import EngineCore
 from .held_adapters import own_adapter, row_values
 from .pausing import RELEASED
@@ -32,15 +33,19 @@ AdapterVersions: TypeAlias = Mapping[int, Adapter | str | Path]
 def replay_answer(
     engine: Any,
     core: EngineCore,
-    answer: Answer | Request,
+    given: Answer | Request | SampleOutput,
     params: Mapping[int, Params],
     adapters: AdapterVersions,
 ) -> list[float]:
     """`Engine.replay`."""
+    answer = given.answer if isinstance(given, SampleOutput) else given
     if isinstance(answer, Request):
         answer = answer.single_answer
     if not isinstance(answer, Answer):
-        raise InputError(f"replay needs a request, or one of its answers, got {format_value(answer)}")
+        raise InputError(
+            "replay needs a request, one of its answers, or what sample returned in this process, got"
+            f" {format_value(given)}"
+        )
     engine.check_open()
     _check(engine, answer, params, adapters)
     trees = {switch.version: params[switch.version] for switch in answer.switches}

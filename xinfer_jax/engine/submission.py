@@ -323,8 +323,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
 
         Args:
             params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
-                engine with int8 or int4 matrices takes floats too, and quantizes them on the host; key heads
-                that it repeats and rows that pad its vocabulary may be missing.
+                engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
+                heads that it repeats and rows that pad its vocabulary may be missing.
             version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
             mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
                 answer starts until those that have are finished, then the weights are replaced. "abort": they

@@ -27,8 +27,6 @@ class Tiles(NamedTuple):
 
     token_C: jax.Array  # int32, with R more entries
     choice_C: jax.Array  # int32, with R more entries: the index of m, u
-    place_MU: jax.Array  # int32: where a choice is
-    here_MU: jax.Array  # bool: its expert is on this device
     first_X: jax.Array  # int32: each expert's first choice, its number of tiles, and the end of its tiles
     tiles_X: jax.Array
     last_X: jax.Array
@@ -53,15 +51,12 @@ def _tiles(expert_MU: jax.Array, experts: Params, rows: int) -> Tiles:
     padded_C = jnp.pad(choice_C, (0, rows))
     first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
     tiles_X = -((first_X - stop_X) // rows)
-    place_C = jnp.zeros_like(choice_C).at[choice_C].set(jnp.arange(C))
-    here_MU = (expert_MU >= 0) & (expert_MU < X)
-    place_MU = place_C.reshape(M, U)
-    return Tiles(padded_C // U, padded_C, place_MU, here_MU, first_X, tiles_X, jnp.cumsum(tiles_X), stop_X)
+    return Tiles(padded_C // U, padded_C, first_X, tiles_X, jnp.cumsum(tiles_X), stop_X)
 
 
 def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
-    """carry = step(expert, its first choice, carry) for every tile. A tile may have rows after the expert's
-    last choice; what is written of them is overwritten by the next tile.
+    """carry = step(expert, first choice of the tile, carry) for every tile. A tile may have rows after the
+    expert's last choice: `_add` leaves them out, and what is written of them the next tile overwrites.
     """
 
     def body(tile: Any, carry: Any) -> Any:
@@ -80,18 +75,27 @@ def experts_by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelC
     def step(expert: Any, first: Any, carry: Any) -> Any:
         token_R = lax.dynamic_slice_in_dim(tiles.token_C, first, rows)
         out_RD = expert_output(x_MD[token_R], expert_at(expert, experts), config)
-        return (lax.dynamic_update_slice_in_dim(carry[0], out_RD, first, 0),)
+        return (_add_weighted(carry[0], out_RD, weight_MU, tiles, expert, first),)
 
-    start_CD = jnp.zeros((len(tiles.token_C), x_MD.shape[1]), jnp.float32)
-    start_CD = match_varying_axes(start_CD, x_MD, expert_MU, experts)
-    (out_CD,) = _for_each_tile(tiles, rows, step, start_CD)
-    return _mix(out_CD, weight_MU, tiles)
+    start_MD = match_varying_axes(jnp.zeros(x_MD.shape, jnp.float32), x_MD, expert_MU, experts)
+    return _for_each_tile(tiles, rows, step, start_MD)[0]
 
 
-def _mix(out_CD: jax.Array, weight_MU: jax.Array, tiles: Tiles) -> jax.Array:
-    """[M, D]: the outputs of a token's experts with their weights."""
-    out_MUD = out_CD[tiles.place_MU]
-    return jnp.where(tiles.here_MU[..., None], weight_MU[..., None] * out_MUD, 0).sum(1)
+def _add(total: jax.Array, index_C: jax.Array, new: jax.Array, tiles: Tiles, expert: Any, first: Any) -> Any:  # noqa: PLR0913
+    """total with the rows of a tile added where index_C says: on CPUs faster than to store the rows of all
+    choices and to gather those of each token at the end.
+    """
+    rows = jnp.arange(len(new))
+    is_here = (first + rows < tiles.stop_X[expert]).reshape(-1, *[1] * (new.ndim - 1))
+    at_R = lax.dynamic_slice_in_dim(index_C, first, len(new))
+    return total.at[at_R].add(jnp.where(is_here, new, 0).astype(total.dtype))
+
+
+def _add_weighted(sum_MD: Any, out_RD: Any, weight_MU: Any, tiles: Tiles, expert: Any, first: Any) -> Any:  # noqa: PLR0913
+    """Adds the outputs of a tile with their weights."""
+    choice_R = lax.dynamic_slice_in_dim(tiles.choice_C, first, len(out_RD))
+    weight_R1 = weight_MU.reshape(-1)[choice_R][:, None]
+    return _add(sum_MD, tiles.token_C, weight_R1 * out_RD, tiles, expert, first)
 
 
 def with_tiled_gradient(call: Callable, operands: tuple[Any, ...], config: ModelConfig) -> jax.Array | None:
@@ -127,15 +131,15 @@ def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
         tree = expert_at(expert, experts)
         gate_RF, up_RF = products(x_MD[token_R], [tree["gate"], tree["up"]])
         (out_RD,) = products(inner(gate_RF, up_RF), [tree["down"]], dtype=jnp.dtype(jnp.float32))
-        new = out_RD, gate_RF, up_RF
-        return tuple(
-            lax.dynamic_update_slice_in_dim(old, x, first, 0) for old, x in zip(carry, new, strict=True)
-        )
+        sum_MD, *kept = carry
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+        sum_MD = _add_weighted(sum_MD, out_RD, weight_MU, tiles, expert, first)
+        return sum_MD, *map(put, kept, (gate_RF, up_RF))
 
-    starts = jnp.zeros((C, x_MD.shape[1]), jnp.float32), *(jnp.zeros((C, F), x_MD.dtype) for _ in range(2))
+    starts = jnp.zeros(x_MD.shape, jnp.float32), *(jnp.zeros((C, F), x_MD.dtype) for _ in range(2))
     starts = match_varying_axes(starts, x_MD, expert_MU, experts)
-    out_CD, gate_CF, up_CF = _for_each_tile(tiles, rows, step, *starts)
-    return _mix(out_CD, weight_MU, tiles), (x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF)
+    out_MD, gate_CF, up_CF = _for_each_tile(tiles, rows, step, *starts)
+    return out_MD, (x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF)
 
 
 def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tuple[Any, ...]:
@@ -147,7 +151,7 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
     out_bar_MD = out_bar_MD.astype(x_MD.dtype)
 
     def step(expert: Any, first: Any, carry: Any) -> Any:
-        x_bar_CD, weight_bar_C, sums = carry
+        x_bar_MD, weight_bar, sums = carry
         cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=rows)
         token_R = cut(tiles.token_C)
         valid_R = first + jnp.arange(rows) < tiles.stop_X[expert]
@@ -171,20 +175,19 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
             return total.at[expert].add(new.astype(jnp.float32))
 
         sums = {name: {kind: add(name, kind, x) for kind, x in leaf.items()} for name, leaf in sums.items()}
-        put = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
-        return put(x_bar_CD, x_bar_RD), put(weight_bar_C, weight_bar_R), sums
+        x_bar_MD = _add(x_bar_MD, tiles.token_C, x_bar_RD, tiles, expert, first)
+        return x_bar_MD, _add(weight_bar, tiles.choice_C, weight_bar_R, tiles, expert, first), sums
 
-    C = len(tiles.token_C)
     starts = (
-        jnp.zeros((C, x_MD.shape[1]), x_MD.dtype),
-        jnp.zeros(C, jnp.float32),
+        jnp.zeros(x_MD.shape, jnp.float32),
+        jnp.zeros(weight_MU.size, jnp.float32),
         jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), experts),
     )
     starts = match_varying_axes(starts, residuals, out_bar_MD)
-    x_bar_CD, weight_bar_C, sums = _for_each_tile(tiles, rows, step, *starts)
-    x_bar_MD = _mix(x_bar_CD.astype(jnp.float32), jnp.ones_like(weight_MU), tiles).astype(x_MD.dtype)
-    weight_bar_MU = jnp.where(tiles.here_MU, weight_bar_C[tiles.place_MU], 0).astype(weight_MU.dtype)
-    return x_bar_MD, weight_bar_MU, None, jax.tree.map(lambda x, like: x.astype(like.dtype), sums, experts)
+    x_bar_MD, weight_bar, sums = _for_each_tile(tiles, rows, step, *starts)
+    sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, experts)
+    weight_bar_MU = weight_bar.reshape(weight_MU.shape).astype(weight_MU.dtype)
+    return x_bar_MD.astype(x_MD.dtype), weight_bar_MU, None, sums
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from .adapted_weight import AdaptedWeight
+from .device_quantization import quantized_on_device
 from .grouped_weight import GroupedWeight
 from .int8_weight import Int8Weight
 from .param_specs import leaf_name
@@ -25,8 +26,9 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
     """Returns parameters as `like` has them. Leaves are found by their paths, so containers may be others, as
     the lists of a restored checkpoint.
 
-    Where `like` has an int8 or int4 leaf, a float matrix is quantized as `load_model(quantize=)` does it, on
-    the host. Leaves that fit stay the same arrays. On CPUs nothing is compiled.
+    Where `like` has an int8 or int4 leaf, a float matrix is quantized as `load_model(quantize=)` does it,
+    where it lies: on an accelerator by a program for each shape. Leaves that fit stay the same arrays. On
+    CPUs nothing is compiled.
 
     Args:
         params: float arrays, or the arrays of leaves that are quantized as in `like`.
@@ -98,20 +100,30 @@ def _fitted(given: dict[str, Any], spec: ParamSpec, old: Any, cast: bool) -> Any
     repeats = bool(spec.kv_heads and len(x) and rows % len(x) == 0 == spec.kv_heads * len(x) % rows)
     if x.shape[1:] != old.shape[1:] or not (len(x) == rows or repeats or x.shape == spec.shape):
         raise InputError(f"{spec.name} has the shape {list(x.shape)}, not {list(old.shape)}")
-    if not is_quantized(old) and len(x) == rows:
-        on_host = not isinstance(x, jax.Array) or next(iter(x.devices())).platform == "cpu"
-        return x if x.dtype == dtype else np.asarray(x).astype(dtype) if on_host else x.astype(dtype)
-    x = grow_rows(np.asarray(x), rows, spec.kv_heads * len(x) // rows if repeats else 0)
-    return _quantized(x, spec.name, old) if is_quantized(old) else x.astype(dtype)
+    if is_on_host(x):
+        x = np.asarray(x) if x.dtype != dtype or is_quantized(old) or len(x) < rows else x
+    if len(x) < rows:
+        x = grow_rows(x, rows, spec.kv_heads * len(x) // rows if repeats else 0)
+    if is_quantized(old):
+        return _quantized(x, spec.name, old)
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _quantized(matrix: np.ndarray, name: str, old: Any) -> Any:
-    """The matrix, quantized as `old` is."""
+def is_on_host(x: Any) -> bool:
+    """Whether NumPy converts an array without a copy from a device, and nothing is compiled for it."""
+    return not isinstance(x, jax.Array) or (
+        x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
+    )
+
+
+def _quantized(matrix: Any, name: str, old: Any) -> Any:
+    """The matrix, quantized as `old` is, where it lies."""
     new: Any = None
     if isinstance(old, Int8Weight | GroupedWeight):
         method = "int4" if old.values.dtype == np.uint8 else "int8"
         group = old.group if isinstance(old, GroupedWeight) else matrix.shape[-1]
         quantize: Any = quantized_leaf if matrix.ndim == 2 else quantized_stack
+        quantize = quantize if is_on_host(matrix) else quantized_on_device
         new = device_form(quantize(matrix, name, method, group))
     if isinstance(old, Int8Weight):
         new = dataclasses.replace(new, int8_activations=old.int8_activations)

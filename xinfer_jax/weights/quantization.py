@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import kernels_pallas
 
@@ -90,7 +92,7 @@ def quantized_leaf(
     """Quantizes a checkpoint's matrix of this name on the host by "int8", "int4" or "ternary"; the rest as in
     `quantize_matrix`. Raises InputError: NaN, inf or too large numbers.
     """
-    bits = _bits(name, quantize)
+    bits = bits_of(name, quantize)
     if bits == 2:
         return ternary_leaf(matrix_OI, name)
     leaf = quantize_matrix(matrix_OI, bits, group, out)
@@ -128,7 +130,7 @@ def quantized_struct(
     [X, O, I] `quantized_stack`.
     """
     (*experts, outputs, inputs) = shape
-    struct = _quantized_struct((outputs, inputs), _bits(name, quantize), group)
+    struct = _quantized_struct((outputs, inputs), bits_of(name, quantize), group)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*experts, *x.shape), x.dtype), struct)
 
 
@@ -136,7 +138,7 @@ def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, part
     """Returns the group size of a matrix whose inputs are divided into `parts`: the default, or less,
     so that groups do not cross parts.
     """
-    bits = _bits(name, quantize)
+    bits = bits_of(name, quantize)
     inputs = shape[1]
     J = group_size(shape, bits)
     while parts > 1 and J < inputs and inputs // parts % J and J > 2:
@@ -144,7 +146,7 @@ def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, part
     return J
 
 
-def _bits(name: str, quantize: str) -> int:
+def bits_of(name: str, quantize: str) -> int:
     """8 for matrices of the vocabulary: their errors are in every logit."""
     return 8 if "embed" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
 
@@ -222,7 +224,7 @@ def round_to_nearest(block_OQJ: Any, bits: int, xp: Any = np) -> tuple[Any, Any,
         return xp.clip(xp.rint(block_OQJ / step_OQ[..., None]), -127, 127), step_OQ, xp.zeros_like(step_OQ)
     low_OQ = xp.minimum(block_OQJ.min(-1), 0)
     high_OQ = xp.maximum(block_OQJ.max(-1), 0)
-    step_OQ = float16_step((high_OQ - low_OQ) / 15, xp)
+    step_OQ = float16_step((high_OQ - low_OQ) / divisor(high_OQ, 15, xp), xp)
     zero_OQ = xp.clip(xp.rint(-low_OQ / step_OQ), 0, 15)
     return xp.clip(xp.rint(block_OQJ / step_OQ[..., None]) + zero_OQ[..., None], 0, 15), step_OQ, zero_OQ
 
@@ -239,3 +241,8 @@ def best_int8_step(block_OQJ: Any, xp: Any = np) -> Any:
 def float16_step(step: Any, xp: Any = np) -> Any:
     """Returns the step as float16 stores it, in float32."""
     return xp.maximum(step.astype(np.float16), np.finfo(np.float16).smallest_normal).astype(np.float32)
+
+
+def divisor(like: Any, number: int, xp: Any = jnp) -> Any:
+    """A number to divide by, so that XLA does not multiply by its inverse, which has other bits."""
+    return number if xp is np else lax.optimization_barrier(xp.full_like(like, number))
