@@ -69,15 +69,15 @@ def apart(model):
         yield engine
 
 
-def test_the_bits_of_one_engine_and_nothing_compiled(one, apart):
+def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
     """In so few pages that rows are preempted. Programs of the other side are not there."""
     assert type(apart) is xj.Engine
     (first,) = engines_of(apart, "prefill")
     decoding = engines_of(apart, "decode")
     for other in decoding:
         for name in ("prefill", "prefill_with_logprobs", "sample_first", "new_row"):
-            setattr(other._core.device, name, None)
-    first._core.device.decode = None
+            monkeypatch.setattr(other._core.device, name, None)
+    monkeypatch.setattr(first._core.device, "decode", None)
     asked = engine_requests.draw(random.Random(3), 288, 40, 200, SHAPE)
     more = [{name: x for name, x in a.more.items() if name != "deadline"} for a in asked]
     alone = [one.submit(a.ids, a.options, key=a.key, **m) for a, m in zip(asked, more, strict=True)]
@@ -246,16 +246,17 @@ def test_adapters_on_both_sides(model):
             with pytest.raises(xj.InputError, match="rank 4"):
                 engine.add_adapter("b", large)
             engine.add_adapter("b", second)
-            request = engine.submit(ids, options(200), adapter="a", share_answers=True)
-            assert len(list(itertools.islice(request, 3))) == 3
+            requests = engine.submit_many([ids] * 8, options(200), adapter="a", share_answers=True)
+            engine.wait(lambda: engine.stats.generated_tokens > 120, 60)
             engine.update_adapter("a", second)
-            versions = request.result(60).adapter_versions[0]
-            assert {*versions} == {0, 1} and versions == sorted(versions)
-            turn = engine.submit(
-                [*ids, *request.result().tokens[0], 5], options(4), adapter="a", share_answers=True
-            )
+            versions = [request.result(60).adapter_versions[0] for request in requests]
+            assert all(each == sorted(each) for each in versions) and {*sum(versions, [])} == {0, 1}
+            history = [*ids, *requests[0].result().tokens[0], 5]
+            turn = engine.submit(history, options(4), adapter="a", share_answers=True)
             other = engine.submit(ids, options(40), adapter="b")
-            assert turn.result(60).stats.reused_tokens == 0  # the first contents had other keys
+            assert (
+                turn.result(60).stats.reused_tokens <= 128
+            )  # pages of the first answer are of other contents
             last = engine.submit(ids, options(40), adapter="a").result(60)
             assert last.logprobs == other.result(60).logprobs
         assert seen == []
