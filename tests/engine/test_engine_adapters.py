@@ -140,6 +140,17 @@ def test_a_removed_adapter_stays_until_its_requests_end(engine, adapters):
     assert answer(submit(engine, "a")) == answer(submit(engine, "b"))
 
 
+def test_adapters_come_within_a_mesh(engine, adapters):
+    """The caller trains on a mesh whose axes are Explicit."""
+    with jax.set_mesh(jax.make_mesh((1,), ("model",))):
+        own = jax.tree.map(lambda x: jax.numpy.array(x) * 1, adapters[0])
+        engine.add_adapter("a", own)
+        engine.update_adapter("a", own)
+        found = answer(submit(engine, "a"))
+    engine.add_adapter("b", adapters[0])
+    assert found == answer(submit(engine, "b"))
+
+
 def test_new_weights_keep_the_adapters(engine, model, adapters):
     engine.add_adapter("a", adapters[0])
     before = answer(submit(engine, "a"))

@@ -93,6 +93,7 @@ class AdapterCalls:
             self.close()
             raise
 
+    @without_mesh_context
     def add_adapter(self, name: str, adapter: Adapter | str | Path) -> None:
         """Lets requests name a LoRA adapter from now on. Answers that run go on; nothing is compiled.
 
@@ -113,6 +114,7 @@ class AdapterCalls:
                     engine.core.set_adapter(held.index, matrices)
             self._adapters = {**self._adapters, name: held}
 
+    @without_mesh_context
     def update_adapter(
         self,
         name: str,
@@ -160,7 +162,6 @@ class AdapterCalls:
         return adapters[name]
 
     @contextmanager
-    @without_mesh_context
     def _prepared(self, name: Any, adapter: Any) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Within the `with` block no other update runs. Gives (a, b, scale) of each matrix, and their digest,
         before anything changes.
