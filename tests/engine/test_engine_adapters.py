@@ -178,12 +178,22 @@ def test_bad_calls(engine, model, adapters, tmp_path):
     engine.add_adapter("a", adapters[0])
     large = random_adapter(model.config, 5, 5)
     nan = jax.tree.map(lambda x: x * np.nan, adapters[0])
+    path = "layers.0.q"
+    matrices = {path: adapters[0].matrices[path]}
+    deleted = jax.tree.map(lambda x: jax.numpy.array(x), adapters[0])
+    jax.tree.leaves(deleted)[0].delete()
     embed = xj.Adapter({"embed": xj.LowRank(np.zeros((2, 9)), np.zeros((9, 2)))}, (1.0,))
     for call, message in (
         (lambda: engine.add_adapter("a", adapters[1]), "'a' is there"),
         (lambda: engine.add_adapter("", adapters[1]), "short text"),
         (lambda: engine.add_adapter("b", large), "rank 5, and the engine max_rank 4"),
         (lambda: engine.add_adapter("b", nan), "NaN or inf"),
+        (
+            lambda: engine.add_adapter("b", xj.Adapter(matrices, (np.inf,))),
+            f"NaN or inf in {path}, .* scale inf",
+        ),
+        (lambda: engine.add_adapter("b", xj.Adapter({path: (1, 2)}, (1.0,))), f"{path} has no LowRank"),
+        (lambda: engine.add_adapter("b", deleted), "donated"),
         (lambda: engine.add_adapter("b", embed), "embed"),
         (lambda: engine.add_adapter("b", tmp_path), "holds no adapter_config.json"),
         (lambda: engine.add_adapter("b", 5), "load_adapter"),
@@ -192,7 +202,10 @@ def test_bad_calls(engine, model, adapters, tmp_path):
         (lambda: engine.remove_adapter("b"), "'b'"),
         (lambda: submit(engine, "b"), "'b'"),
         (lambda: engine.generate([PROMPT], adapter=["a", "a"]), "2 adapters for 1"),
+        (lambda: engine.generate([PROMPT], adapter=5), "no adapter is called 5"),
         (lambda: xj.Engine(model, **SHAPE | dict(max_rank=0)), "max_rank"),
+        (lambda: xj.Engine(model, **SHAPE, adapters=["a"]), "adapters must be a dict"),
+        (lambda: xj.Engine(model, **SHAPE, adapters=dict(a=5)), "what load_adapter returns, got int"),
         (lambda: xj.Engine(model, rows=1, capacity=64).add_adapter("a", adapters[0]), "max_adapters"),
         (
             lambda: xj.Engine(
