@@ -116,6 +116,7 @@ def test_without_a_directory_nothing_is_loaded(model):
     [
         (["--adapter=a"], "--adapter=a is not NAME=PATH"),
         (["--adapter=a=x", "--adapter=a=y"], "names an adapter twice"),
+        (["--adapter=bundled=x"], "--adapter=bundled=x has the name of the model"),
         (["--adapter_dir=/tmp"], "belong together"),
         (["--adapter_dir=/nowhere/x", "--admin_key_file={keys}"], "give a directory"),
     ],

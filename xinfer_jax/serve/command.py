@@ -163,11 +163,15 @@ def _run() -> int:
             raise InputError(f"{error.name} is missing: {remedy}") from error
     devices = devices_from_flags(flags)
     model = flags.model or "bundled"
+    name = flags.served_model_name or Path(model).name
+    if taken := sorted({name, model} & {*shape["adapters"]}):
+        flag = f"--adapter={taken[0]}={shape['adapters'][taken[0]]}"
+        raise InputError(f"{flag} has the name of the model: give it another")
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     same: dict[str, Any] = {name: flags[name].value for name in names if name in flags}
     settings = ServerSettings(**same | dict(
-        name=flags.served_model_name or Path(model).name, model=model, host=host, api_keys=keys,
+        name=name, model=model, host=host, api_keys=keys,
         origins=tuple(flags.allowed_origins), seed=seed, escape=flags.escape_control_tokens,
         shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
         max_connections=most_connections, max_connections_per_address=most_per_address,
