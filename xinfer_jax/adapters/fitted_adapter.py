@@ -109,7 +109,10 @@ def _rotated(path: str, pair: LowRank, weight: Any) -> LowRank:
             " it was made from with activations, or merge the adapter before"
         )
     (a, b) = pair
-    a = _rotate(a if weight.gain is None else a * weight.gain, inputs)
+    gain = weight.gain
+    if isinstance(gain, jax.ShapeDtypeStruct):  # for compilation
+        gain = np.ones(gain.shape, gain.dtype)
+    a = _rotate(a if gain is None else a * gain, inputs)
     return LowRank(a, _rotate(b.T, outputs).T if outputs else b)
 
 
