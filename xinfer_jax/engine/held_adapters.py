@@ -96,6 +96,13 @@ class AdapterCalls:
         """The adapters that requests may name."""
         return self._adapters
 
+    @property
+    def adapters_with_places(self) -> set[HeldAdapter]:
+        """These, and those of requests that run."""
+        loops = dict.fromkeys((self, *self.engines))
+        running = (held for loop in loops for held in getattr(loop, "adapters_in_use", ()))
+        return {*self._adapters.values(), *running}
+
     def add_adapters(self, adapters: AdapterFiles) -> None:
         """`add_adapter` of each; where one fails, the engine is closed."""
         try:
@@ -194,11 +201,9 @@ class AdapterCalls:
 
     def _free_index(self) -> int:
         """A place that no adapter has, nor a request that runs."""
-        loops = dict.fromkeys((self, *self.engines))
-        running = {held for loop in loops for held in getattr(loop, "adapters_in_use", ())}
         number = self._shape().max_adapters
-        if free := {*range(number)} - {held.index for held in (*self._adapters.values(), *running)}:
+        if free := {*range(number)} - {held.index for held in self.adapters_with_places}:
             return min(free)
-        removed = sorted(held.name for held in running if held.removed)
+        removed = sorted(held.name for held in self.adapters_with_places if held.removed)
         rest = f"; requests of removed ones still run: {format_names(removed)}" if removed else ""
         raise InputError(f"the engine holds {number} adapters (max_adapters): remove one first{rest}")
