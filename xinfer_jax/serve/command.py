@@ -164,9 +164,7 @@ def _run() -> int:
     devices = devices_from_flags(flags)
     model = flags.model or "bundled"
     name = flags.served_model_name or Path(model).name
-    if taken := sorted({name, model} & {*shape["adapters"]}):
-        flag = f"--adapter={taken[0]}={shape['adapters'][taken[0]]}"
-        raise InputError(f"{flag} has the name of the model: give it another")
+    _check_names(shape["adapters"], name, model)
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     same: dict[str, Any] = {name: flags[name].value for name in names if name in flags}
@@ -196,6 +194,14 @@ def _run() -> int:
 
 
 main = command_main(PARSER, _run)
+
+
+def _check_names(adapters: dict[str, str], *names: str) -> None:
+    """names: of the model."""
+    for name in names:
+        if name in adapters:
+            flag = f"--adapter={name}={adapters[name]}"
+            raise InputError(f"{flag} has the name of the model: give it another")
 
 
 def _check_roles(flags: Any) -> None:
