@@ -336,7 +336,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
 
         Raises:
             InputError: leaves that are missing, unknown or misshapen, before anything changes; "wait" for
-                answers of a paused engine; the engine is closed.
+                answers of a paused engine; other norms under int8 activations, while adapters are held; the
+                engine is closed.
         """
         update_engines(self, params, version, mode, cast, copy)
 
