@@ -125,6 +125,8 @@ def test_lines_name_adapters(model, tmp_path):
     assert body["model"] == "a" and body["choices"][0]["text"] == found[1]["text"]
     assert "no adapter is called 'b': the engine has a" in found[4]["error"] and "3" in found[5]["error"]
     assert answered(model, tmp_path, *rows, **how)[1]["finished_before"] == 5
+    with pytest.raises(xj.InputError, match="'a' has the name of the model"):
+        answered(model, tmp_path, *rows, **how, model_names=["a"])
     with pytest.raises(xj.InputError, match=r"engine.adapters.a"):
         answered(model, tmp_path, *rows, adapters=dict(a=random_adapter(model.config, 1, 2)))
     (tmp_path / "scores").mkdir()

@@ -140,6 +140,17 @@ def test_a_removed_adapter_stays_until_its_requests_end(engine, adapters):
     assert answer(submit(engine, "a")) == answer(submit(engine, "b"))
 
 
+def test_adapters_come_within_a_mesh(engine, adapters):
+    """The caller trains on a mesh whose axes are Explicit."""
+    with jax.set_mesh(jax.make_mesh((1,), ("model",))):
+        own = jax.tree.map(lambda x: jax.numpy.array(x) * 1, adapters[0])
+        engine.add_adapter("a", own)
+        engine.update_adapter("a", own)
+        found = answer(submit(engine, "a"))
+    engine.add_adapter("b", adapters[0])
+    assert found == answer(submit(engine, "b"))
+
+
 def test_new_weights_keep_the_adapters(engine, model, adapters):
     engine.add_adapter("a", adapters[0])
     before = answer(submit(engine, "a"))
@@ -148,6 +159,31 @@ def test_new_weights_keep_the_adapters(engine, model, adapters):
     assert answer(submit(engine, "a")) != before
     engine.update(model.params)
     assert answer(submit(engine, "a")) == before
+
+
+def test_new_norms_under_int8_activations_need_new_adapters():
+    """Their gains are in the matrices of adapters."""
+    model = xj.load_model(quantize="int8", activations="int8")
+    engine = xj.Engine(model, rows=1, capacity=64, pages=3, max_adapters=1)
+    adapter = random_adapter(model.config, 0, 2)
+    (before,) = engine.generate([[5, 6]], xj.GenerateOptions(4))
+
+    def scaled(path, x):
+        return x * 2 if jax.tree_util.keystr(path).endswith(".gain") else x
+
+    params = jax.tree_util.tree_map_with_path(scaled, model.params)
+    engine.add_adapter("a", adapter)
+    engine.update(model.params)
+    with pytest.raises(xj.InputError, match="other norms"):
+        engine.update(params)
+    request = engine.submit([5, 6], xj.GenerateOptions(4), adapter="a")
+    logprobs = request.result().logprobs[0]
+    engine.remove_adapter("a")
+    engine.update(params)
+    engine.add_adapter("a", adapter)
+    assert engine.generate([[5, 6]], xj.GenerateOptions(4))[0].logprobs == before.logprobs
+    assert engine.submit([5, 6], xj.GenerateOptions(4), adapter="a").result().logprobs[0] != logprobs
+    assert engine.replay(request, {1: model.params}, {0: adapter}) == logprobs
 
 
 def test_prompt_logprobs_and_generate_take_adapters(engine, model, adapters):
@@ -167,12 +203,22 @@ def test_bad_calls(engine, model, adapters, tmp_path):
     engine.add_adapter("a", adapters[0])
     large = random_adapter(model.config, 5, 5)
     nan = jax.tree.map(lambda x: x * np.nan, adapters[0])
+    path = "layers.0.q"
+    matrices = {path: adapters[0].matrices[path]}
+    deleted = jax.tree.map(lambda x: jax.numpy.array(x), adapters[0])
+    jax.tree.leaves(deleted)[0].delete()
     embed = xj.Adapter({"embed": xj.LowRank(np.zeros((2, 9)), np.zeros((9, 2)))}, (1.0,))
     for call, message in (
         (lambda: engine.add_adapter("a", adapters[1]), "'a' is there"),
         (lambda: engine.add_adapter("", adapters[1]), "short text"),
         (lambda: engine.add_adapter("b", large), "rank 5, and the engine max_rank 4"),
         (lambda: engine.add_adapter("b", nan), "NaN or inf"),
+        (
+            lambda: engine.add_adapter("b", xj.Adapter(matrices, (np.inf,))),
+            f"NaN or inf in {path}, .* scale inf",
+        ),
+        (lambda: engine.add_adapter("b", xj.Adapter({path: (1, 2)}, (1.0,))), f"{path} has no LowRank"),
+        (lambda: engine.add_adapter("b", deleted), "donated"),
         (lambda: engine.add_adapter("b", embed), "embed"),
         (lambda: engine.add_adapter("b", tmp_path), "holds no adapter_config.json"),
         (lambda: engine.add_adapter("b", 5), "load_adapter"),
@@ -181,7 +227,10 @@ def test_bad_calls(engine, model, adapters, tmp_path):
         (lambda: engine.remove_adapter("b"), "'b'"),
         (lambda: submit(engine, "b"), "'b'"),
         (lambda: engine.generate([PROMPT], adapter=["a", "a"]), "2 adapters for 1"),
+        (lambda: engine.generate([PROMPT], adapter=5), "no adapter is called 5"),
         (lambda: xj.Engine(model, **SHAPE | dict(max_rank=0)), "max_rank"),
+        (lambda: xj.Engine(model, **SHAPE, adapters=["a"]), "adapters must be a dict"),
+        (lambda: xj.Engine(model, **SHAPE, adapters=dict(a=5)), "what load_adapter returns, got int"),
         (lambda: xj.Engine(model, rows=1, capacity=64).add_adapter("a", adapters[0]), "max_adapters"),
         (
             lambda: xj.Engine(

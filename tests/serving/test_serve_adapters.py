@@ -35,6 +35,11 @@ def directory(model, tmp_path_factory):
     (root / "all" / "linked_file").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.symlink(root / "elsewhere" / name, root / "all" / "linked_file" / name)
+    (root / "all" / "pipe").mkdir()
+    (root / "all" / "pipe" / "adapter_config.json").write_bytes(
+        (root / "all" / "a" / "adapter_config.json").read_bytes()
+    )
+    os.mkfifo(root / "all" / "pipe" / "adapter_model.safetensors")
     return root
 
 
@@ -79,6 +84,8 @@ def test_adapters_are_models_that_come_and_go(model, directory):
             ) if path != ""),
             (dict(lora_name="c", lora_path=""), "adapter_config.json"),
             (dict(lora_name="c", lora_path="large"), "the limit is"),
+            (dict(lora_name="c", lora_path="pipe"), "not a file"),
+            (dict(lora_name="b", lora_path="b", load_inplace="true"), "true or false, got 'true'"),
         ):  # fmt: skip
             status, error = load(server, **body)
             assert status == 400 and message in error["error"]["message"], (body, error)
@@ -109,6 +116,7 @@ def test_without_a_directory_nothing_is_loaded(model):
     [
         (["--adapter=a"], "--adapter=a is not NAME=PATH"),
         (["--adapter=a=x", "--adapter=a=y"], "names an adapter twice"),
+        (["--adapter=bundled=x"], "--adapter=bundled=x has the name of the model"),
         (["--adapter_dir=/tmp"], "belong together"),
         (["--adapter_dir=/nowhere/x", "--admin_key_file={keys}"], "give a directory"),
     ],

@@ -34,7 +34,9 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
     matrices = {}
     for path, pair in adapter.matrices.items():
         weight = weights.get(path)
-        if weight is None:
+        if not (isinstance(pair, LowRank) and all(map(_is_float_array, pair))):
+            faults.append(f"{path} has no LowRank of two float arrays")
+        elif weight is None:
             faults.append(f"{path} is no matrix of the model")
         elif isinstance(weight, AdaptedWeight):
             faults.append(f"{path} has an adapter already")
@@ -52,11 +54,17 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
     return make_adapter(matrices, adapter.scale_of(), adapter.norms)
 
 
+def _is_float_array(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
+
+
 def _norm_faults(params: Params, adapter: Adapter, is_rotated: bool) -> list[str]:
     norms = {leaf_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
     faults = []
     for path, norm in adapter.norms.items():
-        if not is_norm(path) or path not in norms or norms[path].shape != norm.shape:
+        if not _is_float_array(norm):
+            faults.append(f"{path} has no float array")
+        elif not is_norm(path) or path not in norms or norms[path].shape != norm.shape:
             faults.append(f"{path} {list(norm.shape)} is no norm of the model")
         elif is_rotated and path.endswith(_FOLDED):
             faults.append(f"{path} is in the matrices of a model that int8 activations rotate")
@@ -101,7 +109,10 @@ def _rotated(path: str, pair: LowRank, weight: Any) -> LowRank:
             " it was made from with activations, or merge the adapter before"
         )
     (a, b) = pair
-    a = _rotate(a if weight.gain is None else a * weight.gain, inputs)
+    gain = weight.gain
+    if isinstance(gain, jax.ShapeDtypeStruct):  # for compilation
+        gain = np.ones(gain.shape, gain.dtype)
+    a = _rotate(a if gain is None else a * gain, inputs)
     return LowRank(a, _rotate(b.T, outputs).T if outputs else b)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from ..checkpoint.files import download_adapter, read_json, resolve_directory
+from ..checkpoint.files import download_adapter, file_exists, read_json, resolve_directory
 from ..checkpoint.tensor_files import on_host, write_whole
 from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
@@ -67,6 +67,8 @@ def load_adapter(
             f"{path} is an adapter of {format_value(trained)}, the model is {format_value(base)}",
             stacklevel=2,
         )
+    if not file_exists(path / WEIGHTS):
+        raise InputError(f"{path} holds no {WEIGHTS}: save the adapter as safetensors")
     stored = read_tensor_file(path / WEIGHTS)
     try:
         return _read(config, settings, stored, None if dtype is None else resolve_dtype(dtype))

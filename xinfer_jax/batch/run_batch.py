@@ -21,7 +21,7 @@ from ..checks import check_integer
 from ..engine.engine import Engine
 from ..engine.engines import AnyEngine, make_engine
 from ..engine.held_adapters import adapter_sizes
-from ..errors import InputError
+from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions
 from ..stats import release_free_memory
 from .input_lines import Line, open_input, read_lines
@@ -119,13 +119,15 @@ def generate_file(  # noqa: PLR0913  a public function
     check_files(input, output)
     of_adapters = "adapters", "max_adapters", "max_rank"
     shape |= zip(of_adapters, adapter_sizes(model, *map(shape.get, of_adapters)), strict=True)
+    names = model_names or default_model_names(model)
+    if taken := sorted({*names} & {*shape["adapters"]}):
+        raise InputError(f"the adapter {format_value(taken[0])} has the name of the model: give it another")
     defaults = LineDefaults.make(model, options, seed, raw, system, score, escape_control_tokens)
     output_file = ResumableOutput(output, run_settings(model, defaults, shape, shard, in_order))
     try:
         with closing(make_engine(model, **dict(warm_up=True) | shape)) as engine:
             defaults.check(engine)
             total = _count_lines(input) // n if progress and str(input) != "-" else None
-            names = model_names or default_model_names(model)
             run = _BatchRun(engine, defaults, output_file, in_order, progress, total, names)
             with run.bar:
                 lines = _unfinished_lines(read_lines(input), output_file.finished, i, n)

@@ -239,9 +239,9 @@ class EngineLoop(EngineBase):
             self._condition.notify_all()
 
     def _wait_for_work(self) -> None:
-        """Waits a moment for calls and requests."""
+        """Waits a moment for calls and requests, or for a caller of `without_steps`."""
         with self._condition:
-            self._condition.wait_for(self._has_work, _WAIT_SECONDS)
+            self._condition.wait_for(lambda: self._stopping or self._has_work(), _WAIT_SECONDS)
 
     def _has_work(self) -> bool:
         """Whether there is anything for a step but deadlines."""

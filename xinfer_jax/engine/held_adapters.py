@@ -16,6 +16,8 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
+from ..weights.params import activation_dtype
+from ..weights.params_like import is_deleted
 from .row import HeldAdapter
 from .shape import EngineShape
 from .weight_updates import check_mode, switching
@@ -30,14 +32,18 @@ AdapterFiles: TypeAlias = Mapping[str, Adapter | str | Path]
 def adapter_sizes(
     model: Any, adapters: AdapterFiles | None, most: int | None, rank: int | None
 ) -> tuple[dict[str, Adapter], int, int]:
-    """`Engine`'s adapters, loaded, with its max_adapters and max_rank."""
+    """`Engine`'s adapters, loaded, with its max_adapters and max_rank. Raises InputError."""
+    if not isinstance(adapters or {}, Mapping):
+        raise InputError(f"adapters must be a dict of names, got {format_value(adapters)}")
     loaded = {
         name: load_adapter(model.config, adapter, base=model.name)
         if isinstance(adapter, str | Path)
         else adapter
         for name, adapter in (adapters or {}).items()
     }
-    ranks = [len(a) for adapter in loaded.values() for a, _ in getattr(adapter, "matrices", {}).values()]
+    for adapter in loaded.values():
+        check_adapter(model.params, adapter)
+    ranks = [len(a) for adapter in loaded.values() for a, _ in adapter.matrices.values()]
     return (
         loaded, len(loaded) if most is None else most, max(ranks, default=_RANK) if rank is None else rank
     )  # fmt: skip
@@ -51,15 +57,21 @@ def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | Path)
         raise InputError("the engine has no place for adapters: make it with max_adapters")
     if isinstance(adapter, str | Path):
         adapter = load_adapter(model.config, adapter, base=model.name)
+    if is_deleted(adapter):
+        raise InputError("the adapter's arrays were donated to another program, or deleted: copy them before")
     adapter = check_adapter(model.params, adapter)
     if names := for_all_rows_only(adapter):
         what = "an engine has adapters for rows, and all rows share"
         raise InputError(f"{what} {format_names(names, 4)}: load the model with this adapter (merge_adapter)")
     if (rank := max((len(a) for a, _ in adapter.matrices.values()), default=0)) > shape.max_rank:
         raise InputError(f"the adapter has rank {rank}, and the engine max_rank {shape.max_rank}")
-    for path, pair in adapter.matrices.items():
-        if not all(np.isfinite(x).all() for x in map(np.asarray, pair)):
-            raise InputError(f"the adapter has NaN or inf in {path}")
+    dtype = activation_dtype(model.params)
+    for path, (a, b, scale) in row_values(adapter).items():
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = np.float32(scale) * b.astype(np.float32)
+            is_finite = all(np.isfinite(x.astype(dtype)).all() for x in (a, scaled))
+        if not is_finite:
+            raise InputError(f"the adapter has NaN or inf in {path}, with its scale {scale:g} in {dtype}")
     return adapter
 
 
@@ -84,6 +96,13 @@ class AdapterCalls:
         """The adapters that requests may name."""
         return self._adapters
 
+    @property
+    def adapters_with_places(self) -> set[HeldAdapter]:
+        """These, and those of requests that run."""
+        loops = dict.fromkeys((self, *self.engines))
+        running = (held for loop in loops for held in getattr(loop, "adapters_in_use", ()))
+        return {*self._adapters.values(), *running}
+
     def add_adapters(self, adapters: AdapterFiles) -> None:
         """`add_adapter` of each; where one fails, the engine is closed."""
         try:
@@ -93,6 +112,7 @@ class AdapterCalls:
             self.close()
             raise
 
+    @without_mesh_context
     def add_adapter(self, name: str, adapter: Adapter | str | Path) -> None:
         """Lets requests name a LoRA adapter from now on. Answers that run go on; nothing is compiled.
 
@@ -113,6 +133,7 @@ class AdapterCalls:
                     engine.core.set_adapter(held.index, matrices)
             self._adapters = {**self._adapters, name: held}
 
+    @without_mesh_context
     def update_adapter(
         self,
         name: str,
@@ -160,7 +181,6 @@ class AdapterCalls:
         return adapters[name]
 
     @contextmanager
-    @without_mesh_context
     def _prepared(self, name: Any, adapter: Any) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Within the `with` block no other update runs. Gives (a, b, scale) of each matrix, and their digest,
         before anything changes.
@@ -181,11 +201,9 @@ class AdapterCalls:
 
     def _free_index(self) -> int:
         """A place that no adapter has, nor a request that runs."""
-        loops = dict.fromkeys((self, *self.engines))
-        running = {held for loop in loops for held in getattr(loop, "adapters_in_use", ())}
         number = self._shape().max_adapters
-        if free := {*range(number)} - {held.index for held in (*self._adapters.values(), *running)}:
+        if free := {*range(number)} - {held.index for held in self.adapters_with_places}:
             return min(free)
-        removed = sorted(held.name for held in running if held.removed)
+        removed = sorted(held.name for held in self.adapters_with_places if held.removed)
         rest = f"; requests of removed ones still run: {format_names(removed)}" if removed else ""
         raise InputError(f"the engine holds {number} adapters (max_adapters): remove one first{rest}")

@@ -51,8 +51,9 @@ def replay_answer(
     trees = {switch.version: params[switch.version] for switch in answer.switches}
     trees = {version: engine.own_params(tree) for version, tree in trees.items()}
     matrices = {}
+    model = dataclasses.replace(engine.model, params=trees[answer.switches[0].version])
     for version in _adapter_versions(answer):
-        matrices[version] = row_values(own_adapter(engine.model, engine.shape, adapters[version]))
+        matrices[version] = row_values(own_adapter(model, engine.shape, adapters[version]))
     with engine.updating, engine.without_steps():
         engine.check_open()
         return _Replay(core, answer).run(trees, matrices)

@@ -285,7 +285,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
-        adapters = [adapter] * len(prompts) if isinstance(adapter, str | None) else list(adapter)
+        adapters: Any = adapter if is_sequence(adapter) else [adapter] * len(prompts)
         if len(adapters) != len(prompts):
             raise InputError(
                 f"{len(adapters)} adapters for {len(prompts)} prompts: give one, or one for each"
@@ -336,7 +336,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
 
         Raises:
             InputError: leaves that are missing, unknown or misshapen, before anything changes; "wait" for
-                answers of a paused engine; the engine is closed.
+                answers of a paused engine; other norms under int8 activations, while adapters are held; the
+                engine is closed.
         """
         update_engines(self, params, version, mode, cast, copy)
 

@@ -56,7 +56,9 @@ class AdapterEndpoints:
         path = self._path(body.get("lora_path"))
         if name in (self._service.settings.name, self._service.settings.model):
             raise BodyError("lora_name", f"{format_value(name)} is the name of the model: give another")
-        if body.get("load_inplace") is True and name in engine.adapters:
+        if not isinstance(in_place := body.get("load_inplace", False), bool):
+            raise BodyError("load_inplace", f"it must be true or false, got {format_value(in_place)}")
+        if in_place and isinstance(name, str) and name in engine.adapters:
             engine.update_adapter(name, path)
             return f"adapter {format_value(name)} is replaced"
         engine.add_adapter(name, path)

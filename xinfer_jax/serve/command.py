@@ -163,11 +163,13 @@ def _run() -> int:
             raise InputError(f"{error.name} is missing: {remedy}") from error
     devices = devices_from_flags(flags)
     model = flags.model or "bundled"
+    name = flags.served_model_name or Path(model).name
+    _check_names(shape["adapters"], name, model)
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     same: dict[str, Any] = {name: flags[name].value for name in names if name in flags}
     settings = ServerSettings(**same | dict(
-        name=flags.served_model_name or Path(model).name, model=model, host=host, api_keys=keys,
+        name=name, model=model, host=host, api_keys=keys,
         origins=tuple(flags.allowed_origins), seed=seed, escape=flags.escape_control_tokens,
         shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
         max_connections=most_connections, max_connections_per_address=most_per_address,
@@ -192,6 +194,14 @@ def _run() -> int:
 
 
 main = command_main(PARSER, _run)
+
+
+def _check_names(adapters: dict[str, str], *names: str) -> None:
+    """names: of the model."""
+    for name in names:
+        if name in adapters:
+            flag = f"--adapter={name}={adapters[name]}"
+            raise InputError(f"{flag} has the name of the model: give it another")
 
 
 def _check_roles(flags: Any) -> None:
