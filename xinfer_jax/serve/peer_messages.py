@@ -8,7 +8,7 @@ from typing import Any
 from ..cli.channel import Channel
 from ..engine.endpoint import Progress
 from ..engine.messages import decode_message, encode_message
-from ..engine.requests import Answer
+from ..engine.requests import Answer, Switch
 from ..engine.submission import make_request
 from ..errors import InputError, format_message
 from ..grammar.pool import GrammarPool
@@ -45,6 +45,7 @@ def answer_to_message(answer: Answer) -> dict[str, Any]:
         seconds=None if left == float("inf") else max(left, 0.001), answer=answer.number,
         row={name: getattr(row, name) for name in _ROW_FIELDS}, salt=row.salt.hex(),
         sampled=[answer.sampled, answer.logprobs, answer.processed, answer.alternatives],
+        switches=answer.switches,
     )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPo
     answer.row = dataclasses.replace(answer.row, salt=bytes.fromhex(fields["salt"]), **row_fields)
     (answer.sampled, answer.logprobs, answer.processed, alternatives) = fields["sampled"]
     answer.alternatives = _logprobs(alternatives)
+    answer.switches = [Switch(*switch) for switch in fields["switches"]]
     return answer
 
 
