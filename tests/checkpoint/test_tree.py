@@ -34,6 +34,8 @@ def published(name: str) -> tuple[xj.ModelConfig, dict[str, np.ndarray], xj.Mode
         for key, stack in leaves.items():
             if "{}" in key:
                 tensors |= {key.format(expert): x for expert, x in enumerate(stack)}
+            elif key.endswith(".block_sparse_moe.gate.weight"):  # another name in transformers 5
+                tensors[key] = tensors.pop(key.replace("block_sparse_moe", "mlp"))
     return config, tensors, cases.params_from(config, leaves)
 
 

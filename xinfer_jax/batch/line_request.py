@@ -132,15 +132,15 @@ class LineRequest:
         engine = self._engine
         d = self._defaults
         line = self.line
-        adapter, body = self._adapter_of_line()
         has_prompt = line.kind == "plain" and line.body.get("messages") is None
         fields: dict[str, Any] = dict(raw=d.raw, system=d.system) if has_prompt else {}
         escape = d.escape_control_tokens
         parsed = parse_request_body(
-            engine.model, line.kind, body, d.options, engine.usable_capacity, escape, **fields
+            engine.model, line.kind, self._body, d.options, engine.usable_capacity, escape, **fields
         )
         parsed.call_prefix = self._id("call")
         self._parsed = parsed
+        adapter = self._adapter_or_model()
         if parsed.unknown_fields:
             raise InputError(f"{parsed.unknown_fields[0]} is not a field of a {line.kind} line: leave it out")
         key = line_key(d.seed, line.identity) if parsed.seed is None else key_from_seed(parsed.seed)
@@ -149,18 +149,22 @@ class LineRequest:
             how: Any = dict(key=prompt_key, live=False, adapter=adapter) | parsed.submit_args
             self.requests.append(engine.submit(prompt, parsed.options, **how))
 
-    def _adapter_of_line(self) -> tuple[str | None, dict[str, Any]]:
-        """The adapter that a line names as `adapter` or `model`, and its body without the first."""
-        body = dict(self.line.body)
-        adapter = body.pop("adapter", None)
-        name = body.get("model")
-        if adapter is None and isinstance(name, str) and name in self._engine.adapters:
-            adapter = name
-        elif name is not None and name not in self._names:
+    @property
+    def _body(self) -> dict[str, Any]:
+        """The fields of the API."""
+        return {name: value for name, value in self.line.body.items() if name != "adapter"}
+
+    def _adapter_or_model(self) -> str | None:
+        """The adapter that the line names as `adapter` or `model`."""
+        adapter: str | None = self.line.body.get("adapter")
+        name = self.line.body.get("model")
+        if adapter is None and name in self._engine.adapters:
+            return name
+        if name is not None and name not in self._names:
             loaded = self._names[0]  # no directory: the error is the same wherever the checkpoint is
             why = f"the model {format_value(name)} is not the one here, which is {loaded!r}"
             raise BodyError("model", why, _MODEL_NOT_FOUND)
-        return adapter, body
+        return adapter
 
     def _answers(self) -> dict[str, Any]:
         parsed = self._parsed
@@ -186,14 +190,13 @@ class LineRequest:
     def _submit_scores(self) -> None:
         if self.line.api:
             raise InputError('a line to score has "prompt" and "completions", or "text"')
-        adapter, body = self._adapter_of_line()
-        for context, ids in parse_score_body(self._engine.model, body):
+        for context, ids in parse_score_body(self._engine.model, self._body):
             self._has_tokens.append(len(ids) > len(context))
             if not self._has_tokens[-1]:
                 continue
             logprobs: dict[str, Any] = dict(prompt_logprobs=1, prompt_logprobs_from=len(context))
             options = GenerateOptions(1, eos_token_ids=())
-            how: Any = dict(live=False, adapter=adapter) | logprobs
+            how: Any = dict(live=False, adapter=self.line.body.get("adapter")) | logprobs
             self.requests.append(self._engine.submit(ids, options, **how))
 
     def _scores(self) -> dict[str, Any]:
