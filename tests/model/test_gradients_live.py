@@ -47,8 +47,6 @@ def torch_gradient(case, config, tensors):
         total = total + torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(ids)[1:, None]).sum()
     (total / COUNT).backward()
     slopes = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
-    if case.hf["model_type"] == "mixtral":
-        slopes = {name.replace("mlp.gate", "block_sparse_moe.gate"): x for name, x in slopes.items()}
     slopes = {name: x.numpy() for name, x in slopes.items()}
     return cases.params_from(config, cases.split_tensors(config, slopes))
 
