@@ -219,9 +219,9 @@ def test_quantizing_on_an_accelerator(model, monkeypatch):
         like = engine_requests.random_model("qwen2", method).params
         found = params_like(model.params, model.config, like)
         jax.tree.map(np.testing.assert_array_equal, found, like)
-        with compiling.events() as seen:
-            params_like(model.params, model.config, like)
-        assert seen == []
+        programs = device_quantization._ON_DEVICE._cache_size()
+        params_like(model.params, model.config, like)
+        assert device_quantization._ON_DEVICE._cache_size() == programs > 0
     large = dict(weight=model.params["embed"]["weight"] * np.inf)
     with pytest.raises(xj.InputError, match="holds NaN, inf or numbers too large"):
         params_like(dict(model.params, embed=large), model.config, like)
