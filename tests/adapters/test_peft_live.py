@@ -47,10 +47,6 @@ FORMS = {
         "gemma4-shared-kv",
         dict(target_modules=["embed_tokens_per_layer", "per_layer_model_projection", "embed_tokens"]),
     ),
-    "experts": (
-        "moe-some-layers-dense",
-        dict(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"], r=3, lora_alpha=5),
-    ),
     "experts and routers": ("qwen3-next-sparse-step", dict(target_modules="all-linear", r=2)),
     "mixtral": (
         "mixtral-old",
