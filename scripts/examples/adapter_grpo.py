@@ -59,12 +59,9 @@ def main(argv):
         return optax.apply_updates(adapter, updates), state, apart
 
     async def sample(engine, step):
-        seeds = range(len(prompts))
         first = 1000 * (1000 * _SEED.value + step)
-        calls = [
-            engine.sample(ids, options, seed=first + i, adapter="policy")
-            for i, ids in zip(seeds, prompts, strict=True)
-        ]
+        how = dict(adapter="policy")
+        calls = (engine.sample(ids, options, seed=first + i, **how) for i, ids in enumerate(prompts))
         return await asyncio.gather(*calls)
 
     with xj.Engine(model, rows=32, capacity=128, adapters=dict(policy=adapter)) as engine:

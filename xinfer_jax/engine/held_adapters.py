@@ -35,12 +35,7 @@ def adapter_sizes(
     """`Engine`'s adapters, loaded, with its max_adapters and max_rank. Raises InputError."""
     if not isinstance(adapters or {}, Mapping):
         raise InputError(f"adapters must be a dict of names, got {format_value(adapters)}")
-    loaded = {
-        name: load_adapter(model.config, adapter, base=model.name)
-        if isinstance(adapter, str | Path)
-        else adapter
-        for name, adapter in (adapters or {}).items()
-    }
+    loaded = {name: _loaded(model, adapter) for name, adapter in (adapters or {}).items()}
     for adapter in loaded.values():
         check_adapter(model.params, adapter)
     ranks = [len(a) for adapter in loaded.values() for a, _ in adapter.matrices.values()]
@@ -49,17 +44,23 @@ def adapter_sizes(
     )  # fmt: skip
 
 
+def _loaded(model: Model, adapter: Adapter | str | Path) -> Adapter:
+    """What is not the path or hub name of an adapter stays as it is."""
+    if isinstance(adapter, str | Path):
+        return load_adapter(model.config, adapter, base=model.name)
+    return adapter
+
+
 def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | Path) -> Adapter:
     """An adapter as the parameters of an engine of this shape take it. Raises InputError where it is not one
     that a row may have there.
     """
     if not shape.max_adapters:
         raise InputError("the engine has no place for adapters: make it with max_adapters")
-    if isinstance(adapter, str | Path):
-        adapter = load_adapter(model.config, adapter, base=model.name)
-    if is_deleted(adapter):
+    loaded = _loaded(model, adapter)
+    if is_deleted(loaded):
         raise InputError("the adapter's arrays were donated to another program, or deleted: copy them before")
-    adapter = check_adapter(model.params, adapter)
+    adapter = check_adapter(model.params, loaded)
     if names := for_all_rows_only(adapter):
         what = "an engine has adapters for rows, and all rows share"
         raise InputError(f"{what} {format_names(names, 4)}: load the model with this adapter (merge_adapter)")

@@ -53,12 +53,7 @@ class WeightSwitch(abc.ABC):
         recomputes: rows compute their keys anew; else they go on with those that they have.
         """
         for row, answer in self._answers.items():
-            restarts = recomputes and row.num_computed > 0
-            if answer.has_begun:
-                answer.record_version(self.version)  # it may have nothing but found pages
-                answer.record_version(version, restarts)
-            if restarts:
-                self._restart(answer)
+            self._go_on(answer, recomputes, version)
             self.scheduler.prefixes.release_host_pages(row)  # they are of earlier parameters
         self.scheduler.reset_prefix_cache()
         self.device.params = params
@@ -76,14 +71,20 @@ class WeightSwitch(abc.ABC):
         for row, answer in self._answers.items():
             if row.adapter is not adapter:
                 continue
-            restarts = recomputes and row.num_computed > 0
-            if answer.has_begun:
-                answer.record_version(self.version)
-                answer.record_version(self.version, restarts, version)
-            if restarts:
-                self._restart(answer)
+            self._go_on(answer, recomputes, self.version, version)
             self.scheduler.forget_prompt(row)
         self.set_adapter(adapter.index, matrices)
+
+    def _go_on(
+        self, answer: Answer, recomputes: bool, version: int, adapter_version: int | None = None
+    ) -> None:
+        """What becomes of an answer whose next tokens come from these versions (`Answer.record_version`)."""
+        restarts = recomputes and answer.row.num_computed > 0
+        if answer.has_begun:
+            answer.record_version(self.version)  # it may have nothing but found pages
+            answer.record_version(version, restarts, adapter_version)
+        if restarts:
+            self._restart(answer)
 
     def _restart(self, answer: Answer) -> None:
         """Lets a row compute its keys anew; then it goes on from the token sampled last."""
