@@ -1,7 +1,6 @@
 """What training costs to compile and to compute: stacked layers by their number, experts by those chosen."""
 
 import math
-import time
 
 import jax
 import numpy as np
@@ -31,31 +30,11 @@ def lowered(layers):
 
 
 def test_programs_of_stacked_layers_have_one_size():
-    few, many = (len(lowered(layers).as_text()) for layers in (8, 80))
+    """As traced, and as compiled: what a layer is computed by stands there once."""
+    few, many = (lowered(layers) for layers in (8, 80))
+    assert len(many.as_text()) < 1.02 * len(few.as_text())
+    few, many = (program.compile().as_text().count(" = ") for program in (few, many))
     assert many < 1.02 * few
-
-
-@pytest.mark.full
-def test_time_to_compile_stacked_layers():
-    """80 layers against 8, the best of three each, traced, lowered and compiled: 2.5 s against 2.4 with jax
-    0.10, 2.7 against 2.2 with jax 0.12.
-    """
-
-    def seconds(layers):
-        jax.clear_caches()
-        began = time.process_time()
-        lowered(layers).compile()
-        return time.process_time() - began
-
-    was = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        seconds(8)
-        few, many = (min(seconds(layers) for _ in range(3)) for layers in (8, 80))
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was)
-    print(f"jax {jax.__version__}: 8 layers {few:.2f} s, 80 layers {many:.2f} s")
-    assert many <= 1.5 * few
 
 
 def flop(jaxpr, trips):
