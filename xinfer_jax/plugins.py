@@ -59,6 +59,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
     ("operation", "check"): ("ops.forms", "check_available"),
+    ("argmax", "cpu"): ("ops.cpu.cpu_argmax", "argmax_form"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
     ("after_recording", "cuda"): ("ops.gpu.verify", "recording_form"),
     ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),

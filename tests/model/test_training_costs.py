@@ -5,7 +5,6 @@ import math
 import jax
 import numpy as np
 import parity_cases as cases
-import pytest
 from layer_changes import with_experts
 from small_models import QWEN
 

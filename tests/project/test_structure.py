@@ -26,7 +26,7 @@ PACKAGES = {
     ),
     "sharding": (),
     "ops": ("operation", "largest", "product", "forms"),
-    "ops.cpu": ("cpu_features", "cpu_products"),
+    "ops.cpu": ("cpu_features", "cpu_products", "cpu_argmax"),
     "ops.tpu": ("tpu_products",),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
+from xinfer_jax.ops.cpu import cpu_argmax
+from xinfer_jax.ops.largest import argmax
 from xinfer_jax.sampling import processors, random_keys, sampler as sampling
 from xinfer_jax.sampling.batched_settings import has_all_settings, settings_per_row
 from xinfer_jax.sampling.context import init_context
@@ -236,10 +238,28 @@ def test_noise_of_candidates_equals_noise_of_the_vocabulary(size, partitionable)
     key = jax.random.key(9)
     index = jnp.array([size - 1, 0, 49, 50, 51, 75, 76, 7])
     with jax.threefry_partitionable(partitionable):
+        bits = jax.random.bits(key, (size,), jnp.uint32)
+        np.testing.assert_array_equal(random_keys._bits_at(key, size, jnp.arange(size)), bits)
         few, every = (
             jax.jit(random_keys.gumbel_noise, static_argnums=1)(key, size, at) for at in (index, None)
         )
     np.testing.assert_array_equal(few, every[index])
+
+
+@pytest.mark.parametrize("size", [cpu_argmax.LEAST, cpu_argmax.LEAST + 77])
+def test_argmax_of_groups(size):
+    """The lowest of equal numbers, the first NaN, at the end of a last group of few numbers."""
+    x = np.random.RandomState(0).standard_normal((7, size)).astype(np.float32)
+    x[0, [900, -1]] = 9
+    x[1, [901, -1]] = np.inf
+    x[2] = -np.inf
+    x[3, [5, 3]] = np.nan, -np.float32(np.nan)
+    x[4, [5, 902]] = np.inf, np.nan
+    x[5, -1] = 9
+    x[6, -1] = np.nan
+    assert "reduce_max" in str(jax.make_jaxpr(argmax)(x))  # by groups
+    np.testing.assert_array_equal(jax.jit(argmax)(x), np.argmax(x, -1))
+    np.testing.assert_array_equal(argmax(x), np.argmax(x, -1))
 
 
 @pytest.mark.full

@@ -122,13 +122,15 @@ def sample_rows(processed_BV, key_B, sampling_B, position_B):
     rest = key_B, sampling_B, position_B
     (_, V) = processed_BV.shape
     token_B, kept, valid_B = sample_candidates(*top_candidates(processed_BV), *rest, V)
-    taken_BV = _logits_kept(processed_BV, sampling_B, *kept)
+
+    def taken() -> jax.Array:
+        return _logits_kept(processed_BV, sampling_B, *kept)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
         drawn_B, warped_BV = sample_from_all(processed_BV, *rest)
-        return jnp.where(valid_B, token_B, drawn_B), jnp.where(valid_B[:, None], taken_BV, warped_BV)
+        return jnp.where(valid_B, token_B, drawn_B), jnp.where(valid_B[:, None], taken(), warped_BV)
 
-    return lax.cond(jnp.all(valid_B), lambda: (token_B, taken_BV), from_all)
+    return lax.cond(jnp.all(valid_B), lambda: (token_B, taken()), from_all)
 
 
 def sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V):  # noqa: PLR0913
@@ -200,14 +202,27 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
     def min_tokens(x_BV: jax.Array) -> jax.Array:
         return processors.min_new_tokens(x_BV, s.min_new_tokens, c.num_generated_B, c.eos_BE)
 
-    logits_BV = _apply_if_any((s.presence_penalty != 0) | (s.frequency_penalty != 0), penalties, logits_BV)
-    if c.history_BS is not None:
-        logits_BV = _apply_if_any(s.no_repeat_ngram_size > 0, ngrams, logits_BV)
-    logits_BV = _apply_if_any(s.bad_words_ids >= 0, words, logits_BV)
-    logits_BV = _apply_if_any(c.num_generated_B < s.min_new_tokens, min_tokens, logits_BV)
     bits_BW = c.allowed_bits[:, 0]
     is_allowed = lambda x_BV: processors.allowed(x_BV, bits_BW)  # noqa: E731
-    return _follow_automata(_apply_if_any(bits_BW != ALL_BITS, is_allowed, logits_BV), c)
+
+    def others(x_BV: jax.Array) -> jax.Array:
+        x_BV = _apply_if_any((s.presence_penalty != 0) | (s.frequency_penalty != 0), penalties, x_BV)
+        if c.history_BS is not None:
+            x_BV = _apply_if_any(s.no_repeat_ngram_size > 0, ngrams, x_BV)
+        x_BV = _apply_if_any(s.bad_words_ids >= 0, words, x_BV)
+        x_BV = _apply_if_any(c.num_generated_B < s.min_new_tokens, min_tokens, x_BV)
+        return _apply_if_any(bits_BW != ALL_BITS, is_allowed, x_BV)
+
+    return _follow_automata(_apply_if_any(uses_other_processors(s, c), others, logits_BV), c)
+
+
+def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
+    """bool [B]: which rows use a processor of all settings that is not always applied; automata apart."""
+    s = sampling_B
+    c = context
+    uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
+    uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
+    return uses_B | jnp.any(c.allowed_bits[:, 0] != ALL_BITS, -1)
 
 
 def _follow_automata(logits_BV, context):
@@ -248,15 +263,23 @@ def warp_logits(
     s = sampling_B
     scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
     k_B = jnp.where(s.top_k > 0, jnp.maximum(s.top_k, min_tokens_to_keep), 0)
-    kept_BV = processors.top_k_top_p(scaled_BV, k_B, s.top_p)
+    uses_B = (k_B > 0) | (s.top_p < 1)
     if has_all_settings(s):
-        kept_BV = _apply_if_any(s.min_p > 0, lambda x_BV: processors.min_p(x_BV, s.min_p), kept_BV)
-    if min_tokens_to_keep > 1:  # the three filters above guarantee only one token
-        enough_BV = processors.top_k(scaled_BV, jnp.full_like(k_B, min_tokens_to_keep)) > -jnp.inf
-        kept_BV = jnp.where(enough_BV, scaled_BV, kept_BV)
-    if has_all_settings(s):
-        typical = lambda x_BV: processors.typical_p(x_BV, s.typical_p, min_tokens_to_keep)  # noqa: E731
-        kept_BV = _apply_if_any(s.typical_p < 1, typical, kept_BV)
+        uses_B |= (s.min_p > 0) | (s.typical_p < 1)
+
+    def filters(scaled_BV: jax.Array) -> jax.Array:
+        kept_BV = processors.top_k_top_p(scaled_BV, k_B, s.top_p)
+        if has_all_settings(s):
+            kept_BV = _apply_if_any(s.min_p > 0, lambda x_BV: processors.min_p(x_BV, s.min_p), kept_BV)
+        if min_tokens_to_keep > 1:  # the three filters above guarantee only one token
+            enough_BV = processors.top_k(scaled_BV, jnp.full_like(k_B, min_tokens_to_keep)) > -jnp.inf
+            kept_BV = jnp.where(enough_BV, scaled_BV, kept_BV)
+        if has_all_settings(s):
+            typical = lambda x_BV: processors.typical_p(x_BV, s.typical_p, min_tokens_to_keep)  # noqa: E731
+            kept_BV = _apply_if_any(s.typical_p < 1, typical, kept_BV)
+        return kept_BV
+
+    kept_BV = _apply_if_any(uses_B, filters, scaled_BV)
     return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
 
 

@@ -13,7 +13,7 @@ import kernels_pallas
 from kernels_pallas.reference import LOGITS_GROUP
 
 from ...sampling.batched_settings import has_all_settings
-from ...sampling.context import ALL_BITS, Context
+from ...sampling.context import Context
 from ...sampling.sampler import (
     NUM_CANDIDATES,
     at_token,
@@ -23,6 +23,7 @@ from ...sampling.sampler import (
     sample_candidates,
     sample_rows,
     top_candidates,
+    uses_other_processors,
 )
 from ...sampling.sampling_config import SamplingConfig
 from ...sharding import abstract_mesh_of
@@ -126,7 +127,7 @@ def _choose_of_rows(
     token_B, _, common_B = sample_candidates(candidates_BA, index_BA, *rest)
     common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
     if has_all_settings(sampling_B):
-        common_B &= ~_uses_other_processors(sampling_B, context)
+        common_B &= ~uses_other_processors(sampling_B, context)
     if context.automata is not None:
         common_B &= ~context.automata.used_B
 
@@ -206,12 +207,3 @@ def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
 
     zeros = match_varying_axes(jnp.zeros((B * times, *shape.shape[1:]), shape.dtype), rows)
     return lax.fori_loop(0, -(-B // size), put, zeros)
-
-
-def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
-    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
-    s = sampling_B
-    c = context
-    uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
-    uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
-    return uses_B | jnp.any(c.allowed_bits[:, 0] != ALL_BITS, -1)
