@@ -59,7 +59,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
     ("operation", "check"): ("ops.forms", "check_available"),
-    ("argmax", "cpu"): ("ops.cpu.cpu_argmax", "argmax_form"),
+    ("argmax", "cpu"): ("ops.cpu.cpu_sampler", "argmax_form"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
     ("after_recording", "cuda"): ("ops.gpu.verify", "recording_form"),
     ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
@@ -78,6 +78,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("experts", "gradient"): ("ops.expert_tiles", "with_tiled_gradient"),
     ("experts", "cpu"): ("ops.cpu.layer_forms", "experts_form"),
     ("experts", "kernel"): ("ops.kernels.expert_kernels", "EXPERTS"),
+    ("choose_tokens", "cpu"): ("ops.cpu.cpu_sampler", "grouped_choice_form"),
     ("choose_tokens", "cuda"): ("ops.gpu.gpu_sampler", "choice_form"),
     ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
     ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),

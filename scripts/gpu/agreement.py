@@ -26,7 +26,7 @@ import xinfer_jax as xj
 from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.sampling.batched_settings import settings_per_row
-from xinfer_jax.sampling.random_keys import draw_key, gumbel_noise, row_keys
+from xinfer_jax.sampling.random_keys import DRAW_TOKEN, gumbel_noise, row_keys
 from xinfer_jax.sampling.sampler import warp_logits
 from xinfer_jax.weights.quantized_weight import is_quantized
 
@@ -208,7 +208,7 @@ def _draw(logits_MV, token_M, key_M, position_M, sampling_M, near):  # noqa: PLR
     V = logits_MV.shape[1]
     limit_M = near * jnp.abs(logits_MV).max(-1)
     warped_MV = warp_logits(logits_MV, sampling_M, jnp.max(logits_MV, -1, keepdims=True))
-    noise_MV = jax.vmap(lambda key, position: gumbel_noise(draw_key(key, position, 0), V))(key_M, position_M)
+    noise_MV = jax.vmap(gumbel_noise, (0, 0, None, None))(key_M, position_M, DRAW_TOKEN, jnp.arange(V))
     best_M, second_M, drawn_M = best_two(warped_MV + noise_MV)
     kept_MV = warped_MV > -jnp.inf
     least_kept_M = jnp.where(kept_MV, logits_MV, jnp.inf).min(-1)

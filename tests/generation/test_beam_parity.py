@@ -167,7 +167,7 @@ def test_every_processor_as_in_transformers(monkeypatch):
         "multinomial",
         lambda p, num_samples: torch.topk(p.log() + torch.tensor(noise), num_samples).indices,
     )
-    monkeypatch.setattr(beam_steps, "gumbel_noise", lambda key, size: noise)
+    monkeypatch.setattr(beam_steps, "gumbel_noise", lambda *_: noise)
     # A program traced with other noise would not do, nor may another test meet this one.
     jax.clear_caches()
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12)

@@ -20,7 +20,7 @@ from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.grammar.grammars import with_tokenizer
 from xinfer_jax.grammar.matcher import CompiledGrammar
-from xinfer_jax.sampling.random_keys import DRAW_TOKEN, draw_key, gumbel_noise
+from xinfer_jax.sampling.random_keys import DRAW_TOKEN, gumbel_noise
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 jsonschema = pytest.importorskip("jsonschema", reason="the extra `test` is not installed")
@@ -69,7 +69,7 @@ def reference(model, prompt, key, sampling, allowed):
         logits_V = np.asarray(forward(model.params, model.config, tokens)[0][0, len(ids) - 1])
         masked_V = np.where(allowed(ids[len(prompt) :]), logits_V, -np.inf)
         if sampling.temperature:
-            noise_V = gumbel_noise(draw_key(key, len(ids), DRAW_TOKEN), len(logits_V))
+            noise_V = gumbel_noise(key, len(ids), DRAW_TOKEN, np.arange(len(logits_V)))
             masked_V = masked_V / sampling.temperature + noise_V
         ids.append(int(np.argmax(masked_V)))
         logprobs.append(float(jax.nn.log_softmax(logits_V)[ids[-1]]))

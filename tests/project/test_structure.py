@@ -25,8 +25,8 @@ PACKAGES = {
         "errors", "signing", "formatting", "checks", "memory", "device_defaults", "host", "stats", "plugins",
     ),
     "sharding": (),
-    "ops": ("operation", "largest", "product", "forms"),
-    "ops.cpu": ("cpu_features", "cpu_products", "cpu_argmax"),
+    "ops": ("operation", "largest", "product", "forms", "row_groups"),
+    "ops.cpu": ("cpu_features", "cpu_products", "cpu_sampler"),
     "ops.tpu": ("tpu_products",),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (

@@ -14,6 +14,7 @@ from quick import full_except
 from small_models import build
 
 import xinfer_jax as xj
+from xinfer_jax.ops.cpu import cpu_sampler
 from xinfer_jax.ops.gpu import gpu_sampler
 from xinfer_jax.ops.gpu.reductions import logsumexp_in_one_pass
 from xinfer_jax.ops.largest import largest_k
@@ -205,6 +206,11 @@ def test_rows_in_groups_equal_all_rows(monkeypatch):
     monkeypatch.setattr(gpu_sampler, "_GROUP", 4)
     assert len(rows) % 4
     for one, other in zip(sampled(rows, logits, True), want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    want = sampled(rows, logits, False)
+    monkeypatch.setattr(cpu_sampler, "LEAST", V)
+    monkeypatch.setattr(cpu_sampler, "_ROWS", 4)
+    for one, other in zip(sampled(rows, logits, False), want, strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -136,7 +136,7 @@ class LayerwiseDevice(Device):
         return self._append_token(logits_B1V, among_B, greedy, recorded)
 
     def _append_token(self, logits_B1V: Any, among_B: np.ndarray, greedy: bool, recorded: int) -> _Step:
-        self.rows, sampled = self._executor.append_token(logits_B1V, self.rows, greedy, among_B)
+        self.rows, sampled = self._executor.append_token(logits_B1V, self.rows, greedy, among_B, recorded > 0)
         alternatives: Any = None
         if recorded:
             taken = logits_B1V, sampled.taken_BV, sampled.token_B

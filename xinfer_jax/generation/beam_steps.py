@@ -15,7 +15,7 @@ from jax import lax
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..sampling.context import Context
-from ..sampling.random_keys import DRAW_BEAMS, draw_key, gumbel_noise
+from ..sampling.random_keys import DRAW_BEAMS, gumbel_noise
 from ..sampling.sampler import all_greedy, is_plain_greedy, process_logits, warp_logits
 from .executor import Executor
 from .state import DecodeState
@@ -183,10 +183,11 @@ def _candidates(score_BWV, state, rows, C):
     B, W, V = score_BWV.shape
 
     def drawn():
-        noise_BWV = jax.vmap(
-            lambda key, position: gumbel_noise(draw_key(key, position, DRAW_BEAMS), W * V).reshape(W, V)
-        )(rows.key_B, rows.position_B + state.step)
-        return score_BWV + jnp.where(rows.sampling_B.temperature[:, None, None] > 0, noise_BWV, 0)
+        at = rows.position_B + state.step, DRAW_BEAMS, jnp.arange(W * V)
+        noise_BWV = jax.vmap(gumbel_noise, (0, 0, None, None))(rows.key_B, *at).reshape(B, W, V)
+        return score_BWV + jnp.where(
+            rows.sampling_B.temperature[:, None, None] > 0, noise_BWV.reshape(B, W, V), 0
+        )
 
     order_BWV = lax.cond(all_greedy(rows.sampling_B), lambda: score_BWV, drawn)
     _, drawn_BC = lax.top_k(order_BWV.reshape(B, W * V), C)

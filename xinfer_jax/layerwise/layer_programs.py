@@ -85,12 +85,12 @@ def _most_likely(logits_B1V, impl):
     return argmax(logits_B1V[:, 0], impl)
 
 
-def _sample(logits_B1V, state, among_B, impl):
-    """A token of each row, and the logits [B, V] that it was sampled from."""
+def _sample(logits_B1V, state, among_B, impl, taken):
+    """A token of each row, and the logits [B, V] that it was sampled from, where they are `taken`."""
     sampling_B = state.sampling_B if among_B is None else select_rows(state.sampling_B, among_B)
     context = state.context if among_B is None else state.context.select_rows(among_B)
     token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, context, impl)
-    return token_B, sampled_from()
+    return token_B, sampled_from() if taken else None
 
 
 def _record(alternatives, logits_B1V, taken_BV, token_B, state, among_B):
@@ -133,7 +133,7 @@ LAST = jax.jit(_last)
 NORM = jax.jit(final_norm, static_argnames="config")
 HEAD = jax.jit(_head, static_argnames="config", compiler_options=decode_compiler_options())
 MOST_LIKELY = jax.jit(_most_likely, static_argnames="impl")
-SAMPLE = jax.jit(_sample, static_argnames="impl")
+SAMPLE = jax.jit(_sample, static_argnames=("impl", "taken"))
 RECORD = jax.jit(_record, donate_argnames="alternatives")
 APPEND = jax.jit(_append, donate_argnames="state")
 REORDER_LAYER = jax.jit(_reorder_layer)

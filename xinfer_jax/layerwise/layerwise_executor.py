@@ -161,17 +161,23 @@ class LayerwiseExecutor:
         return state, sampled.continues_B
 
     def append_token(
-        self, logits_B1V: Any, state: DecodeState, greedy: bool, among_B: np.ndarray | None = None
+        self,
+        logits_B1V: Any,
+        state: DecodeState,
+        greedy: bool,
+        among_B: np.ndarray | None = None,
+        recorded: bool = False,
     ) -> tuple[DecodeState, SampledStep]:
         """Chooses a token of each active row of `among_B` (None: of all), and appends it. greedy: none of
-        these rows uses a sampling setting.
+        these rows uses a sampling setting; recorded: the logits that tokens are sampled from are needed.
         """
         taken_BV = None
+        alternatives = state.alternatives
         if greedy:
             token_B = self.run(MOST_LIKELY, logits_B1V, self.impl)
         else:
-            token_B, taken_BV = self.run(SAMPLE, logits_B1V, state, among_B, self.impl)
-        alternatives = state.alternatives
+            recorded |= alternatives is not None
+            token_B, taken_BV = self.run(SAMPLE, logits_B1V, state, among_B, self.impl, recorded)
         state = dataclasses.replace(state, alternatives=None)
         if alternatives is not None:
             alternatives = self.run(RECORD, alternatives, logits_B1V, taken_BV, token_B, state, among_B)

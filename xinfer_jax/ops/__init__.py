@@ -4,7 +4,8 @@
 `plain`. `largest` and `product` are operations of the core; others stand in `model/`, `sampling/` and
 `generation/`. `forms` chooses the form, for every operation by one rule; `plugins.TABLE` lists the forms:
 `mesh` has those over several devices, `cpu/`, `gpu/` and `tpu/` those of a platform, and `kernels/` those by
-Pallas kernels. `auto_axes` traces a whole call over a mesh with Explicit axes.
+Pallas kernels. `row_groups` computes some rows after the others; `auto_axes`
+traces a whole call over a mesh with Explicit axes.
 
 - A form is chosen when a program is traced, from shapes, dtypes, `impl` and the devices of the process, never
   from the default device. `lax.platform_dependent` then decides whether a program for another device runs it.

@@ -1,4 +1,6 @@
-"""PRNG keys of requests, rows and draws, and the Gumbel noise of a draw."""
+"""PRNG keys of requests and rows, and the Gumbel noise of a draw."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,36 +54,17 @@ FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
 FOLD_IN_EACH = jax.jit(jax.vmap(jax.random.fold_in))
 
 
-def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
-    """The key of one draw: fold_in(fold_in(row_key, position), purpose)."""
-    return jax.random.fold_in(jax.random.fold_in(row_key, position), purpose)
-
-
-def gumbel_noise(key: jax.Array, size: int, index_A: jax.Array | None = None) -> jax.Array:
-    """Standard Gumbel noise, float32 [size], from 23 random bits for each number. Computed here so that every
-    jax version draws the same. index_A: which of the numbers, [A]; None: all.
+def gumbel_noise(row_key: jax.Array, position: Any, purpose: Any, index_A: jax.Array) -> jax.Array:
+    """Standard Gumbel noise of one draw, float32 [A]: the numbers at these indices, each from 23 bits of
+    `jax.random.bits` (as `jax_threefry_partitionable`) of fold_in(fold_in(row_key, position), purpose).
     """
-    bits = _bits_at(key, size, jnp.arange(size) if index_A is None else index_A)
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    key = jax.random.fold_in(jax.random.fold_in(row_key, position), purpose)
+    first_A, second_A = _threefry(jax.random.key_data(key), jnp.uint32(0), index_A.astype(jnp.uint32))
+    uniform = (((first_A ^ second_A) >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
 
 
-def _bits_at(key: jax.Array, size: int, index_A: jax.Array) -> jax.Array:
-    """`jax.random.bits(key, (size,))[index_A]`, without making the other bits.
-
-    Threefry maps two words to two words. With `jax_threefry_partitionable` its input is (0, index), else
-    (index, index + size / 2), padded with 0.
-    """
-    index_A = index_A.astype(jnp.uint32)
-    half = -(-size // 2)
-    partitionable = jax.threefry_partitionable.value
-    first_A = jnp.zeros_like(index_A) if partitionable else index_A % half
-    second_A = index_A if partitionable else jnp.where(first_A + half < size, first_A + half, 0)
-    first_A, second_A = _threefry(jax.random.key_data(key), first_A, second_A)
-    return first_A ^ second_A if partitionable else jnp.where(index_A < half, first_A, second_A)
-
-
-def _threefry(key_2: jax.Array, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _threefry(key_2, first, second):
     """Threefry-2x32 of 20 rounds (Salmon et al. 2011), uint32. jax's own is a loop on CPUs: each round writes
     its words, in four times the time of this, which fuses.
     """

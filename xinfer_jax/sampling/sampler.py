@@ -1,7 +1,9 @@
 """From logits to tokens: `choose_tokens`, `sample_tokens`, and their three stages."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,11 @@ from ..ops.operation import match_varying_axes, run
 from . import processors
 from .batched_settings import has_all_settings
 from .context import ALL_BITS, Context
-from .random_keys import DRAW_TOKEN, draw_key, gumbel_noise
+from .random_keys import DRAW_TOKEN, gumbel_noise
 from .sampling_config import SamplingConfig
 
 NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
+Optional = list[tuple[Any, Callable[[jax.Array], jax.Array]]]  # bool [B]: rows that use it; a processor
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
 
@@ -184,51 +187,36 @@ def is_plain_greedy(sampling_B: SamplingConfig, context: Context | None = None) 
 
 def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) -> jax.Array:
     """Applies the processors that greedy rows have too: biases, penalties, forbidden tokens."""
-    s = sampling_B
-    c = context
-    logits_BV = bias_and_repeat(logits_BV, s, c)
-    if not has_all_settings(s):
-        return _follow_automata(logits_BV, c)
-
-    def penalties(x_BV: jax.Array) -> jax.Array:
-        return processors.presence_frequency(x_BV, s.presence_penalty, s.frequency_penalty, c.count_BV)
-
-    def ngrams(x_BV: jax.Array) -> jax.Array:
-        return processors.no_repeat_ngram(x_BV, s.no_repeat_ngram_size, c.history_BS, c.position_B)
-
-    def words(x_BV: jax.Array) -> jax.Array:
-        return processors.bad_words(x_BV, s.bad_words_ids, c.history_BS, c.position_B, c.eos_BE)
-
-    def min_tokens(x_BV: jax.Array) -> jax.Array:
-        return processors.min_new_tokens(x_BV, s.min_new_tokens, c.num_generated_B, c.eos_BE)
-
-    bits_BW = c.allowed_bits[:, 0]
-    is_allowed = lambda x_BV: processors.allowed(x_BV, bits_BW)  # noqa: E731
-
-    def others(x_BV: jax.Array) -> jax.Array:
-        x_BV = _apply_if_any((s.presence_penalty != 0) | (s.frequency_penalty != 0), penalties, x_BV)
-        if c.history_BS is not None:
-            x_BV = _apply_if_any(s.no_repeat_ngram_size > 0, ngrams, x_BV)
-        x_BV = _apply_if_any(s.bad_words_ids >= 0, words, x_BV)
-        x_BV = _apply_if_any(c.num_generated_B < s.min_new_tokens, min_tokens, x_BV)
-        return _apply_if_any(bits_BW != ALL_BITS, is_allowed, x_BV)
-
-    return _follow_automata(_apply_if_any(uses_other_processors(s, c), others, logits_BV), c)
+    logits_BV = bias_and_repeat(logits_BV, sampling_B, context)
+    return _apply_used(_other_processors(sampling_B, context), logits_BV)
 
 
 def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
-    """bool [B]: which rows use a processor of all settings that is not always applied; automata apart."""
-    s = sampling_B
-    c = context
-    uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
-    uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
-    return uses_B | jnp.any(c.allowed_bits[:, 0] != ALL_BITS, -1)
+    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
+    none_B = jnp.zeros(len(context.position_B), bool)
+    return sum((uses_B for uses_B, _ in _other_processors(sampling_B, context)), none_B)
 
 
-def _follow_automata(logits_BV, context):
-    if context.automata is None:
-        return logits_BV
-    return _apply_if_any(context.automata.used_B, context.automata.mask, logits_BV)
+def _other_processors(s: SamplingConfig, c: Context) -> Optional:
+    found: Optional = []
+    if has_all_settings(s):
+        bits_BW = c.allowed_bits[:, 0]
+        penalties = s.presence_penalty, s.frequency_penalty, c.count_BV
+        penalized_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0)
+        words = s.bad_words_ids, c.history_BS, c.position_B, c.eos_BE
+        least = s.min_new_tokens, c.num_generated_B, c.eos_BE
+        ngrams = s.no_repeat_ngram_size, c.history_BS, c.position_B
+        found = [
+            (penalized_B, lambda x: processors.presence_frequency(x, *penalties)),
+            (jnp.any(s.bad_words_ids >= 0, (1, 2)), lambda x: processors.bad_words(x, *words)),
+            (c.num_generated_B < s.min_new_tokens, lambda x: processors.min_new_tokens(x, *least)),
+            (jnp.any(bits_BW != ALL_BITS, -1), lambda x: processors.allowed(x, bits_BW)),
+        ]
+        if c.history_BS is not None:
+            found.append((s.no_repeat_ngram_size > 0, lambda x: processors.no_repeat_ngram(x, *ngrams)))
+    if c.automata is not None:
+        found.append((c.automata.used_B, c.automata.mask))
+    return found
 
 
 def bias_and_repeat(logits_BV, sampling_B, context):
@@ -240,13 +228,17 @@ def bias_and_repeat(logits_BV, sampling_B, context):
     return processors.repetition_penalty(logits_BV, sampling_B.repetition_penalty, context.seen_BV)
 
 
-def _apply_if_any(uses: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:
-    """Applies a processor where any row uses it; the processor leaves the other rows as they are. To few
-    logits it is always applied: that costs less than a branch.
+def _apply_used(optional: Optional, logits_BV: jax.Array) -> jax.Array:
+    """Applies the processors that a row uses, each of which leaves the other rows as they are. A branch costs
+    a copy of the logits: one is around all. To few logits they are always applied, which costs less.
     """
-    if logits_BV.shape[1] <= processors.FEW:
-        return processor(logits_BV)
-    return lax.cond(jnp.any(uses), processor, lambda x_BV: x_BV, logits_BV)
+
+    def if_used(uses_B: Any, processor: Callable, x_BV: jax.Array) -> jax.Array:
+        return processor(x_BV) if few else lax.cond(jnp.any(uses_B), processor, lambda x_BV: x_BV, x_BV)
+
+    few = logits_BV.shape[1] <= processors.FEW
+    each = lambda x_BV: functools.reduce(lambda x, one: if_used(one[0], one[1], x), optional, x_BV)  # noqa: E731
+    return if_used(sum(uses_B for uses_B, _ in optional), each, logits_BV) if optional else logits_BV
 
 
 def warp_logits(
@@ -263,23 +255,15 @@ def warp_logits(
     s = sampling_B
     scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
     k_B = jnp.where(s.top_k > 0, jnp.maximum(s.top_k, min_tokens_to_keep), 0)
-    uses_B = (k_B > 0) | (s.top_p < 1)
+    filters: Optional = [((k_B > 0) | (s.top_p < 1), lambda x: processors.top_k_top_p(x, k_B, s.top_p))]
     if has_all_settings(s):
-        uses_B |= (s.min_p > 0) | (s.typical_p < 1)
-
-    def filters(scaled_BV: jax.Array) -> jax.Array:
-        kept_BV = processors.top_k_top_p(scaled_BV, k_B, s.top_p)
-        if has_all_settings(s):
-            kept_BV = _apply_if_any(s.min_p > 0, lambda x_BV: processors.min_p(x_BV, s.min_p), kept_BV)
-        if min_tokens_to_keep > 1:  # the three filters above guarantee only one token
-            enough_BV = processors.top_k(scaled_BV, jnp.full_like(k_B, min_tokens_to_keep)) > -jnp.inf
-            kept_BV = jnp.where(enough_BV, scaled_BV, kept_BV)
-        if has_all_settings(s):
-            typical = lambda x_BV: processors.typical_p(x_BV, s.typical_p, min_tokens_to_keep)  # noqa: E731
-            kept_BV = _apply_if_any(s.typical_p < 1, typical, kept_BV)
-        return kept_BV
-
-    kept_BV = _apply_if_any(uses_B, filters, scaled_BV)
+        filters.append((s.min_p > 0, lambda x: processors.min_p(x, s.min_p)))
+    if min_tokens_to_keep > 1:  # the three filters above guarantee only one token
+        least = lambda: processors.top_k(scaled_BV, jnp.full_like(k_B, min_tokens_to_keep))  # noqa: E731
+        filters.append((True, lambda x: jnp.maximum(least(), x)))
+    if has_all_settings(s):
+        filters.append((s.typical_p < 1, lambda x: processors.typical_p(x, s.typical_p, min_tokens_to_keep)))
+    kept_BV = _apply_used(filters, scaled_BV)
     return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
 
 
@@ -304,9 +288,8 @@ def draw_tokens(
         index_BA: int32, ids of the candidates; None: the whole vocabulary.
         size: V.
     """
-    noise_BA = jax.vmap(
-        lambda key, position, index: gumbel_noise(draw_key(key, position, DRAW_TOKEN), size, index)
-    )(key_B, position_B, index_BA)
+    every_BA = jnp.broadcast_to(jnp.arange(size), (len(key_B), size)) if index_BA is None else index_BA
+    noise_BA = jax.vmap(gumbel_noise, (0, 0, None, 0))(key_B, position_B, DRAW_TOKEN, every_BA)
     drawn_BA = jnp.where((sampling_B.temperature <= 0)[:, None], warped_BA, warped_BA + noise_BA)
     if index_BA is None:
         return argmax(drawn_BA, "xla")

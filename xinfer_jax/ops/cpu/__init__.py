@@ -1,4 +1,4 @@
 """Forms of operations for CPUs: `cpu_features` says what the CPU multiplies fast; `cpu_products` multiplies
-by float and int8 matrices; `cpu_argmax` finds the largest numbers; `layer_forms` has attention, experts and
+by float and int8 matrices; `cpu_sampler` samples tokens; `layer_forms` has attention, experts and
 the step of linear attention.
 """

