@@ -36,6 +36,7 @@ _EXPORTS = {
     "config.rope": ("RopeConfig",),
     "grammar.automaton": ("Dfa", "dfa"),
     "sampling.sampling_config": ("SamplingConfig",),
+    "sampling.caller_processors": ("Processor", "SamplingContext"),
     "generation.scoring": ("Scores", "map_logits", "score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
     "engine.async_sampling": ("SampleOutput",),

@@ -17,6 +17,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("device", "memory"): ("memory", "check_memory"),
     ("device", "peak bytes"): ("memory", "peak_memory_bytes"),
     ("executor", "choice"): ("layerwise.layerwise_executor", "layerwise_executor"),
+    ("callers", "of a call"): ("sampling.caller_processors", "callers_of_call"),
+    ("callers", "stop"): ("sampling.caller_processors", "end_rows"),
     ("grammar", "automata"): ("grammar.automaton", "automata_of_call"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),

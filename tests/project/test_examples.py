@@ -61,6 +61,13 @@ def grpo_engine(out):
     assert stale[0] == 0 and max(stale[1:]) > 0
 
 
+def logits_processors(out):
+    """Only the watermarked answer is far from chance."""
+    scores = dict(re.findall(r"^(.*?): .*\(watermark: (.*)\)$", out, re.M))
+    assert len(scores) == 7 and float(scores.pop("watermark")) > 4
+    assert all(abs(float(score)) < 3 for score in scores.values())
+
+
 def log_probabilities(out):
     assert len(numbers(r"(\d\.\d{3})  of", out)) == 9  # tokens, with EOS
     assert "'<|im_end|>' 1.000  of '<|im_end|>' 1.000, " in out
@@ -130,7 +137,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine,
-        log_probabilities, many_draws, reuse_a_prefix,
+        log_probabilities, logits_processors, many_draws, reuse_a_prefix,
         sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
     )
 }  # fmt: skip

@@ -49,7 +49,7 @@ PACKAGES = {
     ),
     "sampling": (
         "processors", "biases", "sampling_config", "batched_settings", "context",
-        "random_keys", "sampler", "logprobs",
+        "random_keys", "sampler", "logprobs", "caller_processors",
     ),
     "ops.mesh": (),
     "ops.auto_axes": (),

@@ -3,7 +3,7 @@ caller's jit. This module checks the arguments; loop.py has the loops.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +31,7 @@ from .strategies import Plain
 
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
+    from ..sampling.caller_processors import Processor, SamplingContext
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +44,7 @@ class Decoded(DecodeState):
         key_B: PRNG keys.
         sampling_B: settings of each row.
         limit_B: int32: the most tokens of the answer.
-        finished_B: bool: the row has sampled an EOS token.
+        finished_B: bool: the row has sampled an EOS token, or `stop` has ended it.
         context: what the logits processors need.
         tokens_BT: int32: tokens sampled, EOS included; 0 after the end of a row.
         logprobs_BT: float32: their log-probabilities before any logits processor.
@@ -148,6 +149,9 @@ def decode_loop(  # noqa: PLR0913  a public function
     output_size: int | None = None,
     logprobs: int | None = None,
     grammar: "Dfa | Sequence[Dfa | None] | None" = None,
+    processors: "Sequence[tuple[Processor, Any]] | None" = None,
+    sample: "Callable[[jax.Array, jax.Array, SamplingContext], jax.Array] | None" = None,
+    stop: Callable[[DecodeState], jax.Array] | None = None,
     return_routes: bool = False,
     donate: bool = False,
     impl: str | None = None,
@@ -175,6 +179,11 @@ def decode_loop(  # noqa: PLR0913  a public function
         grammar: from `dfa`, for all rows or one (or None) per row; traced or not. A row ends where the
             automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as well:
             its text does not match then.
+        processors: logits processors of yours, each with the arguments of its rows: a pytree of numbers, or
+            of arrays with rows in front, which may be traced.
+        sample: f(key_B, logits_BV, context) -> int32 [B] in place of the draw; the logits are those after
+            all processors, temperature and filters.
+        stop: f(state) -> bool [B], called after each token: which rows end beside those with an EOS id.
         return_routes: the results have `routes`, the experts of the tokens of a model with mixtures.
         donate, impl: as in `prefill`.
 
@@ -213,11 +222,14 @@ def decode_loop(  # noqa: PLR0913  a public function
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
     automata = None if grammar is None else plugin("grammar", "automata")(grammar, B, V, eos_ids)
+    callers = None
+    if any(given is not None for given in (processors, sample, stop)):
+        callers = plugin("callers", "of a call")(processors, sample, stop, key_B)
     loop = _LOOP.donating if donate else _LOOP.keeping
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
         np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,
-        logprobs, return_routes,
+        callers, stop, logprobs, return_routes,
     )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
@@ -289,20 +301,23 @@ def _decode_step(params, config, token_B, cache, impl):
 @over_any_mesh
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl,
-    automata, logprobs, return_routes,
+    automata, callers, stop, logprobs, return_routes,
 ):  # fmt: skip
     B, V = logits_BV.shape
     eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
     # The last token is not appended.
     limit_B = jnp.minimum(jnp.broadcast_to(limit, (B,)), cache.capacity - cache.length_B + 1)
     context = init_context(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS, automata=automata)
+    if callers is not None:
+        context = dataclasses.replace(context, callers=callers.start(context))
     state = new_state(key_B, sampling_B, limit_B, context, size)
     if logprobs is not None:
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)
         state = dataclasses.replace(state, alternatives=recorded)
-    state = sample_and_append(logits_BV, state, impl)
+    plain = Plain(config, stop)
+    state = plain.ended(sample_and_append(logits_BV, state, impl))
     routes = [plugin("layers", "free routes")(config, (B, size))] if return_routes else []
-    state, cache, *routes = decode(Plain(config), (params,), (state, cache, *routes), size, impl)
+    state, cache, *routes = decode(plain, (params,), (state, cache, *routes), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"
@@ -310,4 +325,4 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
 
 
 _STEP = jit_variants(_decode_step, "config", "impl")
-_LOOP = jit_variants(_decode_loop, "config", "impl", "size", "logprobs", "return_routes")
+_LOOP = jit_variants(_decode_loop, "config", "impl", "size", "stop", "logprobs", "return_routes")

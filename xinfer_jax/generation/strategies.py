@@ -11,16 +11,18 @@ a step reads, and in `carry`, which a step replaces. The other strategies are `s
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from .. import plugin
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..model.decoder import Inputs
 from .executor import Executor
-from .state import RowProgress
+from .state import DecodeState, RowProgress
 
 # What a step takes and replaces: the state, the cache, and what else a strategy keeps.
 Carry = tuple[Any, ...]
@@ -52,6 +54,7 @@ class Plain(Strategy):
 
     steps_ahead = 1
     config: ModelConfig
+    stop: Callable[[DecodeState], jax.Array] | None = None  # ends rows beside their EOS tokens
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
         (params,) = constants
@@ -62,7 +65,11 @@ class Plain(Strategy):
             last = jnp.arange(len(state.token_B)), state.length_B - 1
             routes = [routes[0].at[last].set(outputs.routes[:, 0], mode="drop")]
         state, continues = executor.sample(outputs, state)
-        return (state, cache, *routes), continues
+        return (self.ended(state), cache, *routes), continues
+
+    def ended(self, state: DecodeState) -> DecodeState:
+        """The state in which rows have ended as `stop` says; only within a trace."""
+        return state if self.stop is None else plugin("callers", "stop")(self.stop, state)
 
 
 # For `Executor.forward`: (cache, …) -> `Inputs`, and the cache to append them to.

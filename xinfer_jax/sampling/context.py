@@ -30,6 +30,7 @@ class Context:
     allowed_bits: Any
     biased_B: jax.Array | None = None  # bool: the row's `logit_bias` is not all zeros, so kernels read it
     automata: Any = None  # `grammar.automaton.Automata` of the rows; None: no row has one
+    callers: Any = None  # `caller_processors.Callers` of the rows; None: no row has one
 
     def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """Returns the context with a token appended to each active row."""
@@ -49,6 +50,7 @@ class Context:
             history_BS=history_BS,
             allowed_bits=_next_masks(self.allowed_bits, one_B),
             automata=self.automata and self.automata.append(token_B, active_B),
+            callers=self.callers and self.callers.append(self, token_B, active_B),
         )
 
     def append_tokens(self, token_BT: jax.Array, count_B: jax.Array) -> "Context":

@@ -62,6 +62,8 @@ def choose_tokens(
         sampled from, to be called in the branch that needs them. GPUs compute them there: a step need not
         write them.
     """
+    if context.callers is not None:
+        return context.callers.choose(logits_BV, sampling_B, context)
     args = logits_BV, key_B, sampling_B, context
     plain = partial(_choose_in_branches, impl=impl)
     token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, *args, impl=impl)
@@ -180,7 +182,8 @@ def all_greedy(sampling_B: SamplingConfig) -> jax.Array:
 
 def is_plain_greedy(sampling_B: SamplingConfig, context: Context | None = None) -> jax.Array:
     """Whether every row takes its most likely token, without any logits processor."""
-    if has_all_settings(sampling_B) or context is not None and context.automata is not None:
+    has_functions = context is not None and (context.automata is not None or context.callers is not None)
+    if has_all_settings(sampling_B) or has_functions:
         return jnp.bool_(False)
     return all_greedy(sampling_B) & jnp.all(sampling_B.repetition_penalty == 1)
 

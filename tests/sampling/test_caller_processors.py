@@ -1,0 +1,167 @@
+"""Callers' functions in `decode_loop`: processors against settings, `sample`, `stop`, and mistakes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import build, prompts
+
+import xinfer_jax as xj
+from xinfer_jax.errors import InputError
+from xinfer_jax.generation import functional
+
+B, N, V = 3, 8, 120
+KEY = jax.random.key(7)
+SAMPLED = xj.SamplingConfig(1.2, top_k=30, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def decode():
+    params, config = build("qwen2")
+    cache = xj.init_cache(config, B, 32)
+    tokens_BT = np.array(prompts(6, 6, 6))
+    logits_BV, cache = xj.prefill(params, config, tokens_BT, np.full(B, 6), cache)
+
+    def call(sampling=SAMPLED, eos=(), **how):
+        return xj.decode_loop(params, config, logits_BV, cache, KEY, sampling, np.array(eos, int), N, **how)
+
+    return call
+
+
+def add_bias(bias_BV, logits_BV, context):
+    return logits_BV + bias_BV
+
+
+def count(counts_BV, token_B, context):
+    return counts_BV.at[jnp.arange(len(token_B)), token_B].add(1)
+
+
+BIAS = xj.Processor(None, add_bias)
+PRESENCE = xj.Processor(
+    lambda penalty_B, context: dict(penalty=penalty_B, count=jnp.zeros(context.seen_BV.shape, int)),
+    lambda state, logits_BV, context: logits_BV - state["penalty"][:, None] * (state["count"] > 0),
+    lambda state, token_B, context: state | dict(count=count(state["count"], token_B, context)),
+)
+IDENTITY = xj.Processor(None, lambda _, logits_BV, context: logits_BV)
+
+
+def same(one, other):
+    for name in ("tokens_BT", "finished_B"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_allclose(one.logprobs_BT, other.logprobs_BT, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, xj.SamplingConfig()], ids=["sampled", "greedy"])
+def test_processors_equal_settings(decode, sampling):
+    bias_BV = np.random.RandomState(0).standard_normal((B, V)).astype(np.float32) * 3
+    bias = {i: float(bias_BV[0, i]) for i in range(V)}
+    biased = xj.SamplingConfig(**vars(sampling) | dict(logit_bias=bias))
+    same(decode(sampling, processors=[(BIAS, bias_BV[:1].repeat(B, 0))]), decode(biased))
+    penalized = xj.SamplingConfig(**vars(sampling) | dict(presence_penalty=4.0))
+    same(decode(sampling, processors=[(PRESENCE, 4.0)]), decode(penalized))
+    same(decode(sampling, processors=[(IDENTITY, ())]), decode(sampling))
+
+
+def test_last_processors_get_what_is_sampled_from(decode):
+    """The filters have run; recorded log-probabilities are those of what they return."""
+
+    def keep_best(_, logits_BV, context):
+        assert logits_BV.shape == (B, V)
+        return jnp.where(logits_BV == logits_BV.max(-1, keepdims=True), logits_BV, -jnp.inf)
+
+    got = decode(processors=[(xj.Processor(None, keep_best, last=True), ())], logprobs=1)
+    np.testing.assert_array_equal(got.tokens_BT, decode(xj.SamplingConfig()).tokens_BT)
+    np.testing.assert_array_equal(got.alternatives.processed_BT, 0)
+
+
+def test_forbidden_tokens_stay_forbidden(decode):
+    """Before a processor and after it; and a grammar's."""
+    prefer = np.zeros((B, V), np.float32)
+    prefer[:, 5] = 1e4
+    forbidden = xj.SamplingConfig(1.0, forbidden_token_ids=(5,))
+    for last in (False, True):
+        given = [(xj.Processor(None, lambda x, logits_BV, _: jnp.maximum(logits_BV, x), last=last), prefer)]
+        assert np.all(np.asarray(decode(processors=given).tokens_BT) == 5)
+        assert not np.any(np.asarray(decode(forbidden, processors=given).tokens_BT) == 5)
+        early = xj.SamplingConfig(1.0, min_new_tokens=3)
+        assert np.all(np.asarray(decode(early, eos=[5], processors=given).length_B) == 4)
+
+
+def test_sample_in_place_of_the_draw(decode):
+    best = decode(sample=lambda key_B, logits_BV, context: jnp.argmax(logits_BV, -1).astype(jnp.int32))
+    same(best, decode(xj.SamplingConfig()))
+
+    def draw(key_B, logits_BV, context):
+        return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
+
+    one, other = decode(sample=draw), decode(sample=draw)
+    same(one, other)
+    assert not np.array_equal(one.tokens_BT, decode().tokens_BT)
+
+
+def test_stop_ends_rows(decode):
+    """The first token counts; the token at which a row ends is its last."""
+    want = np.asarray(decode().tokens_BT)
+    stops_at = want[np.arange(B), [0, 2, 5]]
+    got = decode(stop=lambda state: (state.token_B == stops_at) & (state.length_B > 0))
+    first = [list(row).index(token) + 1 for row, token in zip(want, stops_at, strict=True)]
+    np.testing.assert_array_equal(got.length_B, first)
+    assert np.all(got.finished_B)
+    for row, expected, n in zip(np.asarray(got.tokens_BT), want, first, strict=True):
+        np.testing.assert_array_equal(row, np.where(np.arange(N) < n, expected, 0))
+
+
+def test_arguments_are_traced(decode):
+    """Other arguments compile nothing; vmap maps over them; in a caller's jit."""
+    decode(processors=[(PRESENCE, 1.0)])
+    before = functional._LOOP.keeping._cache_size()
+    alone = [decode(processors=[(PRESENCE, penalty)]).tokens_BT for penalty in (0.5, 8.0)]
+    alone.append(decode(processors=[(PRESENCE, np.float32([0.5, 8.0, 0.5]))]).tokens_BT)
+    assert functional._LOOP.keeping._cache_size() == before
+    mapped = jax.jit(jax.vmap(lambda penalty: decode(processors=[(PRESENCE, penalty)]).tokens_BT))
+    np.testing.assert_array_equal(mapped(jnp.float32([0.5, 8.0])), alone[:2])
+    np.testing.assert_array_equal(alone[2], [alone[0][0], alone[1][1], alone[0][2]])
+
+
+def wrong_shape(_, logits_BV, context):
+    return logits_BV[:, :-1]
+
+
+def wrong_dtype(_, logits_BV, context):
+    return logits_BV.astype(jnp.bfloat16)
+
+
+def nothing(*_):
+    return None
+
+
+def given(arguments=(), init=None, apply=add_bias, update=None):
+    return dict(processors=[(xj.Processor(init, apply, update), arguments)])
+
+
+ONES = np.ones((B, V), np.float32)
+MISTAKES = [
+    (given(apply=wrong_shape), r"apply wrong_shape returned float32\[3, 119\], expected float32\[3, 120\]"),
+    (given(apply=wrong_dtype), r"apply wrong_dtype returned bfloat16\[3, 120\], expected float32"),
+    (given(apply=nothing), "apply nothing returned None, expected float32"),
+    (given(ONES, update=nothing), "update nothing returned None"),
+    (given(init=lambda *_: jnp.ones(2)), "init .* returned an array of shape .2,., expected 3 rows in front"),
+    (given(ONES[:2]), r"processors: arguments of shape \(2, 120\), for 3 rows"),
+    (dict(processors=BIAS), "processors must be .Processor, arguments of the rows. each"),
+    (dict(sample=3), "sample must be a function, got 3"),
+    (
+        dict(sample=lambda key_B, logits_BV, _: logits_BV),
+        r"sample .* returned float32\[3, 120\], expected int32",
+    ),
+    (dict(stop=lambda state: state.token_B), r"stop .* returned int32\[3\], expected bool\[3\]"),
+    (dict(stop=3), "stop must be a function, got 3"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), MISTAKES)
+def test_mistakes_are_named(decode, how, message):
+    with pytest.raises(InputError) as error:
+        decode(**how)
+    assert re.search(message, str(error.value)) and "\n" not in str(error.value)

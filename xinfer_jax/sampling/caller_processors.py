@@ -1,0 +1,199 @@
+"""Callers' functions between logits and tokens: `Processor`, and what `Context.callers` is made of."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..checks import is_sequence
+from ..errors import InputError, format_value
+from .context import Context
+from .random_keys import DRAW_CALLER
+from .sampler import all_greedy, draw_tokens, process_logits, token_logprobs, warp_logits
+from .sampling_config import SamplingConfig
+
+
+class SamplingContext(NamedTuple):
+    """What a caller's function knows of B rows when their next token is chosen.
+
+    Attributes:
+        key_B: PRNG keys of this position, of no other draw.
+        position_B: int32: tokens of prompt and answer, the position of the next token.
+        num_generated_B: int32: tokens of the answer.
+        eos_BE: int32: ids that end each row; below 0: none.
+        seen_BV: bool: tokens that `seen_BV` of the call named, and those of the answer.
+        history_BS: int32: tokens of prompt and answer in order, if the call got them; else None.
+    """
+
+    key_B: Any
+    position_B: Any
+    num_generated_B: Any
+    eos_BE: Any
+    seen_BV: Any
+    history_BS: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    """A logits processor of a caller: pure functions over rows, traced in the loop.
+
+    Forbidden tokens stay forbidden whatever it returns: `min_new_tokens`, `forbidden_token_ids`,
+    `bad_words_ids`, grammars. A program is compiled for each processor, which is known by its functions: a
+    lambda that is made anew in each call compiles anew.
+
+    Attributes:
+        init: (arguments, `SamplingContext`) -> the state of B rows, a pytree with rows in front; None: the
+            arguments are the state.
+        apply: (state, logits_BV, `SamplingContext`) -> logits_BV, float32.
+        update: (state, token_B, `SamplingContext`) -> the state after a token of each row; None: it stays.
+        last: it is applied after the built-in processors, temperature and filters, instead of before all.
+    """
+
+    init: Callable[[Any, SamplingContext], Any] | None
+    apply: Callable[[Any, jax.Array, SamplingContext], jax.Array]
+    update: Callable[[Any, jax.Array, SamplingContext], Any] | None = None
+    last: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Callers:
+    """`Context.callers`: callers' processors with the states of B rows, and a function that samples."""
+
+    states: tuple[Any, ...]
+    key_B: Any
+    processors: tuple[Processor, ...] = dataclasses.field(metadata=dict(static=True))
+    sample: Callable | None = dataclasses.field(metadata=dict(static=True))
+
+    def start(self, context: Context) -> "Callers":
+        """With the states that `init` makes of the arguments."""
+        known = self._context(context)
+
+        def state(processor: Processor, arguments: Any) -> Any:
+            if processor.init is None:
+                return arguments
+            made = processor.init(arguments, known)
+            for leaf in jax.tree.leaves(made):
+                if not np.ndim(leaf) or len(leaf) != len(known.position_B):
+                    what = (
+                        f"an array of shape {np.shape(leaf)}, expected {len(known.position_B)} rows in front"
+                    )
+                    raise InputError(f"init {_name(processor.init)} of a processor returned {what}")
+            return jax.tree.map(jnp.asarray, made)
+
+        states = tuple(map(state, self.processors, self.states))
+        return dataclasses.replace(self, states=states)
+
+    def choose(
+        self, logits_BV: jax.Array, settings: SamplingConfig, context: Context
+    ) -> tuple[jax.Array, Callable, Callable]:
+        """What `choose_tokens` returns. settings: of each row."""
+        known = self._context(context)
+        processed_BV = process_logits(self._apply(False, logits_BV, known), settings, context)
+        largest_B1 = jnp.max(processed_BV, -1, keepdims=True)
+        warped_BV = lax.cond(
+            all_greedy(settings),
+            lambda: processed_BV,
+            lambda: warp_logits(processed_BV, settings, largest_B1),
+        )
+        taken_BV = self._apply(True, warped_BV, known)
+        taken_BV = jnp.where(processed_BV == -jnp.inf, -jnp.inf, taken_BV)
+        if self.sample is None:
+            draw = self.key_B, settings, known.position_B, None, logits_BV.shape[1]
+            token_B = draw_tokens(taken_BV, *draw)
+        else:
+            token_B = self.sample(known.key_B, taken_BV, known)
+            _check("sample", self.sample, token_B, known.position_B)
+        return token_B, lambda token_B: token_logprobs(logits_BV, token_B), lambda: taken_BV
+
+    def append(self, context: Context, token_B: jax.Array, active_B: jax.Array) -> "Callers":
+        """After a token of each active row. context: before it."""
+        known = self._context(context)
+
+        def after(processor: Processor, state: Any) -> Any:
+            if processor.update is None:
+                return state
+            new = processor.update(state, token_B, known)
+            _check("update", processor.update, new, state)
+
+            def put(old: jax.Array, new: jax.Array) -> jax.Array:
+                return jnp.where(active_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+            return jax.tree.map(put, state, new)
+
+        return dataclasses.replace(self, states=tuple(map(after, self.processors, self.states)))
+
+    def _apply(self, last: bool, logits_BV: jax.Array, known: SamplingContext) -> jax.Array:
+        for processor, state in zip(self.processors, self.states, strict=True):
+            if processor.last == last:
+                new_BV = processor.apply(state, logits_BV, known)
+                _check("apply", processor.apply, new_BV, logits_BV)
+                logits_BV = new_BV
+        return logits_BV
+
+    def _context(self, context: Context) -> SamplingContext:
+        c = context
+        fold_in = jax.vmap(jax.random.fold_in, (0, None))
+        key_B = fold_in(jax.vmap(jax.random.fold_in)(self.key_B, c.position_B), DRAW_CALLER)
+        known = key_B, c.position_B, c.num_generated_B, c.eos_BE, c.seen_BV, c.history_BS
+        return SamplingContext(*jax.tree.map(jnp.asarray, known))
+
+
+def callers_of_call(given: Any, sample: Any, stop: Any, key_B: Any) -> Callers | None:
+    """Those of `decode_loop`'s rows, before `start`: the arguments are in place of the states. None: tokens
+    are chosen without them.
+
+    Raises:
+        InputError: processors or functions of another type; arguments of another number of rows.
+    """
+    pairs = given if is_sequence(given) else [given] if given is not None else []
+    for name, function in dict(sample=sample, stop=stop).items():
+        if function is not None and not callable(function):
+            raise InputError(f"{name} must be a function, got {format_value(function)}")
+    for pair in pairs:
+        if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
+            raise InputError(
+                f"processors must be (Processor, arguments of the rows) each, got {format_value(pair)}"
+            )
+    B = len(key_B)
+
+    def of_rows(x: Any) -> Any:
+        x = jnp.asarray(x, jnp.result_type(x))  # a number's type would be weak: another program
+        if x.ndim and len(x) != B:
+            raise InputError(f"processors: arguments of shape {x.shape}, for {B} rows")
+        return x if x.ndim else jnp.broadcast_to(x, (B,))
+
+    states = tuple(jax.tree.map(of_rows, arguments) for _, arguments in pairs)
+    if not states and sample is None:
+        return None
+    return Callers(states, key_B, tuple(processor for processor, _ in pairs), sample)
+
+
+def end_rows(stop: Callable, state: Any) -> Any:
+    """The `DecodeState` in which rows have also ended where a caller's function of it says so."""
+    ends_B = stop(state)
+    finished_B = jnp.asarray(state.finished_B)
+    _check("stop", stop, ends_B, finished_B)
+    return dataclasses.replace(state, finished_B=finished_B | ends_B)
+
+
+def _check(what: str, function: Callable, got: Any, like: Any) -> None:
+    """Raises InputError where a caller's function has not returned arrays like these."""
+
+    def shapes(tree: Any) -> Any:
+        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", tree)
+
+    try:
+        found = shapes(got)
+    except TypeError as error:
+        raise InputError(f"{what} {_name(function)} must return arrays, got {format_value(got)}") from error
+    if found != (wanted := shapes(like)):
+        raise InputError(f"{what} {_name(function)} returned {found}, expected {wanted}")
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__qualname__", repr(function))
