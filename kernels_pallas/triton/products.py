@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
-from ..reference_products import ACTIVATIONS, FEW_ROWS
+from ..reference_products import ACTIVATIONS, FEW_ROWS, Matrix
 from .parts import convert_halves, dot, tile_size
 
 PROGRAMS = 132  # multiprocessors of an H200
@@ -67,6 +67,7 @@ def product(  # noqa: PLR0913
     only. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     M = len(x_MI)
+    matrices = [_with_inner(matrix, x_MI, norm_I, eps, offset) for matrix in matrices]
     tiles = _choose_tiles(x_MI, matrices, norm_I, activation)
     widths = [matrix.outputs for matrix in matrices[: 1 if activation else None]]
     settings = _Settings(tiles, eps, offset, activation, interpret)
@@ -94,6 +95,32 @@ def product(  # noqa: PLR0913
         if term is not None:
             y_MO = y_MO + term.astype(jnp.float32)
     return [y_MO.astype(dtype)]
+
+
+class _Inner(NamedTuple):
+    """The second matrices of adapters, and the products with the first ones."""
+
+    inner_MR: Any
+    b_NOR: Any
+    adapter_M: Any
+
+
+def _with_inner(matrix: Matrix, x_MI, norm_I, eps: float, offset: float) -> Any:
+    """The matrix with `_Inner` of its adapters. XLA reads the rows' matrices within a sum of products of
+    numbers, where it would gather them in memory for a batched product; and no norm of x is written.
+    """
+    if matrix.adapters is None:
+        return matrix
+    (a_NRI, b_NOR) = (matrix.adapters.a_NRI, matrix.adapters.b_NOR)
+    used_NRI = a_NRI[: max(1, len(a_NRI) - 1)]
+    a_MRI = used_NRI.at[matrix.adapters.adapter_M].get(mode="clip").astype(jnp.float32)
+    x32_MI = x_MI.astype(jnp.float32)
+    factor_M1 = jnp.float32(matrix.adapters.scale)
+    if norm_I is not None:
+        factor_M1 *= lax.rsqrt(jnp.mean(jnp.square(x32_MI), -1, keepdims=True) + eps)
+        x32_MI *= offset + norm_I.astype(jnp.float32)
+    inner_MR = (x32_MI[:, None] * a_MRI).sum(-1) * factor_M1
+    return matrix._replace(adapters=_Inner(inner_MR.astype(b_NOR.dtype), b_NOR, matrix.adapters.adapter_M))
 
 
 def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
@@ -162,11 +189,40 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa
             ys[i] *= lax.rsqrt(square_M * (1 / inputs) + settings.eps)[:, None]
         if matrix.bias is not None:
             ys[i] += _load(matrix.bias, out).astype(jnp.float32)
+        if matrix.adapters is not None:
+            ys[i] = _add_adapters(
+                ys[i], matrix.adapters, row, out, M if splits == 1 else M * (split == 0).astype(jnp.int32)
+            )
     y_MO = ACTIVATIONS[settings.activation](ys[0]) * ys[1] if settings.activation else ys[0]
     if residual_ref is not None:
         y_MO += _load(residual_ref, row, out).astype(jnp.float32)
     index = (row.slice, out.slice) if splits == 1 else (split, row.slice, out.slice)
     pltriton.store(out_ref.at[index], y_MO.astype(out_ref.dtype), mask=_mask(row, out))
+
+
+def _add_adapters(y_MO, adapters, row, out, count):
+    """y and the products with the adapters of the first `count` rows. Each adapter is read once, for all of
+    its rows; no other row takes its numbers, which may be NaN.
+    """
+    R = adapters.b_NOR.shape[2]
+    rank = _Range.of(row.slice.start, tile_size(R), R)  # rows are one block, so both start at 0
+    inner_MR = _load(adapters.inner_MR, row, rank)
+    adapter_M = _load(adapters.adapter_M, row)
+    number_M = jnp.arange(row.slice.size)
+
+    def add_one(m, y_MO):
+        adapter = pltriton.load(adapters.adapter_M.at[m])
+        own_M = adapter_M == adapter
+        first = jnp.min(jnp.where(own_M, number_M, row.slice.size))
+
+        def add(y_MO):
+            b_OR = _load(adapters.b_NOR, adapter, out, rank)
+            return jnp.where(own_M[:, None], y_MO + dot(inner_MR, b_OR.T), y_MO)
+
+        is_first = (first == m) & (adapter >= 0)
+        return lax.cond(is_first, add, lambda y_MO: y_MO, y_MO)
+
+    return lax.fori_loop(0, count, add_one, y_MO)
 
 
 def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913
