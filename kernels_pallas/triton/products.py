@@ -67,7 +67,7 @@ def product(  # noqa: PLR0913
     only. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     M = len(x_MI)
-    matrices = [_with_inner(matrix, x_MI, norm_I, eps, offset) for matrix in matrices]
+    matrices = [_with_inner(matrix, x_MI, norm_I, offset) for matrix in matrices]
     tiles = _choose_tiles(x_MI, matrices, norm_I, activation)
     widths = [matrix.outputs for matrix in matrices[: 1 if activation else None]]
     settings = _Settings(tiles, eps, offset, activation, interpret)
@@ -98,29 +98,27 @@ def product(  # noqa: PLR0913
 
 
 class _Inner(NamedTuple):
-    """The second matrices of adapters, and the products with the first ones."""
+    """The second matrices of adapters, and the products with the first ones, before the norm's factor."""
 
     inner_MR: Any
     b_NOR: Any
     adapter_M: Any
 
 
-def _with_inner(matrix: Matrix, x_MI, norm_I, eps: float, offset: float) -> Any:
+def _with_inner(matrix: Matrix, x_MI, norm_I, offset: float) -> Any:
     """The matrix with `_Inner` of its adapters. XLA reads the rows' matrices within a sum of products of
-    numbers, where it would gather them in memory for a batched product; and no norm of x is written.
+    numbers, where it would gather them in memory for a batched product.
     """
     if matrix.adapters is None:
         return matrix
+    adapter_M = matrix.adapters.adapter_M
     (a_NRI, b_NOR) = (matrix.adapters.a_NRI, matrix.adapters.b_NOR)
-    used_NRI = a_NRI[: max(1, len(a_NRI) - 1)]
-    a_MRI = used_NRI.at[matrix.adapters.adapter_M].get(mode="clip").astype(jnp.float32)
+    a_MRI = a_NRI[: max(1, len(a_NRI) - 1)].at[adapter_M].get(mode="clip").astype(jnp.float32)
     x32_MI = x_MI.astype(jnp.float32)
-    factor_M1 = jnp.float32(matrix.adapters.scale)
     if norm_I is not None:
-        factor_M1 *= lax.rsqrt(jnp.mean(jnp.square(x32_MI), -1, keepdims=True) + eps)
         x32_MI *= offset + norm_I.astype(jnp.float32)
-    inner_MR = (x32_MI[:, None] * a_MRI).sum(-1) * factor_M1
-    return matrix._replace(adapters=_Inner(inner_MR.astype(b_NOR.dtype), b_NOR, matrix.adapters.adapter_M))
+    inner_MR = (x32_MI[:, None] * a_MRI).sum(-1) * matrix.adapters.scale
+    return matrix._replace(adapters=_Inner(inner_MR.astype(b_NOR.dtype), b_NOR, adapter_M))
 
 
 def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
@@ -185,14 +183,14 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa
             ys[i] = ys[i].astype(jnp.float32) * _load(step_ref, row)[:, None]
         if matrix.values.ndim == 2 and matrix.scale is not None:
             ys[i] *= _load(matrix.scale, out)
-        if norm_ref is not None:
-            ys[i] *= lax.rsqrt(square_M * (1 / inputs) + settings.eps)[:, None]
-        if matrix.bias is not None:
-            ys[i] += _load(matrix.bias, out).astype(jnp.float32)
         if matrix.adapters is not None:
             ys[i] = _add_adapters(
                 ys[i], matrix.adapters, row, out, M if splits == 1 else M * (split == 0).astype(jnp.int32)
             )
+        if norm_ref is not None:
+            ys[i] *= lax.rsqrt(square_M * (1 / inputs) + settings.eps)[:, None]
+        if matrix.bias is not None:
+            ys[i] += _load(matrix.bias, out).astype(jnp.float32)
     y_MO = ACTIVATIONS[settings.activation](ys[0]) * ys[1] if settings.activation else ys[0]
     if residual_ref is not None:
         y_MO += _load(residual_ref, row, out).astype(jnp.float32)
