@@ -20,6 +20,7 @@ from ...weights.quantized_weight import is_quantized
 from ..cpu.cpu_products import quantize_activations
 from ..operation import run, with_derivative
 
+_MOST_RANK = 128  # of adapters, of which a TPU keeps two on the chip
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
 
 
@@ -116,6 +117,8 @@ def _unsupported_adapters(x, leaves, rows: int) -> str | None:
         weight.check_rows(x)
         if not _is_adapted(weight) or rows > FEW_ROWS:
             return "adapters over a mesh, or of many rows"
+        if weight.lora_a.shape[1] > _MOST_RANK:
+            return f"adapters of rank {weight.lora_a.shape[1]}"
         if {weight.lora_a.dtype, weight.lora_b.dtype} != {x.dtype}:
             return "adapters of another dtype"
         if _has_int8_activations(weight.base) or getattr(weight.base, "order", None) is not None:
