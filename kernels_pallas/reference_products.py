@@ -44,7 +44,7 @@ class Matrix(NamedTuple):
     scale: Any = None
     zero: Any = None
     bias: Any = None  # [O]
-    adapters: RowAdapters | None = None
+    adapters: Any = None  # `RowAdapters`
 
     @property
     def outputs(self) -> int:

@@ -66,7 +66,7 @@ ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names co
 SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
 DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
 ADAPTERS = flags.DEFINE_integer(
-    "adapters", 0, "LoRA adapters for rows, of which row i has number i modulo these.", 0
+    "adapters", 0, "LoRA adapters of all matrices in layers; row i has number i modulo these.", 0
 )
 RANK = flags.DEFINE_integer("rank", 16, "Of the adapters.", 1)
 DEVICES = flags.DEFINE_integer(
@@ -114,6 +114,8 @@ def figures(program: str) -> dict:
     if program == "kernels":
         print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
         return {"compiled": compile_kernels(TARGET.value, ONLY.value or [""], DUMP)}
+    if ADAPTERS.value and (program == "engine_prefill" or DEVICES.value > 1):
+        raise InputError("--adapters is for programs of all rows, on one device")
     if DEVICES.value > 1 and TARGET.value not in TPUS:
         raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
     if DEVICES.value > 1 and not program.startswith("engine"):

@@ -43,11 +43,11 @@ def added_by_adapters(x_MI, adapters, norm_I, eps: float, offset: float, interpr
     rows = pltpu.VMEM(x_MI.shape, x_MI.dtype)
     buffers = [pltpu.VMEM((2, *x_NR.shape[1:]), x_NR.dtype) for x_NR in pairs]
     copied = pltpu.SemaphoreType.DMA((2, len(pairs)))
-    structure = jax.tree.structure(_Refs(*[0] * 2, norm, pairs, results, rows, buffers, copied))
-    settings = dict(scales=[each.scale for each in adapters], eps=eps, offset=offset)
+    structure = jax.tree.structure(_Refs(0, 0, norm, pairs, results, rows, buffers, copied))
+    scales = [each.scale for each in adapters]
     (in_vmem, in_hbm) = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.HBM))
     return pl.pallas_call(
-        lambda *refs: _kernel(jax.tree.unflatten(structure, refs), **settings),
+        lambda *refs: _kernel(jax.tree.unflatten(structure, refs), scales, eps, offset),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(),

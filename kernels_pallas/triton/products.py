@@ -111,8 +111,9 @@ def _with_inner(matrix: Matrix, x_MI, norm_I, offset: float) -> Any:
     """
     if matrix.adapters is None:
         return matrix
+    a_NRI = matrix.adapters.a_NRI
+    b_NOR = matrix.adapters.b_NOR
     adapter_M = matrix.adapters.adapter_M
-    (a_NRI, b_NOR) = (matrix.adapters.a_NRI, matrix.adapters.b_NOR)
     a_MRI = a_NRI[: max(1, len(a_NRI) - 1)].at[adapter_M].get(mode="clip").astype(jnp.float32)
     x32_MI = x_MI.astype(jnp.float32)
     if norm_I is not None:
