@@ -1,5 +1,6 @@
 """Adapters of rows in the kernels of products, emulated: against the reference, with gradients."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -24,7 +25,9 @@ IMPLS = {"interpret": BF16, "interpret_tpu": jnp.float32}
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_products(impl):
-    """Of q, k without an adapter, and v; the last row's adapter is NaN, and no other row reads it."""
+    """Of q, k without an adapter, and v. The last row's adapter is NaN, and no other row reads it; nor do the
+    adapters of other rows change a row's bits.
+    """
     draws = np.random.default_rng(0)
     dtype = IMPLS[impl]
     adapter_M = jnp.array([1, -1, 0, 1, 2], jnp.int32)
@@ -46,7 +49,15 @@ def test_products(impl):
     limit = 1e-5 if dtype == jnp.float32 else 2**-7
     alone = reference_products.product(x_MI, [each._replace(adapters=None) for each in matrices], norm_I)
     want = reference_products.product(*args, eps=1e-6)
-    for n, (have, need, without) in enumerate(zip(run(*args), want, alone, strict=True)):
+    got = run(*args)
+    others = [
+        each._replace(adapters=dataclasses.replace(each.adapters, adapter_M=adapter_M.at[1:].set(0)))
+        if each.adapters is not None else each
+        for each in matrices
+    ]  # fmt: skip
+    for have, beside_others in zip(got, run(x_MI, others, norm_I), strict=True):
+        np.testing.assert_array_equal(have[0], beside_others[0])
+    for n, (have, need, without) in enumerate(zip(got, want, alone, strict=True)):
         have, need, without = (np.asarray(y, np.float64) for y in (have, need, without))
         assert np.isnan(have[4]).all() == (n != 1)
         error = np.linalg.norm(have[:4] - need[:4], axis=-1)
