@@ -20,7 +20,8 @@ class AdaptedWeight(WeightLeaf):
     """A matrix [O, I] of any kind and N adapters of it: x @ matrix.T + (x @ a.T * scale) @ b.T. Those of
     experts have a first axis X, and one adapter.
 
-    The product of the matrix has the bits that it has alone.
+    The product of the matrix has the bits that it has alone. Few rows have one kernel for both on GPUs and
+    TPUs, where another row's adapter, finite or not, changes nothing (`ops/kernels/product_kernels.py`).
     """
 
     base: Any  # an array [O, I] or a `WeightLeaf`
