@@ -34,6 +34,8 @@ backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences be
 - The greedy token of a float or int8 vocabulary needs no logits. A sampler reads the logits once: for the
   largest of each group of 64, which give the candidates, and for the logsumexp. The bias of a row without
   one, and the seen tokens of a row without a penalty, are not read: a kernel needs no branch for that.
+- Adapters of rows (LoRA) are part of a product: each that some row has is read once, for all of its rows. For
+  Triton XLA multiplies x by the first matrices. On TPUs a kernel of its own copies both (`tpu/adapters.py`).
 - A mixture of experts has kernels for Triton, which serve Hopper too, and for TPUs. For Triton choices are
   sorted by expert; each program finds its tile in that order by itself, which saves launches. jax's
   `ragged_dot_mgpu` computes a whole tile for each of the X - 1 tiles that may be empty, and needs x gathered

@@ -3,6 +3,7 @@
 M rows, I inputs, O outputs; a packed matrix has Q groups of J inputs, each Y bytes an output.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,19 @@ ACTIVATIONS = {
 }
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowAdapters:
+    """Low-rank adapters of a matrix, of rank R, one for each row (LoRA). Of several the last is not used."""
+
+    a_NRI: Any
+    b_NOR: Any
+    adapter_M: Any  # int32: the adapter of each row; negative: it has none
+    scale: float = dataclasses.field(metadata=dict(static=True))
+
+
 class Matrix(NamedTuple):
-    """A matrix with I inputs and O outputs, and the bias of its product.
+    """A matrix with I inputs and O outputs, and the bias of its product and what adapters add to it.
 
     - 16-bit floats: values [O, I].
     - int8 with a scale per output: values [O, I], scale [O].
@@ -32,6 +44,7 @@ class Matrix(NamedTuple):
     scale: Any = None
     zero: Any = None
     bias: Any = None  # [O]
+    adapters: Any = None  # `RowAdapters`
 
     @property
     def outputs(self) -> int:
@@ -91,4 +104,12 @@ def _product(x_MI, matrix: Matrix):
         scaled_QJO = levels_QJO * matrix.scale.astype(jnp.float32)[:, None]
         matrix_IO = scaled_QJO.reshape(-1, matrix.outputs)[: x_MI.shape[1]]
     y_MO = jnp.dot(x_MI, matrix_IO, precision=lax.Precision.HIGHEST)
+    if matrix.adapters is not None:
+        a_MRI, b_MOR = (
+            x[matrix.adapters.adapter_M].astype(jnp.float32)
+            for x in (matrix.adapters.a_NRI, matrix.adapters.b_NOR)
+        )
+        added_MO = jnp.einsum("mi,mri,mor->mo", x_MI, a_MRI, b_MOR, precision=lax.Precision.HIGHEST)
+        has_one_M1 = matrix.adapters.adapter_M[:, None] >= 0
+        y_MO += jnp.where(has_one_M1, added_MO * matrix.adapters.scale, 0)
     return y_MO if matrix.bias is None else y_MO + matrix.bias.astype(jnp.float32)

@@ -65,6 +65,10 @@ PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)
 ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names contain one of these texts.")
 SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
 DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
+ADAPTERS = flags.DEFINE_integer(
+    "adapters", 0, "LoRA adapters of all matrices in layers; row i has number i modulo these.", 0
+)
+RANK = flags.DEFINE_integer("rank", 16, "Of the adapters.", 1)
 DEVICES = flags.DEFINE_integer(
     "devices", 1, "TPUs of a mesh that a model in an engine is sharded over; figures are those of one.", 1
 )
@@ -82,7 +86,7 @@ def main(argv: list[str]) -> None:
     finally:
         shutil.rmtree(DUMP)
     kernels = [kernel for result in results for kernel in result.pop("compiled")]
-    given = (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)
+    given = (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH, ADAPTERS)
     settings = {flag.name: flag.value for flag in given}
     programs = [result for result in results if result]
     print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
@@ -110,6 +114,8 @@ def figures(program: str) -> dict:
     if program == "kernels":
         print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
         return {"compiled": compile_kernels(TARGET.value, ONLY.value or [""], DUMP)}
+    if ADAPTERS.value and (program == "engine_prefill" or DEVICES.value > 1):
+        raise InputError("--adapters is for programs of all rows, on one device")
     if DEVICES.value > 1 and TARGET.value not in TPUS:
         raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
     if DEVICES.value > 1 and not program.startswith("engine"):
@@ -147,7 +153,9 @@ def full_job() -> ProgramJob:
     weights = estimates.device_weights(
         estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
     )
-    return ProgramJob(config, weights, kv, rows, capacity, length, SAMPLED.value, DRAFT_TOKENS.value)
+    sizes = rows, capacity, length
+    of_adapters = dict(adapters=ADAPTERS.value, rank=RANK.value)
+    return ProgramJob(config, weights, kv, *sizes, SAMPLED.value, DRAFT_TOKENS.value, **of_adapters)
 
 
 if __name__ == "__main__":

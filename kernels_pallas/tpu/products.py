@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from ..reference_products import ACTIVATIONS
 from . import streaming
+from .adapters import added_by_adapters
 
 
 def product(  # noqa: PLR0913
@@ -38,7 +39,12 @@ def product(  # noqa: PLR0913
     assert step_M is None
     M = len(x_MI)
     settings = streaming.settings_of(x_MI, matrices, eps, offset, activation)
-    operands, blocks = streaming.operands_and_blocks(settings, x_MI, matrices, interpret, norm_I, residual_MO)
+    adapters = [matrix.adapters for matrix in matrices if matrix.adapters is not None]
+    sums = iter(adapters and added_by_adapters(x_MI, adapters, norm_I, eps, offset, interpret))
+    added = [None if matrix.adapters is None else next(sums) for matrix in matrices]
+    operands, blocks = streaming.operands_and_blocks(
+        settings, x_MI, matrices, interpret, norm_I, residual_MO, added
+    )
     results = range(1 if activation else len(matrices))
     shapes = [(M, matrices[n].outputs) for n in results]
     out_blocks = [streaming.rows_of_tile(M, settings, n) for n in results]
@@ -59,13 +65,13 @@ def _kernel(
     pl.when(step == 0)(partial(streaming.prepare, settings, operands, memory))
 
     def tile(n: int) -> jax.Array:
-        return streaming.multiply_tile(step, n, settings, operands, memory)
+        y_MO = streaming.multiply_tile(step, n, settings, operands, memory)[: len(operands.x)]
+        return y_MO if operands.added[n] is None else y_MO + operands.added[n][...]
 
     def store(n: int) -> None:
-        y_RO = tile(n)
+        y_MO = tile(n)
         if settings.activation is not None:
-            y_RO = ACTIVATIONS[settings.activation](y_RO) * tile(1)
-        y_MO = y_RO[: len(operands.x)]
+            y_MO = ACTIVATIONS[settings.activation](y_MO) * tile(1)
         if operands.residual is not None:
             y_MO += operands.residual[...].astype(jnp.float32)
         results[n][...] = y_MO.astype(results[n].dtype)

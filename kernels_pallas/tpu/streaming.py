@@ -45,6 +45,7 @@ class Operands(NamedTuple):
     biases: Any  # the same
     norm: Any
     residual: Any
+    added: Any = ()  # to the product of each matrix, float32 [M, O]; None: nothing
 
 
 class Memory(NamedTuple):
@@ -69,7 +70,13 @@ def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=N
 
 
 def operands_and_blocks(  # noqa: PLR0913
-    settings: Settings, x_MI, matrices: Sequence[Matrix], interpret: bool, norm_I=None, residual_MO=None
+    settings: Settings,
+    x_MI,
+    matrices: Sequence[Matrix],
+    interpret: bool,
+    norm_I=None,
+    residual_MO=None,
+    added=(),
 ) -> tuple[Operands, Operands]:
     """The operands of a kernel, and their blocks. XLA leaves streamed matrices in HBM: a kernel that waits
     for them to be copied could not compute meanwhile.
@@ -79,13 +86,16 @@ def operands_and_blocks(  # noqa: PLR0913
     scales = [
         matrix.scale if form.kind == "int8" else None for form, matrix in zip(forms, matrices, strict=True)
     ]
-    operands = Operands(x_MI, arrays, scales, [matrix.bias for matrix in matrices], norm_I, residual_MO)
+    operands = Operands(
+        x_MI, arrays, scales, [matrix.bias for matrix in matrices], norm_I, residual_MO, added
+    )
     blocks = jax.tree.map(_whole, operands)._replace(
         matrices=[
             form.blocks_of_outputs(settings.tiles[n], _tile_number(settings, n))
             for n, form in enumerate(forms)
         ],
         residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
+        added=[None if y is None else rows_of_tile(len(x_MI), settings, n) for n, y in enumerate(added)],
     )
     if not settings.is_resident:
         operands = operands._replace(matrices=keep_in_hbm(arrays, interpret))

@@ -1,8 +1,8 @@
-"""Parts that the Triton kernels share: sizes of tiles, and products in full precision."""
+"""Parts that the Triton kernels share: sizes of tiles, their loads, and products in full precision."""
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,3 +56,35 @@ def convert_halves(asm: str, values_YO: jax.Array, dtype: Any) -> list[jax.Array
         result_shape_dtypes=[kind],
     )
     return [convert(asm.format(shift=shift))[0] for shift in (0, 4)]
+
+
+class Range(NamedTuple):
+    """The indices of a tile along an axis."""
+
+    slice: Any
+    inside: Any  # which are; None: all
+
+    @classmethod
+    def of(cls, start, size: int, limit: int, end: int | None = None) -> "Range":
+        """Those from `start` on. limit: of the axis; end: of the tiles, where they are no multiples."""
+        tiled = limit % size == 0 and end in (None, limit)
+        return cls(pl.ds(start, size), None if tiled else start + jnp.arange(size) < limit)
+
+
+def tile_mask(*axes):
+    """Which elements of a tile are inside; None: all."""
+    axes = [axis for axis in axes if isinstance(axis, Range)]
+    shape = [axis.slice.size for axis in axes]
+    parts = [
+        lax.broadcast_in_dim(axis.inside, shape, (i,))
+        for i, axis in enumerate(axes)
+        if axis.inside is not None
+    ]
+    return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def load_tile(ref, *axes):
+    """A tile, with zeros outside. axes: ranges and numbers."""
+    mask = tile_mask(*axes)
+    ref = ref.at[tuple(axis.slice if isinstance(axis, Range) else axis for axis in axes)]
+    return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=0)

@@ -20,7 +20,7 @@ their input, biases, activation and residual.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
 from ..reference_products import ACTIVATIONS, FEW_ROWS
-from .parts import convert_halves, dot, tile_size
+from .adapters import add_adapters, with_inner
+from .parts import Range, convert_halves, dot, load_tile, tile_mask, tile_size
 
 PROGRAMS = 132  # multiprocessors of an H200
 _STAGE_BYTES = 8192  # of a matrix that one step of the loop reads
@@ -67,6 +68,7 @@ def product(  # noqa: PLR0913
     only. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     M = len(x_MI)
+    matrices = [with_inner(matrix, x_MI, norm_I, offset) for matrix in matrices]
     tiles = _choose_tiles(x_MI, matrices, norm_I, activation)
     widths = [matrix.outputs for matrix in matrices[: 1 if activation else None]]
     settings = _Settings(tiles, eps, offset, activation, interpret)
@@ -143,8 +145,8 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa
     (tile, block, split) = numbers
     (M, inputs) = x_ref.shape
     rows, outputs, splits, _, _ = settings.tiles
-    row = _Range.of(block * rows, rows, M)
-    out = _Range.of(tile * outputs, outputs, matrices[0].outputs)
+    row = Range.of(block * rows, rows, M)
+    out = Range.of(tile * outputs, outputs, matrices[0].outputs)
     add = _add_grouped if matrices[0].values.ndim == 3 else _add_flat
     steps, step = add(x_ref, norm_ref, matrices, row, out, settings)
     begin = 0 if splits == 1 else lax.div(steps * split, splits)
@@ -155,18 +157,22 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa
 
     for i, matrix in enumerate(matrices):
         if step_ref is not None:
-            ys[i] = ys[i].astype(jnp.float32) * _load(step_ref, row)[:, None]
+            ys[i] = ys[i].astype(jnp.float32) * load_tile(step_ref, row)[:, None]
         if matrix.values.ndim == 2 and matrix.scale is not None:
-            ys[i] *= _load(matrix.scale, out)
+            ys[i] *= load_tile(matrix.scale, out)
+        if matrix.adapters is not None:
+            ys[i] = add_adapters(
+                ys[i], matrix.adapters, row, out, M if splits == 1 else M * (split == 0).astype(jnp.int32)
+            )
         if norm_ref is not None:
             ys[i] *= lax.rsqrt(square_M * (1 / inputs) + settings.eps)[:, None]
         if matrix.bias is not None:
-            ys[i] += _load(matrix.bias, out).astype(jnp.float32)
+            ys[i] += load_tile(matrix.bias, out).astype(jnp.float32)
     y_MO = ACTIVATIONS[settings.activation](ys[0]) * ys[1] if settings.activation else ys[0]
     if residual_ref is not None:
-        y_MO += _load(residual_ref, row, out).astype(jnp.float32)
+        y_MO += load_tile(residual_ref, row, out).astype(jnp.float32)
     index = (row.slice, out.slice) if splits == 1 else (split, row.slice, out.slice)
-    pltriton.store(out_ref.at[index], y_MO.astype(out_ref.dtype), mask=_mask(row, out))
+    pltriton.store(out_ref.at[index], y_MO.astype(out_ref.dtype), mask=tile_mask(row, out))
 
 
 def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913
@@ -178,9 +184,9 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa
 
     def step(i, state):
         ys, square_M = state
-        column = _Range.of(i * width, width, inputs)
+        column = Range.of(i * width, width, inputs)
         x_MI, added_M = _load_x(x_ref, norm_ref, row, column, settings.offset)
-        tiles = [_load(matrix.values, out, column).astype(x_MI.dtype) for matrix in matrices]
+        tiles = [load_tile(matrix.values, out, column).astype(x_MI.dtype) for matrix in matrices]
         ys = [y + multiply(x_MI, tile.T) for y, tile in zip(ys, tiles, strict=True)]
         return ys, square_M + added_M
 
@@ -207,21 +213,21 @@ def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # n
         ys, square_M = state
         group = lax.div(number, per_group)
         first = group * (halves * Y) + lax.rem(number, per_group) * run
-        columns = [_Range.of(first + half * Y, run, x_ref.shape[1], Q * Y * halves) for half in range(halves)]
+        columns = [Range.of(first + half * Y, run, x_ref.shape[1], Q * Y * halves) for half in range(halves)]
         parts = (_load_x(x_ref, norm_ref, row, column, settings.offset) for column in columns)
         xs, added = zip(*parts, strict=True)
         total_M = sum(x_MY.astype(jnp.float32) for x_MY in xs).sum(1)
         sums = []
         for y_MO, matrix in zip(ys, matrices, strict=True):
-            byte = _Range.of(lax.rem(number, per_group) * run, run, Y)
-            levels = _levels(_load(matrix.values, group, byte, out), x_ref.dtype, settings.interpret)
+            byte = Range.of(lax.rem(number, per_group) * run, run, Y)
+            levels = _levels(load_tile(matrix.values, group, byte, out), x_ref.dtype, settings.interpret)
             sum_MO = sum(dot(x_MY, level_YO) for x_MY, level_YO in zip(xs, levels, strict=True))
             zero_O = jnp.full(out.slice.size, magic, jnp.float32)
             if matrix.zero is not None:
-                zero_O += _load(matrix.zero, group, out).astype(jnp.float32)
+                zero_O += load_tile(matrix.zero, group, out).astype(jnp.float32)
             if halves == 2 or matrix.zero is not None:
                 sum_MO -= total_M[:, None] * zero_O
-            sums.append(y_MO + sum_MO * _load(matrix.scale, group, out).astype(jnp.float32))
+            sums.append(y_MO + sum_MO * load_tile(matrix.scale, group, out).astype(jnp.float32))
         return sums, square_M + sum(added)
 
     def step(i, state):
@@ -239,11 +245,11 @@ def group_run(Y: int) -> int:
 
 def _load_x(x_ref, norm_ref, row, column, offset: float):
     """A tile of x, times the weight of the norm if there is one; and the rows' sums of squares for it."""
-    x_MI = _load(x_ref, row, column)
+    x_MI = load_tile(x_ref, row, column)
     if norm_ref is None:
         return x_MI, 0
     x32_MI = x_MI.astype(jnp.float32)
-    weight_I = _load(norm_ref, column).astype(jnp.float32)
+    weight_I = load_tile(norm_ref, column).astype(jnp.float32)
     weight_I = weight_I + offset if offset else weight_I
     sum_M = jnp.square(x32_MI).sum(1)
     # A sum is never negative. Without the condition every warp would compute the whole tile, in the registers
@@ -272,35 +278,3 @@ def _levels(values_YO, dtype, interpret: bool) -> list[jax.Array]:
 def _magic(dtype) -> float:
     """The number whose last bits are those of a level: 128 with 7 bits, 1,024 with 10."""
     return float(1 / jnp.finfo(dtype).eps)
-
-
-class _Range(NamedTuple):
-    """The indices of a tile along an axis."""
-
-    slice: Any
-    inside: Any  # which are; None: all
-
-    @classmethod
-    def of(cls, start, size: int, limit: int, end: int | None = None) -> "_Range":
-        """Those from `start` on. limit: of the axis; end: of the tiles, where they are no multiples."""
-        tiled = limit % size == 0 and end in (None, limit)
-        return cls(pl.ds(start, size), None if tiled else start + jnp.arange(size) < limit)
-
-
-def _mask(*axes):
-    """Which elements of a tile are inside; None: all."""
-    axes = [axis for axis in axes if isinstance(axis, _Range)]
-    shape = [axis.slice.size for axis in axes]
-    parts = [
-        lax.broadcast_in_dim(axis.inside, shape, (i,))
-        for i, axis in enumerate(axes)
-        if axis.inside is not None
-    ]
-    return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
-
-
-def _load(ref, *axes):
-    """A tile, with zeros outside. axes: ranges and numbers."""
-    mask = _mask(*axes)
-    ref = ref.at[tuple(axis.slice if isinstance(axis, _Range) else axis for axis in axes)]
-    return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import kernels_pallas
 from kernels_pallas import KeyBias, Levels, Mxfp4
-from kernels_pallas.reference_products import Matrix
+from kernels_pallas.reference_products import Matrix, RowAdapters
 
 SD = jax.ShapeDtypeStruct
 _N = 14  # heads
@@ -135,6 +135,13 @@ def _product_cases() -> Iterator[KernelCase]:
             name = f"triton product {kind} {rows} rows"
             yield KernelCase(f"{name} gate, up", "triton", partial(run, activation="silu", eps=1e-6), up)
             yield KernelCase(f"{name} down", "triton", run, down)
+            if rows in (8, 64):
+                adapters = RowAdapters(
+                    SD((5, 16, _D), "bfloat16"), SD((5, _F, 16), "bfloat16"), SD((rows,), jnp.int32), 1.0
+                )
+                gated = [matrix._replace(adapters=adapters) for matrix in gated]
+                up = (x_MI, gated, norm_I)
+                yield KernelCase(f"{name} adapters", "triton", partial(run, activation="silu", eps=1e-6), up)
 
 
 def _append_cases() -> Iterator[KernelCase]:

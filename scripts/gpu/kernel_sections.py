@@ -336,11 +336,13 @@ def layouts(plan: SimpleNamespace) -> Iterator[Case]:
             yield case(f"attention {name}", impl, attention_error, keys, width, T)
             if on_tpu and T <= 17:
                 yield case(f"append {name}", impl, append_error, keys, width, T)
+    kinds = ("adapters",) if on_tpu else ("bfloat16", "int8", "int4", "adapters")
+    for kind, rows in itertools.product(kinds, (3,) if plan.tiny else (1, 8, 64)):
+        sizes = (96, 128) if plan.tiny else (4864, 896)
+        impl = impls[0] if on_tpu else triton
+        yield case(f"product {kind}, {rows} rows", impl, product_error, kind, rows, *sizes)
     if on_tpu:
         return
-    for kind, rows in itertools.product(("bfloat16", "int8", "int4"), (3,) if plan.tiny else (1, 8, 64)):
-        sizes = (96, 128) if plan.tiny else (4864, 896)
-        yield case(f"product {kind}, {rows} rows", triton, product_error, kind, rows, *sizes)
     for tokens in (3,) if plan.tiny else (1, 8, 64, 512):
         sizes = (4, 2, 32, 48) if plan.tiny else (128, 8, 768, 2048)
         yield case(f"experts, {tokens} tokens", triton, experts_error, tokens, *sizes)

@@ -13,7 +13,7 @@ import kernels_pallas
 from gpu.section_cases import max_error, random
 from kernels_pallas import KeyBias, reference, reference_append, reference_products
 from kernels_pallas.key_layouts import join, quantize
-from kernels_pallas.reference_products import Matrix
+from kernels_pallas.reference_products import Matrix, RowAdapters
 
 _PAGE = 64
 _PAGES = 12  # of the longest row
@@ -87,8 +87,15 @@ def append_error(impl: str, keys: str, width: int, T: int) -> float:
 
 
 def product_error(impl: str, kind: str, rows: int, outputs: int, inputs: int) -> float:
-    """The error of norm, gate and up, and activation in one launch."""
+    """The error of norm, gate and up, and activation in one launch. kind: a format, or "adapters" of rows."""
     matrices = [_matrix(kind, seed, outputs, inputs) for seed in (1, 2)]
+    if kind == "adapters":
+        a_NRI, b_NOR = (
+            (random(i, shape, jnp.float32) * shape[2] ** -0.5).astype(jnp.bfloat16)
+            for i, shape in ((4, (5, 16, inputs)), (5, (5, outputs, 16)))
+        )
+        adapters = RowAdapters(a_NRI, b_NOR, jnp.arange(rows) % 5 - 1, 1.0)
+        matrices = [matrix._replace(adapters=adapters) for matrix in matrices]
     norm_I = random(3, (inputs,), jnp.bfloat16)
     args = random(0, (rows, inputs), jnp.bfloat16), matrices, norm_I
     options = {"activation": "silu", "eps": 1e-6}

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tpu.tile_bytes import box_bytes, is_in_hbm, is_whole_rows, stored_bytes
+from tpu.tile_bytes import box_bytes, is_in_hbm, is_whole_rows, parse_layout, stored_bytes
 
 from gpu.hlo_text import Array, Computation, Instruction, Module
 
@@ -105,10 +105,11 @@ def _read_of(body: Computation, parameter: Instruction, array: Array, needed: fl
     if not is_in_hbm(array):
         return 0
     users = [user for user in _users(body, parameter) if not (updated and user.opcode in _UPDATING)]
+    of_needed = stored_bytes(array) * min(1.0, needed / max(1, parameter.size)) if users else 0.0
     if users and all(user.opcode in _TAKING for user in users):
-        boxes = (_of_box(array, *_box_taken(user, array, user.arrays[0])) for user in users)
-        return min(sum(boxes), stored_bytes(array))
-    return stored_bytes(array) * min(1.0, needed / max(1, parameter.size)) if users else 0
+        boxes = sum(_of_box(array, *_box_taken(user, array, user.arrays[0])) for user in users)
+        return min(boxes, stored_bytes(array) if parse_layout(array.layout).tile else of_needed)
+    return of_needed
 
 
 def _updates_an_operand(body: Computation, result: Instruction) -> bool:

@@ -21,7 +21,17 @@ from gpu.machine_code import assemble, empty, pallas_ptx
 from gpu.operation_bytes import PALLAS
 from gpu.plan_estimates import Job, device_weights, indivisible_sizes, visible_kv_bytes
 from gpu.program_counts import Counts, Operation, ProgramCounter, whole_copies
-from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
+from gpu.programs import (
+    DRAFT_TOKENS,
+    LOOPS,
+    ProgramJob,
+    find_call,
+    layer_period,
+    target_card,
+    to_shapes,
+    with_held_adapters,
+)
+from xinfer_jax.adapters.adapter import row_matrices
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
 from xinfer_jax.checkpoint.sharded_leaves import sharded_shapes
@@ -55,7 +65,7 @@ def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
     part = device_weights(job, n)
     if n == 1:
         whole = dataclasses.replace(full, config=config, params=to_shapes(part, mesh))
-        return _Jobs(whole, whole)
+        return _Jobs(with_held_adapters(whole), whole)
     params = jax.tree.map(partial(sharded_shapes, mesh=mesh, devices=n), param_specs(config), part)
     config = with_repeated_kv_heads(config, n)
     of_device = dataclasses.replace(
@@ -105,7 +115,7 @@ def _leaf_shapes(job: ProgramJob, program: str) -> list[tuple[int, ...]]:
 
 def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     """Bytes that a step or call has to move: weights (of experts those chosen), valid keys and values,
-    recurrent states read and written, and the logits written once and read once.
+    recurrent states read and written, the rows' adapters, and the logits written once and read once.
     """
     config = job.config
     rows = 1 if program == "engine_prefill" else job.rows
@@ -122,6 +132,10 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     keys = rows * visible_kv_bytes(config, job.kv, length)
     positions = rows * (tokens if program in LOOPS else 1)
     least = {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
+    if job.adapters:
+        numbers = sum(job.rank * sum(spec.shape) for spec in row_matrices(config).values())
+        itemsize = job.params["final_norm"].dtype.itemsize
+        least["adapters"] = min(rows, job.adapters) * numbers * itemsize
     return least | ({"states": 2 * rows * state_bytes(config)} if config.linear_attention else {})
 
 

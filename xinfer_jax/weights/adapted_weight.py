@@ -20,7 +20,8 @@ class AdaptedWeight(WeightLeaf):
     """A matrix [O, I] of any kind and N adapters of it: x @ matrix.T + (x @ a.T * scale) @ b.T. Those of
     experts have a first axis X, and one adapter.
 
-    The product of the matrix has the bits that it has alone.
+    The product of the matrix has the bits that it has alone. Few rows have one kernel for both on GPUs and
+    TPUs, where another row's adapter, finite or not, changes nothing (`ops/kernels/product_kernels.py`).
     """
 
     base: Any  # an array [O, I] or a `WeightLeaf`
@@ -57,14 +58,22 @@ class AdaptedWeight(WeightLeaf):
         else:
             (own_x, base) = self.base.local_shard(x, self.axis_name)
             y = base.product(own_x)
+        return y + self.added(x)
+
+    def added(self, x: jax.Array) -> jax.Array:
+        """float32 [..., O]: what the adapters add to the product of x."""
         if self.adapter_B is None:
-            return y + _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
-        if len(self.adapter_B) != len(x):
+            return _low_rank(x, self.lora_a[0], self.lora_b[0], self.scale)
+        self.check_rows(x)
+        of_rows = self.lora_a[self.adapter_B], self.lora_b[self.adapter_B]
+        return jax.vmap(partial(_low_rank, scale=self.scale))(x, *of_rows)
+
+    def check_rows(self, x: jax.Array) -> None:
+        """Raises InputError where the rows of x are not those that have adapters."""
+        if self.adapter_B is not None and len(self.adapter_B) != len(x):
             raise InputError(
                 f"the parameters have adapters for {len(self.adapter_B)} rows, the call has {len(x)}"
             )
-        of_rows = self.lora_a[self.adapter_B], self.lora_b[self.adapter_B]
-        return y + jax.vmap(partial(_low_rank, scale=self.scale))(x, *of_rows)
 
     def rows(self, index: jax.Array) -> jax.Array:
         """Of the only adapter."""

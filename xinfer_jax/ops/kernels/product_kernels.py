@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 import kernels_pallas
-from kernels_pallas.reference_products import FEW_ROWS, Matrix
+from kernels_pallas.reference_products import FEW_ROWS, Matrix, RowAdapters
 
 from ...model.layers import finish_products, products, rms_norm
 from ...sharding import abstract_mesh_of
+from ...weights.adapted_weight import AdaptedWeight
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
 from ...weights.params import Params
@@ -19,6 +20,7 @@ from ...weights.quantized_weight import is_quantized
 from ..cpu.cpu_products import quantize_activations
 from ..operation import run, with_derivative
 
+_MOST_RANK = 128  # of adapters, of which a TPU keeps two on the chip
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
 
 
@@ -44,7 +46,8 @@ def products_form(
         options = dict(eps=eps, offset=offset or 0.0, activation=static["activation"], dtype=static["dtype"])
         kernel = partial(_run, impl=chosen, options=options)
         return partial(with_plain_derivative, kernel, plain, kernels_pallas.platform_of(chosen, impl))
-    if given.norm_weight is None and len(given.leaves) == 1:
+    is_adapted = any(_is_adapted(leaf["weight"]) for leaf in given.leaves)
+    if given.norm_weight is None and len(given.leaves) == 1 and not is_adapted:
         return None
     return partial(_in_parts, impl=impl, **static)
 
@@ -53,8 +56,26 @@ def _in_parts(x, leaves, norm_weight, residual, impl, norm, activation, dtype): 
     if norm is not None:  # perhaps without its norm
         x = run("apart", lambda x: x, rms_norm(x, norm_weight, *norm))
         return products(x, leaves, activation=activation, residual=residual, dtype=dtype, impl=impl)
-    ys = [products(x, [leaf], dtype=dtype, impl=impl)[0] for leaf in leaves]
+    ys = [_product(x, leaf, dtype, impl) for leaf in leaves]
     return finish_products(ys, residual, activation)
+
+
+def _product(x: jax.Array, leaf: Params, dtype: Any, impl: str | None) -> jax.Array:
+    """The product of one leaf; of one with adapters by the best form for the matrix alone."""
+    weight = leaf["weight"]
+    if not _is_adapted(weight):
+        return products(x, [leaf], dtype=dtype, impl=impl)[0]
+    (y,) = products(x, [leaf | {"weight": weight.base}], dtype=jnp.float32, impl=impl)
+    return (y + weight.added(x)).astype(dtype)
+
+
+def _is_adapted(weight: Any) -> bool:
+    """Whether it has adapters, and its inputs are not divided over devices."""
+    return isinstance(weight, AdaptedWeight) and weight.axis_name is None
+
+
+def _base(weight: Any) -> Any:
+    return weight.base if isinstance(weight, AdaptedWeight) else weight
 
 
 def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | None, *operands: Any) -> Any:
@@ -73,9 +94,9 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
         return kernels_pallas.Selection("xla", "requested by name")
     if impl is None and (here := kernels_pallas.dispatch.device_impl()).impl == "xla":
         return here
-    matrices = [leaf["weight"] for leaf in leaves]
+    matrices = [_base(leaf["weight"]) for leaf in leaves]
     rows = x.size // max(x.shape[-1], 1)
-    if abstract_mesh_of(matrices):  # a kernel sees only one device's part
+    if abstract_mesh_of([leaf["weight"] for leaf in leaves]):  # a kernel sees only one device's part
         return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
     on_tpu = (impl or kernels_pallas.dispatch.device_impl().impl) in ("tpu", "interpret_tpu")
     if on_tpu:
@@ -84,9 +105,25 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
         reason = _unsupported_on_gpu(x, matrices, rows, norm_weight)
     if activation is not None and len({_layout(matrix) for matrix in matrices}) > 1:
         reason = reason or "gate and up of different formats"
-    if reason:
+    if reason := reason or _unsupported_adapters(x, leaves, rows):
         return kernels_pallas.Selection("xla", reason)
     return kernels_pallas.select("product", impl, x)
+
+
+def _unsupported_adapters(x, leaves, rows: int) -> str | None:
+    """Why a kernel does not take the adapters of these matrices; None: it does, or there are none."""
+    weights = [leaf["weight"] for leaf in leaves if isinstance(leaf["weight"], AdaptedWeight)]
+    for weight in weights:
+        weight.check_rows(x)
+        if not _is_adapted(weight) or rows > FEW_ROWS:
+            return "adapters over a mesh, or of many rows"
+        if weight.lora_a.shape[1] > _MOST_RANK:
+            return f"adapters of rank {weight.lora_a.shape[1]}"
+        if {weight.lora_a.dtype, weight.lora_b.dtype} != {x.dtype}:
+            return "adapters of another dtype"
+        if _has_int8_activations(weight.base) or getattr(weight.base, "order", None) is not None:
+            return "adapters of inputs in another form"
+    return None
 
 
 def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
@@ -162,21 +199,27 @@ def _layout(matrix: Any) -> tuple[Any, ...]:
 
 def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -> list[jax.Array]:
     x_MI = x.reshape(-1, x.shape[-1])
-    order = getattr(leaves[0]["weight"], "order", None)
+    matrices = [_matrix(leaf, len(x), len(x_MI)) for leaf in leaves]
+    order = getattr(_base(leaves[0]["weight"]), "order", None)
     x_MI = x_MI if order is None else x_MI[:, order]
     residual_MO = None if residual is None else residual.reshape(len(x_MI), -1)
     step_M = None
-    if _has_int8_activations(leaves[0]["weight"]):
+    if _has_int8_activations(_base(leaves[0]["weight"])):
         x_MI, factor_M1 = quantize_activations(x_MI)
         step_M = 1 / factor_M1[:, 0]
-    args = (x_MI, [_matrix(leaf) for leaf in leaves], norm_weight, residual_MO, step_M)
+    args = (x_MI, matrices, norm_weight, residual_MO, step_M)
     ys = kernels_pallas.run_kernel(impl, "product", *args, **options)
     return [y_MO.reshape(*x.shape[:-1], -1) for y_MO in ys]
 
 
-def _matrix(leaf: Params) -> Matrix:
+def _matrix(leaf: Params, B: int, M: int) -> Matrix:
+    """A leaf as the operand of a kernel, for M rows: those of B, each with all of its tokens."""
     weight = leaf["weight"]
     bias = leaf.get("bias")
+    if isinstance(weight, AdaptedWeight):
+        adapter_B = jnp.zeros(B, jnp.int32) if weight.adapter_B is None else weight.adapter_B
+        adapters = RowAdapters(weight.lora_a, weight.lora_b, jnp.repeat(adapter_B, M // B), weight.scale)
+        return _matrix(leaf | {"weight": weight.base}, B, M)._replace(adapters=adapters)
     if isinstance(weight, Int8Weight):
         return Matrix(weight.values, weight.scale, None, bias)
     if isinstance(weight, GroupedWeight):
