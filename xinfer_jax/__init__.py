@@ -25,6 +25,7 @@ _EXPORTS = {
     "sampling.logprobs": ("TokenLogprobs",),
     "embedding": ("embed_texts", "rerank"),
     "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
+    "model.taps": ("Tap",),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),

@@ -76,6 +76,7 @@ from .model.decoder import (
     hidden_states as hidden_states,
     unembed as unembed,
 )
+from .model.taps import Tap as Tap
 from .sampling.caller_processors import Processor as Processor, SamplingContext as SamplingContext
 from .sampling.logprobs import TokenLogprobs as TokenLogprobs
 from .sampling.sampling_config import SamplingConfig as SamplingConfig

@@ -6,15 +6,16 @@ computed for a part of the tokens at a time, and the backward pass computes each
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import plugin
 from ..checks import check_array, check_integer, check_range, is_traced, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
@@ -25,6 +26,9 @@ from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
 from .executor import next_power_of_two
 from .validation import check_prompts
+
+if TYPE_CHECKING:
+    from ..model.taps import Tap
 
 MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
 
@@ -57,7 +61,8 @@ def score(
     positions_BT: AnyArray | None = None, routes: AnyArray | None = None,
     return_routes: Literal[False] = False, temperature: float | AnyArray = 1.0,
     entropy: Literal[False] = False, reference: None = None, teacher_topk: None = None,
-    chunk: int | None = None, remat: Any = None, impl: str | None = None,
+    chunk: int | None = None, taps: "Mapping[int, Tap] | None" = None, remat: Any = None,
+    impl: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def score(*args: Any, **how: Any) -> Any: ...
@@ -77,6 +82,7 @@ def score(  # noqa: PLR0913  a public function
     reference: Params | None = None,
     teacher_topk: tuple[AnyArray, AnyArray] | None = None,
     chunk: int | None = None,
+    taps: "Mapping[int, Tap] | None" = None,
     remat: Any = None,
     impl: str | None = None,
 ) -> Any:
@@ -103,6 +109,7 @@ def score(  # noqa: PLR0913  a public function
         teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens; those
             of -inf count nothing.
         chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them.
+        taps: as in `hidden_states`, which is for those that read; the reference model has none.
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:
@@ -132,6 +139,8 @@ def score(  # noqa: PLR0913  a public function
         check_array("routes", routes, np.integer, B, T, "layers", "experts")
         if config.num_experts:
             check_range("routes: expert", routes, -1, config.num_experts - 1)
+    if taps is not None and any(t.read for t in plugin("layers", "tapped")(taps, config).taps.values()):
+        raise InputError("score returns no hidden states: use hidden_states for a tap that reads")
     if reference is not None:
         check_params(reference, config, stacked=True)
     if teacher_topk is not None:
@@ -144,7 +153,7 @@ def score(  # noqa: PLR0913  a public function
     temperature_B11 = None if is_one else jnp.asarray(temperature_B, jnp.float32).reshape(-1, 1, 1)
     scores, *routes = _score(
         params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature_B11,
-        reference, teacher_topk, routes,
+        reference, teacher_topk, routes, taps,
         return_routes=return_routes, entropy=entropy, chunk=chunk, remat=remat, impl=impl,
     )  # fmt: skip
     if return_routes:
@@ -235,13 +244,13 @@ def score_completions(
 @over_any_mesh
 def _score(  # noqa: PLR0913
     params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature_B11, reference, teacher_topk,
-    routes, *, return_routes, entropy, chunk, remat, impl,
+    routes, taps, *, return_routes, entropy, chunk, remat, impl,
 ):  # fmt: skip
     segment_ids_BT, positions_BT = packing
     how = dict(segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=remat, impl=impl)
     hidden_BTD, _, *routes = hidden_states(
         params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, routes=routes,
-        return_routes=return_routes, **how,
+        return_routes=return_routes, taps=taps, **how,
     )  # fmt: skip
     of_reference_BTD = None
     if reference is not None:

@@ -2,10 +2,10 @@
 
 Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `attention` (causal attention),
 `rope_append` (RoPE and the append to the cache), `experts` (mixture of experts), `decoder_layer` (one layer,
-for all families), `decoder` (`forward`, `hidden_states` and `unembed`). `linear_attention` (Gated DeltaNet,
-in place of attention), `stacked_layers` (a scan over equal layers), `packing` (several texts in a row),
-`routes` (which experts tokens use), `rope_scaling` (RoPE for longer contexts) and `key_bias` (that of
-quantized caches) are plugged in. `ops` has other forms of operations: by platform, by kernel, over a mesh.
+for all families), `decoder` (`forward`, `hidden_states` and `unembed`). Plugged in are `linear_attention`
+(Gated DeltaNet), `stacked_layers` (a scan over equal layers), `packing` (several texts in a row), `routes`
+(which experts tokens use), `taps` (the residual stream between layers), `rope_scaling` (RoPE for longer
+contexts) and `key_bias` (that of quantized caches). `ops` has other forms of operations.
 
 - Layers are a tuple, unrolled in Python: layers may differ, and a scan over stacked weights would slice a
   copy of the layer in each step. Logits, norms, softmax and RoPE angles are float32, whatever the weights.

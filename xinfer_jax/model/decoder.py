@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import jax
@@ -21,6 +22,8 @@ from .layers import embed, linear, norm, rotary_angles, soft_cap
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
+
+    from .taps import Tap
 
     MaybeCache = TypeVar("MaybeCache", bound=KVCache | None, default=None)
 
@@ -47,6 +50,8 @@ def forward(
 ) -> "tuple[jax.Array, MaybeCache]": ...  # fmt: skip
 @overload
 def forward(*args: Any, return_routes: bool, **how: Any) -> tuple[Any, ...]: ...
+@overload
+def forward(*args: Any, taps: "Mapping[int, Tap] | None", **how: Any) -> tuple[Any, ...]: ...
 def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
@@ -58,6 +63,7 @@ def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     positions_BT: AnyArray | None = None,
     routes: AnyArray | None = None,
     return_routes: bool = False,
+    taps: "Mapping[int, Tap] | None" = None,
     remat: Any = None,
     impl: str | None = None,
 ) -> Any:
@@ -69,19 +75,20 @@ def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
         tokens_BT: int32 token ids.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
-        segment_ids_BT, positions_BT, routes, return_routes, remat: as in `hidden_states`.
+        segment_ids_BT, positions_BT, routes, return_routes, taps, remat: as in `hidden_states`.
         impl: of the operations: None (the best for the device), "xla", or a kernel's name, as "triton".
 
     Returns:
-        float32 logits [B, T, V] (undefined at padding), the cache with the tokens appended, and the routes if
-        they are asked for.
+        float32 logits [B, T, V] (undefined at padding), the cache with the tokens appended, and what else
+        `hidden_states` returns.
 
     Raises:
         InputError: more tokens than the cache's capacity; an impl that is missing or does not support this.
     """
     hidden_BTD, *others = hidden_states(
         params, config, tokens_BT, cache, num_tokens_B, segment_ids_BT=segment_ids_BT,
-        positions_BT=positions_BT, routes=routes, return_routes=return_routes, remat=remat, impl=impl,
+        positions_BT=positions_BT, routes=routes, return_routes=return_routes, taps=taps, remat=remat,
+        impl=impl,
     )  # fmt: skip
     return unembed(params, config, hidden_BTD), *others
 
@@ -99,6 +106,7 @@ def hidden_states(  # noqa: PLR0913  a public function
     positions_BT: AnyArray | None = None,
     routes: AnyArray | None = None,
     return_routes: bool = False,
+    taps: "Mapping[int, Tap] | None" = None,
     remat: Any = None,
     impl: str | None = None,
 ) -> tuple[Any, ...]:
@@ -116,28 +124,36 @@ def hidden_states(  # noqa: PLR0913  a public function
             the router's input at that token; their weights are by the router's scores, as ever. A token with
             -1 in a layer has the experts that the router chooses.
         return_routes: also return routes: of the experts that were used, -1 at padding.
+        taps: by layer, what is done with the residual stream after it (-1: with the embeddings).
         remat: what the backward pass stores of a layer: None: all that it needs; "layer": the layer's input,
             and computes the layer again; or a policy of `jax.checkpoint_policies`.
 
     Returns:
         The output of the final norm for every token, [B, T, D] in the dtype of the activations (undefined at
-        padding), the cache with the tokens appended, and the routes if they are asked for.
+        padding), the cache with the tokens appended, the routes if they are asked for, and with taps the
+        hidden states that they read: a dict of [B, T, D] by layer.
 
     Raises:
         InputError: as `forward`; inputs_BTD or routes have another shape; segments, positions or stacked
-            layers with a cache; routes of a model without mixtures, or others that it does not take.
+            layers with a cache; routes of a model without mixtures, or others that it does not take; taps of
+            another type or layer, of stacked layers, or whose `edit` returns another shape or dtype.
     """
     if return_routes and routes is None:
         routes = plugin("layers", "free routes")(config, np.shape(tokens_BT))
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT, routes)
-    results = run_model(params, config, inputs, cache, impl, remat)
-    return results if return_routes else results[:2]
+    tapped = None if taps is None else plugin("layers", "tapped")(taps, config)
+    hidden_BTD, cache, routes = run_model(params, config, inputs, cache, impl, remat, tapped)
+    others = [routes] if return_routes else []
+    return hidden_BTD, cache, *others, *([] if tapped is None else [tapped.reads])
 
 
 def run_model(  # noqa: PLR0913
-    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None
-) -> tuple[jax.Array, Any, jax.Array | None]:
-    """`hidden_states` of these inputs, the cache with them appended, and routes if they are asked for."""
+    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None,
+    run_all: Any = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """`hidden_states` of these inputs, the cache with them appended, and routes if they are asked for.
+    run_all: in place of `run_layers`.
+    """
     tokens_BT, num_tokens_B, embeddings_BTD = inputs[:3]
     check_params(params, config, stacked=cache is None)
     check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
@@ -152,7 +168,8 @@ def run_model(  # noqa: PLR0913
         positions = positions._replace(routes=of_layers)
     kinds = layer_kinds(config)
     args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
-    run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
+    if run_all is None:
+        run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
     x_BTD, layers, experts = run_all(params["layers"], *args)
     if positions.routes:
         routes, layers = plugin("layers", "routes used")(experts, positions, layers)

@@ -1,0 +1,140 @@
+"""Taps: what they read against a layer after the other, edits and their gradients, mistakes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import build, prompts
+
+import xinfer_jax as xj
+from xinfer_jax.errors import InputError
+
+pytestmark = pytest.mark.newest
+
+
+@pytest.fixture(scope="module")
+def model():
+    params, config = build("qwen2")
+    return params, config, np.array(prompts(7, 7))
+
+
+def add(hidden_BTD, vector_D):
+    return hidden_BTD + vector_D
+
+
+def test_reads_are_the_residual_stream(model):
+    """The embeddings; each layer's output, from which the rest of the model gives the same hidden states."""
+    params, config, tokens_BT = model
+    taps = {layer: xj.Tap(read=True) for layer in (-1, 0, 1)}
+    hidden_BTD, _, reads = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    np.testing.assert_array_equal(hidden_BTD, xj.hidden_states(params, config, tokens_BT)[0])
+    assert [*reads] == [-1, 0, 1]
+    np.testing.assert_allclose(reads[-1], xj.embed_tokens(params, config, tokens_BT), rtol=1e-6)
+    normed = reads[1] / jnp.sqrt(jnp.mean(reads[1] ** 2, -1, keepdims=True) + config.rms_norm_eps)
+    np.testing.assert_allclose(normed * params["final_norm"], hidden_BTD, rtol=1e-5, atol=1e-5)
+    last = {0: xj.Tap(read=True, edit=lambda x, given: given, args=reads[0] * 0 + 1)}
+    changed_BTD, _, after = xj.hidden_states(params, config, tokens_BT, taps=last)
+    np.testing.assert_array_equal(after[0], np.ones_like(reads[0]))
+    assert not np.allclose(changed_BTD, hidden_BTD)
+    patched = {0: xj.Tap(reads[0], lambda x, given: given)}
+    other_BT = tokens_BT[::-1].copy()
+    np.testing.assert_allclose(
+        xj.hidden_states(params, config, other_BT, taps=patched)[0], hidden_BTD, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_an_identity_is_no_other_program(model):
+    params, config, tokens_BT = model
+
+    def text(taps):
+        lowered = jax.jit(lambda params: xj.forward(params, config, tokens_BT, taps=taps)[0]).lower(params)
+        return re.sub("loc.*", "", lowered.as_text())
+
+    assert text({-1: xj.Tap(), 1: xj.Tap(edit=lambda x, _: x)}) == text(None)
+
+
+@pytest.mark.parametrize("remat", [None, "layer"])
+def test_gradients_of_a_steering_vector(model, remat):
+    """Of a loss through the layers after the tap, against finite differences; vmap over vectors."""
+    params, config, tokens_BT = model
+
+    def loss(vector_D):
+        taps = {0: xj.Tap(vector_D, add)}
+        logits_BTV, _, reads = xj.forward(params, config, tokens_BT, taps=taps, remat=remat)
+        assert reads == {}
+        return jax.nn.log_softmax(logits_BTV)[:, -1, 5].mean()
+
+    loss = jax.jit(loss)
+    vector_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size), np.float32)
+    direction_D = np.random.RandomState(1).standard_normal(config.hidden_size).astype(np.float32)
+    slope = float(jax.grad(loss)(vector_D) @ direction_D)
+    step = 1e-2
+    numeric = float(loss(vector_D + step * direction_D) - loss(vector_D - step * direction_D)) / (2 * step)
+    np.testing.assert_allclose(slope, numeric, rtol=2e-2)
+    many = jnp.stack([vector_D, 2 * vector_D])
+    np.testing.assert_allclose(jax.vmap(loss)(many), [loss(v) for v in many], rtol=1e-5)
+
+
+def test_taps_with_a_cache_packing_and_routes(model):
+    """Of one token after the others: what the whole text gives."""
+    params, config, tokens_BT = model
+    taps = {0: xj.Tap(jnp.ones(config.hidden_size), add, read=True)}
+    _, _, whole = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    cache = xj.init_cache(config, 2, 16)
+    _, cache, first = xj.hidden_states(params, config, tokens_BT[:, :4], cache, taps=taps)
+    _, _, rest = xj.hidden_states(params, config, tokens_BT[:, 4:], cache, taps=taps)
+    got = np.concatenate([first[0], rest[0]], 1)
+    np.testing.assert_allclose(got, whole[0], rtol=1e-4, atol=1e-4)
+    packed_BT = tokens_BT.reshape(1, -1)
+    segment_ids_BT = np.repeat([[0, 1]], 7, 1)
+    _, _, packed = xj.hidden_states(params, config, packed_BT, segment_ids_BT=segment_ids_BT, taps=taps)
+    np.testing.assert_allclose(packed[0].reshape(whole[0].shape), whole[0], rtol=1e-4, atol=1e-4)
+
+
+def half(x, _):
+    return x[:, :, ::2]
+
+
+def no_array(x, _):
+    return None
+
+
+MISTAKES = [
+    ({2: xj.Tap()}, "taps: give -1, the embeddings, or a layer from 0 to 1, got 2"),
+    ({"0": xj.Tap()}, "taps: give -1, the embeddings, or a layer from 0 to 1, got '0'"),
+    ({0: add}, "taps must be xj.Tap by layer"),
+    ([xj.Tap()], "taps must be xj.Tap by layer"),
+    ({0: xj.Tap(edit=half)}, r"edit half after layer 0 returned float32\[2, 7, 24\], expected float"),
+    ({0: xj.Tap(edit=no_array)}, "edit no_array after layer 0 returned None, expected"),
+    ({0: xj.Tap(edit=3)}, "edit of a tap must be a function, got 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("taps", "message"), MISTAKES)
+def test_mistakes_are_named(model, taps, message):
+    with pytest.raises(InputError, match=message):
+        xj.forward(*model, taps=taps)
+
+
+def test_taps_of_score(model):
+    """An edit changes log-probabilities as it does those of `forward`; none reads."""
+    params, config, tokens_BT = model
+    taps = {0: xj.Tap(jnp.ones(config.hidden_size), add)}
+    logits_BTV, _, _ = xj.forward(params, config, tokens_BT, taps=taps)
+    want = jax.nn.log_softmax(logits_BTV)[np.arange(2)[:, None], np.arange(6), tokens_BT[:, 1:]]
+    np.testing.assert_allclose(xj.score(params, config, tokens_BT, taps=taps), want, rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda taps: xj.score(params, config, tokens_BT, taps=taps).sum())(taps)
+    assert np.abs(gradient[0].args).max() > 0
+    with pytest.raises(InputError, match="use hidden_states for a tap that reads"):
+        xj.score(params, config, tokens_BT, taps={0: xj.Tap(read=True)})
+    with pytest.raises(InputError, match="taps must be xj.Tap by layer"):
+        xj.score(params, config, tokens_BT, taps=[add])
+
+
+def test_stacked_layers_have_no_taps(model):
+    params, config, tokens_BT = model
+    stacked = xj.stack_layers(params, config)
+    with pytest.raises(InputError, match="taps need layers that are not stacked"):
+        xj.forward(stacked, config, tokens_BT, taps={0: xj.Tap(read=True)})
