@@ -22,6 +22,8 @@ from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf
 from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
+pytestmark = pytest.mark.oldest
+
 CONFIG = CASES["qwen2-gqa-tied-old"].config
 PARAMS = xj.init_params(CONFIG, jax.random.key(0), "float32")
 TOKENS = np.arange(3 * 12, dtype=np.int32).reshape(3, 12) % 90
