@@ -133,4 +133,4 @@ def test_a_large_vocabulary_opens_within_seconds(tmp_path):
     found = read_gguf_tokenizer(open_gguf(path), 250_000)
     seconds = time.process_time() - start
     print(f"{seconds:.2f} s")
-    assert seconds < 5 and found.backend.get_vocab_size() == 250_000
+    assert seconds < 10 and found.backend.get_vocab_size() == 250_000
