@@ -87,7 +87,8 @@ def test_gradients_are_those_of_torch(name, request):
 
     plain = gradient(params, *batch)
     found = {"torch": deviation(plain, torch_gradient(case, config, tensors))}
-    if request.config.getoption("soak") or name in QUICK and request.config.getoption("full"):
+    asked = request.config.getoption
+    if asked("soak") or asked("full") and name in QUICK:
         stacked = params if config.shares_kv else xj.stack_layers(params, config)
         again = gradient(stacked, *batch, remat="layer")
         found["remat, stacked"] = deviation(again if config.shares_kv else xj.unstack_layers(again), plain)
