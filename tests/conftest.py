@@ -36,12 +36,13 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run all tests, also those marked `full`")
+    parser.addoption("--soak", action="store_true", help="run all tests, of which some then sweep every case")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests marked `full`, unless --full asks for them."""
-    if config.getoption("full"):
+    """Leaves out the tests marked `full`, unless --full or --soak asks for them."""
+    if config.getoption("full") or config.getoption("soak"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     items[:] = [item for item in items if not item.get_closest_marker("full")]

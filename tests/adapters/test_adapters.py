@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from parity_cases import CASES
+from parity_cases import CASES, Case
 from quick import full_except
 from safetensors.numpy import load_file, save_file
 
@@ -22,7 +22,9 @@ from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf
 from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
-CONFIG = CASES["qwen2-gqa-tied-old"].config
+pytestmark = pytest.mark.oldest
+
+CONFIG = Case(CASES["qwen2-gqa-tied-old"].hf | dict(num_hidden_layers=2)).config
 PARAMS = xj.init_params(CONFIG, jax.random.key(0), "float32")
 TOKENS = np.arange(3 * 12, dtype=np.int32).reshape(3, 12) % 90
 forward = jax.jit(xj.forward, static_argnums=1)

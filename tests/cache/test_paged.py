@@ -17,7 +17,7 @@ from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.model.attention import attention
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 LENGTHS = (1, 70, 200)
 CAPACITY = 320

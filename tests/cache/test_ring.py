@@ -16,7 +16,7 @@ from xinfer_jax.cache.kv_cache import reorder_tail, truncate
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.weights.params import tree_bytes
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 CAPACITY = 2048
 SLOTS = 576  # of a layer with a window of 8: 8 + 512 - 1, rounded up

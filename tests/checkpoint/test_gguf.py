@@ -17,6 +17,8 @@ from xinfer_jax.weights.quantized_weight import is_quantized
 pytest.importorskip("gguf")
 import gguf_files as files  # noqa: E402
 
+pytestmark = pytest.mark.oldest
+
 _KINDS = (files.Q8_0, files.Q4_0, files.F16, files.Q5_0, files.MXFP4, files.BF16, files.Q4_1, files.Q5_1)
 _KEPT = dict.fromkeys(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"), "GroupedWeight") | {"MXFP4": "Mxfp4Weight"}
 IDS = np.random.default_rng(0).integers(0, 96, (1, 12)).astype(np.int32)

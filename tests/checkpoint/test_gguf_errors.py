@@ -14,6 +14,8 @@ from xinfer_jax.checkpoint import loading
 pytest.importorskip("gguf")
 import gguf_files as files  # noqa: E402
 
+pytestmark = pytest.mark.oldest
+
 FLOAT = np.zeros((4, 32), np.float32)
 WORDS = {
     "model": "gpt2",

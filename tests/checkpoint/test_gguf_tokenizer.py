@@ -17,6 +17,8 @@ from xinfer_jax.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 pytest.importorskip("gguf")
 import gguf_files as files  # noqa: E402
 
+pytestmark = pytest.mark.oldest
+
 QWEN = DATA / "qwen2.5-0.5b-instruct"
 LETTERS = [*map(chr, (*range(32, 127), 9, 10, 13, 0xE9, 0x301, 0x4E2D, 0x1F600, 0x915, 0x94D, 0x627, 0xA0))]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -133,4 +135,4 @@ def test_a_large_vocabulary_opens_within_seconds(tmp_path):
     found = read_gguf_tokenizer(open_gguf(path), 250_000)
     seconds = time.process_time() - start
     print(f"{seconds:.2f} s")
-    assert seconds < 5 and found.backend.get_vocab_size() == 250_000
+    assert seconds < 10 and found.backend.get_vocab_size() == 250_000

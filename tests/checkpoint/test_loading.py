@@ -19,6 +19,8 @@ from xinfer_jax.checkpoint.mxfp4_format import Mxfp4Format
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.families.reading import from_hf
 
+pytestmark = pytest.mark.oldest
+
 LLAMA = tiny.UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 

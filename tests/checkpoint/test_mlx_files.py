@@ -7,6 +7,8 @@ import tiny
 
 import xinfer_jax as xj
 
+pytestmark = pytest.mark.oldest
+
 HF = tiny.CONFIG | dict(hidden_size=64, intermediate_size=96, vocab_size=272)
 IDS = np.arange(12, dtype=np.int32)[None] * 7
 

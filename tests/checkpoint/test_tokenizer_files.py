@@ -12,6 +12,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 import xinfer_jax as xj
 from xinfer_jax.text import encode_prompt
 
+pytestmark = pytest.mark.oldest
+
 SMALL = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json",

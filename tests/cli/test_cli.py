@@ -20,6 +20,8 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.cli import answer_flags, startup
 from xinfer_jax.text import encode_prompt
 
+pytestmark = pytest.mark.oldest
+
 STATISTICS = (
     r"Loaded in \d+\.\d s \(\d[\d.]* MiB weights, float32, cpu\)",
     r"Prompt tokens: \d+ \(KV cache \d[\d.]* MiB\)",

@@ -9,7 +9,7 @@ import xinfer_jax as xj
 from xinfer_jax.engine.engines import make_engine
 from xinfer_jax.sharding import device_groups
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 
 @pytest.mark.full

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 HF = tiny.CONFIG | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63)
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13], [14, 15])  # three: a row of the batch holds nothing
 BASES = {
-    "greedy": dict(sampling=xj.SamplingConfig()),
     "one-of-each": dict(
         sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5), xj.SamplingConfig(1.2)]
     ),
@@ -35,14 +34,12 @@ BASES = {
     "n-and-stops": dict(n=2, stop_token_ids=tuple(range(0, 64, 5)), eos_token_ids=(1, 2)),
     "best-of": dict(n=1, best_of=2),
     "int8": dict(cache_dtype="int8"),
-    "int4": dict(cache_dtype="int4"),
 }  # fmt: skip
 EXTRAS = ("stream", "no-cache", "lookup+logprobs", "draft+prefix+keep-prefix+logits")
 REJECTED = {
     ("best-of", "stream"): "best_of=2 cannot be streamed",
     ("best-of", "draft+prefix+keep-prefix+logits"): "keep_prefix with best_of=2",
     ("int8", "no-cache"): "cache_dtype needs the cache",
-    ("int4", "no-cache"): "cache_dtype needs the cache",
 }
 NEEDS_THE_CACHE = {"lookup": "draft", "draft": "draft", "prefix": "prefix", "keep-prefix": "keep_prefix"}
 
@@ -54,7 +51,7 @@ def models():
         name: dataclasses.make_dataclass("Model", ["params", "config"])(
             xj.init_params(config, jax.random.key(1), "float32", name), config
         )
-        for name in (None, "int8", "int4")
+        for name in (None, "int8")
     }
 
 
@@ -111,7 +108,7 @@ def test_additional_options_do_not_change_the_tokens(models, base):
 @pytest.mark.parametrize("extra", NEEDS_THE_CACHE)
 def test_options_that_need_the_cache_raise_without_one(models, extra):
     with pytest.raises(xj.InputError, match=f"{NEEDS_THE_CACHE[extra]} needs the cache"):
-        run(models[None], settings(models[None], "greedy", extra) | dict(use_cache=False))
+        run(models[None], settings(models[None], "one-of-each", extra) | dict(use_cache=False))
 
 
 def test_a_prefix_in_another_format_raises(models):

@@ -14,6 +14,7 @@ import xinfer_jax as xj
 
 pytestmark = pytest.mark.oldest
 
+hidden_states = jax.jit(xj.hidden_states, static_argnums=1)
 TEXTS = ["the king and the queen", "a", "in the end there is nothing on the line"]
 MODULES = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
 DENSE = (
@@ -82,8 +83,9 @@ def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
     for prompt, before in (None, ""), ("query", "the end: "), ("so: ", "so: "):
         vectors_ND = xj.embed_texts(model, TEXTS, prompt=prompt)
         for text, vector_D in zip(TEXTS, vectors_ND, strict=True):
-            ids = np.array([model.tokenizer.encode(before + text)])
-            hidden_TD = np.asarray(xj.hidden_states(model.params, model.config, ids)[0][0])
+            ids = model.tokenizer.encode(before + text)
+            tokens_BT = np.array([ids + [0] * (64 - len(ids))])  # one program for all lengths
+            hidden_TD = np.asarray(hidden_states(model.params, model.config, tokens_BT)[0][0])[: len(ids)]
             wanted_D = np.tanh(first["linear.weight"] @ pool(hidden_TD) + first["linear.bias"])
             wanted_D = second["linear.weight"] @ wanted_D
             np.testing.assert_allclose(vector_D, wanted_D / np.linalg.norm(wanted_D), atol=1e-5)
@@ -117,7 +119,8 @@ def test_a_model_that_sees_later_tokens_is_not_sampled(tmp_path):
     assert np.abs(first - other).max() > 1e-3
     (params, config) = model.params, model.config
     tokens_BT = np.arange(600)[None] % 250  # several blocks of queries and keys
-    gradient = jax.grad(lambda params: xj.hidden_states(params, config, tokens_BT)[0][0, 0].sum())(params)
+    first = lambda params: xj.hidden_states(params, config, tokens_BT)[0][0, 0].sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(first))(params)
     reached_T = np.abs(gradient["embed"]["weight"]).max(1)
     assert np.isfinite(reached_T).all() and reached_T[249] > 0  # of the last layer, which sees all
     tree = dataclasses.replace(config, layers=causal_layers(config))

@@ -1,4 +1,4 @@
-"""Which programs a call compiles: few, whatever the number of layers. Both executors return the same."""
+"""Which programs a call compiles: few, whatever the number of layers."""
 
 import compiling
 import jax
@@ -147,20 +147,6 @@ def test_no_step_follows_the_last_token(model, monkeypatch):
         assert len(calls) == 5
 
 
-def test_the_same_call_has_the_same_bits_cold_and_warm():
-    """Whatever was compiled before it."""
-    model = layers(3, max_position_embeddings=512, num_attention_heads=1, num_key_value_heads=1)
-    calls = [([PROMPT], options(max_new_tokens=12)), ([PROMPT], options(max_new_tokens=300, capacity=512))]
-
-    def bits():
-        return [xj.generate(*model, *call).logprobs for call in calls]
-
-    jax.clear_caches()
-    cold = bits()
-    calls.reverse()
-    assert bits() == cold[::-1]
-
-
 @pytest.mark.parametrize("jitted", [False, True], ids=["", "jit"])
 def test_impl_chooses_the_program_of_each_call(jitted):
     """Kernels are another program than plain operations, whichever came first; called again, it is kept."""
@@ -216,31 +202,6 @@ def test_a_stream_is_compiled_before_its_weights_are_loaded(checkpoint):
     with compiling.programs() as later:
         list(xj.stream(model.params, model.config, ids, given))
     assert ours(later) == {}
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        dict(),
-        dict(prompts=[PROMPT, LONG, [3]], sampling=WARM),
-        dict(sampling=FULL, logprobs=2, n=2),
-        dict(draft="lookup", max_new_tokens=12),
-        dict(cache_dtype="int4"),
-        dict(use_cache=False),
-        dict(prompts=[LONG * 3], capacity=None, eos_token_ids=(7, 9)),
-    ],
-    ids=["one-row", "rows", "answers", "look-up", "int4-keys", "no-cache", "long"],
-)
-def test_both_executors_return_the_same_tokens(model, given, monkeypatch):
-    """Tokens and finish reasons are equal, log-probabilities nearly."""
-    layered = streamed(model, **given)
-    monkeypatch.setattr(batch_generator, "executor_class", lambda params: batch_generator.TracedExecutor)
-    with compiling.programs() as seen:
-        whole = streamed(model, **given)
-    assert "_layers" not in seen and ours(seen), "this was the other executor"
-    assert layered[0] == whole[0] and layered[1].finish_reason == whole[1].finish_reason
-    for one, other in zip(layered[1].logprobs, whole[1].logprobs, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 def test_executor_class_depends_on_the_device(model):
@@ -305,15 +266,6 @@ def test_a_prompt_of_several_chunks_compiles_one_width():
         assert tokens[0] == [int(logits_BTV[0, -1].argmax())]
         best = float(jax.nn.log_softmax(logits_BTV[0, -1]).max())
         assert output.logprobs[0][0] == pytest.approx(best, abs=1e-5)
-
-
-def test_a_row_with_a_gear_cache_is_the_row_alone(model):
-    """GEAR takes its directions from the first tokens of the row."""
-    long = list(range(40)) * 2
-    given = dict(cache_dtype="gear", capacity=128)
-    (alone,) = streamed(model, [long], **given)[1].logprobs
-    among = streamed(model, [long] + [PROMPT] * 15, **given)[1].logprobs[0]
-    np.testing.assert_allclose(alone, among, atol=1e-5)
 
 
 def test_a_compilation_error_is_raised_once(model, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 import xinfer_jax as xj
 
-CONFIG = cases.CASES["qwen2-gqa-tied-old"].config
+CONFIG = cases.Case(cases.CASES["qwen2-gqa-tied-old"].hf | dict(num_hidden_layers=1)).config
 PARAMS = cases.params_from(CONFIG, cases.random_tensors(CONFIG, 3))
 PROMPTS = np.array([[5, 6, 7, 0], [8, 9, 0, 0]], np.int32)
 LENGTHS = np.array([3, 2], np.int32)

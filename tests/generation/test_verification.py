@@ -95,7 +95,6 @@ def accepted_drafts(run, logits, state) -> np.ndarray:
 @pytest.mark.parametrize(
     "settings, logprobs, wanted",
     [
-        (PLAIN, False, False),
         (PLAIN, True, True),
         (ALL, True, True),
         (ALL, True, False),

@@ -19,6 +19,8 @@ from xinfer_jax.grammar.compiler import Vocabulary, vocabulary_of
 from xinfer_jax.grammar.matcher import CompiledGrammar, DfaMatcher
 from xinfer_jax.grammar.regex_parser import NotRegularError, parse_regex
 
+pytestmark = pytest.mark.oldest
+
 PROMPTS = [[5, 9, 200], [7, 8], [40]]
 KEYS = jax.random.split(jax.random.key(4), 3)
 HOT = xj.SamplingConfig(temperature=1.5)

@@ -99,7 +99,7 @@ def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, gramma
 
 
 @pytest.mark.full
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_the_whole_model_and_drafts_sample_the_same(model):
     """The whole model as one program, prompt look-up in `generate` and in an engine, greedy and sampled."""
     cases = (4, "lark", HOT), (1, "choice", xj.SamplingConfig())

@@ -100,7 +100,9 @@ def test_a_grammar_that_is_known_to_fail_has_an_error_of_its_own(pool, monkeypat
     assert len({*map(id, errors)}) == 3
 
 
-def test_a_cancelled_job_ends_and_a_slot_is_the_clients_own(pool):
+def test_a_cancelled_job_ends_and_a_slot_is_the_clients_own(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "_CHECK_SECONDS", 60.0)
+
     async def cancel():
         task = asyncio.ensure_future(pool.compile("leaves", LONG))
         await asyncio.sleep(0.05)

@@ -15,7 +15,10 @@ pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 pytest.importorskip("jsonschema", reason="the extra `test` is not installed")
 from soak import schema_walks  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:Possible")  # of `re`, about & and - in classes
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.filterwarnings("ignore:Possible"),  # of `re`, about & and - in classes
+]
 A = dict(type="integer")
 
 
@@ -141,11 +144,11 @@ def test_what_would_be_wrong_is_rejected_by_name(schema, words):
 
 
 def test_sources_are_searched_in_linear_time():
-    """In the server's own process, where one search stops all threads: these took 14 and 10 seconds."""
+    """In the server's own process, where one search stops all threads: these took 56 and 40 seconds."""
     began = time.process_time()
-    assert served_schema(dict(type="string", pattern=r"\p{" * 60_000), False)
-    assert lark_text("lark", 'start: "' + r"\"" * 20_000).startswith("%llguidance")
-    assert time.process_time() - began < 3
+    assert served_schema(dict(type="string", pattern=r"\p{" * 120_000), False)
+    assert lark_text("lark", 'start: "' + r"\"" * 40_000).startswith("%llguidance")
+    assert time.process_time() - began < 10  # 0.1 s on a quiet machine
     for text in (r'"a & \" b" & "c"', r'"a" & "b & \"', '"a" & /b/'):
         with pytest.raises(GrammarError, match="the lark grammar has (9|10) of"):
             lark_text("lark", f"{text} {' ~' * 8}")

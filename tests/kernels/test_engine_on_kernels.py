@@ -9,7 +9,7 @@ import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 
 pytestmark = [
-    pytest.mark.newest,
+    pytest.mark.oldest,  # other tests of kernels run on the newest
     pytest.mark.full,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
@@ -44,8 +44,9 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
         assert one.tokens == other.tokens and one.logprobs == other.logprobs
 
 
-@pytest.mark.parametrize("name", ["qwen2", "windows-nope-untied"])
-@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])  # others: test_kernels.py
+@pytest.mark.parametrize(  # others: test_kernels.py
+    "name, cache_dtype", [("qwen2", "int4"), ("windows-nope-untied", "int8")]
+)
 def test_logits_over_rings_and_quantized_keys_are_those_of_xla(name, cache_dtype):
     """With a bias of keys (qwen2) that is larger than they are, and with rings."""
     config = from_hf(CONFIGS[name] | dict(hidden_size=64, head_dim=32)) if name == "qwen2" else None

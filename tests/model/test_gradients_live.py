@@ -1,5 +1,6 @@
 """Gradients of the mean score against torch, where torch and transformers are installed, for a model of every
-family; and by all ways to compute them. `--full` has all; `-s` prints the largest deviations.
+family; and by all ways to compute them. `--full` has all families, `--soak` all ways of each
+(test_training.py and test_routes.py have those of four families); `-s` prints the largest deviations.
 """
 
 import jax
@@ -86,7 +87,8 @@ def test_gradients_are_those_of_torch(name, request):
 
     plain = gradient(params, *batch)
     found = {"torch": deviation(plain, torch_gradient(case, config, tensors))}
-    if request.config.getoption("full"):
+    asked = request.config.getoption
+    if asked("soak") or asked("full") and name in QUICK:
         stacked = params if config.shares_kv else xj.stack_layers(params, config)
         again = gradient(stacked, *batch, remat="layer")
         found["remat, stacked"] = deviation(again if config.shares_kv else xj.unstack_layers(again), plain)

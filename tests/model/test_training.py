@@ -16,9 +16,15 @@ from small_models import QWEN
 import xinfer_jax as xj
 from xinfer_jax.ops import expert_tiles
 
-pytestmark = pytest.mark.newest  # and on the oldest with torch: test_gradients_live.py
+pytestmark = pytest.mark.oldest  # and on the newest with routes: test_routes.py
 
 NAMES = ("qwen2-gqa-tied-old", "gpt-oss-published", "qwen3-next-sparse-step", "gemma4-shared-kv")
+CHANGES = {  # two layers of each kind
+    NAMES[2]: dict(num_hidden_layers=4, full_attention_interval=2, mlp_only_layers=[]),
+    NAMES[3]: dict(
+        num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+}
 TEXTS = ([5, 9, 2, 7, 7, 3, 1], [8, 4], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2])
 
 
@@ -32,7 +38,7 @@ gradient = jax.jit(jax.grad(loss), static_argnums=1, static_argnames="remat")
 @pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES))
 def model(request):
     """Parameters, config and the plain gradient of the score of all texts."""
-    config = cases.CASES[request.param].config
+    config = cases.Case(cases.CASES[request.param].hf | CHANGES.get(request.param, {})).config
     params = cases.params_from(config, cases.random_tensors(config, 3))
     return params, config, gradient(params, config, *padded())
 
@@ -105,10 +111,14 @@ def test_packed_queries_are_scaled_by_positions_in_their_texts():
 @pytest.mark.full
 def test_packed_texts_over_many_blocks():
     """Longer than blocks of queries and keys, and than those of the delta rule; with a window."""
-    for name in ("qwen2-window-layer-types", "qwen3-next-sparse-step"):
-        config = cases.CASES[name].config
+    for name, layers in (
+        ("qwen2-window-layer-types", ["sliding_attention"]),
+        (NAMES[2], ["linear_attention"]),
+    ):
+        changes = dict(num_hidden_layers=1, layer_types=layers)
+        config = cases.Case(cases.CASES[name].hf | changes).config
         params = cases.params_from(config, cases.random_tensors(config, 3))
-        sizes = (300, 1, 450, 77)
+        sizes = (300, 1, 450, 300)  # few lengths: few programs
         row_1T = np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(sizes)), np.int32)
         ids_1T = np.repeat(np.arange(4), sizes)[None].astype(np.int32)
         hidden = jax.jit(xj.hidden_states, static_argnums=1)

@@ -59,9 +59,11 @@ def run_alone(path, blocked):
 
 
 ALONE = {
-    "llama": {},
+    "llama": dict(num_hidden_layers=1),
     "gemma3_text": dict(head_dim=16, sliding_window=6, sliding_window_pattern=2),
-    "qwen3_moe": dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "qwen3_moe": dict(
+        num_hidden_layers=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
 }
 
 

@@ -8,6 +8,8 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.sampling.batched_settings import settings_per_row
 
+pytestmark = pytest.mark.oldest
+
 V = 8
 INF = np.inf
 GIVEN = np.array([0.5, 0, -2, 0, 0, 3, 0, -INF], np.float32)

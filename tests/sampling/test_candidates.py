@@ -23,7 +23,7 @@ from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 from xinfer_jax.sampling.sampling_config import OPTIONAL_SETTINGS
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 V = 5000  # more than a GPU sorts in one kernel
 SETTINGS = [

@@ -44,7 +44,8 @@ def test_it_is_rejected_while_others_are_answered(server, monkeypatch):
         assert "simplify it" in body["error"]["message"]
 
 
-def test_a_client_that_leaves_ends_its_job(server):
+def test_a_client_that_leaves_ends_its_job(server, monkeypatch):
+    monkeypatch.setattr(pool_module, "_CHECK_SECONDS", 60.0)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     body = ENDLESS | dict(guided_json={"type": "integer", "multipleOf": 9699691})
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})

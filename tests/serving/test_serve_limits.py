@@ -390,11 +390,11 @@ def test_many_embeddings_are_computed_in_batches(server, model, monkeypatch):
 
 
 def test_scan_of_a_body_that_repeats_the_lists_name():
-    data = b'{"prompt":["a"]' + b',"prompt":[""]' * 2**17 + b"}"
+    data = b'{"prompt":["a"]' + b',"prompt":[""]' * 2**18 + b"}"
     began = time.process_time()
     with pytest.raises(APIError, match="more than once"):
         scan_json(data)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 10  # 0.1 s on a quiet machine
 
 
 def test_reserved_tokens_count_each_echo_of_a_prompt(model):
@@ -444,7 +444,7 @@ def test_waiting_job_holds_no_shared_semaphore():
         fails = unittest.mock.Mock(side_effect=RuntimeError("no thread"))
         with unittest.mock.patch.object(loop, "run_in_executor", fails), pytest.raises(RuntimeError):
             await workers.run("a", True, list, exclusive=True)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await workers.run("a", True, list, exclusive=True) == []
 
     asyncio.run(check())

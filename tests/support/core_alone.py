@@ -37,10 +37,13 @@ def main(path: str, blocked: str) -> None:
     prompts_BT = np.array(tokens, np.int32)
     rows, width = prompts_BT.shape
     lengths_B = np.array([width - i for i in range(rows)], np.int32)
-    logits_BTV, _ = xj.forward(params, config, prompts_BT, impl="xla")
+    forward, decode_step = (
+        jax.jit(f, static_argnums=1, static_argnames="impl") for f in (xj.forward, xj.decode_step)
+    )
+    logits_BTV, _ = forward(params, config, prompts_BT, impl="xla")
     cache = xj.init_cache(config, rows, 64)
     logits_BV, cache = xj.prefill(params, config, prompts_BT, lengths_B, cache, impl="xla")
-    step_BV, _ = xj.decode_step(params, config, np.argmax(logits_BV, -1).astype(np.int32), cache, impl="xla")
+    step_BV, _ = decode_step(params, config, np.argmax(logits_BV, -1).astype(np.int32), cache, impl="xla")
     sampling = xj.SamplingConfig(0.8, 20, 0.9)
     eos_ids = np.array([1], np.int32)
     key = jax.random.key(0)

@@ -113,14 +113,15 @@ def test_a_matrix_of_zeros_stays_zero():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("rows, ways", [(1, ("eager", "jit")), (2, ("vmap",)), (9, ("jit", "vmap"))])
 @pytest.mark.parametrize("outputs, inputs, bits, group", MATRICES)
-def test_product_equals_the_product_of_the_dequantized_matrix(outputs, inputs, bits, group, rows):
+def test_product_equals_the_product_of_the_dequantized_matrix(outputs, inputs, bits, group, rows, ways):
     weight = jax.device_put(quantize_matrix(matrix(outputs, inputs), bits, group))
     x = np.random.default_rng(1).standard_normal((rows, inputs)).astype(np.float32)
     wanted = x @ np.asarray(weight.dequantize()).T
-    for product in (quantized_product, jax.jit(quantized_product), jax.vmap(quantized_product, (0, None))):
-        got = product(x, weight)
+    vmapped = jax.vmap(quantized_product, (0, None))
+    for way in ways:
+        got = dict(eager=quantized_product, jit=jax.jit(quantized_product), vmap=vmapped)[way](x, weight)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())
 
@@ -253,6 +254,15 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
+def shallow(model):
+    """Its first layer: programs compile in a fraction of the time."""
+    config = dataclasses.replace(model.config, num_hidden_layers=1)
+    return dataclasses.replace(
+        model, config=config, params=model.params | {"layers": model.params["layers"][:1]}
+    )
+
+
+@pytest.fixture(scope="module")
 def wanted():
     return xj.load_model(dtype="float32")
 
@@ -279,7 +289,8 @@ def teacher_forced(model, ids):
     )
 
 
-def test_prefill_and_decode_equal_the_full_forward(model):
+def test_prefill_and_decode_equal_the_full_forward(shallow):
+    model = shallow
     ids = prompts(model)[0]
     full = teacher_forced(model, ids)
     cache = xj.init_cache(model.config, 1, 32)
@@ -293,7 +304,8 @@ def test_prefill_and_decode_equal_the_full_forward(model):
 
 
 @pytest.mark.full
-def test_batch_stream_and_single_prompt_agree(model):
+def test_batch_stream_and_single_prompt_agree(shallow):
+    model = shallow
     options = xj.GenerateOptions(
         max_new_tokens=12,
         sampling=xj.SamplingConfig(temperature=0.8),

@@ -30,7 +30,6 @@ FAMILIES = {
         residual_multiplier=0.3,
         attention_multiplier=0.2,
         logits_scaling=0.7,
-        num_hidden_layers=2,
     ),
     "phi3": dict(model_type="phi3", pad_token_id=0),
 }
@@ -38,7 +37,11 @@ TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24))
 
 
 def settings(family: str) -> dict:
-    return tiny.CONFIG | dict(architectures=None) | FAMILIES.get(family, dict(model_type=family))
+    return (
+        tiny.CONFIG
+        | dict(architectures=None, num_hidden_layers=1)
+        | FAMILIES.get(family, dict(model_type=family))
+    )
 
 
 def logits(model) -> np.ndarray:
