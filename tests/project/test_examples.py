@@ -61,6 +61,14 @@ def grpo_engine(out):
     assert stale[0] == 0 and max(stale[1:]) > 0
 
 
+def look_inside(out):
+    """The last layer's row of the lens is what the model says next; the steering vector is found."""
+    assert re.search(r"^   3 .*' Mad' +'rid' +'\.' *$", out, re.M)
+    nats = numbers(r"(\S+) nats", out)
+    assert nats == sorted(nats, reverse=True) and nats[-1] < 1
+    assert "the probe is right about 2 of 2" in out
+
+
 def logits_processors(out):
     """Only the watermarked answer is far from chance."""
     scores = dict(re.findall(r"^(.*?): .*\(watermark: (.*)\)$", out, re.M))
@@ -137,7 +145,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine,
-        log_probabilities, logits_processors, many_draws, reuse_a_prefix,
+        log_probabilities, logits_processors, look_inside, many_draws, reuse_a_prefix,
         sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
     )
 }  # fmt: skip
