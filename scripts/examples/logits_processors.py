@@ -1,4 +1,4 @@
-"""Logits processors of your own in one compiled loop: eight of them, a few lines each.
+"""Logits processors of your own in one compiled loop: seven of them, a few lines each.
 
 The rows share a program. The arguments are numbers of each row, traced: others compile nothing.
 

@@ -18,7 +18,9 @@ CAPITALS = {"Spain": " Madrid", "Cuba": " Havana", "Yemen": " Sana", "Iraq": " B
 
 def lens(model, text):
     """The token that each layer's state would give, as a table: a line for each layer."""
-    params, config, tok = model.params, model.config, model.tokenizer
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
     ids = tok.encode(text)
     taps = {layer: xj.Tap(read=True) for layer in range(config.num_hidden_layers)}
     _, _, reads = xj.hidden_states(params, config, np.array([ids]), taps=taps)
@@ -31,7 +33,9 @@ def lens(model, text):
 
 def steer(model, text, target, layer, steps=31, rate=2.0):
     """A vector that, added after a layer, makes the text continue with a token; and what that then costs."""
-    params, config, tok = model.params, model.config, model.tokenizer
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
     tokens_BT = np.array([tok.encode(text + target)])
 
     @jax.jit
@@ -62,7 +66,8 @@ def probe(model, layer):
         tokens_BT = np.array([tok.encode(text)])
         _, _, reads = xj.hidden_states(model.params, model.config, tokens_BT, taps={layer: xj.Tap(read=True)})
         states.append(reads[layer][0, -1])
-    x_ND, y_N = np.array(states), np.tile([-1.0, 1.0], len(CAPITALS))
+    x_ND = np.array(states)
+    y_N = np.tile([-1.0, 1.0], len(CAPITALS))
     weights_D = np.linalg.lstsq(x_ND[:-2], y_N[:-2], rcond=None)[0]
     return np.sign(x_ND[-2:] @ weights_D) == y_N[-2:]
 

@@ -1,5 +1,6 @@
 """Callers' functions in `decode_loop`: processors against settings, `sample`, `stop`, and mistakes."""
 
+import dataclasses
 import re
 
 import jax
@@ -44,7 +45,13 @@ PRESENCE = xj.Processor(
     lambda state, logits_BV, context: logits_BV - state["penalty"][:, None] * (state["count"] > 0),
     lambda state, token_B, context: state | dict(count=count(state["count"], token_B, context)),
 )
-IDENTITY = xj.Processor(None, lambda _, logits_BV, context: logits_BV)
+
+
+def keep(state, logits_BV, context):
+    return logits_BV
+
+
+IDENTITY = xj.Processor(None, keep)
 
 
 def same(one, other):
@@ -77,7 +84,7 @@ def test_last_processors_get_what_is_sampled_from(decode):
 
 
 def test_forbidden_tokens_stay_forbidden(decode):
-    """Before a processor and after it; and a grammar's."""
+    """Before a processor and after it."""
     prefer = np.zeros((B, V), np.float32)
     prefer[:, 5] = 1e4
     forbidden = xj.SamplingConfig(1.0, forbidden_token_ids=(5,))
@@ -145,18 +152,22 @@ ONES = np.ones((B, V), np.float32)
 MISTAKES = [
     (given(apply=wrong_shape), r"apply wrong_shape returned float32\[3, 119\], expected float32\[3, 120\]"),
     (given(apply=wrong_dtype), r"apply wrong_dtype returned bfloat16\[3, 120\], expected float32"),
-    (given(apply=nothing), "apply nothing returned None, expected float32"),
-    (given(ONES, update=nothing), "update nothing returned None"),
+    (given(apply=nothing), "apply nothing returned no array, expected float32"),
+    (given(ONES, update=nothing), "update nothing returned no array"),
+    (given([ONES], apply=keep, update=lambda *_: ONES), r"update .* in PyTreeDef\(\*\), expected float32"),
     (given(init=lambda *_: jnp.ones(2)), "init .* returned an array of shape .2,., expected 3 rows in front"),
     (given(ONES[:2]), r"processors: arguments of shape \(2, 120\), for 3 rows"),
-    (dict(processors=BIAS), "processors must be .Processor, arguments of the rows. each"),
-    (dict(sample=3), "sample must be a function, got 3"),
+    (given("abc"), "processors: arguments must be a pytree of numbers or arrays, got 'abc'"),
+    (given({1, 2}), "processors: arguments must be a pytree of numbers or arrays, got {1, 2}"),
+    (given(2**40), "processors: arguments must be a pytree of numbers or arrays, got 1099511627776"),
+    (dict(processors=BIAS), "processors must be a list of .Processor, arguments of the rows., got an entry"),
+    (dict(sample=3), "sample must be a function with a hash, got 3"),
     (
-        dict(sample=lambda key_B, logits_BV, _: logits_BV),
+        dict(sample=lambda _, logits_BV, __: logits_BV),
         r"sample .* returned float32\[3, 120\], expected int32",
     ),
     (dict(stop=lambda state: state.token_B), r"stop .* returned int32\[3\], expected bool\[3\]"),
-    (dict(stop=3), "stop must be a function, got 3"),
+    (dict(stop=3), "stop must be a function with a hash, got 3"),
 ]
 
 
@@ -165,3 +176,66 @@ def test_mistakes_are_named(decode, how, message):
     with pytest.raises(InputError) as error:
         decode(**how)
     assert re.search(message, str(error.value)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", [dict(init=3), dict(apply=None), dict(update=3), dict(last="x")], ids=str)
+def test_a_processor_has_functions(how):
+    ((name, value),) = how.items()
+    with pytest.raises(InputError, match=f"{name} of a Processor must be .*, got {value!r}"):
+        xj.Processor(**dict(init=None, apply=add_bias) | how)
+
+
+def test_each_function_has_keys_of_its_own(decode):
+    """Of each position too."""
+
+    def draw(key_B):
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, V))(key_B)
+
+    def record(state, token_B, context):
+        at_B = context.num_generated_B
+        return jnp.asarray(state).at[jnp.arange(B), at_B].set(draw(context.key_B))
+
+    recorder = xj.Processor(lambda _, context: jnp.zeros((B, N), int), IDENTITY.apply, record)
+    got = decode(processors=[(recorder, ()), (recorder, ())], sample=lambda key_B, *_: draw(key_B))
+    of_functions = [*got.context.callers.states, got.tokens_BT]
+    for numbers_BN in of_functions:
+        assert len(np.unique(numbers_BN)) > B * N / 2
+    for i in range(3):
+        assert (np.asarray(of_functions[i]) == np.asarray(of_functions[i - 1])).sum() < B * N / 4
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "sampling", [SAMPLED, xj.SamplingConfig(1.0, min_p=0.1), xj.SamplingConfig()], ids=str
+)
+def test_numbers_that_are_not_finite(decode, sampling, last):
+    """+inf forces a token, NaN removes one; a row keeps its logits where no token that is allowed is left."""
+
+    def force(_, logits_BV, context):
+        return logits_BV.at[:, 5].set(jnp.inf).at[:, 6].set(jnp.nan)
+
+    def only_forbidden(_, logits_BV, context):
+        return jnp.where(jnp.arange(V) == 5, logits_BV, -jnp.inf)
+
+    forbidden = dataclasses.replace(sampling, forbidden_token_ids=(0, 5))
+    forced = [(xj.Processor(None, force, last=last), ())]
+    assert np.all(np.asarray(decode(sampling, processors=forced).tokens_BT) == 5)
+    assert not np.isin(decode(forbidden, processors=forced).tokens_BT, [0, 5, 6]).any()
+    given = [(xj.Processor(None, only_forbidden, last=last), ())]
+    same(decode(forbidden, processors=given), decode(forbidden))
+
+
+def test_processors_beside_a_grammar_and_donated(decode):
+    """A grammar's tokens are the only ones, whatever a processor prefers."""
+    model = xj.load_model()
+    params, config, tok = model.params, model.config, model.tokenizer
+    ids = tok.encode("The capital of Spain is")
+    cache = xj.init_cache(config, 1, 32)
+    logits_BV, cache = xj.prefill(params, config, np.array([ids]), np.array([len(ids)]), cache)
+    bias_BV = np.zeros((1, config.vocab_size), np.float32)
+    bias_BV[0, tok.encode(" Rome")] = np.inf
+    settings = KEY, xj.SamplingConfig(1.0), np.array(config.eos_token_ids), 8
+    how = dict(grammar=xj.dfa(" (Madrid|Havana)", tok), processors=[(BIAS, bias_BV)], donate=True)
+    got = xj.decode_loop(params, config, logits_BV, cache, *settings, **how)
+    text = tok.decode(np.asarray(got.tokens_BT)[0, : got.length_B[0] - 1].tolist())
+    assert text in (" Madrid", " Havana") and got.finished_B.all()

@@ -185,9 +185,7 @@ def _candidates(score_BWV, state, rows, C):
     def drawn():
         at = rows.position_B + state.step, DRAW_BEAMS, jnp.arange(W * V)
         noise_BWV = jax.vmap(gumbel_noise, (0, 0, None, None))(rows.key_B, *at).reshape(B, W, V)
-        return score_BWV + jnp.where(
-            rows.sampling_B.temperature[:, None, None] > 0, noise_BWV.reshape(B, W, V), 0
-        )
+        return score_BWV + jnp.where(rows.sampling_B.temperature[:, None, None] > 0, noise_BWV, 0)
 
     order_BWV = lax.cond(all_greedy(rows.sampling_B), lambda: score_BWV, drawn)
     _, drawn_BC = lax.top_k(order_BWV.reshape(B, W * V), C)

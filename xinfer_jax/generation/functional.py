@@ -181,8 +181,8 @@ def decode_loop(  # noqa: PLR0913  a public function
             its text does not match then.
         processors: logits processors of yours, each with the arguments of its rows: a pytree of numbers, or
             of arrays with rows in front, which may be traced.
-        sample: f(key_B, logits_BV, context) -> int32 [B] in place of the draw; the logits are those after
-            all processors, temperature and filters.
+        sample: f(key_B, logits_BV, context) -> int32 [B] in place of the draw, of greedy rows too, after all
+            processors and filters. It must not choose a logit of -inf; ids are clipped to the vocabulary.
         stop: f(state) -> bool [B], called after each token: which rows end beside those with an EOS id.
         return_routes: the results have `routes`, the experts of the tokens of a model with mixtures.
         donate, impl: as in `prefill`.
@@ -196,7 +196,8 @@ def decode_loop(  # noqa: PLR0913  a public function
     Raises:
         InputError: an argument of another shape, type or range, a cache of another model; the tokens may
             exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            reverse mode through log-probabilities or cache. Of traced values only the shapes are checked.
+            a caller's function returns other shapes or dtypes; reverse mode through log-probabilities or
+            cache. Of traced values only the shapes are checked.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape

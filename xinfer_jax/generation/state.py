@@ -28,7 +28,7 @@ class DecodeState(ShortRepr):
         key_B: PRNG keys.
         sampling_B: from `settings_per_row`.
         limit_B: int32: the most tokens of the answer.
-        finished_B: bool: the row has sampled an EOS token.
+        finished_B: bool: the row has sampled an EOS token, or a caller's `stop` has ended it.
         context: what the logits processors need: position, EOS ids, tokens.
         tokens_BT: int32: tokens sampled, EOS included; 0 after the end of a row.
         logprobs_BT: float32: their log-probabilities before any logits processor.

@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
-from ..sharding import abstract_mesh_of
 from .operation import match_varying_axes
 
 
 def in_row_groups(function: Callable, size: int, *rows: Any) -> Any:
     """`function` of `size` rows after the others, so that its temporaries are those of few rows; of all rows
-    over a mesh, or where there are no more. Groups are of equal size: the last one may repeat rows of the one
-    before.
+    where there are no more, or a mesh may divide them. Groups are of equal size: the last one may repeat rows
+    of the one before.
 
     Args:
         function: of pytrees of arrays with rows in front, to such a pytree; it may make several rows of each.
@@ -22,7 +22,10 @@ def in_row_groups(function: Callable, size: int, *rows: Any) -> Any:
         rows: its operands.
     """
     B = len(rows[0])
-    if B <= size or abstract_mesh_of(rows[0]) is not None:
+    mesh = jax.typeof(rows[0]).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    may_divide = any(kind != AxisType.Manual and mesh.shape[axis] > 1 for axis, kind in kinds)
+    if B <= size or may_divide:
         return function(*rows)
 
     rows = jax.tree.map(jnp.asarray, rows)

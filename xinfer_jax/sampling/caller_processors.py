@@ -1,7 +1,8 @@
 """Callers' functions between logits and tokens: `Processor`, and what `Context.callers` is made of."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ class SamplingContext(NamedTuple):
     """What a caller's function knows of B rows when their next token is chosen.
 
     Attributes:
-        key_B: PRNG keys of this position, of no other draw.
+        key_B: PRNG keys of this position and function, of no other draw.
         position_B: int32: tokens of prompt and answer, the position of the next token.
         num_generated_B: int32: tokens of the answer.
         eos_BE: int32: ids that end each row; below 0: none.
@@ -41,9 +42,10 @@ class SamplingContext(NamedTuple):
 class Processor:
     """A logits processor of a caller: pure functions over rows, traced in the loop.
 
-    Forbidden tokens stay forbidden whatever it returns: `min_new_tokens`, `forbidden_token_ids`,
-    `bad_words_ids`, grammars. A program is compiled for each processor, which is known by its functions: a
-    lambda that is made anew in each call compiles anew.
+    Tokens that a setting or a grammar forbids stay forbidden whatever it returns. Where it leaves no other
+    token in a row, the row keeps its logits. NaN counts as -inf, +inf as a logit of 1e30. A program is
+    compiled for each processor, which is known by its functions: a lambda that is made anew in each call
+    compiles anew.
 
     Attributes:
         init: (arguments, `SamplingContext`) -> the state of B rows, a pytree with rows in front; None: the
@@ -57,6 +59,14 @@ class Processor:
     apply: Callable[[Any, jax.Array, SamplingContext], jax.Array]
     update: Callable[[Any, jax.Array, SamplingContext], Any] | None = None
     last: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("init", "apply", "update"):
+            function = getattr(self, name)
+            if not callable(function) and (name == "apply" or function is not None):
+                raise InputError(f"{name} of a Processor must be a function, got {format_value(function)}")
+        if not isinstance(self.last, bool):
+            raise InputError(f"last of a Processor must be True or False, got {format_value(self.last)}")
 
 
 @jax.tree_util.register_dataclass
@@ -73,10 +83,10 @@ class Callers:
         """With the states that `init` makes of the arguments."""
         known = self._context(context)
 
-        def state(processor: Processor, arguments: Any) -> Any:
+        def state(i: int, processor: Processor, arguments: Any) -> Any:
             if processor.init is None:
                 return arguments
-            made = processor.init(arguments, known)
+            made = processor.init(arguments, _for_function(i, known))
             for leaf in jax.tree.leaves(made):
                 if not np.ndim(leaf) or len(leaf) != len(known.position_B):
                     what = (
@@ -85,39 +95,48 @@ class Callers:
                     raise InputError(f"init {_name(processor.init)} of a processor returned {what}")
             return jax.tree.map(jnp.asarray, made)
 
-        states = tuple(map(state, self.processors, self.states))
+        states = tuple(map(state, range(len(self.states)), self.processors, self.states))
         return dataclasses.replace(self, states=states)
 
     def choose(
         self, logits_BV: jax.Array, settings: SamplingConfig, context: Context
     ) -> tuple[jax.Array, Callable, Callable]:
-        """What `choose_tokens` returns. settings: of each row."""
+        """What `choose_tokens` returns, from the whole vocabulary of all rows. settings: of each row."""
         known = self._context(context)
-        processed_BV = process_logits(self._apply(False, logits_BV, known), settings, context)
+        allowed = partial(process_logits, sampling_B=settings, context=context)
+        processed_BV = allowed(self._apply(False, logits_BV, known))
+        has_some_B1 = jnp.any(processed_BV > -jnp.inf, -1, keepdims=True)
+        processed_BV = lax.cond(
+            jnp.all(has_some_B1),
+            lambda: processed_BV,
+            lambda: jnp.where(has_some_B1, processed_BV, allowed(logits_BV)),
+        )
         largest_B1 = jnp.max(processed_BV, -1, keepdims=True)
         warped_BV = lax.cond(
             all_greedy(settings),
             lambda: processed_BV,
             lambda: warp_logits(processed_BV, settings, largest_B1),
         )
-        taken_BV = self._apply(True, warped_BV, known)
-        taken_BV = jnp.where(processed_BV == -jnp.inf, -jnp.inf, taken_BV)
+        taken_BV = jnp.where(processed_BV > -jnp.inf, self._apply(True, warped_BV, known), -jnp.inf)
+        taken_BV = jnp.where(jnp.any(taken_BV > -jnp.inf, -1, keepdims=True), taken_BV, warped_BV)
         if self.sample is None:
             draw = self.key_B, settings, known.position_B, None, logits_BV.shape[1]
             token_B = draw_tokens(taken_BV, *draw)
         else:
+            known = _for_function(len(self.processors), known)
             token_B = self.sample(known.key_B, taken_BV, known)
             _check("sample", self.sample, token_B, known.position_B)
+            token_B = jnp.clip(token_B, 0, logits_BV.shape[1] - 1)
         return token_B, lambda token_B: token_logprobs(logits_BV, token_B), lambda: taken_BV
 
     def append(self, context: Context, token_B: jax.Array, active_B: jax.Array) -> "Callers":
         """After a token of each active row. context: before it."""
         known = self._context(context)
 
-        def after(processor: Processor, state: Any) -> Any:
+        def after(i: int, processor: Processor, state: Any) -> Any:
             if processor.update is None:
                 return state
-            new = processor.update(state, token_B, known)
+            new = processor.update(state, token_B, _for_function(i, known))
             _check("update", processor.update, new, state)
 
             def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -125,14 +144,15 @@ class Callers:
 
             return jax.tree.map(put, state, new)
 
-        return dataclasses.replace(self, states=tuple(map(after, self.processors, self.states)))
+        states = tuple(map(after, range(len(self.states)), self.processors, self.states))
+        return dataclasses.replace(self, states=states)
 
     def _apply(self, last: bool, logits_BV: jax.Array, known: SamplingContext) -> jax.Array:
-        for processor, state in zip(self.processors, self.states, strict=True):
+        for i, (processor, state) in enumerate(zip(self.processors, self.states, strict=True)):
             if processor.last == last:
-                new_BV = processor.apply(state, logits_BV, known)
+                new_BV = processor.apply(state, logits_BV, _for_function(i, known))
                 _check("apply", processor.apply, new_BV, logits_BV)
-                logits_BV = new_BV
+                logits_BV = jnp.nan_to_num(new_BV, nan=-jnp.inf, posinf=1e30, neginf=-jnp.inf)
         return logits_BV
 
     def _context(self, context: Context) -> SamplingContext:
@@ -148,29 +168,36 @@ def callers_of_call(given: Any, sample: Any, stop: Any, key_B: Any) -> Callers |
     are chosen without them.
 
     Raises:
-        InputError: processors or functions of another type; arguments of another number of rows.
+        InputError: processors or functions of another type; arguments of another type or number of rows.
     """
-    pairs = given if is_sequence(given) else [given] if given is not None else []
     for name, function in dict(sample=sample, stop=stop).items():
-        if function is not None and not callable(function):
-            raise InputError(f"{name} must be a function, got {format_value(function)}")
+        if function is not None and not (callable(function) and isinstance(function, Hashable)):
+            raise InputError(f"{name} must be a function with a hash, got {format_value(function)}")
+    pairs = [] if given is None else given if is_sequence(given) else [given]
     for pair in pairs:
         if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
-            raise InputError(
-                f"processors must be (Processor, arguments of the rows) each, got {format_value(pair)}"
-            )
-    B = len(key_B)
-
-    def of_rows(x: Any) -> Any:
-        x = jnp.asarray(x, jnp.result_type(x))  # a number's type would be weak: another program
-        if x.ndim and len(x) != B:
-            raise InputError(f"processors: arguments of shape {x.shape}, for {B} rows")
-        return x if x.ndim else jnp.broadcast_to(x, (B,))
-
-    states = tuple(jax.tree.map(of_rows, arguments) for _, arguments in pairs)
+            what = "a list of (Processor, arguments of the rows)"
+            raise InputError(f"processors must be {what}, got an entry {format_value(pair)}")
+    states = tuple(_of_rows(arguments, len(key_B)) for _, arguments in pairs)
     if not states and sample is None:
         return None
     return Callers(states, key_B, tuple(processor for processor, _ in pairs), sample)
+
+
+def _of_rows(arguments: Any, rows: int) -> Any:
+    """The arguments as arrays with rows in front."""
+    if isinstance(arguments, list) and all(isinstance(x, int | float) for x in arguments):
+        arguments = np.array(arguments)
+    try:
+        # A number's own type would be weak: another program.
+        arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), arguments)
+    except (TypeError, ValueError, OverflowError) as error:
+        what = "processors: arguments must be a pytree of numbers or arrays"
+        raise InputError(f"{what}, got {format_value(arguments)}") from error
+    for x in jax.tree.leaves(arrays):
+        if x.ndim and len(x) != rows:
+            raise InputError(f"processors: arguments of shape {x.shape}, for {rows} rows")
+    return jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, (rows,)), arrays)
 
 
 def end_rows(stop: Callable, state: Any) -> Any:
@@ -181,19 +208,29 @@ def end_rows(stop: Callable, state: Any) -> Any:
     return dataclasses.replace(state, finished_B=finished_B | ends_B)
 
 
+def _for_function(i: int, known: SamplingContext) -> SamplingContext:
+    """What one of the functions knows: its keys are its own."""
+    return known._replace(key_B=jax.vmap(jax.random.fold_in, (0, None))(known.key_B, i))
+
+
 def _check(what: str, function: Callable, got: Any, like: Any) -> None:
     """Raises InputError where a caller's function has not returned arrays like these."""
 
-    def shapes(tree: Any) -> Any:
-        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x))}", tree)
+    def shapes(tree: Any) -> str:
+        leaves = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree)]
+        return ", ".join(leaves) or "no array"
 
     try:
         found = shapes(got)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InputError(f"{what} {_name(function)} must return arrays, got {format_value(got)}") from error
-    if found != (wanted := shapes(like)):
+    wanted = shapes(like)
+    if found == wanted:  # in other trees?
+        found += f" in {jax.tree.structure(got)}"
+        wanted += f" in {jax.tree.structure(like)}"
+    if found != wanted:
         raise InputError(f"{what} {_name(function)} returned {found}, expected {wanted}")
 
 
 def _name(function: Callable) -> str:
-    return getattr(function, "__qualname__", repr(function))
+    return getattr(getattr(function, "func", function), "__qualname__", None) or format_value(function)

@@ -134,9 +134,8 @@ def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Arr
 
 def min_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
     """Keeps tokens at least p times as likely as the most likely one (Nguyen et al. 2024); 0 keeps all."""
-    return jnp.where(
-        logits_BV >= jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None], logits_BV, -jnp.inf
-    )
+    least_B1 = jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None]
+    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)  # NaN stays, as in rows at 0
 
 
 def typical_p(logits_BV: jax.Array, p_B: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:

@@ -18,7 +18,7 @@ from .random_keys import DRAW_TOKEN, gumbel_noise
 from .sampling_config import SamplingConfig
 
 NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
-Optional = list[tuple[Any, Callable[[jax.Array], jax.Array]]]  # bool [B]: rows that use it; a processor
+Skippable = list[tuple[Any, Callable[[jax.Array], jax.Array]]]  # bool [B] or bool: who uses it; a processor
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
 
@@ -200,8 +200,8 @@ def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.A
     return sum((uses_B for uses_B, _ in _other_processors(sampling_B, context)), none_B)
 
 
-def _other_processors(s: SamplingConfig, c: Context) -> Optional:
-    found: Optional = []
+def _other_processors(s: SamplingConfig, c: Context) -> Skippable:
+    found: Skippable = []
     if has_all_settings(s):
         bits_BW = c.allowed_bits[:, 0]
         penalties = s.presence_penalty, s.frequency_penalty, c.count_BV
@@ -231,7 +231,7 @@ def bias_and_repeat(logits_BV, sampling_B, context):
     return processors.repetition_penalty(logits_BV, sampling_B.repetition_penalty, context.seen_BV)
 
 
-def _apply_used(optional: Optional, logits_BV: jax.Array) -> jax.Array:
+def _apply_used(optional: Skippable, logits_BV: jax.Array) -> jax.Array:
     """Applies the processors that a row uses, each of which leaves the other rows as they are. A branch costs
     a copy of the logits: one is around all. To few logits they are always applied, which costs less.
     """
@@ -240,6 +240,8 @@ def _apply_used(optional: Optional, logits_BV: jax.Array) -> jax.Array:
         return processor(x_BV) if few else lax.cond(jnp.any(uses_B), processor, lambda x_BV: x_BV, x_BV)
 
     few = logits_BV.shape[1] <= processors.FEW
+    if len(optional) == 1:
+        return if_used(*optional[0], logits_BV)
     each = lambda x_BV: functools.reduce(lambda x, one: if_used(one[0], one[1], x), optional, x_BV)  # noqa: E731
     return if_used(sum(uses_B for uses_B, _ in optional), each, logits_BV) if optional else logits_BV
 
@@ -258,10 +260,10 @@ def warp_logits(
     s = sampling_B
     scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
     k_B = jnp.where(s.top_k > 0, jnp.maximum(s.top_k, min_tokens_to_keep), 0)
-    filters: Optional = [((k_B > 0) | (s.top_p < 1), lambda x: processors.top_k_top_p(x, k_B, s.top_p))]
+    filters: Skippable = [((k_B > 0) | (s.top_p < 1), lambda x: processors.top_k_top_p(x, k_B, s.top_p))]
     if has_all_settings(s):
         filters.append((s.min_p > 0, lambda x: processors.min_p(x, s.min_p)))
-    if min_tokens_to_keep > 1:  # the three filters above guarantee only one token
+    if min_tokens_to_keep > 1:  # the filters above guarantee only one token
         least = lambda: processors.top_k(scaled_BV, jnp.full_like(k_B, min_tokens_to_keep))  # noqa: E731
         filters.append((True, lambda x: jnp.maximum(least(), x)))
     if has_all_settings(s):
