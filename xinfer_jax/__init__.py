@@ -26,6 +26,7 @@ _EXPORTS = {
     "embedding": ("embed_texts", "rerank"),
     "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
     "model.taps": ("Tap",),
+    "model.attention_maps": ("attention_weights",),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),

@@ -70,6 +70,7 @@ from .grammar.grammars import (
     lark as lark,
     regex as regex,
 )
+from .model.attention_maps import attention_weights as attention_weights
 from .model.decoder import (
     embed_tokens as embed_tokens,
     forward as forward,

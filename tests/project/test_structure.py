@@ -45,7 +45,7 @@ PACKAGES = {
     ),
     "model": (
         "layers", "rope_scaling", "key_bias", "attention", "rope_append", "linear_attention", "experts",
-        "decoder_layer", "stacked_layers", "packing", "routes", "taps", "decoder",
+        "decoder_layer", "stacked_layers", "packing", "routes", "taps", "decoder", "attention_maps",
     ),
     "sampling": (
         "processors", "biases", "sampling_config", "batched_settings", "context",

@@ -5,7 +5,8 @@ Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `attenti
 for all families), `decoder` (`forward`, `hidden_states` and `unembed`). Plugged in are `linear_attention`
 (Gated DeltaNet), `stacked_layers` (a scan over equal layers), `packing` (several texts in a row), `routes`
 (which experts tokens use), `taps` (the residual stream between layers), `rope_scaling` (RoPE for longer
-contexts) and `key_bias` (that of quantized caches). `ops` has other forms of operations.
+contexts) and `key_bias` (that of quantized caches). `ops` has other forms of operations. `attention_maps`
+is for looking into a model.
 
 - Layers are a tuple, unrolled in Python: layers may differ, and a scan over stacked weights would slice a
   copy of the layer in each step. Logits, norms, softmax and RoPE angles are float32, whatever the weights.

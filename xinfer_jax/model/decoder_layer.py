@@ -178,8 +178,8 @@ def self_attention(  # noqa: PLR0913
         q_BTNH = _only_queries(layer, config, kind, x_BTD, angles, before, impl)
         visible = kv
     else:
-        qkv, gate_BTI = _project_qkv(layer, config, kind, x_BTD, over, before, impl)
-        norms = _head_norms(layer, config, spec)
+        qkv, gate_BTI = project_qkv(layer, config, kind, x_BTD, over, before, impl)
+        norms = head_norms(layer, config, spec)
         if start_B is None:
             q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
             visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
@@ -188,23 +188,28 @@ def self_attention(  # noqa: PLR0913
             q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
             visible = kv
     if spec.query_scaling:
-        q_BTNH = _scale_by_position(q_BTNH, positions.position_BT, *spec.query_scaling)
+        q_BTNH = scale_by_position(q_BTNH, positions.position_BT, *spec.query_scaling)
     length_B = num_tokens_B
     if start_B is not None:
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
-    scale = spec.attention_multiplier or (spec.query_pre_attn_scalar or config.head_width(kind)) ** -0.5
-    cap = spec.logit_softcapping
     # The model's window: a cache that stores every token may have been made without one.
     windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
-    sink_N = layer["sinks"] if spec.sinks else None
-    scoring = dict(scale=scale, soft_cap=cap, sink_N=sink_N, ahead=spec.ahead, first_BT=positions.first_BT)
-    out_BTNH = attention(q_BTNH, windowed, length_B=length_B, start_B=start_B, **scoring, impl=impl)
+    scoring = dict(start_B=start_B, first_BT=positions.first_BT, **attention_scoring(layer, config, kind))
+    out_BTNH = attention(q_BTNH, windowed, length_B=length_B, **scoring, impl=impl)
     out_BTI = out_BTNH.reshape(B, T, -1)
     if spec.o_norm:
         (out_BTI,) = joint_norms([out_BTI], layer, ["o_norm"], config, over)
     if gate_BTI is not None:
         out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
     return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), kv
+
+
+def attention_scoring(layer: Params, config: ModelConfig, kind: int) -> dict[str, Any]:
+    """What `attention` takes of a layer beside queries and keys."""
+    spec: Any = config.attention(kind)
+    scale = spec.attention_multiplier or (spec.query_pre_attn_scalar or config.head_width(kind)) ** -0.5
+    sink_N = layer["sinks"] if spec.sinks else None
+    return dict(scale=scale, soft_cap=spec.logit_softcapping, sink_N=sink_N, ahead=spec.ahead)
 
 
 def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.Array:  # noqa: PLR0913
@@ -216,13 +221,13 @@ def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.
     return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
 
 
-def _scale_by_position(q_BTNH: jax.Array, position_BT: jax.Array, beta: float, length: int) -> jax.Array:
+def scale_by_position(q_BTNH: jax.Array, position_BT: jax.Array, beta: float, length: int) -> jax.Array:
     """Queries with `AttentionSpec.query_scaling`."""
     scale_BT = 1 + beta * jnp.log(1 + (position_BT // length).astype(jnp.float32))
     return q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
 
 
-def _project_qkv(  # noqa: PLR0913
+def project_qkv(  # noqa: PLR0913
     layer: Params,
     config: ModelConfig,
     kind: int,
@@ -249,7 +254,7 @@ def _project_qkv(  # noqa: PLR0913
     return (q_BTNH, k_BTKH, v_BTKH), ys[3] if spec.output_gate else None
 
 
-def _head_norms(layer: Params, config: ModelConfig, spec: AttentionSpec) -> HeadNorms | None:
+def head_norms(layer: Params, config: ModelConfig, spec: AttentionSpec) -> HeadNorms | None:
     """The layer's norms of each head of queries and keys; None: it has none."""
     if spec.qk_norm != "head":
         return None

@@ -1,0 +1,67 @@
+"""Attention weights against transformers', where torch is installed; sums, windows, gradients, mistakes."""
+
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+from small_models import build, prompts
+
+import xinfer_jax as xj
+from xinfer_jax.errors import InputError
+
+pytestmark = pytest.mark.oldest
+
+NAMES = (
+    "qwen2-gqa-tied-old", "qwen3-head-dim-tied", "mistral-window", "olmo2-bias-new", "gemma2-long-caps",
+    "gemma3-two-ropes-new", "gpt-oss-published", "phi3-defaults", "granite-bias-llama3-new", "gemma4-experts",
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_those_of_transformers(name):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    case = cases.CASES[name]
+    config = case.config
+    tensors = cases.random_tensors(config, 1)
+    model = cases.hf_model(case.hf, tensors)
+    params = cases.params_from(config, tensors)
+    ids = np.random.RandomState(0).randint(3, config.vocab_size, (2, 19))
+    layers = [0, config.num_hidden_layers - 1]
+    with torch.no_grad():
+        want = model(torch.tensor(ids), use_cache=False, output_attentions=True).attentions
+    got = xj.attention_weights(params, config, ids, layers)
+    for layer in layers:
+        np.testing.assert_allclose(got[layer], want[layer].numpy()[..., :19], atol=2e-5)
+
+
+def test_rows_sum_to_one():
+    """Of a text with padding; chosen heads; a window; and a gradient."""
+    params, config = build("windows-nope-untied")
+    tokens_BT = np.array(prompts(12, 12))
+    every = xj.attention_weights(params, config, tokens_BT, [1], num_tokens_B=np.array([12, 7]))[1]
+    assert every.shape == (2, 4, 12, 12)
+    np.testing.assert_allclose(every[0].sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(every[1, :, :7].sum(-1), 1, rtol=1e-5)
+    np.testing.assert_array_equal(every, np.tril(every) - np.tril(every, -7))
+    alone = xj.attention_weights(params, config, tokens_BT[1:, :7], [1], heads=[3, 0])[1]
+    np.testing.assert_allclose(alone[0], every[1, np.array([3, 0]), :7, :7], rtol=1e-4, atol=1e-6)
+    loss = lambda params: xj.attention_weights(params, config, tokens_BT, [1])[1][:, 0, 5, 2].sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(params)
+    assert np.abs(gradient["layers"][1]["k"]["weight"]).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "message"),
+    [
+        ([2], None, "layers: layer must be a whole number from 0 to 1, got 2"),
+        (1, None, "layers and heads must be lists"),
+        ([0], [4], "heads: head must be a whole number from 0 to 3, got 4"),
+        ([0], 1, "layers and heads must be lists"),
+    ],
+)
+def test_mistakes_are_named(layers, heads, message):
+    params, config = build("qwen2")
+    with pytest.raises(InputError, match=message):
+        xj.attention_weights(params, config, np.array(prompts(5)), layers, heads)

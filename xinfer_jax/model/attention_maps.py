@@ -1,0 +1,94 @@
+"""`attention_weights`: how much each token attends to each token before it, to look into a model."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import plugin
+from ..cache.contiguous import uncached_kv
+from ..checks import check_integer, is_sequence
+from ..config.model_config import ModelConfig
+from ..config.unsupported import check_causal
+from ..errors import InputError, format_value
+from ..ops.operation import over_any_mesh
+from ..weights.params import AnyArray, Params
+from .attention import attention
+from .decoder import Inputs, embed_inputs, hidden_states
+from .decoder_layer import attention_scoring, head_norms, project_qkv, scale_by_position
+from .layers import norm_before
+from .rope_append import rotate
+from .taps import Tap
+
+
+@over_any_mesh
+def attention_weights(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    layers: Sequence[int],
+    heads: Sequence[int] | None = None,
+    *,
+    num_tokens_B: AnyArray | None = None,
+) -> dict[int, jax.Array]:
+    """Attention weights of some layers, in plain jnp: for short texts, since they have T² numbers a head. Not
+    jitted; differentiable as `forward` is.
+
+    Args:
+        params, config: the model; its layers are not stacked.
+        tokens_BT: int32 token ids.
+        layers: of which weights are returned.
+        heads: of queries; None: all.
+        num_tokens_B: how many tokens of each row are real; None: all.
+
+    Returns:
+        By layer, float32 [B, heads, T, T]: entry [b, n, t, s] is the weight of token s for token t, 0 after
+        t and outside a window. Rows sum to 1, or to less where a sink takes the rest.
+
+    Raises:
+        InputError: as `forward`; a layer or head that the model does not have; a layer with linear attention,
+            or with another layer's keys.
+    """
+    check_causal(config, "attention_weights")
+    if not is_sequence(layers) or heads is not None and not is_sequence(heads):
+        raise InputError(f"layers and heads must be lists, got {format_value((layers, heads))}")
+    layers = [check_integer("layers: layer", layer, 0, config.num_hidden_layers - 1) for layer in layers]
+    for layer in layers:
+        spec = config.attention(layer)
+        if spec is None:
+            raise InputError(f"layer {layer} has linear attention, which has no weights: leave it out")
+        if spec.shares_kv:
+            raise InputError(f"layer {layer} attends to another layer's keys: leave it out")
+    taps = {layer - 1: Tap(read=True) for layer in layers}
+    _, _, reads = hidden_states(params, config, tokens_BT, None, num_tokens_B, taps=taps)
+    _, positions = embed_inputs(params, config, Inputs(tokens_BT, num_tokens_B), None)
+
+    def weights(i: int) -> jax.Array:
+        layer = params["layers"][i]
+        spec: Any = config.attention(i)
+        x_BTD = reads[i - 1]
+        if config.rotated:
+            x_BTD = plugin("rotation", "rotate")(x_BTD, config.hidden_size)
+        before = norm_before(layer, "attn_norm", config) if config.layers[i].pre_norm else None
+        qkv, _ = project_qkv(layer, config, i, x_BTD, None, before, "xla")
+        rope = config.layer_rope(i)
+        angles = None if rope is None else positions.angles[config.ropes.index(rope)]
+        q_BTNH, k_BTKH, _ = rotate(qkv, head_norms(layer, config, spec), angles)
+        if spec.query_scaling:
+            q_BTNH = scale_by_position(q_BTNH, positions.position_BT, *spec.query_scaling)
+        k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
+        # The output for values that are the rows of the identity.
+        B, K, T, _ = k_BKTH.shape
+        ones_BKTT = jnp.broadcast_to(jnp.eye(T), (B, K, T, T))
+        kv = dataclasses.replace(uncached_kv(k_BKTH, ones_BKTT), window=spec.window)
+        scoring = attention_scoring(layer, config, i)
+        out_BTNT = attention(
+            q_BTNH.astype(jnp.float32), kv, length_B=positions.num_tokens_B, **scoring, impl="xla"
+        )
+        N = out_BTNT.shape[2]
+        chosen = range(N) if heads is None else [check_integer("heads: head", n, 0, N - 1) for n in heads]
+        return jnp.swapaxes(out_BTNT, 1, 2)[:, jnp.array(chosen)]
+
+    return {layer: weights(layer) for layer in layers}
