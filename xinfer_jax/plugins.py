@@ -33,6 +33,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("layers", "routes"): ("model.routes", "routes_of_layers"),
     ("layers", "routes used"): ("model.routes", "routes_used"),
     ("layers", "stacked"): ("model.stacked_layers", "run_stacked_layers"),
+    ("layers", "edits"): ("model.taps", "check_edits"),
     ("layers", "tapped"): ("model.taps", "TappedLayers"),
     ("layer", "linear"): ("model.linear_attention", "linear_attention"),
     ("layer params", "linear"): ("weights.linear_attention_specs", "linear_attention_specs"),

@@ -133,6 +133,32 @@ def test_taps_of_score(model):
         xj.score(params, config, tokens_BT, taps=[add])
 
 
+def test_taps_of_prefill_and_the_loop(model):
+    """Greedy tokens of a steered model are those of `forward` with the tap."""
+    params, config, tokens_BT = model
+    direction_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size) * 3, np.float32)
+    B, T = tokens_BT.shape
+
+    def steered(vector_D):
+        taps = {0: xj.Tap(vector_D, add)}
+        cache = xj.init_cache(config, B, 32)
+        logits_BV, cache = xj.prefill(params, config, tokens_BT, np.full(B, T), cache, taps=taps)
+        how = jax.random.key(0), xj.SamplingConfig(), np.array([], int), 6
+        return xj.decode_loop(params, config, logits_BV, cache, *how, taps=taps)
+
+    got = steered(direction_D)
+    text_BT = np.concatenate([tokens_BT, got.tokens_BT], 1)
+    logits_BTV, _, _ = xj.forward(params, config, text_BT, taps={0: xj.Tap(direction_D, add)})
+    np.testing.assert_array_equal(logits_BTV[:, T - 1 : -1].argmax(-1), got.tokens_BT)
+    plain = steered(0 * direction_D)
+    assert not np.array_equal(plain.tokens_BT, got.tokens_BT)
+    each = jax.vmap(lambda vector_D: steered(vector_D).tokens_BT)(jnp.stack([direction_D, 0 * direction_D]))
+    np.testing.assert_array_equal(each, [got.tokens_BT, plain.tokens_BT])
+    cache = xj.init_cache(config, B, 32)
+    with pytest.raises(InputError, match="prefill returns no hidden states: use hidden_states"):
+        xj.prefill(params, config, tokens_BT, np.full(B, T), cache, taps={0: xj.Tap(read=True)})
+
+
 def test_stacked_layers_have_no_taps(model):
     params, config, tokens_BT = model
     stacked = xj.stack_layers(params, config)

@@ -3,7 +3,7 @@ caller's jit. This module checks the arguments; loop.py has the loops.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +31,7 @@ from .strategies import Plain
 
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
+    from ..model.taps import Tap
     from ..sampling.caller_processors import Processor, SamplingContext
 
 
@@ -72,6 +73,7 @@ def prefill(  # noqa: PLR0913  a public function
     *,
     inputs_BTD: AnyArray | None = None,
     return_routes: bool = False,
+    taps: "Mapping[int, Tap] | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[Any, ...]:
@@ -83,7 +85,7 @@ def prefill(  # noqa: PLR0913  a public function
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
-        inputs_BTD, return_routes: as in `hidden_states`.
+        inputs_BTD, return_routes, taps: as in `hidden_states`, which is for taps that read.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
         impl: of the operations: None (what suits the device), "xla", or a kernel's name, as "triton".
 
@@ -105,9 +107,11 @@ def prefill(  # noqa: PLR0913  a public function
     check_range("tokens_BT: token id", tokens_BT, 0, config.vocab_size - 1)
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     _check_capacity(impl, cache, num_tokens_B)
+    if taps is not None:
+        plugin("layers", "edits")(taps, config, "prefill")
     append = PREFILL.donating if donate else PREFILL.keeping
-    chunk = prefill_chunk_size(cache)
-    return append(params, config, tokens_BT, num_tokens_B, cache, impl, chunk, inputs_BTD, return_routes)
+    how = impl, prefill_chunk_size(cache), inputs_BTD, return_routes, taps
+    return append(params, config, tokens_BT, num_tokens_B, cache, *how)
 
 
 def decode_step(
@@ -153,6 +157,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     sample: "Callable[[jax.Array, jax.Array, SamplingContext], jax.Array] | None" = None,
     stop: Callable[[DecodeState], jax.Array] | None = None,
     return_routes: bool = False,
+    taps: "Mapping[int, Tap] | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
@@ -185,7 +190,7 @@ def decode_loop(  # noqa: PLR0913  a public function
             processors and filters. It must not choose a logit of -inf; ids are clipped to the vocabulary.
         stop: f(state) -> bool [B], called after each token: which rows end beside those with an EOS id.
         return_routes: the results have `routes`, the experts of the tokens of a model with mixtures.
-        donate, impl: as in `prefill`.
+        taps, donate, impl: as in `prefill`; a tap gets the hidden states of one token of each row.
 
     Returns:
         The rows' state (tokens_BT, logprobs_BT, length_B, all three with the EOS token, finished_B) and
@@ -226,11 +231,13 @@ def decode_loop(  # noqa: PLR0913  a public function
     callers = None
     if any(given is not None for given in (processors, sample, stop)):
         callers = plugin("callers", "of a call")(processors, sample, stop, key_B)
+    if taps is not None:
+        plugin("layers", "edits")(taps, config, "decode_loop")
     loop = _LOOP.donating if donate else _LOOP.keeping
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
         np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,
-        callers, stop, logprobs, return_routes,
+        callers, stop, logprobs, return_routes, taps,
     )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
@@ -302,7 +309,7 @@ def _decode_step(params, config, token_B, cache, impl):
 @over_any_mesh
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl,
-    automata, callers, stop, logprobs, return_routes,
+    automata, callers, stop, logprobs, return_routes, taps,
 ):  # fmt: skip
     B, V = logits_BV.shape
     eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
@@ -318,7 +325,8 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     plain = Plain(config, stop)
     state = plain.ended(sample_and_append(logits_BV, state, impl))
     routes = [plugin("layers", "free routes")(config, (B, size))] if return_routes else []
-    state, cache, *routes = decode(plain, (params,), (state, cache, *routes), size, impl)
+    constants = (params,) if taps is None else (params, taps)
+    state, cache, *routes = decode(plain, constants, (state, cache, *routes), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"

@@ -45,6 +45,7 @@ def prefill_chunks(  # noqa: PLR0913
     chunk: int,
     inputs_BTD: jax.Array | None = None,
     return_routes: bool = False,
+    taps: Any = None,
 ) -> tuple[Any, ...]:
     """Logits [B, V] after each row's last token, and the cache with the tokens appended; and the routes if
     they are asked for. A forward pass takes `chunk` tokens of each row. Chunks that are all padding are
@@ -54,8 +55,9 @@ def prefill_chunks(  # noqa: PLR0913
 
     def run_chunk(tokens_BT, num_tokens_B, cache, previous_BD, inputs_BTD):
         """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
-        how = dict(inputs_BTD=inputs_BTD, return_routes=return_routes, impl=impl)
+        how = dict(inputs_BTD=inputs_BTD, return_routes=return_routes, taps=taps, impl=impl)
         hidden_BTD, *others = hidden_states(params, config, tokens_BT, cache, num_tokens_B, **how)
+        others = others[: 1 + return_routes]
         last_BD = last_hidden(hidden_BTD, num_tokens_B)
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, previous_BD), *others
 
@@ -158,7 +160,7 @@ class TracedExecutor:
         self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
     ) -> tuple[Hidden, KVCache]:
         inputs, cache = make_inputs(cache, *args)
-        hidden_BTD, cache, routes = run_model(*model, inputs, cache, self.impl)
+        hidden_BTD, cache, routes, _ = run_model(*model, inputs, cache, self.impl)
         return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position], routes), cache
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:

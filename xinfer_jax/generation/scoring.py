@@ -139,8 +139,8 @@ def score(  # noqa: PLR0913  a public function
         check_array("routes", routes, np.integer, B, T, "layers", "experts")
         if config.num_experts:
             check_range("routes: expert", routes, -1, config.num_experts - 1)
-    if taps is not None and any(t.read for t in plugin("layers", "tapped")(taps, config).taps.values()):
-        raise InputError("score returns no hidden states: use hidden_states for a tap that reads")
+    if taps is not None:
+        plugin("layers", "edits")(taps, config, "score")
     if reference is not None:
         check_params(reference, config, stacked=True)
     if teacher_topk is not None:

@@ -48,8 +48,8 @@ class Strategy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Strategy):
-    """One token of each active row per step. constants: the parameters; carry: the state and the cache, and
-    the routes of sampled tokens where a traced executor records them.
+    """One token of each active row per step. constants: the parameters, and taps if there are any; carry: the
+    state and the cache, and the routes of sampled tokens where a traced executor records them.
     """
 
     steps_ahead = 1
@@ -57,9 +57,9 @@ class Plain(Strategy):
     stop: Callable[[DecodeState], jax.Array] | None = None  # ends rows beside their EOS tokens
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
-        (params,) = constants
+        params, *taps = constants
         state, cache, *routes = carry
-        args = (state.progress, *routes)
+        args = state.progress, *(routes or [None] * len(taps)), *taps
         outputs, cache = executor.forward((params, self.config), last_token, args, cache, 0)
         if routes:
             last = jnp.arange(len(state.token_B)), state.length_B - 1
@@ -75,10 +75,13 @@ class Plain(Strategy):
 # For `Executor.forward`: (cache, …) -> `Inputs`, and the cache to append them to.
 
 
-def last_token(cache: KVCache, progress: RowProgress, routes: Any = None) -> tuple[Inputs, KVCache]:
+def last_token(
+    cache: KVCache, progress: RowProgress, routes: Any = None, taps: Any = None
+) -> tuple[Inputs, KVCache]:
     """The last token of each row; none of a row that has ended. routes: those that are recorded."""
     free = None if routes is None else jnp.full_like(routes[:, :1], -1)
-    return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32), routes=free), cache
+    inputs = Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32), routes=free, taps=taps)
+    return inputs, cache
 
 
 def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:

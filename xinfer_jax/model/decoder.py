@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
     segment_ids_BT: Any = None  # a segment is a run of one id, which sees nothing before it
     positions_BT: Any = None  # of RoPE; None: from 0 in each segment, or after the tokens in the cache
     routes: Any = None  # int32 [B, T, L, U], as in `hidden_states`
+    taps: Any = None  # by layer
 
 
 @overload
@@ -140,19 +141,17 @@ def hidden_states(  # noqa: PLR0913  a public function
     """
     if return_routes and routes is None:
         routes = plugin("layers", "free routes")(config, np.shape(tokens_BT))
-    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT, routes)
-    tapped = None if taps is None else plugin("layers", "tapped")(taps, config)
-    hidden_BTD, cache, routes = run_model(params, config, inputs, cache, impl, remat, tapped)
+    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT, routes, taps)
+    hidden_BTD, cache, routes, reads = run_model(params, config, inputs, cache, impl, remat)
     others = [routes] if return_routes else []
-    return hidden_BTD, cache, *others, *([] if tapped is None else [tapped.reads])
+    return hidden_BTD, cache, *others, *([] if taps is None else [reads])
 
 
 def run_model(  # noqa: PLR0913
-    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None,
-    run_all: Any = None,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """`hidden_states` of these inputs, the cache with them appended, and routes if they are asked for.
-    run_all: in place of `run_layers`.
+    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None
+) -> tuple[Any, Any, Any, Any]:
+    """`hidden_states` of these inputs, the cache with them appended, routes if they are asked for, and what
+    taps read.
     """
     tokens_BT, num_tokens_B, embeddings_BTD = inputs[:3]
     check_params(params, config, stacked=cache is None)
@@ -168,20 +167,21 @@ def run_model(  # noqa: PLR0913
         positions = positions._replace(routes=of_layers)
     kinds = layer_kinds(config)
     args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
-    if run_all is None:
-        run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
+    run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
+    if inputs.taps is not None:
+        run_all = plugin("layers", "tapped")(inputs.taps, config)
     x_BTD, layers, experts = run_all(params["layers"], *args)
     if positions.routes:
         routes, layers = plugin("layers", "routes used")(experts, positions, layers)
     cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
-    return final_norm(params, config, x_BTD), cache, routes
+    return final_norm(params, config, x_BTD), cache, routes, getattr(run_all, "reads", None)
 
 
 def embed_inputs(
     params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None
 ) -> tuple[jax.Array, Positions]:
     """The input of the first layer, [B, T, D], and its positions. Of the cache only the lengths matter."""
-    tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT, _ = inputs
+    tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT, *_ = inputs
     B, T = tokens_BT.shape
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = None if cache is None else cache.length_B

@@ -83,5 +83,11 @@ class TappedLayers:
         return x_BTD
 
 
+def check_edits(taps: Any, config: ModelConfig, function: str) -> None:
+    """Raises InputError where taps are none, or one reads, for a function that returns no hidden states."""
+    if any(tap.read for tap in TappedLayers(taps, config).taps.values()):
+        raise InputError(f"{function} returns no hidden states: use hidden_states for a tap that reads")
+
+
 def _describe(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array) else format_value(x)
