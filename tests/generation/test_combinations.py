@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 HF = tiny.CONFIG | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63)
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13], [14, 15])  # three: a row of the batch holds nothing
+RARER = xj.Processor(None, lambda by_B, logits_BV, c: logits_BV - by_B[:, None] * c.seen_BV)
 BASES = {
     "one-of-each": dict(
         sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5), xj.SamplingConfig(1.2)]
@@ -34,12 +35,15 @@ BASES = {
     "n-and-stops": dict(n=2, stop_token_ids=tuple(range(0, 64, 5)), eos_token_ids=(1, 2)),
     "best-of": dict(n=1, best_of=2),
     "int8": dict(cache_dtype="int8"),
+    "callers": dict(processors=[(RARER, np.float32([1, 2, 3]))]),
 }  # fmt: skip
 EXTRAS = ("stream", "no-cache", "lookup+logprobs", "draft+prefix+keep-prefix+logits")
 REJECTED = {
     ("best-of", "stream"): "best_of=2 cannot be streamed",
     ("best-of", "draft+prefix+keep-prefix+logits"): "keep_prefix with best_of=2",
     ("int8", "no-cache"): "cache_dtype needs the cache",
+    ("callers", "lookup+logprobs"): "processors do not combine with draft tokens",
+    ("callers", "draft+prefix+keep-prefix+logits"): "processors do not combine with draft tokens",
 }
 NEEDS_THE_CACHE = {"lookup": "draft", "draft": "draft", "prefix": "prefix", "keep-prefix": "keep_prefix"}
 

@@ -239,3 +239,37 @@ def test_processors_beside_a_grammar_and_donated(decode):
     got = xj.decode_loop(params, config, logits_BV, cache, *settings, **how)
     text = tok.decode(np.asarray(got.tokens_BT)[0, : got.length_B[0] - 1].tolist())
     assert text in (" Madrid", " Havana") and got.finished_B.all()
+
+
+def test_generate_and_stream_take_processors(decode):
+    """Arguments of each prompt, for all its answers; with the prompts' tokens; both ways to decode."""
+    params, config = build("qwen2")
+    ids = prompts(6, 4)
+    both = dict(sampling=SAMPLED, eos_token_ids=(), n=2)
+
+    def run(call=xj.generate, new=N, **how):
+        options = xj.GenerateOptions(new, **both | how)
+        return call(params, config, ids, options, key=KEY)
+
+    penalty_B = np.float32([30.0, 9.0])
+    wanted = [xj.SamplingConfig(**vars(SAMPLED) | dict(presence_penalty=float(x))) for x in penalty_B]
+    given = [(PRESENCE, penalty_B)]
+    want = run(sampling=wanted)
+    assert run(processors=given).tokens == want.tokens
+    long = run(processors=given, new=80).tokens  # in one program
+    assert long == run(sampling=wanted, new=80).tokens != run(new=80).tokens
+    streamed = run(xj.stream, processors=given)
+    assert [list(step) for step in zip(*want.tokens, strict=True)] == [list(step) for step in streamed]
+
+    def only_history(_, logits_BV, context):
+        of_prompt_BV = context.history_BS[:, :4, None] == jnp.arange(V)
+        return jnp.where(of_prompt_BV.any(1), logits_BV, -jnp.inf)
+
+    answers = run(processors=[(xj.Processor(None, only_history), ())]).tokens
+    assert all(set(answer) <= set(ids[i // 2][:4]) for i, answer in enumerate(answers))
+    for how, message in (
+        (dict(draft="lookup"), "processors do not combine with draft tokens"),
+        (dict(processors=[(PRESENCE, np.ones(3))]), "arguments of shape .3,., for 2 rows"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run(**dict(processors=given) | how)

@@ -97,7 +97,7 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
     sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
     answer_R = np.arange(R, dtype=np.int32) % answers if answers > 1 else None
     rows = [call.prompts[i] for i in prompt_R[:real]]
-    ordered = has_all_settings(sampling_R) or options.draft is not None
+    ordered = has_all_settings(sampling_R) or options.draft is not None or call.callers is not None
     history_size = call.history_size if ordered else None
     ends = call.end_ids
     eos_RE = np.full((R, -(-max(1, len(ends)) // _EOS_MULTIPLE) * _EOS_MULTIPLE), -1, np.int32)
@@ -114,7 +114,8 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
         own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
         automata = dfa.automata_of_rows(padded, config.vocab_size, own_RE, equal_sizes=True)
     state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, *sizes, automata)
-    return dataclasses.replace(state, alternatives=alternatives)
+    state = dataclasses.replace(state, alternatives=alternatives)
+    return state if call.callers is None else plugin("callers", "start")(call.callers, prompt_R, state)
 
 
 def state_of_rows(  # noqa: PLR0913

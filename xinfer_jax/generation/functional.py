@@ -230,7 +230,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     automata = None if grammar is None else plugin("grammar", "automata")(grammar, B, V, eos_ids)
     callers = None
     if any(given is not None for given in (processors, sample, stop)):
-        callers = plugin("callers", "of a call")(processors, sample, stop, key_B)
+        callers = plugin("callers", "of a call")(processors, sample, stop, B)
     if taps is not None:
         plugin("layers", "edits")(taps, config, "decode_loop")
     loop = _LOOP.donating if donate else _LOOP.keeping
@@ -317,7 +317,7 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     limit_B = jnp.minimum(jnp.broadcast_to(limit, (B,)), cache.capacity - cache.length_B + 1)
     context = init_context(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS, automata=automata)
     if callers is not None:
-        context = dataclasses.replace(context, callers=callers.start(context))
+        context = dataclasses.replace(context, callers=callers.start(context, key_B))
     state = new_state(key_B, sampling_B, limit_B, context, size)
     if logprobs is not None:
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)

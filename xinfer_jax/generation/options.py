@@ -18,6 +18,7 @@ from .executor import bucket
 if TYPE_CHECKING:
     from ..cache.prefix import Prefix
     from ..grammar.grammars import Grammar
+    from ..sampling.caller_processors import Processor
 
 MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
 
@@ -55,6 +56,8 @@ class GenerateOptions:
         grammar: what an answer has to be: from `json_schema`, `json_object`, `regex`, `lark` or `choice`; one
             for all prompts, or one (or None) per prompt. An EOS id comes where it may end, and only there; an
             answer that reaches max_new_tokens before is cut. None: anything.
+        processors: logits processors of yours, each with the arguments of the prompts, as in `decode_loop`;
+            `history_BS` of their context has the prompts' tokens.
     """
 
     max_new_tokens: int = 128
@@ -75,6 +78,7 @@ class GenerateOptions:
     keep_prefix: bool = False
     logits: bool = False
     grammar: "Grammar | Sequence[Grammar | None] | None" = None
+    processors: "Sequence[tuple[Processor, Any]] | None" = None
 
 
 @dataclasses.dataclass(repr=False)

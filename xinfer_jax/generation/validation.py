@@ -36,6 +36,7 @@ class ValidatedCall:
     sampling_B: SamplingConfig  # of each prompt
     key: jax.Array  # one, or one per prompt
     grammars: tuple[Any, ...] = ()  # `CompiledGrammar` or None of each prompt; (): no prompt has one
+    callers: Any = None  # `Callers` of the prompts; None: there are none
     needs_masks: bool = False  # the host writes the masks of a row between its steps
 
     @functools.cached_property
@@ -56,7 +57,7 @@ class ValidatedCall:
     @functools.cached_property
     def greedy(self) -> bool:
         """Whether every row takes its most likely token, without any logits processor."""
-        return not self.grammars and takes_most_likely(self.sampling_B)
+        return not self.grammars and self.callers is None and takes_most_likely(self.sampling_B)
 
     @functools.cached_property
     def prompt_rows(self) -> int:
@@ -149,7 +150,10 @@ def validate_call(
     if options.prefix is not None:
         options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
     key = check_key(key, len(prompts))
-    call = ValidatedCall(params, config, prompts, options, sampling_B, key, grammars, needs_masks)
+    callers = None
+    if options.processors is not None:
+        callers = plugin("callers", "of a call")(options.processors, None, None, len(prompts))
+    call = ValidatedCall(params, config, prompts, options, sampling_B, key, grammars, callers, needs_masks)
     for settings in options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]:
         check_min_tokens(settings, call.end_ids)
     if options.draft is None:
@@ -190,6 +194,8 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
     for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
         if getattr(options, name) not in (None, False) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
+    if options.processors is not None and options.draft is not None:
+        raise InputError("processors do not combine with draft tokens: leave out draft or processors")
     for width in config.head_widths:
         check_head_dim(width, options.cache_dtype)
     if options.keep_prefix and options.best_of not in (None, options.n):

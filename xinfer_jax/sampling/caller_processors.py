@@ -79,8 +79,9 @@ class Callers:
     processors: tuple[Processor, ...] = dataclasses.field(metadata=dict(static=True))
     sample: Callable | None = dataclasses.field(metadata=dict(static=True))
 
-    def start(self, context: Context) -> "Callers":
-        """With the states that `init` makes of the arguments."""
+    def start(self, context: Context, key_B: jax.Array) -> "Callers":
+        """With the states that `init` makes of the arguments. key_B: of the rows."""
+        self = dataclasses.replace(self, key_B=jax.vmap(jax.random.fold_in, (0, None))(key_B, DRAW_CALLER))
         known = self._context(context)
 
         def state(i: int, processor: Processor, arguments: Any) -> Any:
@@ -99,7 +100,7 @@ class Callers:
         return dataclasses.replace(self, states=states)
 
     def choose(
-        self, logits_BV: jax.Array, settings: SamplingConfig, context: Context
+        self, logits_BV: jax.Array, key_B: jax.Array, settings: SamplingConfig, context: Context
     ) -> tuple[jax.Array, Callable, Callable]:
         """What `choose_tokens` returns, from the whole vocabulary of all rows. settings: of each row."""
         known = self._context(context)
@@ -120,7 +121,7 @@ class Callers:
         taken_BV = jnp.where(processed_BV > -jnp.inf, self._apply(True, warped_BV, known), -jnp.inf)
         taken_BV = jnp.where(jnp.any(taken_BV > -jnp.inf, -1, keepdims=True), taken_BV, warped_BV)
         if self.sample is None:
-            draw = self.key_B, settings, known.position_B, None, logits_BV.shape[1]
+            draw = key_B, settings, known.position_B, None, logits_BV.shape[1]
             token_B = draw_tokens(taken_BV, *draw)
         else:
             known = _for_function(len(self.processors), known)
@@ -157,14 +158,13 @@ class Callers:
 
     def _context(self, context: Context) -> SamplingContext:
         c = context
-        fold_in = jax.vmap(jax.random.fold_in, (0, None))
-        key_B = fold_in(jax.vmap(jax.random.fold_in)(self.key_B, c.position_B), DRAW_CALLER)
+        key_B = jax.vmap(jax.random.fold_in)(self.key_B, c.position_B)
         known = key_B, c.position_B, c.num_generated_B, c.eos_BE, c.seen_BV, c.history_BS
         return SamplingContext(*jax.tree.map(jnp.asarray, known))
 
 
-def callers_of_call(given: Any, sample: Any, stop: Any, key_B: Any) -> Callers | None:
-    """Those of `decode_loop`'s rows, before `start`: the arguments are in place of the states. None: tokens
+def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | None:
+    """Those of a call's rows, before `start`: the arguments are in place of the states. None: tokens
     are chosen without them.
 
     Raises:
@@ -178,10 +178,20 @@ def callers_of_call(given: Any, sample: Any, stop: Any, key_B: Any) -> Callers |
         if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
             what = "a list of (Processor, arguments of the rows)"
             raise InputError(f"processors must be {what}, got an entry {format_value(pair)}")
-    states = tuple(_of_rows(arguments, len(key_B)) for _, arguments in pairs)
+    states = tuple(_of_rows(arguments, rows) for _, arguments in pairs)
     if not states and sample is None:
         return None
-    return Callers(states, key_B, tuple(processor for processor, _ in pairs), sample)
+    return Callers(states, None, tuple(processor for processor, _ in pairs), sample)
+
+
+def start_rows(callers: Callers, prompt_R: np.ndarray, state: Any) -> Any:
+    """The `DecodeState` of rows that continue these prompts, with the callers of the prompts."""
+    of_rows = jax.tree.map(lambda x: x[prompt_R], callers)
+    callers = _START(of_rows, state.context, state.key_B)
+    return dataclasses.replace(state, context=dataclasses.replace(state.context, callers=callers))
+
+
+_START = jax.jit(Callers.start)
 
 
 def _of_rows(arguments: Any, rows: int) -> Any:

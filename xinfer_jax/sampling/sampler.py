@@ -63,7 +63,7 @@ def choose_tokens(
         write them.
     """
     if context.callers is not None:
-        return context.callers.choose(logits_BV, sampling_B, context)
+        return context.callers.choose(logits_BV, key_B, sampling_B, context)
     args = logits_BV, key_B, sampling_B, context
     plain = partial(_choose_in_branches, impl=impl)
     token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, *args, impl=impl)
