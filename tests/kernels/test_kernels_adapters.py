@@ -14,6 +14,7 @@ import xinfer_jax as xj
 from kernels_pallas import reference_products
 from kernels_pallas.reference_products import RowAdapters
 from xinfer_jax.model.layers import Norm, products
+from xinfer_jax.ops.kernels import product_kernels
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 
 pytestmark = [
@@ -105,3 +106,12 @@ def test_leaves(impl):
                 assert np.linalg.norm(have - need) <= limit * np.linalg.norm(need)
     with pytest.raises(xj.InputError, match="adapters for 3 rows, the call has 2"):
         run(pairs, draw(2, 1, 64), rows_B, impl)
+
+
+@pytest.mark.parametrize(("outputs", "rank", "chosen"), [(4096, 64, "interpret_tpu"), (151936, 128, "xla")])
+def test_adapters_that_do_not_fit_on_a_chip_have_no_kernel(outputs, rank, chosen):
+    shape = jax.ShapeDtypeStruct
+    pair = shape((3, rank, 896), jnp.bfloat16), shape((3, outputs, rank), jnp.bfloat16)
+    weight = AdaptedWeight(shape((outputs, 896), jnp.bfloat16), *pair, np.zeros(8, int), 1.0)
+    operands = product_kernels.Operands(shape((8, 1, 896), jnp.bfloat16), [dict(weight=weight)], None, None)
+    assert product_kernels.select_product("interpret_tpu", operands, None).impl == chosen

@@ -8,6 +8,8 @@ from small_models import build, prompts
 
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError
+from xinfer_jax.model.decoder_layer import project_qkv
+from xinfer_jax.model.layers import linear, norm_before
 
 pytestmark = pytest.mark.oldest
 
@@ -50,6 +52,32 @@ def test_rows_sum_to_one():
     loss = lambda params: xj.attention_weights(params, config, tokens_BT, [1])[1][:, 0, 5, 2].sum()  # noqa: E731
     gradient = jax.jit(jax.grad(loss))(params)
     assert np.abs(gradient["layers"][1]["k"]["weight"]).max() > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2-window-late-layers", "seed-oss-out-bias-tied", "qwen3-5-tied"])
+def test_weighted_values_are_what_attention_adds(name):
+    """To the residual stream, where the layer's MLP adds nothing: with biases, windows, and gates."""
+    config = cases.CASES[name].config
+    params = cases.params_from(config, cases.random_tensors(config, 1))
+    tokens_BT = np.random.RandomState(0).randint(3, config.vocab_size, (2, 11))
+    i = max(i for i in range(config.num_hidden_layers) if not config.is_linear(i))
+    layer = params["layers"][i]
+    layer = layer | dict(down=jax.tree.map(np.zeros_like, layer["down"]))
+    params = params | dict(layers=(*params["layers"][:i], layer, *params["layers"][i + 1 :]))
+    taps = {i - 1: xj.Tap(read=True), i: xj.Tap(read=True)}
+    _, _, reads = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    (_, _, v_BTKH), gate_BTI = project_qkv(
+        layer, config, i, reads[i - 1], None, norm_before(layer, "attn_norm", config), "xla"
+    )
+    weights_BNTT = xj.attention_weights(params, config, tokens_BT, [i])[i]
+    groups = weights_BNTT.shape[1] // v_BTKH.shape[2]
+    summed_BTNH = np.einsum("bnts,bsnh->btnh", weights_BNTT, np.repeat(v_BTKH, groups, 2))
+    out_BTI = summed_BTNH.reshape(2, 11, -1)
+    if gate_BTI is not None:
+        out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
+    added_BTD = linear(out_BTI, layer["o"])
+    assert np.abs(added_BTD).max() > 0.1
+    np.testing.assert_allclose(added_BTD, reads[i] - reads[i - 1], atol=2e-5 * np.abs(reads[i]).max())
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 """Taps: what they read against a layer after the other, edits and their gradients, mistakes."""
 
+import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity_cases as cases
 import pytest
 from small_models import build, prompts
 
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError
+from xinfer_jax.generation import loop
+from xinfer_jax.weights.hadamard import rotated_params
 
 pytestmark = pytest.mark.newest
 
@@ -77,7 +82,7 @@ def test_gradients_of_a_steering_vector(model, remat):
     np.testing.assert_allclose(jax.vmap(loss)(many), [loss(v) for v in many], rtol=1e-5)
 
 
-def test_taps_with_a_cache_packing_and_routes(model):
+def test_taps_with_a_cache_and_packing(model):
     """Of one token after the others: what the whole text gives."""
     params, config, tokens_BT = model
     taps = {0: xj.Tap(jnp.ones(config.hidden_size), add, read=True)}
@@ -93,6 +98,14 @@ def test_taps_with_a_cache_packing_and_routes(model):
     np.testing.assert_allclose(packed[0].reshape(whole[0].shape), whole[0], rtol=1e-4, atol=1e-4)
 
 
+@dataclasses.dataclass(frozen=True)
+class Unhashable:
+    array: object = dataclasses.field(default_factory=lambda: np.ones(2))
+
+    def __call__(self, x, _):
+        return x + self.array.sum()
+
+
 def half(x, _):
     return x[:, :, ::2]
 
@@ -101,15 +114,17 @@ def no_array(x, _):
     return None
 
 
+LAYERS = r"taps: layer \(-1: the embeddings\) must be a whole number from -1 to 1, got "
 MISTAKES = [
-    ({2: xj.Tap()}, "taps: give -1, the embeddings, or a layer from 0 to 1, got 2"),
-    ({"0": xj.Tap()}, "taps: give -1, the embeddings, or a layer from 0 to 1, got '0'"),
+    ({2: xj.Tap()}, LAYERS + "2"),
+    ({"0": xj.Tap()}, LAYERS + "'0'"),
+    ({True: xj.Tap()}, LAYERS + "True"),
     ({0: add}, "taps must be xj.Tap by layer"),
     ([xj.Tap()], "taps must be xj.Tap by layer"),
     ({0: xj.Tap(edit=half)}, r"edit half after layer 0 returned float32\[2, 7, 24\], expected float"),
     ({0: xj.Tap(edit=no_array)}, "edit no_array after layer 0 returned None, expected"),
-    ({0: xj.Tap(edit=3)}, "edit of a tap must be a function, got 3"),
-]  # fmt: skip
+    ({0: xj.Tap(add)}, "a Tap has args without edit, which takes them: <function add"),
+]
 
 
 @pytest.mark.parametrize(("taps", "message"), MISTAKES)
@@ -157,6 +172,49 @@ def test_taps_of_prefill_and_the_loop(model):
     cache = xj.init_cache(config, B, 32)
     with pytest.raises(InputError, match="prefill returns no hidden states: use hidden_states"):
         xj.prefill(params, config, tokens_BT, np.full(B, T), cache, taps={0: xj.Tap(read=True)})
+
+
+@pytest.mark.parametrize("how", [dict(edit=3), dict(edit=Unhashable()), dict(read="no")], ids=str)
+def test_a_tap_has_a_function(how):
+    ((name, _),) = how.items()
+    with pytest.raises(InputError, match=f"{name} of a Tap must be "):
+        xj.Tap(**how)
+
+
+@pytest.mark.parametrize("name", ["mixtral-old", "qwen3-next-sparse-step"])
+def test_taps_beside_routes(name):
+    """Of mixtures, in the loop and in a prompt of several chunks: those of `forward`."""
+    config = cases.CASES[name].config
+    params = cases.params_from(config, cases.random_tensors(config, 1))
+    tokens_BT = np.random.RandomState(0).randint(3, config.vocab_size, (2, 7))
+    taps = {np.int64(1): xj.Tap(np.ones(config.hidden_size, np.float32), add), 0: xj.Tap()}
+    cache = xj.init_cache(config, 2, 32)
+    how = dict(return_routes=True, taps=types.MappingProxyType(taps))
+    logits_BV, cache, first = xj.prefill(params, config, tokens_BT, np.full(2, 7), cache, **how)
+    settings = jax.random.key(0), xj.SamplingConfig(), np.array([], int), 4
+    got = xj.decode_loop(params, config, logits_BV, cache, *settings, **how)
+    text_BT = np.concatenate([tokens_BT, got.tokens_BT], 1)
+    logits_BTV, _, routes, reads = xj.forward(params, config, text_BT, return_routes=True, taps=taps)
+    np.testing.assert_array_equal(logits_BTV[:, 6:-1].argmax(-1), got.tokens_BT)
+    np.testing.assert_array_equal(np.concatenate([first, got.routes[:, :-1]], 1), routes[:, :-1])
+    assert reads == {}
+    empty = xj.init_cache(config, 2, 32)
+    chunks = loop.prefill_chunks(params, config, tokens_BT, jnp.full(2, 7), empty, "xla", 4, taps=taps)
+    np.testing.assert_allclose(chunks[0], logits_BV, rtol=1e-4, atol=1e-4)
+
+
+def test_taps_and_attention_of_a_rotated_model(model):
+    """What they read is not rotated, nor is what they edit."""
+    params, config, tokens_BT = model
+    rotated = rotated_params(params, config)
+    vector_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size), np.float32)
+    taps = {layer: xj.Tap(vector_D, add, read=True) for layer in (-1, 0)}
+    _, _, want = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    _, _, got = xj.hidden_states(*rotated, tokens_BT, taps=taps)
+    for layer in taps:
+        np.testing.assert_allclose(got[layer], want[layer], atol=1e-4 * np.abs(want[layer]).max())
+    want = xj.attention_weights(params, config, tokens_BT, [1])[1]
+    np.testing.assert_allclose(xj.attention_weights(*rotated, tokens_BT, [1])[1], want, atol=1e-3)
 
 
 def test_stacked_layers_have_no_taps(model):

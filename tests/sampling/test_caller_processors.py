@@ -159,6 +159,7 @@ MISTAKES = [
     (given(ONES[:2]), r"processors: arguments of shape \(2, 120\), for 3 rows"),
     (given("abc"), "processors: arguments must be a pytree of numbers or arrays, got 'abc'"),
     (given({1, 2}), "processors: arguments must be a pytree of numbers or arrays, got {1, 2}"),
+    (given([1.0, 2.0, 3.0]), "must be an array, as np.array makes of a list, got .1.0, 2.0, 3.0."),
     (given(2**40), "processors: arguments must be a pytree of numbers or arrays, got 1099511627776"),
     (dict(processors=BIAS), "processors must be a list of .Processor, arguments of the rows., got an entry"),
     (dict(sample=3), "sample must be a function with a hash, got 3"),

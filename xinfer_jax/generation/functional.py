@@ -95,8 +95,8 @@ def prefill(  # noqa: PLR0913  a public function
     Raises:
         InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
             tokens exceed its capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            an impl that this machine lacks, or that cannot serve the call; reverse mode of several chunks. Of
-            traced values only the shapes are checked.
+            an impl that this machine lacks, or that cannot serve the call; taps that read, or as in
+            `hidden_states`; reverse mode of several chunks. Of traced values only the shapes are checked.
     """
     check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
     B, T = tokens_BT.shape
@@ -108,7 +108,7 @@ def prefill(  # noqa: PLR0913  a public function
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     _check_capacity(impl, cache, num_tokens_B)
     if taps is not None:
-        plugin("layers", "edits")(taps, config, "prefill")
+        taps = plugin("layers", "edits")(taps, config, "prefill")
     append = PREFILL.donating if donate else PREFILL.keeping
     how = impl, prefill_chunk_size(cache), inputs_BTD, return_routes, taps
     return append(params, config, tokens_BT, num_tokens_B, cache, *how)
@@ -201,8 +201,8 @@ def decode_loop(  # noqa: PLR0913  a public function
     Raises:
         InputError: an argument of another shape, type or range, a cache of another model; the tokens may
             exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            a caller's function returns other shapes or dtypes; reverse mode through log-probabilities or
-            cache. Of traced values only the shapes are checked.
+            a caller's function returns other shapes or dtypes; taps as in `prefill`; reverse mode through
+            log-probabilities or cache. Of traced values only the shapes are checked.
     """
     check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
     B, V = logits_BV.shape
@@ -232,7 +232,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     if any(given is not None for given in (processors, sample, stop)):
         callers = plugin("callers", "of a call")(processors, sample, stop, B)
     if taps is not None:
-        plugin("layers", "edits")(taps, config, "decode_loop")
+        taps = plugin("layers", "edits")(taps, config, "decode_loop")
     loop = _LOOP.donating if donate else _LOOP.keeping
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,

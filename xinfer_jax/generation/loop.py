@@ -78,7 +78,9 @@ def prefill_chunks(  # noqa: PLR0913
 
     chunks = -(-jnp.max(num_tokens_B) // chunk)
     routes = [plugin("layers", "free routes")(config, padded[0].shape)] if return_routes else []
-    carry = match_varying_axes((none_BD, cache, *routes), params, tokens_BT, num_tokens_B, cache)
+    carry = match_varying_axes(
+        (none_BD, cache, *routes), params, tokens_BT, num_tokens_B, cache, inputs_BTD, taps
+    )
     carry = lax.fori_loop(0, chunks, body, carry)
     carry = without_gradient(carry, f"prefill in chunks of {chunk}", "give forward the cache")
     last_BD, cache, *routes = carry

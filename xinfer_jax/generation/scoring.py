@@ -118,8 +118,8 @@ def score(  # noqa: PLR0913  a public function
 
     Raises:
         InputError: a wrong shape or type; an id outside the vocabulary, a number of tokens outside the row,
-            an unknown expert or a temperature of 0, if they are not traced; an impl that this machine lacks,
-            or that cannot serve the call.
+            an unknown expert or a temperature of 0, if they are not traced; taps that read; an impl that this
+            machine lacks, or that cannot serve the call.
     """
     check_impl(impl)
     check_params(params, config, stacked=True)
@@ -140,7 +140,7 @@ def score(  # noqa: PLR0913  a public function
         if config.num_experts:
             check_range("routes: expert", routes, -1, config.num_experts - 1)
     if taps is not None:
-        plugin("layers", "edits")(taps, config, "score")
+        taps = plugin("layers", "edits")(taps, config, "score")
     if reference is not None:
         check_params(reference, config, stacked=True)
     if teacher_topk is not None:

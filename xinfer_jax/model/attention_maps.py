@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import plugin
 from ..cache.contiguous import uncached_kv
@@ -45,7 +46,8 @@ def attention_weights(
 
     Returns:
         By layer, float32 [B, heads, T, T]: entry [b, n, t, s] is the weight of token s for token t, 0 after
-        t and outside a window. Rows sum to 1, or to less where a sink takes the rest.
+        t and outside a window; undefined where t is padding. Rows sum to 1, or to less where a sink takes the
+        rest.
 
     Raises:
         InputError: as `forward`; a layer or head that the model does not have; a layer with linear attention,
@@ -54,7 +56,10 @@ def attention_weights(
     check_causal(config, "attention_weights")
     if not is_sequence(layers) or heads is not None and not is_sequence(heads):
         raise InputError(f"layers and heads must be lists, got {format_value((layers, heads))}")
-    layers = [check_integer("layers: layer", layer, 0, config.num_hidden_layers - 1) for layer in layers]
+    most = config.num_hidden_layers - 1
+    layers = sorted({check_integer("layers: layer", layer, 0, most) for layer in layers})
+    if isinstance(params["layers"], dict):
+        raise InputError("attention_weights needs layers that are not stacked: give unstack_layers' tree")
     for layer in layers:
         spec = config.attention(layer)
         if spec is None:
@@ -89,6 +94,6 @@ def attention_weights(
         )
         N = out_BTNT.shape[2]
         chosen = range(N) if heads is None else [check_integer("heads: head", n, 0, N - 1) for n in heads]
-        return jnp.swapaxes(out_BTNT, 1, 2)[:, jnp.array(chosen)]
+        return jnp.swapaxes(out_BTNT, 1, 2)[:, np.array(chosen, int)]
 
     return {layer: weights(layer) for layer in layers}

@@ -125,7 +125,8 @@ def hidden_states(  # noqa: PLR0913  a public function
             the router's input at that token; their weights are by the router's scores, as ever. A token with
             -1 in a layer has the experts that the router chooses.
         return_routes: also return routes: of the experts that were used, -1 at padding.
-        taps: by layer, what is done with the residual stream after it (-1: with the embeddings).
+        taps: by layer, what is done with the residual stream after it (-1: with the embeddings, from which
+            inputs of each layer, as Gemma 4 has, were computed before).
         remat: what the backward pass stores of a layer: None: all that it needs; "layer": the layer's input,
             and computes the layer again; or a policy of `jax.checkpoint_policies`.
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from .. import plugin
+from ..checks import check_function, check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .decoder_layer import Positions, run_layers
@@ -21,7 +22,8 @@ class Tap:
     Attributes:
         args: what `edit` takes beside the hidden states: a pytree of arrays.
         edit: f(hidden_BTD, args) -> hidden_BTD: a pure function, whose result takes their place; None: they
-            stay. A jitted call is compiled for each function: a lambda that is made anew compiles anew.
+            stay. A jitted call is compiled for each function: a lambda that is made anew compiles anew, and
+            arrays belong in `args`.
         read: return the hidden states, as they are after `edit`.
     """
 
@@ -31,24 +33,26 @@ class Tap:
     )
     read: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
+    def __post_init__(self) -> None:
+        check_function("edit of a Tap", self.edit)
+        if not isinstance(self.read, bool):
+            raise InputError(f"read of a Tap must be True or False, got {format_value(self.read)}")
+
 
 class TappedLayers:
     """`run_layers` with taps. `reads` has the hidden states of the taps that read, by their layers."""
 
     def __init__(self, taps: Any, config: ModelConfig):
         """Raises InputError where taps are no `Tap`s by layers of the model."""
-        L = config.num_hidden_layers
         if not isinstance(taps, Mapping) or not all(isinstance(tap, Tap) for tap in taps.values()):
-            raise InputError(
-                f"taps must be xj.Tap by layer, as {{3: xj.Tap(read=True)}}, got {format_value(taps)}"
-            )
-        for layer, tap in taps.items():
-            if tap.edit is not None and not callable(tap.edit):
-                raise InputError(f"edit of a tap must be a function, got {format_value(tap.edit)}")
-            if not isinstance(layer, int | np.integer) or not -1 <= layer < L:
-                what = f"-1, the embeddings, or a layer from 0 to {L - 1}"
-                raise InputError(f"taps: give {what}, got {format_value(layer)}")
-        self.taps = {int(layer): taps[layer] for layer in sorted(taps)}
+            what = "taps must be xj.Tap by layer, as {3: xj.Tap(read=True)}"
+            raise InputError(f"{what}, got {format_value(taps)}")
+        most = config.num_hidden_layers - 1
+        layers = [check_integer("taps: layer (-1: the embeddings)", layer, -1, most) for layer in taps]
+        for tap in taps.values():
+            if tap.edit is None and tap.args is not None:
+                raise InputError(f"a Tap has args without edit, which takes them: {format_value(tap.args)}")
+        self.taps = dict(sorted(zip(layers, taps.values(), strict=True), key=lambda pair: pair[0]))
         self.reads: dict[int, jax.Array] = {}
 
     def __call__(  # noqa: PLR0913  as `run_layers`
@@ -83,11 +87,18 @@ class TappedLayers:
         return x_BTD
 
 
-def check_edits(taps: Any, config: ModelConfig, function: str) -> None:
-    """Raises InputError where taps are none, or one reads, for a function that returns no hidden states."""
-    if any(tap.read for tap in TappedLayers(taps, config).taps.values()):
+def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[int, Tap]:
+    """The taps by layer in a dict. Raises InputError where they are no `Tap`s, or one reads, for a function
+    that returns no hidden states.
+    """
+    checked = TappedLayers(taps, config).taps
+    if any(tap.read for tap in checked.values()):
         raise InputError(f"{function} returns no hidden states: use hidden_states for a tap that reads")
+    try:
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), checked)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"args of a Tap must be a pytree of arrays: {error}") from error
 
 
 def _describe(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array) else format_value(x)
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else format_value(x)

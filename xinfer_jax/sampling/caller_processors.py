@@ -1,7 +1,7 @@
 """Callers' functions between logits and tokens: `Processor`, and what `Context.callers` is made of."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import is_sequence
+from ..checks import check_function, is_sequence
 from ..errors import InputError, format_value
 from .context import Context
 from .random_keys import DRAW_CALLER
@@ -62,9 +62,9 @@ class Processor:
 
     def __post_init__(self) -> None:
         for name in ("init", "apply", "update"):
-            function = getattr(self, name)
-            if not callable(function) and (name == "apply" or function is not None):
-                raise InputError(f"{name} of a Processor must be a function, got {format_value(function)}")
+            check_function(f"{name} of a Processor", getattr(self, name))
+        if self.apply is None:
+            raise InputError("apply of a Processor must be a function with a hash, got None")
         if not isinstance(self.last, bool):
             raise InputError(f"last of a Processor must be True or False, got {format_value(self.last)}")
 
@@ -170,9 +170,8 @@ def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | 
     Raises:
         InputError: processors or functions of another type; arguments of another type or number of rows.
     """
-    for name, function in dict(sample=sample, stop=stop).items():
-        if function is not None and not (callable(function) and isinstance(function, Hashable)):
-            raise InputError(f"{name} must be a function with a hash, got {format_value(function)}")
+    check_function("sample", sample)
+    check_function("stop", stop)
     pairs = [] if given is None else given if is_sequence(given) else [given]
     for pair in pairs:
         if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
@@ -196,8 +195,9 @@ _START = jax.jit(Callers.start)
 
 def _of_rows(arguments: Any, rows: int) -> Any:
     """The arguments as arrays with rows in front."""
-    if isinstance(arguments, list) and all(isinstance(x, int | float) for x in arguments):
-        arguments = np.array(arguments)
+    if isinstance(arguments, list) and all(isinstance(x, int | float | np.number) for x in arguments):
+        what = "processors: arguments of the rows must be an array, as np.array makes of a list"
+        raise InputError(f"{what}, got {format_value(arguments)}")
     try:
         # A number's own type would be weak: another program.
         arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), arguments)

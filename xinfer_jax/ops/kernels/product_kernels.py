@@ -20,7 +20,8 @@ from ...weights.quantized_weight import is_quantized
 from ..cpu.cpu_products import quantize_activations
 from ..operation import run, with_derivative
 
-_MOST_RANK = 128  # of adapters, of which a TPU keeps two on the chip
+_MOST_RANK = 128  # of adapters
+_TPU_BYTES = 44 * 2**20  # of adapters: of 48 MiB that their kernel may use
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
 
 
@@ -105,12 +106,12 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
         reason = _unsupported_on_gpu(x, matrices, rows, norm_weight)
     if activation is not None and len({_layout(matrix) for matrix in matrices}) > 1:
         reason = reason or "gate and up of different formats"
-    if reason := reason or _unsupported_adapters(x, leaves, rows):
+    if reason := reason or _unsupported_adapters(x, leaves, rows, on_tpu):
         return kernels_pallas.Selection("xla", reason)
     return kernels_pallas.select("product", impl, x)
 
 
-def _unsupported_adapters(x, leaves, rows: int) -> str | None:
+def _unsupported_adapters(x, leaves, rows: int, on_tpu: bool) -> str | None:
     """Why a kernel does not take the adapters of these matrices; None: it does, or there are none."""
     weights = [leaf["weight"] for leaf in leaves if isinstance(leaf["weight"], AdaptedWeight)]
     for weight in weights:
@@ -123,6 +124,11 @@ def _unsupported_adapters(x, leaves, rows: int) -> str | None:
             return "adapters of another dtype"
         if _has_int8_activations(weight.base) or getattr(weight.base, "order", None) is not None:
             return "adapters of inputs in another form"
+    # On a TPU's chip: two adapters, the results, and x twice.
+    ranks = ((w.lora_a.shape[1], w.lora_a.shape[2], w.lora_b.shape[1]) for w in weights)
+    numbers = sum(2 * R * (I + O) * x.dtype.itemsize + 4 * rows * O for R, I, O in ranks)  # noqa: E741
+    if on_tpu and weights and numbers + 2 * x.size * x.dtype.itemsize > _TPU_BYTES:
+        return "adapters too large for on-chip memory"
     return None
 
 
