@@ -10,7 +10,7 @@ from ..errors import InputError, format_value
 
 DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
 DRAW_BEAMS = 1
-DRAW_CALLER = 2
+DRAW_CALLER = 2  # of callers' functions: folded in first
 
 
 def check_key(key: jax.Array, batch: int) -> jax.Array:
