@@ -82,16 +82,6 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) or (hasattr(value, "__array__") and np.ndim(value) > 0)
 
 
-def check_function(name: str, value: Any) -> None:
-    """Raises InputError unless it is None or a function that a program can be known by: with a hash."""
-    try:
-        is_right = value is None or (callable(value) and hash(value) is not None)
-    except TypeError:
-        is_right = False
-    if not is_right:
-        raise InputError(f"{name} must be a function with a hash, got {format_value(value)}")
-
-
 def check_array(name: str, value: Any, kind: Any, *shape: int | str) -> None:
     """Raises InputError unless it is an array of this kind (`np.integer`, `np.floating` or `np.bool_`) and
     shape, in which a name stands for any size.

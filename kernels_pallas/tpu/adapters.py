@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from .parts import dot, emulator, keep_in_hbm
+from .parts import dot, emulator, keep_in_hbm, rows_after_norm
 
 _VMEM_BYTES = 48 * 2**20
 
@@ -63,10 +63,7 @@ def added_by_adapters(x_MI, adapters, norm_I, eps: float, offset: float, interpr
 
 
 def _kernel(refs: _Refs, scales: list[float], eps: float, offset: float) -> None:
-    x_MI = refs.x[...].astype(jnp.float32)
-    if refs.norm is not None:
-        x_MI *= lax.rsqrt(jnp.mean(jnp.square(x_MI), -1, keepdims=True) + eps)
-        x_MI *= offset + refs.norm[...].astype(jnp.float32)
+    x_MI = rows_after_norm(refs.x, refs.norm, eps, offset)
     refs.rows[...] = x_MI.astype(refs.rows.dtype)
     for result in refs.results:
         result[...] = jnp.zeros(result.shape, jnp.float32)

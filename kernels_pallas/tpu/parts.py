@@ -40,6 +40,20 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=dtype)
 
 
+def as_row(ref: Any) -> jax.Array:
+    """float32 [1, size] of an array of one axis."""
+    return ref[...].astype(jnp.float32).reshape(1, -1)
+
+
+def rows_after_norm(x_ref: Any, norm_ref: Any, eps: float, offset: float) -> jax.Array:
+    """x after the RMS norm of its rows, float32 [M, I]; x itself without a weight of the norm."""
+    x_MI = x_ref[...].astype(jnp.float32)
+    if norm_ref is None:
+        return x_MI
+    x_MI *= lax.rsqrt(jnp.mean(jnp.square(x_MI), -1, keepdims=True) + eps)
+    return x_MI * (offset + as_row(norm_ref))
+
+
 def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factors:
     """Factors for `rotate_lanes` of these angles, for heads of that width; W: the width, or 128 lanes with as
     many heads as they hold.

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -15,7 +14,7 @@ from ..dispatch import result_type
 from ..key_layouts import LANES
 from ..reference_products import Matrix
 from .matrices import Form
-from .parts import emulator, keep_in_hbm
+from .parts import as_row, emulator, keep_in_hbm, rows_after_norm
 
 RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
 STEP_BYTES = 2**22  # of matrices that a grid step takes
@@ -167,10 +166,7 @@ def _cost(rows: int, matrices: Any) -> pl.CostEstimate:
 def prepare(settings: Settings, operands: Operands, memory: Memory) -> None:
     """Stores x after its norm, in the form of the matrices. Rows past M may be anything."""
     M, inputs = operands.x.shape
-    x_MI = operands.x[...].astype(jnp.float32)
-    if operands.norm is not None:
-        x_MI *= lax.rsqrt(jnp.mean(jnp.square(x_MI), -1, keepdims=True) + settings.eps)
-        x_MI *= settings.offset + _row(operands.norm)
+    x_MI = rows_after_norm(operands.x, operands.norm, settings.eps, settings.offset)
     if inputs < memory.rows.shape[1]:
         memory.rows[...] = jnp.zeros(memory.rows.shape, jnp.float32)
     memory.rows[:M, :inputs] = x_MI
@@ -179,12 +175,7 @@ def prepare(settings: Settings, operands: Operands, memory: Memory) -> None:
     of_outputs = zip([*memory.scales, *memory.biases], [*operands.scales, *operands.biases], strict=True)
     for ref, array in of_outputs:
         if array is not None:
-            ref[:, : len(array)] = _row(array)
-
-
-def _row(ref: Any) -> jax.Array:
-    """float32 [1, size] of an array of one axis."""
-    return ref[...].astype(jnp.float32).reshape(1, -1)
+            ref[:, : len(array)] = as_row(array)
 
 
 def multiply_tile(step: Any, n: int, settings: Settings, operands: Operands, memory: Memory) -> jax.Array:

@@ -3,14 +3,9 @@ bulk copies are used. And what adapters of rows read there.
 """
 
 import importlib.util
-import json
-import subprocess
-import sys
 
 import compiled_programs
 import pytest
-from paths import SUPPORT
-from run_script import device_environment
 
 pytestmark = [pytest.mark.full, pytest.mark.newest]
 
@@ -56,15 +51,5 @@ def test_kernels_compile_without_spills(gpu):
 def test_adapters_of_rows_are_read_once(target, package):
     if not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "adapter_bytes.py", target],
-        env=device_environment(1) | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if "get_topology_desc" in done.stderr:
-        pytest.skip("the plug-in does not compile without a device here")
-    assert done.returncode == 0, done.stderr[-2000:]
-    for case, ratio in json.loads(done.stdout.splitlines()[-1]).items():
+    for case, ratio in compiled_programs.run_support("adapter_bytes", target).items():
         assert 0.9 < ratio <= 1.1, (case, ratio)

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.oldest
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": (
-        "errors", "signing", "formatting", "checks", "memory", "device_defaults", "host", "stats", "plugins",
+        "errors", "signing", "formatting", "checks", "caller_functions", "memory", "device_defaults", "host",
+        "stats", "plugins",
     ),
     "sharding": (),
     "ops": ("operation", "largest", "product", "forms", "row_groups"),

@@ -1,13 +1,9 @@
 """The sampler compiled for a GPU that is not present: what it launches, and what the host waits for."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 
+import compiled_programs
 import pytest
-from paths import SUPPORT
-from run_script import device_environment
 
 
 @pytest.mark.full
@@ -15,17 +11,7 @@ from run_script import device_environment
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
 def test_the_sampler_has_one_branch_and_sorts_few_numbers():
     """Counted for jax 0.12; another compiler may need a few operations more."""
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "sampler_on_h200.py"],
-        env=device_environment(1) | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if "get_topology_desc" in done.stderr:
-        pytest.skip("jax's CUDA plug-in does not compile without a device here")
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = compiled_programs.run_support("sampler_on_h200")
     most = {"1 plain": 18, "64 all": 21}
     assert found.keys() == most.keys()
     for name, counts in found.items():

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import plugin
-from ..checks import check_function, check_integer
+from ..caller_functions import check_function, function_name
+from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .decoder_layer import Positions, run_layers
@@ -78,7 +79,7 @@ class TappedLayers:
             edited_BTD = tap.edit(hidden_BTD, tap.args)
             got = _describe(edited_BTD)
             if got != (wanted := _describe(hidden_BTD)):
-                name = getattr(tap.edit, "__qualname__", repr(tap.edit))
+                name = function_name(tap.edit)
                 raise InputError(f"edit {name} after layer {layer} returned {got}, expected {wanted}")
             hidden_BTD = edited_BTD
             x_BTD = plugin("rotation", "rotate")(edited_BTD, D) if config.rotated else edited_BTD

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import check_function, is_sequence
+from ..caller_functions import check_function, function_name
+from ..checks import is_sequence
 from ..errors import InputError, format_value
 from .context import Context
 from .random_keys import DRAW_CALLER
@@ -93,7 +94,7 @@ class Callers:
                     what = (
                         f"an array of shape {np.shape(leaf)}, expected {len(known.position_B)} rows in front"
                     )
-                    raise InputError(f"init {_name(processor.init)} of a processor returned {what}")
+                    raise InputError(f"init {function_name(processor.init)} of a processor returned {what}")
             return jax.tree.map(jnp.asarray, made)
 
         states = tuple(map(state, range(len(self.states)), self.processors, self.states))
@@ -230,17 +231,14 @@ def _check(what: str, function: Callable, got: Any, like: Any) -> None:
         leaves = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree)]
         return ", ".join(leaves) or "no array"
 
+    called = f"{what} {function_name(function)}"
     try:
         found = shapes(got)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{what} {_name(function)} must return arrays, got {format_value(got)}") from error
+        raise InputError(f"{called} must return arrays, got {format_value(got)}") from error
     wanted = shapes(like)
     if found == wanted:  # in other trees?
         found += f" in {jax.tree.structure(got)}"
         wanted += f" in {jax.tree.structure(like)}"
     if found != wanted:
-        raise InputError(f"{what} {_name(function)} returned {found}, expected {wanted}")
-
-
-def _name(function: Callable) -> str:
-    return getattr(getattr(function, "func", function), "__qualname__", None) or format_value(function)
+        raise InputError(f"{called} returned {found}, expected {wanted}")

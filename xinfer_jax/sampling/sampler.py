@@ -1,6 +1,5 @@
 """From logits to tokens: `choose_tokens`, `sample_tokens`, and their three stages."""
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -242,7 +241,12 @@ def _apply_used(optional: Skippable, logits_BV: jax.Array) -> jax.Array:
     few = logits_BV.shape[1] <= processors.FEW
     if len(optional) == 1:
         return if_used(*optional[0], logits_BV)
-    each = lambda x_BV: functools.reduce(lambda x, one: if_used(one[0], one[1], x), optional, x_BV)  # noqa: E731
+
+    def each(x_BV: jax.Array) -> jax.Array:
+        for uses_B, processor in optional:
+            x_BV = if_used(uses_B, processor, x_BV)
+        return x_BV
+
     return if_used(sum(uses_B for uses_B, _ in optional), each, logits_BV) if optional else logits_BV
 
 
