@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from .errors import InputError, format_value
 
 
@@ -19,3 +21,14 @@ def check_function(name: str, value: Any) -> None:
 def function_name(function: Callable) -> str:
     """Its name, or that of the function that a `functools.partial` calls."""
     return getattr(getattr(function, "func", function), "__qualname__", None) or format_value(function)
+
+
+def call_function(what: str, function: Callable, *args: Any) -> Any:
+    """function(*args) within a trace. Raises InputError, which names it, where it takes a traced value for a
+    number.
+    """
+    try:
+        return function(*args)
+    except jax.errors.JAXTypeError as error:
+        first = str(error).partition("\n")[0].rstrip(".")
+        raise InputError(f"{what} {function_name(function)} cannot be traced: {first}") from error

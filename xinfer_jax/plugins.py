@@ -18,6 +18,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("device", "peak bytes"): ("memory", "peak_memory_bytes"),
     ("executor", "choice"): ("layerwise.layerwise_executor", "layerwise_executor"),
     ("callers", "of a call"): ("sampling.caller_processors", "callers_of_call"),
+    ("callers", "guard"): ("sampling.caller_processors", "guarded"),
     ("callers", "start"): ("sampling.caller_processors", "start_rows"),
     ("callers", "stop"): ("sampling.caller_processors", "end_rows"),
     ("grammar", "automata"): ("grammar.automaton", "automata_of_call"),

@@ -91,8 +91,9 @@ PACKAGES = {
     "testing": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "host_pages", "adapter_stack", "device", "layerwise_device", "warm_up", "messages",
-        "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers",
+        "device_programs", "held_processors", "host_pages", "adapter_stack", "device",
+        "layerwise_device", "warm_up", "messages", "page_transfer", "controller", "requests",
+        "statistics", "page_files", "page_tiers",
         "weight_switch", "core", "pausing", "async_sampling", "weight_updates", "held_adapters",
         "replay", "routing", "endpoint", "dispatcher", "submission", "engine_loop", "engine", "engines",
     ),

@@ -144,6 +144,18 @@ def nothing(*_):
     return None
 
 
+def takes_a_branch(_, logits_BV, context):
+    return logits_BV if logits_BV[0, 0] > 0 else -logits_BV
+
+
+KEPT = []
+
+
+def keeps_a_tracer(_, logits_BV, context):
+    jax.eval_shape(KEPT.append, logits_BV)
+    return logits_BV + KEPT[-1]
+
+
 def given(arguments=(), init=None, apply=add_bias, update=None):
     return dict(processors=[(xj.Processor(init, apply, update), arguments)])
 
@@ -152,6 +164,8 @@ ONES = np.ones((B, V), np.float32)
 MISTAKES = [
     (given(apply=wrong_shape), r"apply wrong_shape returned float32\[3, 119\], expected float32\[3, 120\]"),
     (given(apply=wrong_dtype), r"apply wrong_dtype returned bfloat16\[3, 120\], expected float32"),
+    (given(apply=takes_a_branch), "apply takes_a_branch cannot be traced: Attempted boolean conversion"),
+    (given(apply=keeps_a_tracer), "keeps_a_tracer: a function of yours uses a traced value of another call"),
     (given(apply=nothing), "apply nothing returned no array, expected float32"),
     (given(ONES, update=nothing), "update nothing returned no array"),
     (given([ONES], apply=keep, update=lambda *_: ONES), r"update .* in PyTreeDef\(\*\), expected float32"),
@@ -210,18 +224,25 @@ def test_each_function_has_keys_of_its_own(decode):
     "sampling", [SAMPLED, xj.SamplingConfig(1.0, min_p=0.1), xj.SamplingConfig()], ids=str
 )
 def test_numbers_that_are_not_finite(decode, sampling, last):
-    """+inf forces a token, NaN removes one; a row keeps its logits where no token that is allowed is left."""
+    """+inf forces a token; a row keeps its logits where no token that is allowed is left. NaN is a mistake,
+    but where a token is forbidden already.
+    """
 
     def force(_, logits_BV, context):
-        return logits_BV.at[:, 5].set(jnp.inf).at[:, 6].set(jnp.nan)
+        return logits_BV.at[:, 5].set(jnp.inf).at[:, 0].set(jnp.nan)
 
     def only_forbidden(_, logits_BV, context):
         return jnp.where(jnp.arange(V) == 5, logits_BV, -jnp.inf)
 
     forbidden = dataclasses.replace(sampling, forbidden_token_ids=(0, 5))
+    without = dataclasses.replace(sampling, forbidden_token_ids=(0,))
+    broken = [(IDENTITY, ()), (xj.Processor(None, lambda *args: args[1] * jnp.nan, last=last), ())]
     forced = [(xj.Processor(None, force, last=last), ())]
-    assert np.all(np.asarray(decode(sampling, processors=forced).tokens_BT) == 5)
-    assert not np.isin(decode(forbidden, processors=forced).tokens_BT, [0, 5, 6]).any()
+    done = decode(sampling, processors=broken)
+    assert np.all(np.asarray(done.tokens_BT) == -2) and np.all(np.isnan(done.logprobs_BT))
+    if last:
+        assert np.all(np.asarray(decode(without, processors=forced).tokens_BT) == 5)
+        assert not np.isin(decode(forbidden, processors=forced).tokens_BT, [0, 5]).any()
     given = [(xj.Processor(None, only_forbidden, last=last), ())]
     same(decode(forbidden, processors=given), decode(forbidden))
 
@@ -268,9 +289,32 @@ def test_generate_and_stream_take_processors(decode):
 
     answers = run(processors=[(xj.Processor(None, only_history), ())]).tokens
     assert all(set(answer) <= set(ids[i // 2][:4]) for i, answer in enumerate(answers))
+    nan = xj.Processor(None, lambda nan_B, logits_BV, context: logits_BV + nan_B[:, None])
     for how, message in (
-        (dict(draft="lookup"), "processors do not combine with draft tokens"),
         (dict(processors=[(PRESENCE, np.ones(3))]), "arguments of shape .3,., for 2 rows"),
+        (
+            dict(processors=[*given, (nan, np.float32([0, np.nan]))]),
+            "row 2, step 0: apply .*lambda.* of a processor returned nan",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             run(**dict(processors=given) | how)
+
+
+@pytest.mark.parametrize("sampling", [xj.SamplingConfig(), SAMPLED], ids=["best", "sampled"])
+def test_beams_take_processors(sampling):
+    """Their states follow the beams: one with counts of tokens equals the setting."""
+    params, config = build("qwen2")
+    how = dict(num_beams=3, max_new_tokens=6, eos_token_ids=[5], key=KEY)
+
+    def search(sampling=sampling, **more):
+        return xj.beam_search(params, config, prompts(6, 4), sampling=sampling, **how | more)
+
+    penalized = xj.SamplingConfig(**vars(sampling) | dict(presence_penalty=-4.0))
+    want = search(penalized)
+    got = search(processors=[(PRESENCE, np.float32([-4.0, -4.0]))])
+    assert got.sequences == want.sequences != search().sequences
+    np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
+    nan = xj.Processor(None, lambda nan_B, logits_BV, context: logits_BV + nan_B[:, None])
+    with pytest.raises(InputError, match="row 1, step 0: the scores are nan: .*; or apply .*lambda.* of a"):
+        search(processors=[(nan, np.float32([0, np.nan]))])

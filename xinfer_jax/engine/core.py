@@ -238,7 +238,8 @@ class EngineCore(WeightSwitch):
         masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
-        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded)
+        callers = jax.tree.leaves(request.call.callers)
+        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded, callers)
         self.device.put_first(slot, outputs, row)
         self._firsts[answer] = slot
 

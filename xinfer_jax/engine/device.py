@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -35,6 +34,7 @@ from ..weights.params import Params
 from . import device_programs as programs
 from .adapter_stack import AdapterStack
 from .device_programs import MAX_LOGPROBS, SampledTokens, cache_pools, cache_states, paged_cache
+from .held_processors import repeated
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
@@ -77,7 +77,8 @@ class Device:
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
         row = self._new_row(*self._empty_call, limit=0)
-        self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
+        rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
+        self.rows: Any = self._put(shape.processors.with_rows(rows) if shape.processors else rows)
         self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
 
@@ -110,12 +111,15 @@ class Device:
         self.pools, self.states, self._snapshots = placed
 
     def new_row(
-        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None, recorded: int = 0
-    ) -> DecodeState:
+        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None, recorded: int = 0,
+        callers: Sequence[np.ndarray] = (),
+    ) -> DecodeState:  # fmt: skip
         """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
-        arrays of its grammar's `Dfa`; recorded: `Request.recorded`.
+        arrays of its grammar's `Dfa`; recorded: `Request.recorded`; callers: the leaves of its processors.
         """
         row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables), recorded)
+        if self._shape.processors:
+            row = self._shape.processors.start(self._run, row, callers)
         return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
 
     def draft_tokens(self) -> np.ndarray:
@@ -460,14 +464,6 @@ class Device:
 
 def _with_masks(rows: DecodeState, masks_BQW: Any) -> DecodeState:
     return dataclasses.replace(rows, context=dataclasses.replace(rows.context, allowed_bits=masks_BQW))
-
-
-def _repeat(x_1: Any, rows: int) -> Any:
-    """An array of one row, for so many rows; made on the host, where nothing is compiled."""
-    if not jnp.issubdtype(x_1.dtype, jax.dtypes.prng_key):
-        return np.repeat(x_1, rows, 0)
-    data_B: Any = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)
-    return jax.random.wrap_key_data(data_B, impl="threefry2x32")
 
 
 class _Shards:

@@ -123,7 +123,10 @@ def _decode_steps(  # noqa: PLR0913
     automata = state.context.automata
     if automata is not None:
         automata = dataclasses.replace(automata, width_B=rows.context.automata.width_B)
-    context = dataclasses.replace(state.context, automata=automata)
+    callers = state.context.callers
+    if callers is not None:
+        callers = dataclasses.replace(callers, uses_BP=rows.context.callers.uses_BP)
+    context = dataclasses.replace(state.context, automata=automata, callers=callers)
     state = dataclasses.replace(state, sampling_B=rows.sampling_B, limit_B=rows.limit_B, context=context)
     rows, out = _take_output(state)
     out = out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)

@@ -18,6 +18,7 @@ from ..checks import check_integer
 from ..errors import InputError, format_value
 from ..memory import check_memory, host_memory_bytes
 from ..ops.operation import without_mesh_context
+from ..sampling.caller_processors import Processor
 from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
 from ..weights.params import Params, tree_bytes
 from .async_sampling import SampleOutput
@@ -27,6 +28,7 @@ from .dispatcher import Dispatcher
 from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
 from .engine_loop import EngineLoop
 from .held_adapters import AdapterFiles, adapter_sizes
+from .held_processors import HeldProcessors
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
@@ -80,6 +82,7 @@ class Engine(EngineLoop):
         max_adapters: int | None = None,
         max_rank: int | None = None,
         routes: bool = False,
+        processors: Mapping[str, tuple[Processor, Any]] | None = None,
     ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
@@ -115,6 +118,9 @@ class Engine(EngineLoop):
                 every matrix of the layers.
             routes: pages also record which experts of a mixture their tokens use, for `return_routes` of
                 `submit`.
+            processors: logits processors of yours by name, each with the arguments of a request that gives
+                none, without rows. `GenerateOptions(processors={name: arguments})` of a request names them;
+                they are applied in this order. Other requests keep their bits.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -123,13 +129,14 @@ class Engine(EngineLoop):
             raise InputError(f"model must be what load_model gives, got {format_value(model)}")
         super().__init__()
         adapters, max_adapters, max_rank = adapter_sizes(model, adapters, max_adapters, max_rank)
+        self.processors = HeldProcessors(processors or {})
         if prefill_devices is not None or decode_devices is not None:
             shape_of_each = dict(
                 rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
                 draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype, impl=impl, warm_up=warm_up,
                 host_pages=host_pages, page_directory=page_directory,
                 page_directory_bytes=page_directory_bytes, routes=routes, max_adapters=max_adapters,
-                max_rank=max_rank,
+                max_rank=max_rank, processors=processors,
             )  # fmt: skip
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
@@ -144,7 +151,8 @@ class Engine(EngineLoop):
             host_pages = 0
             page_directory = None
         snapshots = shape.snapshots if prefix_cache else 0
-        shape = dataclasses.replace(shape, host_pages=host_pages, snapshots=snapshots)
+        held = self.processors if processors else None
+        shape = dataclasses.replace(shape, host_pages=host_pages, snapshots=snapshots, processors=held)
         self._channel = control_channel_for(self.model.params)
         if self._channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))

@@ -61,6 +61,7 @@ class Engines(EngineBase):
         self.usable_capacity = engine.usable_capacity
         self.impl = engine.impl
         self.routes = engine.routes
+        self.processors = engine.processors
         self.rows = len(groups) * engine.rows
         self._router = PromptRouter(shape.get("prefix_cache", True))
         self._lock = threading.Lock()

@@ -86,7 +86,7 @@ class _Replay:
         request = answer.request
         plain: Any = dict(sampling=SamplingConfig(), grammar=None, logprobs=0)
         options = dataclasses.replace(request.call.options, **plain)
-        self._call = dataclasses.replace(request.call, options=options, grammars=())
+        self._call = dataclasses.replace(request.call, options=options, grammars=(), callers=None)
         self._core = core
         self._device: Any = core.device
         self._answer = answer

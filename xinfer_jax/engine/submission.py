@@ -22,6 +22,7 @@ from .async_sampling import AsyncSampling
 from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
 from .held_adapters import AdapterCalls
+from .held_processors import HeldProcessors
 from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
@@ -32,7 +33,7 @@ _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
     draft="give draft='lookup' to Engine", use_cache="an engine has pages",
     prefix="an engine shares pages itself", keep_prefix="an engine shares pages itself",
-    logits="use generate, or logprobs", processors="use generate",
+    logits="use generate, or logprobs",
 )  # fmt: skip
 
 
@@ -55,6 +56,8 @@ def make_requests(  # noqa: PLR0913
     model = engine.model
     held = None if adapter is None else engine.held_adapter(adapter)
     (options, stops) = _checked_options(engine, options)
+    callers = None if options.processors is None else engine.processors.of_request(options.processors)
+    options = dataclasses.replace(options, processors=None)
     first = None
     for prompt, key in zip(prompts, keys, strict=True):
         is_text = isinstance(prompt, str)
@@ -68,7 +71,8 @@ def make_requests(  # noqa: PLR0913
         if first is None:
             first = validate_call(model.params, model.config, [ids], options, key)
             # A request keeps one parameter, for its type: `Engine.update` frees the others.
-            first = dataclasses.replace(first, params=dict(final_norm=model.params["final_norm"]))
+            params = dict(final_norm=model.params["final_norm"])
+            first = dataclasses.replace(first, params=params, callers=callers)
         key = first.key if key is None else check_key(key, 1)
         call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
         _check_sizes(engine, call)
@@ -141,6 +145,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
     error: BaseException | None = None
     name = "the engine"
     routes = False  # it records them
+    processors: HeldProcessors
     guesses = Renamed("num_draft_tokens")
     room = Renamed("usable_capacity")
     last_turn = Renamed("last_step_time")

@@ -81,6 +81,8 @@ class BatchGenerator:
     def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
         """What prefills and samples the first token, and what decodes."""
         impl = self._call.options.impl
+        if self._call.callers is not None:
+            run = plugin("callers", "guard")(run, self._call.callers)
         executor = executor_class(self._call.params)(impl, run, self._call.greedy)
         whole = self._decodes_whole and self._call.options.use_cache
         return executor, TracedExecutor(impl, run) if whole else executor

@@ -166,12 +166,18 @@ def _scores(logprobs_BWV, state, sampling_B, least):
 
     def processed():
         sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W, 0), sampling_B)
+        callers = state.context.callers
+        if callers is not None:
+            warp = lambda kept_RV: warp_logits(kept_RV, sampling_R, 0.0, least)  # noqa: E731
+            kept_RV, broken_R = callers.process(logprobs_RV, sampling_R, state.context, warp)
+            return jnp.where(broken_R[:, None] < 0, jnp.nan, kept_RV)
         kept_RV = process_logits(logprobs_RV, sampling_R, state.context)
         return lax.cond(
             all_greedy(sampling_B), lambda: kept_RV, lambda: warp_logits(kept_RV, sampling_R, 0.0, least)
         )
 
-    logprobs_RV = lax.cond(is_plain_greedy(sampling_B), lambda: logprobs_RV, processed)
+    is_plain = is_plain_greedy(sampling_B, state.context)
+    logprobs_RV = lax.cond(is_plain, lambda: logprobs_RV, processed)
     score_BW1 = state.score_BW[..., None]
     return jnp.where(score_BW1 == -jnp.inf, -jnp.inf, logprobs_RV.reshape(B, W, V) + score_BW1)
 

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -30,6 +30,9 @@ from .executor_choice import compile_ahead, executor_class
 from .options import GenerateOptions
 from .output_checks import check_overflow
 from .validation import ValidatedCall, validate_call
+
+if TYPE_CHECKING:
+    from ..sampling.caller_processors import Processor
 
 _MAX_DIGITS = 30  # of length ** length_penalty: float32 has 38, and sums need some
 
@@ -73,6 +76,7 @@ def beam_search(  # noqa: PLR0913  a public function
     capacity: int | None = None,
     impl: str | None = None,
     cache_dtype: str | None = None,
+    processors: "Sequence[tuple[Processor, Any]] | None" = None,
 ) -> BeamOutput:
     """Returns the most likely continuations that a search with `num_beams` beams finds, as transformers 5
     does. Each prompt gets the sequences that it gets alone.
@@ -97,6 +101,8 @@ def beam_search(  # noqa: PLR0913  a public function
             of beam score + processed log-probability.
         key: one PRNG key (prompt i then uses `fold_in(key, i)`) or one per prompt; only sampling needs it.
         capacity, impl, cache_dtype: as in `GenerateOptions`.
+        processors: as in `GenerateOptions`: they get log-probabilities, and their states follow the beams.
+            The beams of a prompt have equal keys.
 
     Returns:
         Sequences and scores, num_return_sequences per prompt: fewer if the settings leave fewer, and none if
@@ -153,13 +159,14 @@ class _Search:
 
     def __init__(  # noqa: PLR0913  those of `beam_search`
         self, params, config, ids, *, num_beams, num_return_sequences, length_penalty, early_stopping,
-        max_new_tokens, eos_token_ids, sampling, key, capacity, impl, cache_dtype,
+        max_new_tokens, eos_token_ids, sampling, key, capacity, impl, cache_dtype, processors,
     ):  # fmt: skip
         self.single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
         sampling = SamplingConfig() if sampling is None else sampling
         options = GenerateOptions(
-            max_new_tokens, sampling, eos_token_ids, capacity, impl=impl, cache_dtype=cache_dtype
-        )
+            max_new_tokens, sampling, eos_token_ids, capacity, impl=impl, cache_dtype=cache_dtype,
+            processors=processors,
+        )  # fmt: skip
         self.call = call = validate_call(params, config, [ids] if self.single else ids, options, key)
         beams = check_integer("num_beams", num_beams, 1)
         returned = beams if num_return_sequences is None else num_return_sequences
@@ -267,7 +274,9 @@ def _lists(call: ValidatedCall, found: BeamResults, returned: int) -> tuple[list
     longest = 0
     for b, final_W in enumerate(found.final_BW[: len(call.prompts)]):
         if (step := found.broken_B[b]) >= 0:
-            raise InputError(f"row {b}, step {step}: the scores are nan: {call.non_finite_reason}")
+            of_callers = f"; or {call.callers.nan_reason()}" if call.callers else ""
+            reason = call.non_finite_reason + of_callers
+            raise InputError(f"row {b}, step {step}: the scores are nan: {reason}")
         kept = [w for w in range(returned) if np.isfinite(final_W[w])]
         rows = [found.ended_BWT[b, w, : found.length_BW[b, w]].tolist() for w in kept]
         longest += len(rows[0]) if rows else 0

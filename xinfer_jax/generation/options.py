@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +57,8 @@ class GenerateOptions:
             for all prompts, or one (or None) per prompt. An EOS id comes where it may end, and only there; an
             answer that reaches max_new_tokens before is cut. None: anything.
         processors: logits processors of yours, each with the arguments of the prompts, as in `decode_loop`;
-            `history_BS` of their context has the prompts' tokens.
+            `history_BS` of their context has the prompts' tokens. Of a request to an engine: {name:
+            arguments} of processors that it was made with; None: its default arguments.
     """
 
     max_new_tokens: int = 128
@@ -78,7 +79,7 @@ class GenerateOptions:
     keep_prefix: bool = False
     logits: bool = False
     grammar: "Grammar | Sequence[Grammar | None] | None" = None
-    processors: "Sequence[tuple[Processor, Any]] | None" = None
+    processors: "Sequence[tuple[Processor, Any]] | Mapping[str, Any] | None" = None
 
 
 @dataclasses.dataclass(repr=False)

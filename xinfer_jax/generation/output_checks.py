@@ -18,7 +18,9 @@ def check_generated(call: ValidatedCall, generated: GeneratedTokens) -> None:
     # After a row's last token the log-probabilities are 0.
     if len(broken := np.argwhere(~np.isfinite(generated.logprobs_BT))):
         row, step = broken[0]
-        is_what = f"{generated.tokens_BT[row, step]} is {generated.logprobs_BT[row, step]}"
+        if (token := int(generated.tokens_BT[row, step])) < 0:
+            raise InputError(f"row {row}, step {step}: {call.callers.nan_reason(token)}")
+        is_what = f"{token} is {generated.logprobs_BT[row, step]}"
         raise InputError(
             f"row {row}, step {step}: the log-probability of token {is_what}: {call.non_finite_reason}"
         )

@@ -194,8 +194,6 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
     for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
         if getattr(options, name) not in (None, False) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
-    if options.processors is not None and options.draft is not None:
-        raise InputError("processors do not combine with draft tokens: leave out draft or processors")
     for width in config.head_widths:
         check_head_dim(width, options.cache_dtype)
     if options.keep_prefix and options.best_of not in (None, options.n):

@@ -1,6 +1,7 @@
 """Callers' functions between logits and tokens: `Processor`, and what `Context.callers` is made of."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..caller_functions import check_function, function_name
+from ..caller_functions import call_function, check_function, function_name
 from ..checks import is_sequence
 from ..errors import InputError, format_value
+from .batched_settings import select_rows
 from .context import Context
 from .random_keys import DRAW_CALLER
-from .sampler import all_greedy, draw_tokens, process_logits, token_logprobs, warp_logits
+from .sampler import all_greedy, choose_tokens, draw_tokens, process_logits, token_logprobs, warp_logits
 from .sampling_config import SamplingConfig
 
 
@@ -44,9 +46,10 @@ class Processor:
     """A logits processor of a caller: pure functions over rows, traced in the loop.
 
     Tokens that a setting or a grammar forbids stay forbidden whatever it returns. Where it leaves no other
-    token in a row, the row keeps its logits. NaN counts as -inf, +inf as a logit of 1e30. A program is
-    compiled for each processor, which is known by its functions: a lambda that is made anew in each call
-    compiles anew.
+    token in a row, the row keeps its logits. +inf counts as a logit of 1e30. NaN in place of a logit is a
+    mistake: the row's token is below 0 and its log-probability NaN, for which `generate` and engines raise
+    InputError. A program is compiled for each processor, which is known by its functions: a lambda that is
+    made anew in each call compiles anew.
 
     Attributes:
         init: (arguments, `SamplingContext`) -> the state of B rows, a pytree with rows in front; None: the
@@ -73,12 +76,21 @@ class Processor:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Callers:
-    """`Context.callers`: callers' processors with the states of B rows, and a function that samples."""
+    """`Context.callers`: P callers' processors with the states of B rows, and a function that samples.
+    uses_BP: bool: which processors a row has; None: all rows have all.
+    """
 
     states: tuple[Any, ...]
     key_B: Any
     processors: tuple[Processor, ...] = dataclasses.field(metadata=dict(static=True))
-    sample: Callable | None = dataclasses.field(metadata=dict(static=True))
+    sample: Callable | None = dataclasses.field(default=None, metadata=dict(static=True))
+    uses_BP: Any = None
+
+    @property
+    def functions(self) -> list[Callable]:
+        """All that the caller has given."""
+        of_each = ((p.init, p.apply, p.update) for p in self.processors)
+        return [f for f in (*itertools.chain(*of_each), self.sample) if f]
 
     def start(self, context: Context, key_B: jax.Array) -> "Callers":
         """With the states that `init` makes of the arguments. key_B: of the rows."""
@@ -88,48 +100,94 @@ class Callers:
         def state(i: int, processor: Processor, arguments: Any) -> Any:
             if processor.init is None:
                 return arguments
-            made = processor.init(arguments, _for_function(i, known))
+            made = call_function("init", processor.init, arguments, self._for_function(i, known))
             for leaf in jax.tree.leaves(made):
                 if not np.ndim(leaf) or len(leaf) != len(known.position_B):
                     what = (
                         f"an array of shape {np.shape(leaf)}, expected {len(known.position_B)} rows in front"
                     )
                     raise InputError(f"init {function_name(processor.init)} of a processor returned {what}")
-            return jax.tree.map(jnp.asarray, made)
+            return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), made)
 
         states = tuple(map(state, range(len(self.states)), self.processors, self.states))
         return dataclasses.replace(self, states=states)
 
+    def select_rows(self, rows_B: Any) -> "Callers":
+        """Where rows have different processors: without those of other rows, whose work is skipped."""
+        return (
+            self
+            if self.uses_BP is None
+            else dataclasses.replace(self, uses_BP=self.uses_BP & rows_B[:, None])
+        )
+
     def choose(
-        self, logits_BV: jax.Array, key_B: jax.Array, settings: SamplingConfig, context: Context
+        self, logits_BV: jax.Array, key_B: jax.Array, settings: SamplingConfig, context: Context, impl: Any
     ) -> tuple[jax.Array, Callable, Callable]:
-        """What `choose_tokens` returns, from the whole vocabulary of all rows. settings: of each row."""
+        """What `choose_tokens` returns. Rows with processors: from the whole vocabulary; others: as they are
+        chosen without callers, to the bit. settings: of each row.
+        """
+        if self.uses_BP is None:
+            token_B, taken_BV = self._choose(logits_BV, key_B, settings, context)
+            return token_B, lambda token_B: token_logprobs(logits_BV, token_B), lambda: taken_BV
+        has_B = jnp.any(self.uses_BP, -1)
+        others = dataclasses.replace(context.select_rows(~has_B), callers=None)
+        plain = choose_tokens(logits_BV, key_B, select_rows(settings, ~has_B), others, impl)
+        token_B, logprobs, sampled_from = plain
+
+        def merged(i: int, of_others: Callable) -> jax.Array:
+            def merge() -> jax.Array:
+                other = of_others()
+                own = self._choose(logits_BV, key_B, select_rows(settings, has_B), context)[i]
+                return jnp.where(has_B.reshape(-1, *[1] * (other.ndim - 1)), own, other)
+
+            return lax.cond(jnp.any(has_B), merge, of_others)
+
+        return merged(0, lambda: token_B), logprobs, lambda: merged(1, sampled_from)
+
+    def _choose(self, logits_BV: Any, key_B: Any, settings: Any, context: Context) -> tuple[Any, Any]:
+        """Tokens, and the logits that they were sampled from."""
+
+        def warp(kept_BV: jax.Array) -> jax.Array:
+            return warp_logits(kept_BV, settings, jnp.max(kept_BV, -1, keepdims=True))
+
+        taken_BV, broken_B = self.process(logits_BV, settings, context, warp)
         known = self._context(context)
+        if self.sample is None:
+            token_B = draw_tokens(taken_BV, key_B, settings, known.position_B, None, logits_BV.shape[1])
+        else:
+            known = self._for_function(len(self.processors), known)
+            token_B = call_function("sample", self.sample, known.key_B, taken_BV, known)
+            _check("sample", self.sample, token_B, known.position_B)
+            token_B = jnp.clip(token_B, 0, logits_BV.shape[1] - 1)
+        return jnp.minimum(token_B, broken_B), taken_BV
+
+    def process(
+        self, logits_BV: jax.Array, settings: SamplingConfig, context: Context, warp: Callable
+    ) -> tuple[jax.Array, jax.Array]:
+        """The logits that tokens are sampled from; and int32 [B]: -1 - i of the first processor i that gave a
+        row NaN, else the vocabulary's size. warp: what temperature and filters make of processed logits.
+        """
+        known = self._context(context)
+        (B, V) = logits_BV.shape
         allowed = partial(process_logits, sampling_B=settings, context=context)
-        processed_BV = allowed(self._apply(False, logits_BV, known))
+        processed_BV, first_B = self._apply(False, logits_BV, known, jnp.full(B, V))
+        processed_BV = allowed(processed_BV)
         has_some_B1 = jnp.any(processed_BV > -jnp.inf, -1, keepdims=True)
         processed_BV = lax.cond(
             jnp.all(has_some_B1),
             lambda: processed_BV,
             lambda: jnp.where(has_some_B1, processed_BV, allowed(logits_BV)),
         )
-        largest_B1 = jnp.max(processed_BV, -1, keepdims=True)
-        warped_BV = lax.cond(
-            all_greedy(settings),
-            lambda: processed_BV,
-            lambda: warp_logits(processed_BV, settings, largest_B1),
-        )
-        taken_BV = jnp.where(processed_BV > -jnp.inf, self._apply(True, warped_BV, known), -jnp.inf)
-        taken_BV = jnp.where(jnp.any(taken_BV > -jnp.inf, -1, keepdims=True), taken_BV, warped_BV)
-        if self.sample is None:
-            draw = key_B, settings, known.position_B, None, logits_BV.shape[1]
-            token_B = draw_tokens(taken_BV, *draw)
-        else:
-            known = _for_function(len(self.processors), known)
-            token_B = self.sample(known.key_B, taken_BV, known)
-            _check("sample", self.sample, token_B, known.position_B)
-            token_B = jnp.clip(token_B, 0, logits_BV.shape[1] - 1)
-        return token_B, lambda token_B: token_logprobs(logits_BV, token_B), lambda: taken_BV
+        warped_BV = lax.cond(all_greedy(settings), lambda: processed_BV, lambda: warp(processed_BV))
+        taken_BV, broken_B = self._apply(True, warped_BV, known, first_B)
+        taken_BV = jnp.where(processed_BV > -jnp.inf, taken_BV, -jnp.inf)
+        return jnp.where(jnp.any(taken_BV > -jnp.inf, -1, keepdims=True), taken_BV, warped_BV), broken_B
+
+    def nan_reason(self, token: int | None = None) -> str:
+        """What returned NaN in place of a token's logits; None: any of the processors may have."""
+        wrong = self.processors if token is None else [self.processors[-1 - token]]
+        names = ", ".join(f"apply {function_name(processor.apply)}" for processor in wrong)
+        return f"{names} of a processor returned nan in place of logits"
 
     def append(self, context: Context, token_B: jax.Array, active_B: jax.Array) -> "Callers":
         """After a token of each active row. context: before it."""
@@ -138,30 +196,57 @@ class Callers:
         def after(i: int, processor: Processor, state: Any) -> Any:
             if processor.update is None:
                 return state
-            new = processor.update(state, token_B, _for_function(i, known))
-            _check("update", processor.update, new, state)
+            changes_B = active_B if self.uses_BP is None else active_B & self.uses_BP[:, i]
 
-            def put(old: jax.Array, new: jax.Array) -> jax.Array:
-                return jnp.where(active_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+            def updated() -> Any:
+                new = call_function("update", processor.update, state, token_B, self._for_function(i, known))
+                _check("update", processor.update, new, state)
 
-            return jax.tree.map(put, state, new)
+                def put(old: jax.Array, new: jax.Array) -> jax.Array:
+                    return jnp.where(changes_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+                return jax.tree.map(put, state, new)
+
+            return self._if_any(changes_B, updated, state)
 
         states = tuple(map(after, range(len(self.states)), self.processors, self.states))
         return dataclasses.replace(self, states=states)
 
-    def _apply(self, last: bool, logits_BV: jax.Array, known: SamplingContext) -> jax.Array:
+    def _apply(self, last: bool, logits_BV: jax.Array, known: SamplingContext, broken_B: Any) -> tuple:
+        """The logits, and as `process` whose are broken."""
         for i, (processor, state) in enumerate(zip(self.processors, self.states, strict=True)):
-            if processor.last == last:
-                new_BV = processor.apply(state, logits_BV, _for_function(i, known))
-                _check("apply", processor.apply, new_BV, logits_BV)
-                logits_BV = jnp.nan_to_num(new_BV, nan=-jnp.inf, posinf=1e30, neginf=-jnp.inf)
-        return logits_BV
+            if processor.last != last:
+                continue
+
+            def applied(i=i, processor=processor, state=state, old_BV=logits_BV, broken_B=broken_B) -> tuple:
+                new_BV = call_function("apply", processor.apply, state, old_BV, self._for_function(i, known))
+                _check("apply", processor.apply, new_BV, old_BV)
+                has_B1 = True if self.uses_BP is None else self.uses_BP[:, i, None]
+                new_BV = jnp.where(has_B1, new_BV, old_BV)
+                is_wrong_B = jnp.any(jnp.isnan(new_BV) & (old_BV > -jnp.inf), -1) & (broken_B >= 0)
+                new_BV = jnp.nan_to_num(new_BV, nan=-jnp.inf, posinf=1e30, neginf=-jnp.inf)
+                return new_BV, jnp.where(is_wrong_B, -1 - i, broken_B)
+
+            has_B = self.uses_BP if self.uses_BP is None else self.uses_BP[:, i]
+            logits_BV, broken_B = self._if_any(has_B, applied, (logits_BV, broken_B))
+        return logits_BV, broken_B
+
+    def _if_any(self, has_B: Any, changed: Callable, old: Any) -> Any:
+        """changed(); where rows have different processors, only if any of them has this one."""
+        return changed() if self.uses_BP is None else lax.cond(jnp.any(has_B), changed, lambda: old)
 
     def _context(self, context: Context) -> SamplingContext:
         c = context
         key_B = jax.vmap(jax.random.fold_in)(self.key_B, c.position_B)
         known = key_B, c.position_B, c.num_generated_B, c.eos_BE, c.seen_BV, c.history_BS
         return SamplingContext(*jax.tree.map(jnp.asarray, known))
+
+    def _for_function(self, i: int, known: SamplingContext) -> SamplingContext:
+        """What one of the functions knows: its keys are its own, by its place among those of the row."""
+        i_B = jnp.full(len(known.position_B), i)
+        if self.uses_BP is not None:
+            i_B = jnp.sum(self.uses_BP[:, :i], -1)
+        return known._replace(key_B=jax.vmap(jax.random.fold_in)(known.key_B, i_B))
 
 
 def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | None:
@@ -182,6 +267,23 @@ def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | 
     if not states and sample is None:
         return None
     return Callers(states, None, tuple(processor for processor, _ in pairs), sample)
+
+
+def guarded(function: Callable, callers: Callers | None, stop: Callable | None = None) -> Callable:
+    """The function, a program with these functions of a caller: InputError takes the place of JAX's error
+    for a traced value that one of them keeps.
+    """
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except jax.errors.UnexpectedTracerError as error:
+            of_callers = callers.functions if callers else []
+            names = ", ".join(map(function_name, [*of_callers, *([stop] if stop else [])]))
+            what = "uses a traced value of another call: keep it in a state or an argument"
+            raise InputError(f"{names}: a function of yours {what}") from error
+
+    return call
 
 
 def start_rows(callers: Callers, prompt_R: np.ndarray, state: Any) -> Any:
@@ -213,15 +315,10 @@ def _of_rows(arguments: Any, rows: int) -> Any:
 
 def end_rows(stop: Callable, state: Any) -> Any:
     """The `DecodeState` in which rows have also ended where a caller's function of it says so."""
-    ends_B = stop(state)
+    ends_B = call_function("stop", stop, state)
     finished_B = jnp.asarray(state.finished_B)
     _check("stop", stop, ends_B, finished_B)
     return dataclasses.replace(state, finished_B=finished_B | ends_B)
-
-
-def _for_function(i: int, known: SamplingContext) -> SamplingContext:
-    """What one of the functions knows: its keys are its own."""
-    return known._replace(key_B=jax.vmap(jax.random.fold_in, (0, None))(known.key_B, i))
 
 
 def _check(what: str, function: Callable, got: Any, like: Any) -> None:

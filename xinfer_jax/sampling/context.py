@@ -81,8 +81,9 @@ class Context:
         )
 
     def select_rows(self, rows_B: Any) -> "Context":
-        """Returns the context without the automata of other rows, whose work is skipped. rows_B: bool."""
-        return dataclasses.replace(self, automata=self.automata and self.automata.select_rows(rows_B))
+        """Returns the context without the functions of other rows, whose work is skipped. rows_B: bool."""
+        automata, callers = (part and part.select_rows(rows_B) for part in (self.automata, self.callers))
+        return dataclasses.replace(self, automata=automata, callers=callers)
 
     def reorder(self, index_B: jax.Array) -> "Context":
         """Returns a context whose row b is row index_B[b]."""

@@ -62,7 +62,7 @@ def choose_tokens(
         write them.
     """
     if context.callers is not None:
-        return context.callers.choose(logits_BV, key_B, sampling_B, context)
+        return context.callers.choose(logits_BV, key_B, sampling_B, context, impl)
     args = logits_BV, key_B, sampling_B, context
     plain = partial(_choose_in_branches, impl=impl)
     token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, *args, impl=impl)
@@ -108,8 +108,9 @@ def logsumexp(logits_BV: jax.Array) -> jax.Array:
 
 
 def at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
-    """float32 [B]: the logit of each row's token."""
-    return logits_BV[jnp.arange(len(token_B)), token_B]
+    """float32 [B]: the logit of each row's token; NaN of an id below 0."""
+    at = jnp.asarray(logits_BV).at[jnp.arange(len(token_B)), token_B]
+    return at.get(mode="fill", wrap_negative_indices=False)
 
 
 def top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:

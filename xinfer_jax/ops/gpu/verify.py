@@ -22,15 +22,17 @@ def recording_form(plain: Any, impl: str | None, operands: Any, static: Any) -> 
     return lambda *recorded: lax.optimization_barrier(recorded)
 
 
-def verify_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable:
+def verify_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
     """A form of `verify`: all positions are sampled at the same time, and the tokens after the first rejected
-    draft token are thrown away: these cost less than the launches of each position.
+    draft token are thrown away: these cost less than the launches of each position. None: with processors of
+    a caller, whose state after each draft token is known only in turn.
 
     Of the predicates that the host waits for, greedy rows have one where a fused kernel serves (up to 64 rows
     x positions). Sampled rows have this one and that of the sampler, or only that of the sampler where no
     kernel serves or alternatives are recorded, and these have one more where `wanted_B` says who asked.
     """
-    return partial(_verify_at_once, static["outputs"], impl)
+    has_callers = operands[0].context.callers is not None
+    return None if has_callers else partial(_verify_at_once, static["outputs"], impl)
 
 
 def _verify_at_once(outputs, impl, state, draft_BT):

@@ -1,0 +1,175 @@
+"""An engine with logits processors of a caller: bits beside other rows, states, drafts, bad input."""
+
+import compiling
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from soak import engine_requests
+
+import xinfer_jax as xj
+
+SAMPLED = xj.SamplingConfig(1.0, top_p=0.95)
+SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
+PROMPT = [i % 50 + 3 for i in range(150)]
+NEW = 30
+
+
+def count(state, token_B, context):
+    return state | dict(count=state["count"].at[jnp.arange(len(token_B)), token_B].add(1))
+
+
+PRESENCE = xj.Processor(
+    lambda penalty_B, context: dict(penalty=penalty_B, count=jnp.zeros(context.seen_BV.shape, int)),
+    lambda state, logits_BV, context: logits_BV - state["penalty"][:, None] * (state["count"] > 0),
+    count,
+)
+NOISE = xj.Processor(
+    None,
+    lambda s, logits_BV, context: (
+        logits_BV
+        + s["by"][:, None] * jax.vmap(lambda k: jax.random.normal(k, logits_BV.shape[1:]))(context.key_B)
+    ),
+    last=True,
+)
+PROCESSORS = dict(presence=(PRESENCE, 0.0), noise=(NOISE, dict(by=1.0)))
+OF_CALL = dict(presence=PRESENCE, noise=NOISE)
+NAMED = [None, dict(presence=2.0), dict(noise=None), dict(noise=dict(by=3)), dict(presence=30.0, noise=None)]
+
+
+@pytest.fixture(scope="module")
+def model() -> xj.Model:
+    return engine_requests.random_model("qwen2", None)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return xj.Engine(model, **SHAPE, processors=PROCESSORS, warm_up=True)
+
+
+def submit(engine, named, prompt=PROMPT, seed=0, new=NEW, sampling=SAMPLED, **how) -> xj.Request:
+    options = xj.GenerateOptions(new, sampling, eos_token_ids=(), processors=named)
+    return engine.submit(prompt, options, key=jax.random.key(seed), **how)
+
+
+def answer(request) -> tuple[list[int], list[float]]:
+    out = request.result()
+    return out.tokens[0], out.logprobs[0]
+
+
+def generated(model, named, **how):
+    given = []
+    for name, arguments in (named or {}).items():
+        default = PROCESSORS[name][1]
+        given.append((OF_CALL[name], default if arguments is None else arguments))
+    options = xj.GenerateOptions(NEW, SAMPLED, eos_token_ids=(), processors=given or None, **how)
+    return xj.generate(model.params, model.config, [PROMPT], options, key=jax.random.key(0)).tokens[0]
+
+
+def test_rows_have_their_own_processors_and_the_bits_that_they_have_alone(engine, model):
+    with compiling.events() as seen:
+        alone = [answer(submit(engine, named)) for named in NAMED]
+        for order in ([0, 1, 2, 3, 4], [4, 0, 2, 1, 0, 3]):
+            requests = [submit(engine, NAMED[i]) for i in order]  # with pages of the prompt
+            assert [answer(request) for request in requests] == [alone[i] for i in order]
+        for i in range(20):
+            submit(engine, dict(presence=float(i), noise=dict(by=i / 10)), new=3).result()
+    assert seen == []
+    assert len({str(tokens) for tokens, _ in alone}) == 5
+    for named, (tokens, _) in zip(NAMED, alone, strict=True):
+        assert tokens == generated(model, named)
+    plain = xj.Engine(model, **SHAPE)
+    for sampling in (xj.SamplingConfig(), SAMPLED):
+        beside = submit(engine, dict(presence=9.0), sampling=sampling)
+        without = answer(submit(plain, None, sampling=sampling))
+        assert answer(submit(engine, None, sampling=sampling)) == without != answer(beside)
+    request = submit(engine, NAMED[1])
+    assert answer(request) == alone[1]
+    assert engine.replay(request, {0: model.params}) == alone[1][1]
+
+
+def test_a_preempted_row_keeps_its_state(engine):
+    alone = answer(submit(engine, NAMED[1]))
+    rows = [submit(engine, NAMED[1]) for _ in range(3)]
+    while min(len(row.answers[0].sampled) for row in rows) < 4:
+        engine._core._pacing.step_seconds = 0.1
+        engine.step()
+    before = engine.stats.preemptions
+    urgent = submit(engine, NAMED[4], priority=16)
+    assert answer(urgent) == answer(submit(engine, NAMED[4]))
+    assert [answer(row) for row in rows] == [alone] * 3
+    assert engine.stats.preemptions > before
+
+
+def test_nan_ends_its_own_request(engine):
+    beside = submit(engine, NAMED[1])
+    wrong = submit(engine, dict(noise=dict(by=np.nan)))
+    with pytest.raises(xj.InputError, match="step 0: apply .*lambda.* of a processor returned nan"):
+        wrong.result()
+    assert answer(beside) == answer(submit(engine, NAMED[1]))
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (dict(other=1), "no processor is called 'other': the engine has presence, noise"),
+        ([(PRESENCE, 1.0)], "processors of a request must be arguments by name"),
+        (
+            dict(presence="x"),
+            "arguments of the processor 'presence' must be as array.0., dtype=float32.*got 'x'",
+        ),
+        (dict(presence=[1.0, 2.0]), "arguments of the processor 'presence' must be as"),
+        (dict(noise=dict(at=1.0)), "arguments of the processor 'noise' must be as {'by'"),
+        (dict(noise=dict(by=np.ones(2))), "arguments of the processor 'noise' must be as {'by'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_a_request(engine, named, message):
+    with pytest.raises(xj.InputError, match=message):
+        submit(engine, named)
+
+
+@pytest.mark.parametrize(
+    ("processors", "message"),
+    [
+        ([PRESENCE], "processors of an engine must be a dict of names"),
+        ({"": (PRESENCE, 0.0)}, "a processor's name must be a text, got ''"),
+        (
+            dict(a=PRESENCE),
+            "the processor 'a' must be .Processor, arguments of a request that gives none., got",
+        ),
+        (
+            dict(a=(PRESENCE, "x")),
+            "arguments of the processor 'a' must be a pytree of numbers or arrays, got 'x'",
+        ),
+        (
+            dict(a=(xj.Processor(None, lambda _, x, c: x[:, 1:]), 0.0)),
+            "apply .*lambda.* returned float32.1, 511., expected float32.1, 512.",
+        ),
+        (
+            dict(a=(xj.Processor(None, lambda _, x, c: x, lambda s, *_: s[0]), 0.0)),
+            "update .* returned float32.., exp",
+        ),
+        (
+            dict(a=(xj.Processor(None, lambda _, x, c: x if x.sum() else x), 0.0)),
+            "apply .* cannot be traced: Attempt",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_processors_of_an_engine(model, processors, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.Engine(model, **SHAPE, processors=processors)
+
+
+@pytest.mark.full
+def test_states_follow_drafts(model):
+    """The state after each accepted token, in `generate` and in an engine, is that of plain decoding."""
+    want = {i: generated(model, NAMED[i]) for i in (1, 4)}
+    engine = xj.Engine(model, **SHAPE, processors=PROCESSORS, draft="lookup")
+    requests = {i: submit(engine, NAMED[i]) for i in (1, 4, 0)}
+    for i, tokens in want.items():
+        assert generated(model, NAMED[i], draft="lookup") == tokens
+        assert generated(model, NAMED[i], draft=model) == tokens
+        assert answer(requests[i])[0] == tokens
+    assert answer(requests[0])[0] == generated(model, None)

@@ -1,0 +1,108 @@
+"""`HeldProcessors`: the logits processors of callers that an engine is made with, which requests name."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import is_sequence
+from ..errors import InputError, format_names, format_value
+from ..generation.executor import Run
+from ..generation.state import DecodeState, append_token
+from ..sampling.caller_processors import Callers, Processor, guarded
+from ..sampling.sampler import sample_tokens
+
+
+class HeldProcessors:
+    """P processors by name, with the arguments that a row has that does not name one."""
+
+    def __init__(self, given: Any):
+        """given: (`Processor`, arguments) by name. Raises InputError."""
+        if not isinstance(given, Mapping):
+            raise InputError(f"processors of an engine must be a dict of names, got {format_value(given)}")
+        for name, pair in given.items():
+            if not isinstance(name, str) or not name.strip():
+                raise InputError(f"a processor's name must be a text, got {format_value(name)}")
+            if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
+                what = "(Processor, arguments of a request that gives none)"
+                raise InputError(f"the processor {name!r} must be {what}, got {format_value(pair)}")
+        self.names = [*given]
+        self._processors = tuple(processor for processor, _ in given.values())
+        self._defaults = [_arrays(name, arguments) for name, (_, arguments) in given.items()]
+
+    def of_request(self, given: Any) -> Callers:
+        """`Callers` of one row before `start`, for `GenerateOptions.processors` of a request: arguments by
+        name, None: the defaults. Raises InputError for other names, or other arguments than the defaults are.
+        """
+        if not isinstance(given, Mapping):
+            what = "arguments by name: an engine has processors of its own"
+            raise InputError(f"processors of a request must be {what}, got {format_value(given)}")
+        if unknown := [name for name in given if name not in self.names]:
+            known = f"has {format_names(self.names, 8)}" if self.names else "was made without"
+            raise InputError(f"no processor is called {format_value(unknown[0])}: the engine {known}")
+        states = []
+        for name, default in zip(self.names, self._defaults, strict=True):
+            own = default if given.get(name) is None else _arrays(name, given[name], default)
+            states.append(jax.tree.map(lambda x: x[None], own))
+        uses_1P = np.array([[name in given for name in self.names]])
+        return Callers(tuple(states), None, self._processors, uses_BP=uses_1P)
+
+    def start(self, run: Run, row: DecodeState, leaves: Sequence[np.ndarray]) -> DecodeState:
+        """A row before its first token with its processors. leaves: of its `Callers`; (): it names none."""
+        none = self.of_request({})
+        callers = jax.tree.unflatten(jax.tree.structure(none), leaves) if leaves else none
+        return _with_callers(row, run(_START, callers, row.context, row.key_B))
+
+    def with_rows(self, rows: DecodeState) -> DecodeState:
+        """The rows of all slots with processors that none of them names. Raises InputError for functions that
+        a step cannot use.
+        """
+        row = jax.tree.map(lambda x: x[:1], rows)
+        all_of_them = self.of_request(dict.fromkeys(self.names))
+        started, _ = guarded(_TRY, all_of_them)(all_of_them, row)
+        unused = dataclasses.replace(started, uses_BP=np.zeros_like(started.uses_BP))
+        callers = jax.tree.map(lambda x: repeated(x, len(rows.limit_B)), unused)
+        return _with_callers(rows, callers)
+
+
+def _try(callers: Callers, row: DecodeState) -> tuple[Callers, DecodeState]:
+    """The callers of a row at its start, and the row after a step with them."""
+    callers = callers.start(row.context, row.key_B)
+    row = _with_callers(row, callers)
+    logits_1V = jnp.zeros(row.context.seen_BV.shape)
+    token_1, logprob_1, _ = sample_tokens(logits_1V, row.key_B, row.sampling_B, row.context)
+    return callers, append_token(row, token_1, logprob_1)
+
+
+_TRY = jax.jit(_try)
+_START = jax.jit(Callers.start)
+
+
+def _with_callers(rows: DecodeState, callers: Callers) -> DecodeState:
+    return dataclasses.replace(rows, context=dataclasses.replace(rows.context, callers=callers))
+
+
+def repeated(x_1: Any, rows: int) -> Any:
+    """An array of one row, for so many rows; made on the host, where nothing is compiled."""
+    if not jnp.issubdtype(x_1.dtype, jax.dtypes.prng_key):
+        return np.repeat(x_1, rows, 0)
+    data_B: Any = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)
+    return jax.random.wrap_key_data(data_B, impl="threefry2x32")
+
+
+def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
+    """The arguments of one row as NumPy arrays; like: of the same tree, shapes and types."""
+    try:
+        arrays = jax.tree.map(lambda x: np.asarray(x, jnp.result_type(x)), arguments)
+        if like is None:
+            return arrays
+        cast = jax.tree.map(lambda x, default: x.astype(default.dtype, casting="same_kind"), arrays, like)
+        if [x.shape for x in jax.tree.leaves(cast)] == [x.shape for x in jax.tree.leaves(like)]:
+            return cast
+    except (TypeError, ValueError, OverflowError):
+        pass
+    wanted = "a pytree of numbers or arrays" if like is None else f"as {format_value(like)}"
+    raise InputError(f"arguments of the processor {name!r} must be {wanted}, got {format_value(arguments)}")
