@@ -3,7 +3,7 @@ caller's jit. This module checks the arguments; loop.py has the loops.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,7 +31,7 @@ from .strategies import Plain
 
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
-    from ..model.taps import Tap
+    from ..model.taps import Taps
     from ..sampling.caller_processors import Processor, SamplingContext
 
 
@@ -73,7 +73,7 @@ def prefill(  # noqa: PLR0913  a public function
     *,
     inputs_BTD: AnyArray | None = None,
     return_routes: bool = False,
-    taps: "Mapping[int, Tap] | None" = None,
+    taps: "Taps | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     sample: "Callable[[jax.Array, jax.Array, SamplingContext], jax.Array] | None" = None,
     stop: Callable[[DecodeState], jax.Array] | None = None,
     return_routes: bool = False,
-    taps: "Mapping[int, Tap] | None" = None,
+    taps: "Taps | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
