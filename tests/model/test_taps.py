@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 
+import compiling
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,6 +202,47 @@ def test_taps_of_prefill_and_the_loop(model):
     cache = xj.init_cache(config, B, 32)
     with pytest.raises(InputError, match="prefill returns no hidden states: use hidden_states"):
         xj.prefill(params, config, tokens_BT, np.full(B, T), cache, taps={0: xj.Tap(read=True)})
+
+
+def test_taps_of_generate_and_streams(model):
+    """Tokens are those of `decode_loop`; other arguments compile nothing; an identity changes nothing; what
+    does not combine is rejected by name.
+    """
+    params, config, tokens_BT = model
+    direction_D = np.random.RandomState(0).standard_normal(config.hidden_size).astype(np.float32) * 3
+    prompts = [tokens_BT[0].tolist(), tokens_BT[1, :4].tolist()]
+    B, T = tokens_BT.shape
+
+    def run(edit, vector_D, call=xj.generate, new=6, **how):
+        taps = {(0, "attention"): xj.Tap(vector_D, edit), (0, "layer"): xj.Tap(), (1, "layer"): xj.Tap()}
+        options = xj.GenerateOptions(new, eos_token_ids=(), **dict(taps=taps) | how)
+        return call(params, config, prompts, options)
+
+    got = run(add, direction_D)
+    taps = {(0, "attention"): xj.Tap(direction_D, add)}
+    cache = xj.init_cache(config, B, 32)
+    logits_BV, cache = xj.prefill(params, config, tokens_BT, np.array([T, 4]), cache, taps=taps)
+    how = jax.random.key(0), xj.SamplingConfig(), np.array([], int), 6
+    want = xj.decode_loop(params, config, logits_BV, cache, *how, taps=taps)
+    np.testing.assert_array_equal(got.tokens, want.tokens_BT)
+    np.testing.assert_allclose(got.logprobs, want.logprobs_BT, rtol=1e-5, atol=1e-5)
+    assert [list(ids) for ids in run(add, direction_D, xj.stream)] == np.transpose(got.tokens).tolist()
+    with compiling.programs() as seen:
+        plain = run(add, 0 * direction_D)
+    assert not seen
+    none = run(add, direction_D, taps=None)
+    assert plain.tokens == none.tokens != got.tokens
+    kept = run(add, direction_D, taps=None, keep_prefix=True).prefix
+    for how, message in (
+        (dict(prefix=kept), "taps do not combine with prefix: leave out prefix or taps"),
+        (dict(keep_prefix=True), "taps do not combine with keep_prefix"),
+        (dict(taps={0: xj.Tap(read=True)}), "generate returns no hidden states: use hidden_states"),
+        (dict(taps={5: xj.Tap()}), LAYERS + "5"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run(add, direction_D, **how)
+    with pytest.raises(InputError, match="edit half after layer .0, 'attention'. returned"):
+        run(half, None)
 
 
 @pytest.mark.parametrize("how", [dict(edit=3), dict(edit=Unhashable()), dict(read="no")], ids=str)

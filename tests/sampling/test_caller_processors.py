@@ -269,7 +269,7 @@ def test_generate_and_stream_take_processors(decode):
     answers = run(processors=[(xj.Processor(None, only_history), ())]).tokens
     assert all(set(answer) <= set(ids[i // 2][:4]) for i, answer in enumerate(answers))
     for how, message in (
-        (dict(draft="lookup"), "processors do not combine with draft tokens"),
+        (dict(draft="lookup"), "processors do not combine with draft"),
         (dict(processors=[(PRESENCE, np.ones(3))]), "arguments of shape .3,., for 2 rows"),
     ):
         with pytest.raises(InputError, match=message):

@@ -325,8 +325,7 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     plain = Plain(config, stop)
     state = plain.ended(sample_and_append(logits_BV, state, impl))
     routes = [plugin("layers", "free routes")(config, (B, size))] if return_routes else []
-    constants = (params,) if taps is None else (params, taps)
-    state, cache, *routes = decode(plain, constants, (state, cache, *routes), size, impl)
+    state, cache, *routes = decode(plain, (params, taps), (state, cache, *routes), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"
