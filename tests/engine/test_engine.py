@@ -273,6 +273,7 @@ def test_a_failed_engine_reports_the_error(model, capsys):
         (dict(options=dict(use_cache=False)), "an engine has pages"),
         (dict(options=dict(keep_prefix=True)), "an engine shares pages itself"),
         (dict(options=dict(logits=True)), "use generate, or logprobs"),
+        (dict(options=dict(taps={0: xj.Tap()})), "is not for a request: use generate"),
         (dict(options=dict(logprobs=21)), "logprobs: an engine takes 20 at most, got 21"),
         (dict(options=dict(stop_token_ids=[*range(25)])), "stop_token_ids: an engine takes 16 at most"),
         (dict(options=dict(max_new_tokens=600)), "exceeds the 512 that a row of this engine can hold"),

@@ -36,14 +36,18 @@ BASES = {
     "best-of": dict(n=1, best_of=2),
     "int8": dict(cache_dtype="int8"),
     "callers": dict(processors=[(RARER, np.float32([1, 2, 3]))]),
+    "taps": dict(taps={0: xj.Tap(np.ones(HF["hidden_size"], np.float32), lambda x, more_D: x + more_D)}),
 }  # fmt: skip
 EXTRAS = ("stream", "no-cache", "lookup+logprobs", "draft+prefix+keep-prefix+logits")
 REJECTED = {
     ("best-of", "stream"): "best_of=2 cannot be streamed",
     ("best-of", "draft+prefix+keep-prefix+logits"): "keep_prefix with best_of=2",
     ("int8", "no-cache"): "cache_dtype needs the cache",
-    ("callers", "lookup+logprobs"): "processors do not combine with draft tokens",
-    ("callers", "draft+prefix+keep-prefix+logits"): "processors do not combine with draft tokens",
+    ("callers", "lookup+logprobs"): "processors do not combine with draft",
+    ("callers", "draft+prefix+keep-prefix+logits"): "processors do not combine with draft",
+    ("taps", "no-cache"): "taps needs the cache",
+    ("taps", "lookup+logprobs"): "taps do not combine with draft: leave out draft or taps",
+    ("taps", "draft+prefix+keep-prefix+logits"): "taps do not combine with draft",
 }
 NEEDS_THE_CACHE = {"lookup": "draft", "draft": "draft", "prefix": "prefix", "keep-prefix": "keep_prefix"}
 

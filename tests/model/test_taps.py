@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 
+import compiling
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +51,30 @@ def test_reads_are_the_residual_stream(model):
     )
 
 
+def test_reads_after_attention(model):
+    """The layer's MLP of what is read, in NumPy, gives the layer's output; with edits too."""
+    params, config, tokens_BT = model
+    vector_D = np.random.RandomState(0).standard_normal(config.hidden_size).astype(np.float32)
+    taps = {(layer, after): xj.Tap(read=True) for layer in (0, 1) for after in ("attention", "layer")}
+    taps[0, "attention"] = xj.Tap(vector_D, add, read=True)
+    hidden_BTD, _, reads = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    assert [*reads] == [(0, "attention"), (0, "layer"), (1, "attention"), (1, "layer")]
+    for layer in (0, 1):
+        x_BTD = np.asarray(reads[layer, "attention"])
+        matrices = params["layers"][layer]
+        gate, up, down = (np.asarray(matrices[name]["weight"]) for name in ("gate", "up", "down"))
+        normed_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+        normed_BTD = normed_BTD * np.asarray(matrices["mlp_norm"])
+        gated = normed_BTD @ gate.T
+        want = x_BTD + (gated / (1 + np.exp(-gated)) * (normed_BTD @ up.T)) @ down.T
+        np.testing.assert_allclose(reads[layer, "layer"], want, rtol=1e-4, atol=1e-4)
+    plain = {(0, "attention"): xj.Tap(read=True)}
+    same_BTD, _, before = xj.hidden_states(params, config, tokens_BT, taps=plain)
+    np.testing.assert_allclose(before[0, "attention"] + vector_D, reads[0, "attention"], rtol=1e-6)
+    np.testing.assert_allclose(same_BTD, xj.hidden_states(params, config, tokens_BT)[0], rtol=1e-5, atol=1e-5)
+    assert not np.allclose(same_BTD, hidden_BTD)
+
+
 def test_an_identity_is_no_other_program(model):
     params, config, tokens_BT = model
 
@@ -60,13 +85,13 @@ def test_an_identity_is_no_other_program(model):
     assert text({-1: xj.Tap(), 1: xj.Tap(edit=lambda x, _: x)}) == text(None)
 
 
-@pytest.mark.parametrize("remat", [None, "layer"])
-def test_gradients_of_a_steering_vector(model, remat):
+@pytest.mark.parametrize(("key", "remat"), [(0, None), ((1, "attention"), "layer")])
+def test_gradients_of_a_steering_vector(model, key, remat):
     """Of a loss through the layers after the tap, against finite differences; vmap over vectors."""
     params, config, tokens_BT = model
 
     def loss(vector_D):
-        taps = {0: xj.Tap(vector_D, add)}
+        taps = {key: xj.Tap(vector_D, add)}
         logits_BTV, _, reads = xj.forward(params, config, tokens_BT, taps=taps, remat=remat)
         assert reads == {}
         return jax.nn.log_softmax(logits_BTV)[:, -1, 5].mean()
@@ -85,17 +110,19 @@ def test_gradients_of_a_steering_vector(model, remat):
 def test_taps_with_a_cache_and_packing(model):
     """Of one token after the others: what the whole text gives."""
     params, config, tokens_BT = model
-    taps = {0: xj.Tap(jnp.ones(config.hidden_size), add, read=True)}
+    keys = (0, "attention"), (0, "layer")
+    taps = {key: xj.Tap(jnp.ones(config.hidden_size), add, read=True) for key in keys}
     _, _, whole = xj.hidden_states(params, config, tokens_BT, taps=taps)
     cache = xj.init_cache(config, 2, 16)
     _, cache, first = xj.hidden_states(params, config, tokens_BT[:, :4], cache, taps=taps)
     _, _, rest = xj.hidden_states(params, config, tokens_BT[:, 4:], cache, taps=taps)
-    got = np.concatenate([first[0], rest[0]], 1)
-    np.testing.assert_allclose(got, whole[0], rtol=1e-4, atol=1e-4)
     packed_BT = tokens_BT.reshape(1, -1)
     segment_ids_BT = np.repeat([[0, 1]], 7, 1)
     _, _, packed = xj.hidden_states(params, config, packed_BT, segment_ids_BT=segment_ids_BT, taps=taps)
-    np.testing.assert_allclose(packed[0].reshape(whole[0].shape), whole[0], rtol=1e-4, atol=1e-4)
+    for key in keys:
+        got = np.concatenate([first[key], rest[key]], 1)
+        np.testing.assert_allclose(got, whole[key], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(packed[key].reshape(got.shape), whole[key], rtol=1e-4, atol=1e-4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +148,9 @@ MISTAKES = [
     ({True: xj.Tap()}, LAYERS + "True"),
     ({0: add}, "taps must be xj.Tap by layer"),
     ([xj.Tap()], "taps must be xj.Tap by layer"),
+    ({-1: xj.Tap(), (0, "layer"): xj.Tap()}, r'must be of one kind: in taps write 3 as \(3, "layer"\)'),
+    ({(-1, "attention"): xj.Tap()}, "must be a whole number from 0 to 1, got -1"),
+    ({(0, "mlp"): xj.Tap()}, r"a key is a layer, .*, got \(0, 'mlp'\)"),
     ({0: xj.Tap(edit=half)}, r"edit half after layer 0 returned float32\[2, 7, 24\], expected float"),
     ({0: xj.Tap(edit=no_array)}, "edit no_array after layer 0 returned None, expected"),
     ({0: xj.Tap(add)}, "a Tap has args without edit, which takes them: <function add"),
@@ -174,6 +204,47 @@ def test_taps_of_prefill_and_the_loop(model):
         xj.prefill(params, config, tokens_BT, np.full(B, T), cache, taps={0: xj.Tap(read=True)})
 
 
+def test_taps_of_generate_and_streams(model):
+    """Tokens are those of `decode_loop`; other arguments compile nothing; an identity changes nothing; what
+    does not combine is rejected by name.
+    """
+    params, config, tokens_BT = model
+    direction_D = np.random.RandomState(0).standard_normal(config.hidden_size).astype(np.float32) * 3
+    prompts = [tokens_BT[0].tolist(), tokens_BT[1, :4].tolist()]
+    B, T = tokens_BT.shape
+
+    def run(edit, vector_D, call=xj.generate, new=6, **how):
+        taps = {(0, "attention"): xj.Tap(vector_D, edit), (0, "layer"): xj.Tap(), (1, "layer"): xj.Tap()}
+        options = xj.GenerateOptions(new, eos_token_ids=(), **dict(taps=taps) | how)
+        return call(params, config, prompts, options)
+
+    got = run(add, direction_D)
+    taps = {(0, "attention"): xj.Tap(direction_D, add)}
+    cache = xj.init_cache(config, B, 32)
+    logits_BV, cache = xj.prefill(params, config, tokens_BT, np.array([T, 4]), cache, taps=taps)
+    how = jax.random.key(0), xj.SamplingConfig(), np.array([], int), 6
+    want = xj.decode_loop(params, config, logits_BV, cache, *how, taps=taps)
+    np.testing.assert_array_equal(got.tokens, want.tokens_BT)
+    np.testing.assert_allclose(got.logprobs, want.logprobs_BT, rtol=1e-5, atol=1e-5)
+    assert [list(ids) for ids in run(add, direction_D, xj.stream)] == np.transpose(got.tokens).tolist()
+    with compiling.programs() as seen:
+        plain = run(add, 0 * direction_D)
+    assert not seen
+    none = run(add, direction_D, taps=None)
+    assert plain.tokens == none.tokens != got.tokens
+    kept = run(add, direction_D, taps=None, keep_prefix=True).prefix
+    for how, message in (
+        (dict(prefix=kept), "taps do not combine with prefix: leave out prefix or taps"),
+        (dict(keep_prefix=True), "taps do not combine with keep_prefix"),
+        (dict(taps={0: xj.Tap(read=True)}), "generate returns no hidden states: use hidden_states"),
+        (dict(taps={5: xj.Tap()}), LAYERS + "5"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run(add, direction_D, **how)
+    with pytest.raises(InputError, match="edit half after layer .0, 'attention'. returned"):
+        run(half, None)
+
+
 @pytest.mark.parametrize("how", [dict(edit=3), dict(edit=Unhashable()), dict(read="no")], ids=str)
 def test_a_tap_has_a_function(how):
     ((name, _),) = how.items()
@@ -187,7 +258,9 @@ def test_taps_beside_routes(name):
     config = cases.CASES[name].config
     params = cases.params_from(config, cases.random_tensors(config, 1))
     tokens_BT = np.random.RandomState(0).randint(3, config.vocab_size, (2, 7))
-    taps = {np.int64(1): xj.Tap(np.ones(config.hidden_size, np.float32), add), 0: xj.Tap()}
+    ones_D = np.ones(config.hidden_size, np.float32)
+    taps = {(np.int64(1), "layer"): xj.Tap(ones_D, add), (0, "layer"): xj.Tap()}
+    taps[0, "attention"] = xj.Tap(ones_D, add)
     cache = xj.init_cache(config, 2, 32)
     how = dict(return_routes=True, taps=types.MappingProxyType(taps))
     logits_BV, cache, first = xj.prefill(params, config, tokens_BT, np.full(2, 7), cache, **how)
@@ -208,11 +281,12 @@ def test_taps_and_attention_of_a_rotated_model(model):
     params, config, tokens_BT = model
     rotated = rotated_params(params, config)
     vector_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size), np.float32)
-    taps = {layer: xj.Tap(vector_D, add, read=True) for layer in (-1, 0)}
+    keys = (-1, "layer"), (0, "attention"), (0, "layer")
+    taps = {key: xj.Tap(vector_D, add, read=True) for key in keys}
     _, _, want = xj.hidden_states(params, config, tokens_BT, taps=taps)
     _, _, got = xj.hidden_states(*rotated, tokens_BT, taps=taps)
-    for layer in taps:
-        np.testing.assert_allclose(got[layer], want[layer], atol=1e-4 * np.abs(want[layer]).max())
+    for key in keys:
+        np.testing.assert_allclose(got[key], want[key], atol=1e-4 * np.abs(want[key]).max())
     want = xj.attention_weights(params, config, tokens_BT, [1])[1]
     np.testing.assert_allclose(xj.attention_weights(*rotated, tokens_BT, [1])[1], want, atol=1e-3)
 

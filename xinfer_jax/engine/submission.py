@@ -33,7 +33,7 @@ _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
     draft="give draft='lookup' to Engine", use_cache="an engine has pages",
     prefix="an engine shares pages itself", keep_prefix="an engine shares pages itself",
-    logits="use generate, or logprobs",
+    logits="use generate, or logprobs", taps="use generate",
 )  # fmt: skip
 
 

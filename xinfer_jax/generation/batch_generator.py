@@ -70,7 +70,7 @@ class BatchGenerator:
         uncached = [prompt[n:] for prompt, n in zip(call.prompts, self._num_cached_B, strict=False)]
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
         self._model = call.params, call.config
-        self._constants: tuple = (call.params,)
+        self._constants: tuple = call.params, call.options.taps
         self._strategy: Strategy = Plain(call.config)
         self._drafting: Any = None
         if call.options.draft is not None:
@@ -80,12 +80,14 @@ class BatchGenerator:
 
     def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
         """What prefills and samples the first token, and what decodes."""
-        impl = self._call.options.impl
+        options = self._call.options
         if self._call.callers is not None:
             run = plugin("callers", "guard")(run, self._call.callers)
-        executor = executor_class(self._call.params)(impl, run, self._call.greedy)
-        whole = self._decodes_whole and self._call.options.use_cache
-        return executor, TracedExecutor(impl, run) if whole else executor
+        traced = TracedExecutor(options.impl, run, taps=options.taps)
+        if options.taps is not None:
+            return traced, traced
+        executor = executor_class(self._call.params)(options.impl, run, self._call.greedy)
+        return executor, traced if self._decodes_whole and options.use_cache else executor
 
     def _new_caches(self) -> tuple[Any, Any]:
         """The cache, with the prefix; and the draft model's, if there is one."""

@@ -42,7 +42,7 @@ def generate(
     On one CPU device, decoding is one loop on the device if rows (padded, `n` of each prompt) x
     `max_new_tokens` exceed 256; else, and where the host writes a grammar's masks, it calls programs of a few
     layers, as `stream` does, which compile sooner. The arguments alone decide, so a call has the same bits
-    whatever is compiled already. On GPUs and meshes it is always a loop.
+    whatever is compiled already. On GPUs, on meshes and with taps it is always a loop.
 
     Args:
         params, config: the model.

@@ -3,7 +3,7 @@ caller's jit. This module checks the arguments; loop.py has the loops.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,7 +31,7 @@ from .strategies import Plain
 
 if TYPE_CHECKING:
     from ..grammar.automaton import Dfa
-    from ..model.taps import Tap
+    from ..model.taps import Taps
     from ..sampling.caller_processors import Processor, SamplingContext
 
 
@@ -73,7 +73,7 @@ def prefill(  # noqa: PLR0913  a public function
     *,
     inputs_BTD: AnyArray | None = None,
     return_routes: bool = False,
-    taps: "Mapping[int, Tap] | None" = None,
+    taps: "Taps | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     sample: "Callable[[jax.Array, jax.Array, SamplingContext], jax.Array] | None" = None,
     stop: Callable[[DecodeState], jax.Array] | None = None,
     return_routes: bool = False,
-    taps: "Mapping[int, Tap] | None" = None,
+    taps: "Taps | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
@@ -327,8 +327,7 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     plain = Plain(config, stop)
     state = plain.ended(sample_and_append(logits_BV, state, impl))
     routes = [plugin("layers", "free routes")(config, (B, size))] if return_routes else []
-    constants = (params,) if taps is None else (params, taps)
-    state, cache, *routes = decode(plain, constants, (state, cache, *routes), size, impl)
+    state, cache, *routes = decode(plain, (params, taps), (state, cache, *routes), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"

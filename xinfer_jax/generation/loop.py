@@ -128,9 +128,11 @@ class TracedExecutor:
     name = "whole"
     about = "the model is one program, with its loop on the device"
 
-    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
+    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False, taps: Any = None):
+        """taps: of prompts; those of steps are among a strategy's constants."""
         self.impl = impl
         self.run = run
+        self._taps = taps
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
@@ -141,7 +143,8 @@ class TracedExecutor:
     ) -> Any:
         if cache is None:
             return self.run(_PREFILL_UNCACHED, *model, *tokens, self.impl), None
-        return self.run(PREFILL.donating, *model, *tokens, cache, self.impl, prefill_chunk_size(cache))
+        how = self.impl, prefill_chunk_size(cache), None, False, self._taps
+        return self.run(PREFILL.donating, *model, *tokens, cache, *how)
 
     def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
         return self.run(_HIDDEN_UNCACHED, *model, *tokens, self.impl)

@@ -18,6 +18,7 @@ from .executor import bucket
 if TYPE_CHECKING:
     from ..cache.prefix import Prefix
     from ..grammar.grammars import Grammar
+    from ..model.taps import Taps
     from ..sampling.caller_processors import Processor
 
 MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
@@ -59,6 +60,7 @@ class GenerateOptions:
         processors: logits processors of yours, each with the arguments of the prompts, as in `decode_loop`;
             `history_BS` of their context has the prompts' tokens. Of a request to an engine: {name:
             arguments} of processors that it was made with; None: its default arguments.
+        taps: edits of the residual stream, as in `decode_loop`: of all rows alike, so `args` have no rows.
     """
 
     max_new_tokens: int = 128
@@ -80,6 +82,7 @@ class GenerateOptions:
     logits: bool = False
     grammar: "Grammar | Sequence[Grammar | None] | None" = None
     processors: "Sequence[tuple[Processor, Any]] | Mapping[str, Any] | None" = None
+    taps: "Taps | None" = None
 
 
 @dataclasses.dataclass(repr=False)

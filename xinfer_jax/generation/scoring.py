@@ -6,7 +6,7 @@ computed for a part of the tokens at a time, and the backward pass computes each
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -28,7 +28,7 @@ from .executor import next_power_of_two
 from .validation import check_prompts
 
 if TYPE_CHECKING:
-    from ..model.taps import Tap
+    from ..model.taps import Taps
 
 MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
 
@@ -61,7 +61,7 @@ def score(
     positions_BT: AnyArray | None = None, routes: AnyArray | None = None,
     return_routes: Literal[False] = False, temperature: float | AnyArray = 1.0,
     entropy: Literal[False] = False, reference: None = None, teacher_topk: None = None,
-    chunk: int | None = None, taps: "Mapping[int, Tap] | None" = None, remat: Any = None,
+    chunk: int | None = None, taps: "Taps | None" = None, remat: Any = None,
     impl: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -82,7 +82,7 @@ def score(  # noqa: PLR0913  a public function
     reference: Params | None = None,
     teacher_topk: tuple[AnyArray, AnyArray] | None = None,
     chunk: int | None = None,
-    taps: "Mapping[int, Tap] | None" = None,
+    taps: "Taps | None" = None,
     remat: Any = None,
     impl: str | None = None,
 ) -> Any:

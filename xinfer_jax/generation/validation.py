@@ -181,6 +181,8 @@ def _canonical_options(config: ModelConfig, options: GenerateOptions) -> Generat
         value = getattr(options, name)
         if value is not None or name not in ("capacity", "best_of"):
             values[name] = check_integer(name, value, least, most)
+    if options.taps is not None:
+        values["taps"] = plugin("layers", "edits")(options.taps, config, "generate")
     eos = config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     for name, ids in (("eos_token_ids", eos), ("stop_token_ids", options.stop_token_ids)):
         values[name] = tuple(dict.fromkeys(check_token_ids(name, ids, config.vocab_size)))
@@ -191,9 +193,12 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
     """Raises InputError for options that contradict the model or other options."""
     if options.logprobs > config.vocab_size:
         raise InputError(f"logprobs={options.logprobs} exceeds the vocabulary of {config.vocab_size}")
-    for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
+    for name in ("draft", "prefix", "keep_prefix", "cache_dtype", "taps"):
         if getattr(options, name) not in (None, False) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
+    for other in ("draft", "prefix", "keep_prefix"):
+        if options.taps is not None and getattr(options, other) not in (None, False):
+            raise InputError(f"taps do not combine with {other}: leave out {other} or taps")
     for width in config.head_widths:
         check_head_dim(width, options.cache_dtype)
     if options.keep_prefix and options.best_of not in (None, options.n):

@@ -4,7 +4,7 @@ Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `attenti
 `rope_append` (RoPE and the append to the cache), `experts` (mixture of experts), `decoder_layer` (one layer,
 for all families), `decoder` (`forward`, `hidden_states` and `unembed`). Plugged in are `linear_attention`
 (Gated DeltaNet), `stacked_layers` (a scan over equal layers), `packing` (several texts in a row), `routes`
-(which experts tokens use), `taps` (the residual stream between layers), `rope_scaling` (RoPE for longer
+(which experts tokens use), `taps` (the residual stream, read or edited), `rope_scaling` (RoPE for longer
 contexts) and `key_bias` (that of quantized caches). `ops` has other forms of operations. `attention_maps`
 is for looking into a model.
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import jax
@@ -23,7 +22,7 @@ from .layers import embed, linear, norm, rotary_angles, soft_cap
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
 
-    from .taps import Tap
+    from .taps import Taps
 
     MaybeCache = TypeVar("MaybeCache", bound=KVCache | None, default=None)
 
@@ -52,7 +51,7 @@ def forward(
 @overload
 def forward(*args: Any, return_routes: bool, **how: Any) -> tuple[Any, ...]: ...
 @overload
-def forward(*args: Any, taps: "Mapping[int, Tap] | None", **how: Any) -> tuple[Any, ...]: ...
+def forward(*args: Any, taps: "Taps | None", **how: Any) -> tuple[Any, ...]: ...
 def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
@@ -64,7 +63,7 @@ def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     positions_BT: AnyArray | None = None,
     routes: AnyArray | None = None,
     return_routes: bool = False,
-    taps: "Mapping[int, Tap] | None" = None,
+    taps: "Taps | None" = None,
     remat: Any = None,
     impl: str | None = None,
 ) -> Any:
@@ -107,7 +106,7 @@ def hidden_states(  # noqa: PLR0913  a public function
     positions_BT: AnyArray | None = None,
     routes: AnyArray | None = None,
     return_routes: bool = False,
-    taps: "Mapping[int, Tap] | None" = None,
+    taps: "Taps | None" = None,
     remat: Any = None,
     impl: str | None = None,
 ) -> tuple[Any, ...]:
@@ -126,14 +125,15 @@ def hidden_states(  # noqa: PLR0913  a public function
             -1 in a layer has the experts that the router chooses.
         return_routes: also return routes: of the experts that were used, -1 at padding.
         taps: by layer, what is done with the residual stream after it (-1: with the embeddings, from which
-            inputs of each layer, as Gemma 4 has, were computed before).
+            inputs of each layer, as Gemma 4 has, were computed before; the last: before the final norm). Or
+            by pairs, all keys: (3, "attention"), before the MLP of layer 3, and (3, "layer"), after it.
         remat: what the backward pass stores of a layer: None: all that it needs; "layer": the layer's input,
             and computes the layer again; or a policy of `jax.checkpoint_policies`.
 
     Returns:
         The output of the final norm for every token, [B, T, D] in the dtype of the activations (undefined at
         padding), the cache with the tokens appended, the routes if they are asked for, and with taps the
-        hidden states that they read: a dict of [B, T, D] by layer.
+        hidden states that they read: a dict of [B, T, D] by their keys.
 
     Raises:
         InputError: as `forward`; inputs_BTD or routes have another shape; segments, positions or stacked

@@ -65,29 +65,31 @@ def run_layer(  # noqa: PLR0913
     positions: Positions,
     kv: Any,
     impl: str | None,
+    half: str | None = None,
 ) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
     """The output of one layer, [B, T, D]; its cache with the new tokens (without a cache: None, or the
     layer's keys and values in a model in which other layers use them); and the experts of each token, int32
-    [B·T, U], where positions have routes.
+    [B·T, U], where positions have routes. half: "attention" or "mlp": x after it, with the residual added.
     """
-    plain = functools.partial(_run_layer, config=config, kind=kind, impl=impl)
+    plain = functools.partial(_run_layer, config=config, kind=kind, impl=impl, half=half)
     return run("decoder_layer", plain, layer, x_BTD, positions, kv, config=config)
 
 
-def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # noqa: PLR0913
+def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, half, over=None):  # noqa: PLR0913
     """over: a mesh axis along which heads, experts, the MLP's features and the cache are sharded."""
     spec = config.layers[kind]
-    args = x_BTD, positions, kv, impl, over
     is_added_here = spec.post_norm or config.residual_multiplier != 1
-    around: dict[str, Any] = dict(
-        before=norm_before(layer, "attn_norm", config) if spec.pre_norm else None,
-        residual=None if is_added_here else x_BTD,
-    )
-    if config.is_linear(kind):
-        attended_BTD, kv = plugin("layer", "linear")(layer, config, *args, **around)
-    else:
-        attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
-    x_BTD = _add_output(x_BTD, attended_BTD, layer, "attn_post_norm", config, spec)
+    if half != "mlp":
+        args = x_BTD, positions, kv, impl, over
+        before = norm_before(layer, "attn_norm", config) if spec.pre_norm else None
+        around: dict[str, Any] = dict(before=before, residual=None if is_added_here else x_BTD)
+        if config.is_linear(kind):
+            attended_BTD, kv = plugin("layer", "linear")(layer, config, *args, **around)
+        else:
+            attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
+        x_BTD = _add_output(x_BTD, attended_BTD, layer, "attn_post_norm", config, spec)
+    if half == "attention":
+        return x_BTD, kv, None
     route_BTU = positions.routes[0] if positions.routes else None
     residual = None if is_added_here else x_BTD
     fed_BTD, expert_MU = _feed_forward(x_BTD, residual, layer, config, spec, over, impl, route_BTU)
@@ -115,7 +117,7 @@ def _of_layer_input(x_BTD, input_BTP, layer: Params, config: ModelConfig, impl: 
 
 
 # Jitted within a trace too: layers then share a trace, and lowering 24 of them takes a tenth of the time.
-_JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "impl"))
+_JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "impl", "half"))
 
 
 def layer_runner(remat: Any) -> Callable:
@@ -125,11 +127,11 @@ def layer_runner(remat: Any) -> Callable:
     if remat != "layer" and not callable(remat):
         raise InputError(f'remat must be None, "layer" or a policy of jax.checkpoint_policies, got {remat!r}')
     policy = None if remat == "layer" else remat
-    return jax.checkpoint(_JITTED_LAYER, policy=policy, static_argnums=(1, 2, 6))
+    return jax.checkpoint(_JITTED_LAYER, policy=policy, static_argnums=(1, 2, 6, 7))
 
 
 def run_layers(  # noqa: PLR0913
-    layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl, remat=None
+    layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl, remat=None, half=None
 ) -> tuple[Any, tuple, list]:
     """`run_layer` for several layers in order; layers, kinds and caches have one entry for each, and so have
     the caches and experts that are returned.
@@ -142,7 +144,7 @@ def run_layers(  # noqa: PLR0913
     run_one = layer_runner(remat)
     for i, (layer, kind, cache) in enumerate(zip(layers, kinds, caches, strict=True)):
         of_layer = positions.of_layers(slice(i, i + 1))
-        x_BTD, kv[cache], expert_MU = run_one(layer, config, kind, x_BTD, of_layer, kv[cache], impl)
+        x_BTD, kv[cache], expert_MU = run_one(layer, config, kind, x_BTD, of_layer, kv[cache], impl, half)
         experts.append(expert_MU)
     return x_BTD, tuple(kv), experts
 

@@ -42,7 +42,7 @@ def run_stacked_layers(  # noqa: PLR0913
         experts = []
         for i, layer in enumerate(layers):
             of_layer = positions._replace(layer_inputs=inputs[i : i + 1], routes=routes[i : i + 1])
-            x_BTD, _, expert_MU = run_one(layer, config, kinds[i], x_BTD, of_layer, None, impl)
+            x_BTD, _, expert_MU = run_one(layer, config, kinds[i], x_BTD, of_layer, None, impl, None)
             experts.append(expert_MU)
         return x_BTD, experts
 

@@ -1,4 +1,4 @@
-"""Taps: the residual stream between layers, read, or replaced by a caller's function."""
+"""Taps: the residual stream after layers or their attention, read, or replaced by a caller's function."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from .decoder_layer import Positions, run_layers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tap:
-    """What is done with the residual stream after a layer; a pytree, whose arrays are traced.
+    """What is done with the residual stream after a layer or attention; a pytree, whose arrays are traced.
 
     Attributes:
         args: what `edit` takes beside the hidden states: a pytree of arrays.
@@ -40,21 +40,24 @@ class Tap:
             raise InputError(f"read of a Tap must be True or False, got {format_value(self.read)}")
 
 
+# By layer, or by (layer, "attention") and (layer, "layer"): keys of a pytree are all of one kind.
+Taps = Mapping[int, Tap] | Mapping[tuple[int, str], Tap]
+
+
 class TappedLayers:
-    """`run_layers` with taps. `reads` has the hidden states of the taps that read, by their layers."""
+    """`run_layers` with taps. `reads` has the hidden states of the taps that read, by their keys."""
 
     def __init__(self, taps: Any, config: ModelConfig):
         """Raises InputError where taps are no `Tap`s by layers of the model."""
         if not isinstance(taps, Mapping) or not all(isinstance(tap, Tap) for tap in taps.values()):
             what = "taps must be xj.Tap by layer, as {3: xj.Tap(read=True)}"
             raise InputError(f"{what}, got {format_value(taps)}")
-        most = config.num_hidden_layers - 1
-        layers = [check_integer("taps: layer (-1: the embeddings)", layer, -1, most) for layer in taps]
         for tap in taps.values():
             if tap.edit is None and tap.args is not None:
                 raise InputError(f"a Tap has args without edit, which takes them: {format_value(tap.args)}")
-        self.taps = dict(sorted(zip(layers, taps.values(), strict=True), key=lambda pair: pair[0]))
-        self.reads: dict[int, jax.Array] = {}
+        self._keys = {_place(key, config): key for key in taps}
+        self.taps = {place: taps[key] for place, key in self._keys.items()}
+        self.reads: dict[Any, jax.Array] = {}
 
     def __call__(  # noqa: PLR0913  as `run_layers`
         self, layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl, remat
@@ -62,34 +65,51 @@ class TappedLayers:
         if isinstance(layers, dict):
             raise InputError("taps need layers that are not stacked: give unstack_layers' tree")
         experts: list[Any] = []
-        for layer in sorted({*self.taps, config.num_hidden_layers - 1}):
-            part = slice(len(experts), layer + 1)
-            args = config, kinds[part], caches[part], x_BTD, positions.of_layers(part), kv, impl, remat
-            x_BTD, kv, experts_of_part = run_layers(layers[part], *args)
-            experts += experts_of_part
-            if layer in self.taps:
-                x_BTD = self._tap(layer, x_BTD, config)
+        x_BTD = self._tap((-1, "layer"), x_BTD, config)
+        for layer in range(config.num_hidden_layers):
+            one = slice(layer, layer + 1)
+            halves = ("attention", "mlp") if (layer, "attention") in self.taps else (None,)
+            for half in halves:
+                args = config, kinds[one], caches[one], x_BTD, positions.of_layers(one), kv, impl, remat, half
+                x_BTD, kv, experts_of_layer = run_layers(layers[one], *args)
+                after = "attention" if half == "attention" else "layer"
+                x_BTD = self._tap((layer, after), x_BTD, config)
+            experts += experts_of_layer
         return x_BTD, kv, experts
 
-    def _tap(self, layer: int, x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-        tap = self.taps[layer]
+    def _tap(self, place: tuple[int, str], x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
+        tap = self.taps.get(place)
+        if tap is None:
+            return x_BTD
         D = config.hidden_size
         hidden_BTD = plugin("rotation", "unrotate")(x_BTD, D) if config.rotated else x_BTD
+        key = self._keys[place]
         if tap.edit is not None:
             edited_BTD = tap.edit(hidden_BTD, tap.args)
             got = _describe(edited_BTD)
             if got != (wanted := _describe(hidden_BTD)):
                 name = function_name(tap.edit)
-                raise InputError(f"edit {name} after layer {layer} returned {got}, expected {wanted}")
+                raise InputError(f"edit {name} after layer {key} returned {got}, expected {wanted}")
             hidden_BTD = edited_BTD
             x_BTD = plugin("rotation", "rotate")(edited_BTD, D) if config.rotated else edited_BTD
         if tap.read:
-            self.reads[layer] = hidden_BTD
+            self.reads[key] = hidden_BTD
         return x_BTD
 
 
-def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[int, Tap]:
-    """The taps by layer in a dict. Raises InputError where they are no `Tap`s, or one reads, for a function
+def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
+    """The layer, and "layer" or "attention", after which a key's tap stands."""
+    layer, after = key if isinstance(key, tuple) and len(key) == 2 else (key, "layer")
+    least = -1 if after == "layer" else 0
+    most = config.num_hidden_layers - 1
+    layer = check_integer("taps: layer (-1: the embeddings)", layer, least, most)
+    if after not in ("layer", "attention"):
+        raise InputError(f'taps: a key is a layer, (layer, "attention") or (layer, "layer"), got {key}')
+    return layer, after
+
+
+def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
+    """The taps by pairs in a dict. Raises InputError where they are no `Tap`s, or one reads, for a function
     that returns no hidden states.
     """
     checked = TappedLayers(taps, config).taps

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 
 from ..cache.kv_cache import KVCache
 from ..checks import is_traced
+from ..errors import InputError
 from ..sharding import REPLICATED
 
 
@@ -63,7 +64,12 @@ def _explicit_mesh(tree: Any) -> Any:
     """The abstract mesh with Explicit axes of `jax.set_mesh` or of one of the arrays. None: there is none, or
     the call is in a `jax.shard_map` and nothing is divided along the other axes.
     """
-    types = (jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    try:
+        leaves = jax.tree.leaves(tree)
+    except ValueError as error:
+        what = 'keys of a dict must be of one kind: in taps write 3 as (3, "layer") beside (3, "attention")'
+        raise InputError(what) from error
+    types = (jax.typeof(leaf).sharding for leaf in leaves if isinstance(leaf, jax.Array))
     found = [get_abstract_mesh(), *(x.mesh for x in types if any(x.spec) or not x.mesh.manual_axes)]
     if found[0].manual_axes:
         del found[0]
