@@ -91,7 +91,7 @@ PACKAGES = {
     "testing": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "held_processors", "host_pages", "adapter_stack", "device",
+        "device_programs", "held_processors", "held_vectors", "host_pages", "adapter_stack", "device",
         "layerwise_device", "warm_up", "messages", "page_transfer", "controller", "requests",
         "statistics", "page_files", "page_tiers",
         "weight_switch", "core", "pausing", "async_sampling", "weight_updates", "held_adapters",

@@ -22,7 +22,7 @@ from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers
 from .requests import Answer, Request
-from .row import Action, LoadPages, PrefillChunk, Restore, Row, Swap
+from .row import PLAIN, Action, LoadPages, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
@@ -214,15 +214,15 @@ class EngineCore(WeightSwitch):
         row = chunk.row
         end = chunk.start + chunk.count
         args = slot, row.pages, row.ids[chunk.start : end], chunk.start, row.longest
-        adapter = row.adapter_index
+        variant = row.variant
         outputs = None
         if row.logprobs_from is None:
-            return self.device.prefill(*args, chunk.is_full, True, adapter), (), None
+            return self.device.prefill(*args, chunk.is_full, True, variant), (), None
         if chunk.is_last:
-            outputs = self.device.prefill(*args, chunk.is_full, False, adapter)
+            outputs = self.device.prefill(*args, chunk.is_full, False, variant)
         targets = row.ids[chunk.start + 1 : end + 1]
         # It writes the pages last, so they have this program's bits.
-        return outputs, targets, self.device.prefill_with_logprobs(*args, targets, adapter)
+        return outputs, targets, self.device.prefill_with_logprobs(*args, targets, variant)
 
     def lend_pages(self, row: Row) -> None:
         """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
@@ -288,8 +288,8 @@ class EngineCore(WeightSwitch):
         pages = {slot: row.pages for slot, row in rows.items()}
         asked = [answer.request for answer in answers.values()]
         flags = all(request.call.greedy for request in asked), max(request.recorded for request in asked)
-        adapters = {slot: row.adapter_index for slot, row in rows.items() if row.adapter}
-        out = self.device.decode(pages, steps, until_one_ends, *flags, masks, adapters)
+        variants = {slot: row.variant for slot, row in rows.items() if row.variant != PLAIN}
+        out = self.device.decode(pages, steps, until_one_ends, *flags, masks, variants)
         out = jax.device_get(out)
         self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
         for slot, answer in answers.items():

@@ -29,7 +29,7 @@ from ..sampling.batched_settings import settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_EACH, key_from_seed
-from ..sharding import concrete_mesh_of
+from ..sharding import REPLICATED, concrete_mesh_of
 from ..weights.params import Params
 from . import device_programs as programs
 from .adapter_stack import AdapterStack
@@ -38,6 +38,7 @@ from .held_processors import repeated
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
+from .row import PLAIN, Variant
 from .shape import EngineShape
 
 MAX_EOS_IDS = 8
@@ -137,17 +138,17 @@ class Device:
         longest: int,
         is_full: bool,
         is_final: bool = True,
-        adapter: int = -1,
+        variant: Variant = PLAIN,
     ) -> Any:
         """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
         outputs of the last one, for `sample_first`. longest: tokens of its prompt and answer. is_full: by the
         program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the
-        same ids next, from the same state. adapter: the row's, by index; -1: none.
+        same ids next, from the same state. variant: the row's.
         """
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
-        outputs, cache = self._executor.prefill(self._model_of([adapter]), chunk, cache, width)
+        outputs, cache = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
         self._store(slot, cache, is_final)
         return outputs
 
@@ -159,7 +160,7 @@ class Device:
         start: int,
         longest: int,
         targets: Sequence[int],
-        adapter: int = -1,
+        variant: Variant = PLAIN,
     ) -> Any:
         """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
         are `targets`; no processor is applied.
@@ -167,7 +168,7 @@ class Device:
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
         chunk = self._padded(ids, PAGE_SIZE)
-        alternatives, cache = self._prompt_logprobs(self._model_of([adapter]), chunk, cache, target_T)
+        alternatives, cache = self._prompt_logprobs(self._model_of([variant]), chunk, cache, target_T)
         self._store(slot, cache)
         return alternatives
 
@@ -197,12 +198,12 @@ class Device:
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        recorded: int, masks_BQW: Any = None, adapters: Mapping[int, int] | None = None,
+        recorded: int, masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
         ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
         `sample_first`, of all these rows, the most of any. masks_BQW: uint32, the tokens that each row may
-        sample in one step; None: all. adapters: the index of each slot's that has one.
+        sample in one step; None: all. variants: of the slots that have one.
         """
         self._set_masks(masks_BQW)
         shape = self._shape
@@ -213,7 +214,7 @@ class Device:
         static = shape.capacity, shape.num_draft_tokens, shape.impl
         out: Any
         self.rows, self.pools, self.states, out = self._run(
-            programs.DECODE_STEPS, *self._model_of_slots(adapters), *args, *static
+            programs.DECODE_STEPS, *self._model_of_slots(variants), *args, *static
         )
         return out if recorded else out._replace(alternatives=None)
 
@@ -361,15 +362,19 @@ class Device:
     def _model(self) -> ParamsAndConfig:
         return self.params, self.config
 
-    def _model_of(self, adapter_B: Sequence[int]) -> ParamsAndConfig:
-        """The model for rows with these adapters."""
-        if self.adapters is None:
-            return self._model
-        return self.adapters.adapted(self.params, np.array(adapter_B, np.int32)), self.config
+    def _model_of(self, variants: Sequence[Variant]) -> ParamsAndConfig:
+        """The model for rows with these variants."""
+        params = self.params
+        if self.adapters:
+            params = self.adapters.adapted(params, np.array([adapter for adapter, _ in variants], np.int32))
+        if vectors := self._shape.vectors:
+            place = None if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
+            params = vectors.steered(params, [factors for _, factors in variants], place)
+        return params, self.config
 
-    def _model_of_slots(self, adapters: Mapping[int, int] | None) -> ParamsAndConfig:
-        """The model for all slots. adapters: of those that have one."""
-        return self._model_of([(adapters or {}).get(slot, -1) for slot in range(self._shape.rows)])
+    def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> ParamsAndConfig:
+        """The model for all slots. variants: of those that have one."""
+        return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 
     @property
     def _empty_call(self) -> tuple[ValidatedCall, Any]:

@@ -29,6 +29,7 @@ from .endpoint import DecodeCore, EngineEndpoint, PrefillCore
 from .engine_loop import EngineLoop
 from .held_adapters import AdapterFiles, adapter_sizes
 from .held_processors import HeldProcessors
+from .held_vectors import HeldVectors
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
@@ -83,6 +84,7 @@ class Engine(EngineLoop):
         max_rank: int | None = None,
         routes: bool = False,
         processors: Mapping[str, tuple[Processor, Any]] | None = None,
+        taps: Mapping[str, Mapping[int, Any]] | None = None,
     ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
@@ -121,6 +123,9 @@ class Engine(EngineLoop):
             processors: logits processors of yours by name, each with the arguments of a request that gives
                 none, without rows. `GenerateOptions(processors={name: arguments})` of a request names them;
                 they are applied in this order. Other requests keep their bits.
+            taps: vectors by name, float [D] by layer, that `GenerateOptions(taps={name: factor})` of a
+                request adds to the hidden states after these layers (steering). Pages of such a request are
+                never shared.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -136,7 +141,7 @@ class Engine(EngineLoop):
                 draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype, impl=impl, warm_up=warm_up,
                 host_pages=host_pages, page_directory=page_directory,
                 page_directory_bytes=page_directory_bytes, routes=routes, max_adapters=max_adapters,
-                max_rank=max_rank, processors=processors,
+                max_rank=max_rank, processors=processors, taps=taps,
             )  # fmt: skip
             create = partial(Engine, **shape_of_each)
             self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
@@ -151,8 +156,11 @@ class Engine(EngineLoop):
             host_pages = 0
             page_directory = None
         snapshots = shape.snapshots if prefix_cache else 0
-        held = self.processors if processors else None
-        shape = dataclasses.replace(shape, host_pages=host_pages, snapshots=snapshots, processors=held)
+        self.taps = HeldVectors(taps or {}, self.model.params, self.model.config)
+        held = self.processors if processors else None, self.taps if taps else None
+        shape = dataclasses.replace(
+            shape, host_pages=host_pages, snapshots=snapshots, processors=held[0], vectors=held[1]
+        )
         self._channel = control_channel_for(self.model.params)
         if self._channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))
@@ -191,7 +199,7 @@ class Engine(EngineLoop):
         self._channel = None
         self.role = None
         for name in (
-            "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "routes",
+            "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "routes", "taps",
             "about", "weight_bytes", "cache_bytes",
         ):  # fmt: skip
             setattr(self, name, getattr(engines[0], name))

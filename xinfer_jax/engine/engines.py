@@ -62,6 +62,7 @@ class Engines(EngineBase):
         self.impl = engine.impl
         self.routes = engine.routes
         self.processors = engine.processors
+        self.taps = engine.taps
         self.rows = len(groups) * engine.rows
         self._router = PromptRouter(shape.get("prefix_cache", True))
         self._lock = threading.Lock()

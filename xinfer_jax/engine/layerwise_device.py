@@ -24,6 +24,7 @@ from ..sampling.logprobs import Alternatives
 from . import device_programs as programs
 from .device import Device
 from .device_programs import SampledTokens, cache_pools, cache_states, paged_cache, running_token
+from .row import Variant
 
 # A step's tokens, log-probabilities, rows that continue, rows that sampled an EOS token; and `Alternatives`.
 _Step = tuple[tuple[Any, Any, Any, Any], Any]
@@ -51,13 +52,13 @@ class LayerwiseDevice(Device):
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        recorded: int, masks_BQW: Any = None, adapters: Mapping[int, int] | None = None,
+        recorded: int, masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes rows by a program for each group of layers, until they end (`Device.decode`)."""
         self._set_masks(masks_BQW)
         running_B = np.isin(np.arange(self._shape.rows), [*pages])
         cache = self._decode_cache(pages)
-        model = self._model_of_slots(adapters)
+        model = self._model_of_slots(variants)
         done: list[_Step] = []
         continues_B = running_B
         for _ in range(steps):

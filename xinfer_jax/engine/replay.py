@@ -94,7 +94,7 @@ class _Replay:
         self._logprobs: list[float] = []
         self._prompt_logprobs = request.num_prompt_logprobs is not None and answer is request.answers[0]
         first = 0 if self._prompt_logprobs else None
-        self._row = Row(request.ids, options.max_new_tokens, logprobs_from=first)
+        self._row = Row(request.ids, options.max_new_tokens, logprobs_from=first, factors=answer.row.factors)
         self._slot = core.scheduler.slots.index(None) if None in core.scheduler.slots else 0
 
     def run(self, params: Mapping[int, Params], matrices: Mapping[int, Any]) -> list[float]:
@@ -149,8 +149,8 @@ class _Replay:
 
     def _decode(self) -> None:
         pages = {self._slot: self._row.pages}
-        adapters = {self._slot: self._row.adapter_index}
-        out = self._device.decode(pages, 1, False, False, 0, self._masks(), adapters)
+        variants = {self._slot: self._row.variant}
+        out = self._device.decode(pages, 1, False, False, 0, self._masks(), variants)
         if not (count := self._append(out, self._slot)):
             raise InputError("these parameters give numbers that are not finite")
         self._row.num_computed += count

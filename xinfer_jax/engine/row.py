@@ -27,6 +27,18 @@ class HeldAdapter:
     removed: bool = False
 
 
+class Variant(NamedTuple):
+    """How the model of a row differs from its engine's. adapter: by index, -1: none; factors: of the engine's
+    vectors, (): none.
+    """
+
+    adapter: int = -1
+    factors: Sequence[float] = ()
+
+
+PLAIN = Variant()
+
+
 @dataclasses.dataclass(eq=False)
 class Row:
     """One answer of a request (vLLM: a sequence)."""
@@ -38,6 +50,7 @@ class Row:
     answer_group: int = 0
     salt: bytes = b""  # pages are shared only between rows of equal salt
     adapter: HeldAdapter | None = None  # and of equal adapters
+    factors: Sequence[float] = ()  # of the engine's vectors; (): none, else its pages are never shared
     client: str = ""
     # The first token of the prompt whose log-probability is asked for. Such a prompt is prefilled by another
     # program, and shares pages only with such prompts.
@@ -67,9 +80,9 @@ class Row:
         return self.salt if self.adapter is None else b"\xfe" + self.adapter.digest + self.salt
 
     @property
-    def adapter_index(self) -> int:
-        """The index of its adapter; -1: it has none."""
-        return -1 if self.adapter is None else self.adapter.index
+    def variant(self) -> Variant:
+        """How its model differs from the engine's."""
+        return Variant(-1 if self.adapter is None else self.adapter.index, self.factors)
 
     @property
     def is_prefilled(self) -> bool:

@@ -107,7 +107,7 @@ class Scheduler:
         """Queues a row that `usable_capacity` is enough for."""
         self.arrivals += 1
         row.arrival = self.arrivals
-        row.cacheable = self.prefix_cache
+        row.cacheable = self._may_share(row)
         self.clients.add(row)
 
     def schedule(self) -> list[Action]:
@@ -208,9 +208,13 @@ class Scheduler:
         self.withdraw(row)
         row.restart(ids)
         row.page_hashes = row.token_hashes = ()
-        row.cacheable = self.prefix_cache
+        row.cacheable = self._may_share(row)
         self.clients.add(row, preempted=True)
         self.preemptions += 1
+
+    def _may_share(self, row: Row) -> bool:
+        """Whether other rows may find its pages."""
+        return self.prefix_cache and not row.factors
 
     def lend_pages(self, row: Row, tokens: int) -> list[Action]:
         """Gives pages for so many tokens to a row that needs no slot, and preempts rows for them."""

@@ -57,6 +57,7 @@ class EngineShape:
     max_rank: int = 0  # of each
     adapter_bytes: int = 0  # of all
     processors: Any = None  # `HeldProcessors`; None: it has none
+    vectors: Any = None  # `HeldVectors`; None: it has none
     # Experts of a token in all layers, which are recorded beside its keys; 0: they are not.
     num_routes: int = 0
 

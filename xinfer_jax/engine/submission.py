@@ -1,6 +1,7 @@
 """`submit` and `generate` of engines: prompts and options are checked, and become requests."""
 
 import dataclasses
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from .device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
 from .held_adapters import AdapterCalls
 from .held_processors import HeldProcessors
+from .held_vectors import HeldVectors
 from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
@@ -33,7 +35,7 @@ _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
     draft="give draft='lookup' to Engine", use_cache="an engine has pages",
     prefix="an engine shares pages itself", keep_prefix="an engine shares pages itself",
-    logits="use generate, or logprobs", taps="use generate",
+    logits="use generate, or logprobs",
 )  # fmt: skip
 
 
@@ -57,7 +59,8 @@ def make_requests(  # noqa: PLR0913
     held = None if adapter is None else engine.held_adapter(adapter)
     (options, stops) = _checked_options(engine, options)
     callers = None if options.processors is None else engine.processors.of_request(options.processors)
-    options = dataclasses.replace(options, processors=None)
+    factors = () if options.taps is None else engine.taps.of_request(options.taps)
+    options = dataclasses.replace(options, processors=None, taps=None)
     first = None
     for prompt, key in zip(prompts, keys, strict=True):
         is_text = isinstance(prompt, str)
@@ -81,7 +84,7 @@ def make_requests(  # noqa: PLR0913
         request.adapter = held
         for j in range(call.answers):
             sizes = call.prompts[0], call.options.max_new_tokens
-            row = Row(*sizes, answer_group=j // engine.rows, adapter=held)
+            row = Row(*sizes, answer_group=j // engine.rows, adapter=held, factors=factors)
             request.answers.append(Answer(request, row, j))
         yield request
 
@@ -146,6 +149,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
     name = "the engine"
     routes = False  # it records them
     processors: HeldProcessors
+    taps: HeldVectors
     guesses = Renamed("num_draft_tokens")
     room = Renamed("usable_capacity")
     last_turn = Renamed("last_step_time")
@@ -261,7 +265,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
                 row.priority = priority
                 # Long factors of longrope have pages of their own. No text encodes to b"\xff".
                 side = b"\xff" if switch is not None and row.longest > switch else b""
-                row.salt = side + salt.encode("utf-8", "surrogatepass")
+                own = secrets.token_bytes(16) if row.factors else b""  # no other row finds its pages
+                row.salt = side + own + salt.encode("utf-8", "surrogatepass")
                 row.client = client
                 row.logprobs_from = logprobs_from if answer is request.answers[0] else None
                 row.share_answers = bool(share_answers)

@@ -60,7 +60,8 @@ class GenerateOptions:
         processors: logits processors of yours, each with the arguments of the prompts, as in `decode_loop`;
             `history_BS` of their context has the prompts' tokens. Of a request to an engine: {name:
             arguments} of processors that it was made with; None: its default arguments.
-        taps: edits of the residual stream, as in `decode_loop`: of all rows alike, so `args` have no rows.
+        taps: edits of the residual stream, as in `decode_loop`: of all rows alike, so `args` have no rows. Of
+            a request to an engine: {name: factor} of vectors that it was made with.
     """
 
     max_new_tokens: int = 128
@@ -82,7 +83,7 @@ class GenerateOptions:
     logits: bool = False
     grammar: "Grammar | Sequence[Grammar | None] | None" = None
     processors: "Sequence[tuple[Processor, Any]] | Mapping[str, Any] | None" = None
-    taps: "Taps | None" = None
+    taps: "Taps | Mapping[str, float] | None" = None
 
 
 @dataclasses.dataclass(repr=False)

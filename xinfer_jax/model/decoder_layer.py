@@ -144,7 +144,12 @@ def run_layers(  # noqa: PLR0913
     run_one = layer_runner(remat)
     for i, (layer, kind, cache) in enumerate(zip(layers, kinds, caches, strict=True)):
         of_layer = positions.of_layers(slice(i, i + 1))
+        vectors = layer.get("vectors")  # of an engine, [N, D], and the factors of rows [B, N]
+        layer = {name: layer[name] for name in layer if name != "vectors"}  # noqa: PLW2901
         x_BTD, kv[cache], expert_MU = run_one(layer, config, kind, x_BTD, of_layer, kv[cache], impl, half)
+        if vectors is not None:
+            added_BD = jnp.sum(vectors[0] * vectors[1][..., None], 1)
+            x_BTD = x_BTD + added_BD[:, None].astype(x_BTD.dtype)
         experts.append(expert_MU)
     return x_BTD, tuple(kv), experts
 

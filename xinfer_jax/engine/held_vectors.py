@@ -1,0 +1,78 @@
+"""`HeldVectors`: vectors that an engine is made with, which rows may add to hidden states after layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import plugin
+from ..checks import check_integer, is_traced, number_array
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_names, format_value
+from ..weights.params import Params, activation_dtype
+
+
+class HeldVectors:
+    """N vectors by name, each of one or several layers. A row has a factor for each."""
+
+    def __init__(self, given: Any, params: Params, config: ModelConfig):
+        """given: by name, float [D] by layer. Raises InputError."""
+        if not isinstance(given, Mapping) or not all(
+            isinstance(by_layer, Mapping) for by_layer in given.values()
+        ):
+            what = "vectors by layer by name, as {'calm': {12: vector}}"
+            raise InputError(f"taps of an engine must be {what}, got {format_value(given)}")
+        if isinstance(params["layers"], dict):
+            raise InputError("taps need layers that are not stacked: give unstack_layers' tree")
+        D = config.hidden_size
+        self.names = [*given]
+        dtype = activation_dtype(params)
+        self._vector_LND = np.zeros((config.num_hidden_layers, len(given), D), np.float32)
+        self._placed: list[jax.Array] = []
+        for n, (name, by_layer) in enumerate(given.items()):
+            if not isinstance(name, str) or not name.strip():
+                raise InputError(f"the name of a tap must be a text, got {format_value(name)}")
+            for layer, vector in by_layer.items():
+                at = check_integer(f"tap {name!r}: layer", layer, 0, config.num_hidden_layers - 1)
+                v_D = number_array(vector)
+                if (
+                    v_D is None
+                    or is_traced(v_D)
+                    or v_D.shape != (D,)
+                    or not np.isfinite(v_D.astype(dtype)).all()
+                ):
+                    what = f"{D} numbers that are finite in {dtype}"
+                    raise InputError(f"tap {name!r}: layer {at} must have {what}, got {format_value(vector)}")
+                v_D = np.asarray(v_D, np.float32)
+                self._vector_LND[at, n] = (
+                    plugin("rotation", "rotate")(jnp.asarray(v_D), D) if config.rotated else v_D
+                )
+
+    def of_request(self, given: Any) -> tuple[float, ...]:
+        """The factors of a row, for `GenerateOptions.taps` of a request. Raises InputError."""
+        if not isinstance(given, Mapping):
+            raise InputError(f"taps of a request must be factors by name, got {format_value(given)}")
+        if unknown := [name for name in given if name not in self.names]:
+            known = f"has {format_names(self.names, 8)}" if self.names else "was made without"
+            raise InputError(f"no tap is called {format_value(unknown[0])}: the engine {known}")
+        for name, factor in given.items():
+            number = number_array(factor)
+            if number is None or number.ndim or not abs(number) <= 1e6:
+                raise InputError(
+                    f"tap {name!r}: the factor must be a number up to 1e6, got {format_value(factor)}"
+                )
+        return tuple(float(given.get(name, 0.0)) for name in self.names)
+
+    def steered(self, params: Params, factors: Sequence[Sequence[float]], place: Any) -> Params:
+        """The parameters for rows with these factors; (): none. place: of arrays on the devices; None: where
+        programs run.
+        """
+        if not self._placed:
+            self._placed = [jax.device_put(vector_ND, place) for vector_ND in self._vector_LND]
+        none = (0.0,) * len(self.names)
+        factor_BN = jax.device_put(np.array([row or none for row in factors], np.float32), place)
+        pairs = zip(params["layers"], self._placed, strict=True)
+        layers = tuple({**layer, "vectors": (vector_ND, factor_BN)} for layer, vector_ND in pairs)
+        return {**params, "layers": layers}
