@@ -693,6 +693,43 @@ def adapters() -> None:
     assert_close(found, wanted, 1e-5)
 
 
+def taps() -> None:
+    """What taps read and edit over 2 × 2 devices, and of rows that a `jax.shard_map` divides, is that of one
+    device; so are tokens of a steered model.
+    """
+    two = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_kv_shared_layers=1)
+    config = from_hf(FAMILIES["gemma4"] | two | dict(enable_moe_block=False))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    vector_D = np.random.default_rng(0).standard_normal(config.hidden_size).astype(np.float32)
+
+    def edit(hidden_BTD: Any, vector_D: Any) -> Any:
+        return hidden_BTD + vector_D * hidden_BTD[:, :1]
+
+    def reads(params: Any, tokens_BT: Any, vector_D: Any) -> Any:
+        places = [(layer, after) for layer in (0, 1) for after in ("attention", "layer")]
+        taps = {place: xj.Tap(vector_D, edit, read=True) for place in places}
+        return xj.hidden_states(params, config, tokens_BT, taps=taps)[2]
+
+    want = jax.jit(reads)(params, TOKENS, vector_D)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    over = jax.device_put(params, xj.shardings(config, mesh))
+    tokens_BT = jax.device_put(TOKENS, NamedSharding(mesh, PartitionSpec("data")))
+    jax.tree.map(partial(assert_close, bound=1e-5), jax.jit(reads)(over, tokens_BT, vector_D), want)
+    rows = PartitionSpec("rows")
+    mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:2])
+    specs = dict(in_specs=(PartitionSpec(), rows, PartitionSpec()), out_specs=rows)
+    found = jax.jit(jax.shard_map(reads, mesh=mesh, **specs))(params, TOKENS, vector_D)
+    jax.tree.map(partial(assert_close, bound=1e-5), found, want)
+    explicit = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    placed_D = jax.device_put(vector_D, NamedSharding(explicit, PartitionSpec()))
+    outs = []
+    for tree, given_D in ((params, vector_D), (over, placed_D)):
+        options = xj.GenerateOptions(6, eos_token_ids=(), taps={(1, "attention"): xj.Tap(given_D, edit)})
+        outs.append(xj.generate(tree, config, [[1, 2, 3], [4]], options))
+    assert outs[0].tokens == outs[1].tokens, outs[1].tokens
+    assert_close(outs[1].logprobs, outs[0].logprobs, 1e-5)
+
+
 def explicit_axes() -> None:
     """Over the axes that `jax.make_mesh` gives, results and gradients are those of one device, and stay
     divided by rows; the host's functions and engines take such parameters, also under `jax.set_mesh`.
@@ -866,7 +903,7 @@ CALLS = {
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, scaled_files,
         gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
         odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
-        rows_over_data, training, adapters,
+        rows_over_data, training, adapters, taps,
     )
 }  # fmt: skip
 

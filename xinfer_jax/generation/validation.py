@@ -126,10 +126,11 @@ def validate_call(
 ) -> ValidatedCall:
     """Checks the arguments of `generate` and `stream`. Raises InputError."""
     check_params(params, config)
-    on_auto_mesh = plugin("mesh", "auto params")
-    params = on_auto_mesh(params) if on_auto_mesh else params
     check_causal(config, "generation")
     options = _canonical_options(config, options_or_default(options))
+    if on_auto_mesh := plugin("mesh", "auto params"):
+        params = on_auto_mesh(params)
+        options = dataclasses.replace(options, taps=on_auto_mesh(options.taps))
     prompts = check_prompts(config, prompts)
     shortest = min(map(len, prompts))
     longest = max(map(len, prompts))
