@@ -93,6 +93,20 @@ def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
     return np.broadcast_to(words_BWL, (batch, *words_BWL.shape[1:]))
 
 
+def listed_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
+    """Returns which tokens are listed, bool [B, V]. settings: ids of all rows or of each, or bool [B, V]."""
+    shape = batch, vocab_size
+    ids: list[Any] = [() if x is None else x for x in settings]
+    rows = [x if is_mask(x) and x.shape == shape else _listed(name, x, vocab_size)[None] for x in ids]
+    xp = jnp if any(map(is_traced, rows)) else np
+    return xp.broadcast_to(xp.concatenate(rows), shape)
+
+
+def is_mask(ids: Any) -> bool:
+    """Whether it is an array bool [B, V], traced or not."""
+    return isinstance(ids, np.ndarray | jax.Array) and ids.dtype == bool and ids.ndim == 2
+
+
 def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
     """The bias of one setting, [1 or rows, V]."""
     bias_BV = np.zeros((1, V), np.float32)
