@@ -56,13 +56,13 @@ def settings_per_row(
     values = {name: _setting_per_row(name, rows, batch) for name in NUMBER_SETTINGS}
     ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
     words = [row.bad_words_ids for row in rows]
-    has_ids = any(part is not None for parts in [*ids, words] for part in parts)
+    breakers = [row.dry_sequence_breakers for row in rows]
+    has_ids = any(part is not None for parts in [*ids, words, breakers] for part in parts)
     is_off = (_is_off(values[name], off) for name, off in OPTIONAL_SETTINGS.items())
     if not all_settings and not has_ids and all(is_off):
         return SamplingConfig(**{name: values[name] for name in PLAIN_SETTINGS})
     bias_BV = bias_rows(ids, batch, vocab_size)
     words_BWL = bad_word_rows(words, batch, vocab_size)
-    breakers = [row.dry_sequence_breakers for row in rows]
     values["dry_sequence_breakers"] = listed_rows("dry_sequence_breakers", breakers, batch, vocab_size)
     return SamplingConfig(**values, logit_bias=bias_BV, bad_words_ids=words_BWL)
 

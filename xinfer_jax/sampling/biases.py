@@ -96,15 +96,12 @@ def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
 def listed_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
     """Returns which tokens are listed, bool [B, V]. settings: ids of all rows or of each, or bool [B, V]."""
     shape = batch, vocab_size
-    ids: list[Any] = [() if x is None else x for x in settings]
-    rows = [x if is_mask(x) and x.shape == shape else _listed(name, x, vocab_size)[None] for x in ids]
+    rows: list[Any] = [() if x is None else x for x in settings]
+    for i, x in enumerate(rows):
+        if getattr(x, "shape", None) != shape or x.dtype != bool:
+            rows[i] = _listed(name, x, vocab_size)[None]
     xp = jnp if any(map(is_traced, rows)) else np
     return xp.broadcast_to(xp.concatenate(rows), shape)
-
-
-def is_mask(ids: Any) -> bool:
-    """Whether it is an array bool [B, V], traced or not."""
-    return isinstance(ids, np.ndarray | jax.Array) and ids.dtype == bool and ids.ndim == 2
 
 
 def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:

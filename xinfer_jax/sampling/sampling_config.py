@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..checks import check_token_ids, is_traced, number_array
+from ..checks import is_traced, number_array
 from ..errors import InputError, format_value
-from .biases import check_bad_words, check_id_lists, is_bad_word_rows, is_mask
+from .biases import check_bad_words, check_id_lists, is_bad_word_rows
 
 
 class _UnsetFloat(float):
@@ -108,9 +108,6 @@ class SamplingConfig:
             if array is None or not is_traced(array) and not _is_valid_array(array, is_valid):
                 raise InputError(f"{name} must be {valid_range}, got {format_value(value)}")
         check_id_lists(self.allowed_token_ids, self.forbidden_token_ids)
-        breakers = self.dry_sequence_breakers
-        if breakers is not None and not is_traced(breakers) and not is_mask(breakers):
-            check_token_ids("dry_sequence_breakers", breakers)
         if self.bad_words_ids is not None and not is_bad_word_rows(self.bad_words_ids):
             check_bad_words(self.bad_words_ids)
         return self
@@ -180,8 +177,8 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
 
 _COUNT = (lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "a whole number from 0 (off) to 2^31 - 1")
 _MASS = (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)")
-# Within these bounds no logit overflows float32.
 _FRACTION = (lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1")
+# Within these bounds no logit overflows float32.
 _PENALTY = (lambda x: np.abs(x) <= 1e30, "a finite number (0: off), at most 1e30")
 # For each the check of its values, and the valid range for errors. The field's default means "off".
 NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(

@@ -57,6 +57,7 @@ def dry(
     last_n_B1 = s.dry_penalty_last_n[:, None]
     first_B1 = jnp.where(last_n_B1 < 0, 0, jnp.maximum(length_B1 - last_n_B1, 0))
     breaks_BS = jnp.take_along_axis(jnp.asarray(s.dry_sequence_breakers), history_BS, 1)
+    unbroken_BS = jnp.where(breaks_BS, -1, history_BS)
     follows_BS = (slot_S > first_B1) & (slot_S < length_B1) & (s.dry_multiplier > 0)[:, None] & ~breaks_BS
     longest = jnp.max(jnp.where(s.dry_multiplier > 0, s.dry_allowed_length, 0))
 
@@ -66,10 +67,8 @@ def dry(
 
     def compare(carry):  # whether the token k places before equals the row's k-th last token
         k, same_BS, count_BS = carry
-        at_B1 = jnp.maximum(length_B1 - k, 0)
-        last_B1 = jnp.take_along_axis(history_BS, at_B1, 1)
+        last_B1 = jnp.take_along_axis(unbroken_BS, jnp.maximum(length_B1 - k, 0), 1)
         same_BS &= (jnp.roll(history_BS, k, 1) == last_B1) & (slot_S - k >= first_B1)
-        same_BS &= ~jnp.take_along_axis(breaks_BS, at_B1, 1)
         return k + 1, same_BS, count_BS + same_BS
 
     _, _, count_BS = lax.while_loop(has_more, compare, (1, follows_BS, jnp.zeros_like(history_BS)))
