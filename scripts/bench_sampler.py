@@ -2,8 +2,8 @@
 
     python scripts/bench_sampler.py --rows=1
 
-Prints for each setting the milliseconds of a step, and how many more they are than without XTC and DRY: median
-and quartiles of pairs.
+Prints for each setting the milliseconds of a step, and how many more it takes than without XTC and DRY:
+median and quartiles of pairs.
 """
 
 from launcher import start
@@ -23,6 +23,7 @@ from xinfer_jax.sampling.sampler import sample_tokens
 _ROWS = flags.DEFINE_integer("rows", 1, "Rows.", lower_bound=1)
 _VOCAB = flags.DEFINE_integer("vocab", 151_936, "Tokens of the vocabulary.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("tokens", 4096, "Tokens of a row so far.", lower_bound=2)
+_DISTINCT = flags.DEFINE_integer("distinct", 50, "How many of them are distinct.", lower_bound=1)
 _PAIRS = flags.DEFINE_integer("pairs", 200, "Steps of each setting.", lower_bound=1)
 
 XTC = dict(xtc_probability=0.5, xtc_threshold=0.1)
@@ -42,7 +43,7 @@ def program_of(settings: dict):
     V = _VOCAB.value
     rng = np.random.default_rng(0)
     logits_BV = jax.numpy.asarray(rng.standard_normal((B, V)) * 3, "float32")
-    history_BS = rng.integers(0, 50, (B, _TOKENS.value), np.int32)
+    history_BS = rng.integers(0, _DISTINCT.value, (B, _TOKENS.value), np.int32)
     sampling_B = settings_per_row(xj.SamplingConfig(1.0, **settings), B, V)
     seen_BV = np.zeros((B, V), bool)
     length_B = np.full(B, _TOKENS.value, np.int32)

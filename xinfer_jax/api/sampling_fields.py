@@ -5,8 +5,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError, format_value
 from ..grammar.compiler import vocabulary_of
@@ -49,24 +47,17 @@ def parse_sampling(
     return settings
 
 
+@functools.lru_cache(maxsize=8)
 def breaker_ids(
     tokenizer: Tokenizer | None, vocab_size: int, texts: Sequence[str] = DRY_BREAKERS
-) -> list[int]:
-    """The ids of all tokens whose text contains one of these. BodyError: no token does, of another text than
-    the default ones.
-    """
-    found = [_ids_with(tokenizer, vocab_size, text) for text in texts]
-    for text, ids in zip(texts, found, strict=True):
-        if not ids.size and text not in DRY_BREAKERS:
-            what = f"no token contains {format_value(text)}"
-            raise BodyError(_BREAKERS, f"{_BREAKERS}: {what}: give texts that are parts of tokens")
-    return np.unique(np.concatenate([*found, []])).astype(int).tolist()  # type: ignore[no-any-return]
-
-
-@functools.lru_cache(maxsize=64)
-def _ids_with(tokenizer: Tokenizer | None, vocab_size: int, text: str) -> np.ndarray:
+) -> tuple[int, ...]:
+    """The ids of all tokens whose text contains one of these. BodyError: none has one that is no default."""
     tokens = vocabulary_of(tokenizer, vocab_size).tokens if tokenizer else []
-    return np.array([i for i, token in enumerate(tokens) if text.encode() in token], np.int32)
+    found = {text: [i for i, token in enumerate(tokens) if text.encode() in token] for text in texts}
+    if missing := [text for text, ids in found.items() if not ids and text not in DRY_BREAKERS]:
+        said = f"no token contains {format_value(missing[0])}: give texts that are parts of tokens"
+        raise BodyError(_BREAKERS, f"{_BREAKERS}: {said}")
+    return tuple(sorted(set().union(*found.values())))
 
 
 def _logit_bias(biases: dict[str, Any], vocab_size: int) -> dict[int, float]:

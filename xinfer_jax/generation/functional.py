@@ -221,10 +221,11 @@ def decode_loop(  # noqa: PLR0913  a public function
     key_B = row_keys(row_key_B, B)
     sampling_B = settings_per_row(sampling_B, B, V)
     if history_BS is None and has_all_settings(sampling_B):
-        for name in ("no_repeat_ngram_size", "dry_multiplier"):
-            value_B = getattr(sampling_B, name)
-            if is_traced(value_B) or np.any(np.asarray(value_B)):
-                raise InputError(f"{name} needs history_BS, the tokens of each row so far")
+        values_B = sampling_B.no_repeat_ngram_size, sampling_B.dry_multiplier
+        if is_traced(values_B) or np.any(np.asarray(values_B)):
+            raise InputError(
+                "no_repeat_ngram_size and dry_multiplier need history_BS, the tokens of each row"
+            )
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")

@@ -100,10 +100,7 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
 
 
 def _is_off(value_B: Any, off: float) -> bool:
-    if is_traced(value_B):
-        return False
-    array_B = np.asarray(value_B)
-    return bool(np.all(array_B == array_B.dtype.type(off)))
+    return not is_traced(value_B) and bool(np.all(np.asarray(value_B) == np.asarray(off, value_B.dtype)))
 
 
 def _setting_per_row(name: str, rows: Sequence[SamplingConfig], batch: int) -> Any:

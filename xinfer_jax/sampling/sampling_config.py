@@ -43,11 +43,11 @@ class SamplingConfig:
         min_new_tokens: no EOS before the answer has this number of tokens; 0: off.
         xtc_probability: chance at each position that, of the tokens that the filters keep, those that reach
             `xtc_threshold` are removed, but the least likely of them (XTC of llama.cpp); 0: off.
-        xtc_threshold: a probability at temperature 1; above 0.5: XTC is off.
+        xtc_threshold: a probability at temperature 1; above 0.5: off.
         dry_multiplier: a token that would repeat a sequence of the row gets a penalty of dry_multiplier *
             dry_base ** (tokens before it - dry_allowed_length) (DRY of llama.cpp); 0: off.
         dry_base: at least 1.
-        dry_allowed_length: so many tokens may be repeated; 256 more count as the longest sequence.
+        dry_allowed_length: so many tokens may be repeated; at most 256 more are counted.
         dry_penalty_last_n: DRY compares so many last tokens of prompt and answer; -1: all, 0: none.
         dry_sequence_breakers: token ids, or bool [B, V], that no repeated sequence contains; None: none. The
             server takes strings, each for all tokens whose text contains it; flags have its default.
@@ -177,7 +177,6 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
 
 _COUNT = (lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "a whole number from 0 (off) to 2^31 - 1")
 _MASS = (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)")
-_FRACTION = (lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1")
 # Within these bounds no logit overflows float32.
 _PENALTY = (lambda x: np.abs(x) <= 1e30, "a finite number (0: off), at most 1e30")
 # For each the check of its values, and the valid range for errors. The field's default means "off".
@@ -186,13 +185,13 @@ NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(
     top_k=_COUNT,
     top_p=_MASS,
     repetition_penalty=(lambda x: (x >= 1e-6) & (x <= 1e6), "above 0 (1: off), from 1e-6 to 1e6"),
-    min_p=_FRACTION,
+    min_p=(lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1"),
     typical_p=_MASS,
     presence_penalty=_PENALTY,
     frequency_penalty=_PENALTY,
     no_repeat_ngram_size=_COUNT,
     min_new_tokens=_COUNT,
-    xtc_probability=_FRACTION,
+    xtc_probability=(lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1"),
     xtc_threshold=(lambda x: (x >= 0) & (x <= 1), "from 0 to 1 (above 0.5: off)"),
     dry_multiplier=(lambda x: (x >= 0) & (x <= 1e30), "from 0 (off) to 1e30"),
     dry_base=(lambda x: (x >= 1) & (x <= 1e30), "from 1 to 1e30"),

@@ -8,7 +8,6 @@ from .random_keys import DRAW_XTC, gumbel_noise
 from .sampling_config import SamplingConfig
 
 _MOST_REPEATED = 256  # tokens above the allowed length: these bound a step's work
-_MOST_PENALTY = 1e30  # with a larger one logits could overflow float32
 
 
 def xtc(
@@ -42,8 +41,8 @@ def dry(
     """Subtracts multiplier * base ** (n - allowed length) from the logit of each token that follows an
     earlier occurrence of the row's last n tokens, for the largest n ("don't repeat yourself", llama.cpp).
 
-    n counts no sequence breaker and no token before the last `dry_penalty_last_n`, and is at most the allowed
-    length + 256. Breakers get no penalty.
+    n is at most the allowed length + 256, and counts no sequence breaker and no token before the last
+    `dry_penalty_last_n`. Breakers get no penalty.
 
     Args:
         logits_BV: float32.
@@ -52,29 +51,27 @@ def dry(
         length_B: int32, number of these tokens.
     """
     s = settings
-    slot_S = jnp.arange(history_BS.shape[1])
+    allowed_B1 = s.dry_allowed_length[:, None]
+    (B, S) = history_BS.shape
+    slot_S = jnp.arange(S)
     length_B1 = length_B[:, None]
     last_n_B1 = s.dry_penalty_last_n[:, None]
     first_B1 = jnp.where(last_n_B1 < 0, 0, jnp.maximum(length_B1 - last_n_B1, 0))
     breaks_BS = jnp.take_along_axis(jnp.asarray(s.dry_sequence_breakers), history_BS, 1)
     unbroken_BS = jnp.where(breaks_BS, -1, history_BS)
     follows_BS = (slot_S > first_B1) & (slot_S < length_B1) & (s.dry_multiplier > 0)[:, None] & ~breaks_BS
-    longest = jnp.max(jnp.where(s.dry_multiplier > 0, s.dry_allowed_length, 0))
-
-    def has_more(carry):
-        k, same_BS, _ = carry
-        return jnp.any(same_BS) & (k - _MOST_REPEATED <= longest)
 
     def compare(carry):  # whether the token k places before equals the row's k-th last token
         k, same_BS, count_BS = carry
         last_B1 = jnp.take_along_axis(unbroken_BS, jnp.maximum(length_B1 - k, 0), 1)
         same_BS &= (jnp.roll(history_BS, k, 1) == last_B1) & (slot_S - k >= first_B1)
+        same_BS &= k - _MOST_REPEATED <= allowed_B1
         return k + 1, same_BS, count_BS + same_BS
 
-    _, _, count_BS = lax.while_loop(has_more, compare, (1, follows_BS, jnp.zeros_like(history_BS)))
-    over_BS = count_BS - s.dry_allowed_length[:, None]
-    power_BS = s.dry_base[:, None] ** jnp.minimum(over_BS, _MOST_REPEATED).astype(jnp.float32)
-    penalty_BS = jnp.minimum(s.dry_multiplier[:, None] * power_BS, _MOST_PENALTY)
+    start = 1, follows_BS, jnp.zeros_like(history_BS)
+    _, _, count_BS = lax.while_loop(lambda carry: jnp.any(carry[1]), compare, start)
+    over_BS = count_BS - allowed_B1
+    penalty_BS = s.dry_multiplier[:, None] * s.dry_base[:, None] ** over_BS.astype(jnp.float32)
+    penalty_BS = jnp.minimum(penalty_BS, 1e30)  # with a larger one logits could overflow float32
     penalty_BS = jnp.where(follows_BS & (over_BS >= 0), penalty_BS, 0)
-    row_B1 = jnp.arange(len(logits_BV))[:, None]
-    return logits_BV - jnp.zeros_like(logits_BV).at[row_B1, history_BS].max(penalty_BS)
+    return logits_BV - jnp.zeros_like(logits_BV).at[jnp.arange(B)[:, None], history_BS].max(penalty_BS)
