@@ -21,6 +21,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("callers", "guard"): ("sampling.caller_processors", "guarded"),
     ("callers", "start"): ("sampling.caller_processors", "start_rows"),
     ("callers", "stop"): ("sampling.caller_processors", "end_rows"),
+    ("processor", "dry"): ("sampling.xtc_dry", "dry"),
+    ("processor", "xtc"): ("sampling.xtc_dry", "xtc"),
     ("grammar", "automata"): ("grammar.automaton", "automata_of_call"),
     ("decoding", "draft"): ("generation.drafting", "Drafting"),
     ("cache", "prefix"): ("cache.prefix", "make_prefix"),

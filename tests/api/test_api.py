@@ -256,6 +256,21 @@ def test_bad_words_as_vllm_encodes_them(model):
         assert body_error(model, bad_words=bad).param == "bad_words"
 
 
+def test_dry_breakers_are_the_tokens_with_these_texts(model):
+    """By default llama.cpp's."""
+
+    def breakers(**body):
+        ids = parse(model, dry_multiplier=0.8, **body).options.sampling.dry_sequence_breakers
+        return {model.tokenizer.decode([i]) for i in ids}
+
+    assert ":" in breakers() and "\n" in breakers() and "," not in breakers()
+    found = breakers(dry_sequence_breakers=["th", ","])
+    assert {",", "th", "the"} <= found and all("th" in text or "," in text for text in found)
+    assert breakers(dry_sequence_breakers=[]) == set()
+    settings = parse(model, xtc_probability=0.5, dry_penalty_last_n=-1).options.sampling
+    assert settings.dry_sequence_breakers is None and settings.xtc_probability == 0.5
+
+
 @pytest.mark.full
 def test_bad_words_are_not_generated(model, engine):
     """In generate and in an engine; a row without bad words is not affected."""
@@ -351,6 +366,14 @@ def test_too_long_prompts_have_the_apis_error_code(model):
         (dict(min_tokens=17), "min_tokens"),
         (dict(allowed_token_ids=[tiny.IM_END], min_tokens=3), "min_tokens"),
         (dict(no_repeat_ngram_size=257), "no_repeat_ngram_size"),
+        (dict(xtc_probability=1.5), "xtc_probability"),
+        (dict(xtc_threshold="x"), "xtc_threshold"),
+        (dict(dry_base=0.5), "dry_base"),
+        (dict(dry_allowed_length=257), "dry_allowed_length"),
+        (dict(dry_penalty_last_n=-2), "dry_penalty_last_n"),
+        (dict(dry_sequence_breakers=["no token has this"]), "dry_sequence_breakers"),
+        (dict(dry_sequence_breakers=[":"] * 17), "dry_sequence_breakers"),
+        (dict(dry_sequence_breakers=[5]), "dry_sequence_breakers"),
         (dict(stop_token_ids=list(range(17))), "stop_token_ids"),
         (dict(logit_bias={"1": 2e30}), "logit_bias"),
         (dict(logit_bias={"-1": 1}), "logit_bias"),

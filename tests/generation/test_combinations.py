@@ -28,7 +28,7 @@ BASES = {
             temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.95, repetition_penalty=1.1,
             presence_penalty=0.1,
             frequency_penalty=0.1, no_repeat_ngram_size=3, min_new_tokens=2, logit_bias={3: 1.0},
-            forbidden_token_ids=(4,),
+            forbidden_token_ids=(4,), xtc_probability=0.5, dry_multiplier=0.5, dry_sequence_breakers=[9],
             bad_words_ids=[[9], [6, 7, 8]],
         )
     ),

@@ -44,7 +44,7 @@ def streamed(model, prompts=PROMPTS, until=None, **given):
 
 
 SETTINGS = {
-    "warpers": dict(temperature=0.9, min_p=0.05, typical_p=0.9),
+    "warpers": dict(temperature=0.9, min_p=0.05, typical_p=0.9, xtc_probability=0.5),
     "penalties": dict(presence_penalty=2.0, frequency_penalty=0.8, no_repeat_ngram_size=2),
     "ids": dict(temperature=1.0, logit_bias={11: 5.0, 12: -4.0}, forbidden_token_ids=(3, 4)),
 }
@@ -280,5 +280,6 @@ def test_options_that_text_and_streams_reject(model):
         xj.stream(model.params, model.config, PROMPTS, options(best_of=3), key=jax.random.key(0))
     cache = xj.init_cache(model.config)
     call = (model.params, model.config, jnp.zeros((1, model.config.vocab_size)), cache, jax.random.key(0))
-    with pytest.raises(xj.InputError, match="history_BS"):
-        xj.decode_loop(*call, xj.SamplingConfig(no_repeat_ngram_size=2), np.zeros(0, np.int32), 4)
+    for name in ("no_repeat_ngram_size", "dry_multiplier"):
+        with pytest.raises(xj.InputError, match="dry_multiplier need history_BS"):
+            xj.decode_loop(*call, xj.SamplingConfig(**{name: 2}), np.zeros(0, np.int32), 4)

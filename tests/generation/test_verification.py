@@ -37,7 +37,8 @@ ALL = [
     xj.SamplingConfig(presence_penalty=4.0), xj.SamplingConfig(1.0, 20, frequency_penalty=3.0),
     xj.SamplingConfig(no_repeat_ngram_size=2), xj.SamplingConfig(1.0, bad_words_ids=[[3], [20, 150], [7]]),
     xj.SamplingConfig(min_new_tokens=5), xj.SamplingConfig(1.0, 20, min_p=0.02, logit_bias={3: 9.0}),
-    xj.SamplingConfig(1.0, allowed_token_ids=ALLOWED), xj.SamplingConfig(1.0, 40, typical_p=0.7),
+    xj.SamplingConfig(1.0, allowed_token_ids=ALLOWED, xtc_probability=0.5, xtc_threshold=0.02),
+    xj.SamplingConfig(1.0, 40, typical_p=0.7, dry_multiplier=3.0, dry_allowed_length=0),
 ]  # fmt: skip
 COMMON = [xj.SamplingConfig(0.8, 20, 0.8, 1.5, min_p=0.02, logit_bias={3: 2.0})] * B  # from candidates
 

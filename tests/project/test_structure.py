@@ -50,7 +50,7 @@ PACKAGES = {
     ),
     "sampling": (
         "processors", "biases", "sampling_config", "batched_settings", "context",
-        "random_keys", "sampler", "logprobs", "caller_processors",
+        "random_keys", "xtc_dry", "sampler", "logprobs", "caller_processors",
     ),
     "ops.mesh": (),
     "ops.auto_axes": (),

@@ -216,7 +216,8 @@ def test_rows_in_groups_equal_all_rows(monkeypatch):
 
 def test_every_other_processor_leaves_the_common_branch():
     """Of a new processor too: without it `_choose_in_one_branch` would skip the processor."""
-    always = {"min_p", "typical_p"}  # of the candidates
+    always = {"min_p", "typical_p", "xtc_probability", "xtc_threshold"}  # of the candidates
+    always |= {"dry_base", "dry_allowed_length", "dry_penalty_last_n"}  # nothing alone
     values = {name: 1 for name in OPTIONAL_SETTINGS if name not in always} | {"bad_words_ids": [[3]]}
     for name, value in values.items():
         rows = settings_per_row([xj.SamplingConfig(), xj.SamplingConfig(**{name: value})], 2, 70)

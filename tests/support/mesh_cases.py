@@ -95,7 +95,8 @@ FORWARD = jax.jit(xj.forward, static_argnums=1)
 DRAWN = xj.SamplingConfig(0.9, 20, 0.95)
 EVERY = dataclasses.replace(
     DRAWN, min_p=0.001, typical_p=0.99, presence_penalty=0.1, frequency_penalty=0.1, no_repeat_ngram_size=3,
-    min_new_tokens=2, repetition_penalty=1.1, logit_bias={3: 1.0},
+    min_new_tokens=2, repetition_penalty=1.1, logit_bias={3: 1.0}, xtc_probability=0.5, xtc_threshold=0.02,
+    dry_multiplier=0.5, dry_allowed_length=1,
 )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `
 `bodies` parses a whole body; `responses` builds the response; `score_body` parses and answers the bodies that
 score given texts.
 
-- The sampling fields, vLLM's additional ones included, mean what they mean in `SamplingConfig`. A field that
-  is known but not served is rejected by its name, unless its value asks for nothing. No known field that
-  would change the answer is ignored. null counts as absent.
+- The sampling fields, vLLM's and llama.cpp's additional ones included, mean what they mean in
+  `SamplingConfig`; but `dry_sequence_breakers` are strings, by default llama.cpp's, each for all tokens whose
+  text contains it. A field that is known but not served is rejected by its name, unless its value asks for
+  nothing. No known field that would change the answer is ignored. null counts as absent.
 - One field constrains an answer: `response_format`, `structured_outputs`, `guided_*`, or a `tool_choice` that
   requires calls. JSON is compact: vLLM's `disable_any_whitespace` is always on. `strict: false` constrains
   too; the `strict` of a tool does nothing with tool_choice "auto".

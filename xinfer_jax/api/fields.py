@@ -16,10 +16,10 @@ _FIELD_OF_OPTION = dict(
 SAMPLING = {_FIELD_OF_OPTION.get(name, name): name for name in NUMBER_SETTINGS}
 _SERVED = {
     *SAMPLING, "model", "max_tokens", "n", "stop", "seed", "logprobs", "logit_bias", "ignore_eos",
-    "stop_token_ids", "allowed_token_ids", "bad_words", "add_special_tokens", "return_token_ids",
-    "cache_salt", "priority", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
-    "truncation_side", "response_format", "structured_outputs", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar",
+    "stop_token_ids", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "add_special_tokens",
+    "return_token_ids", "cache_salt", "priority", "include_stop_str_in_output", "skip_special_tokens",
+    "truncate_prompt_tokens", "truncation_side", "response_format", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar",
 }  # fmt: skip
 # These change no answer: the client's identity, storage, transport, and settings of media.
 _WITHOUT_EFFECT = {

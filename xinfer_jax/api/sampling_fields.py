@@ -1,16 +1,20 @@
 """Parses the sampling fields of a body."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError, format_value
+from ..grammar.compiler import vocabulary_of
 from ..sampling.biases import LONGEST_BAD_WORD, MOST_BAD_WORDS
 from ..sampling.sampling_config import SamplingConfig
 from ..text import MAX_STOP_STRING_CHARS
 from .fields import SAMPLING, BodyError, Fields
 
+_BREAKERS = "dry_sequence_breakers"
+DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 _MOST_NGRAM = 256  # bounds a decode step's work: it compares this many tokens at each position of a row
 
 
@@ -20,6 +24,7 @@ def parse_sampling(
     """Returns the defaults with the settings of the body."""
     values: dict[str, Any] = {}
     fields.integer("no_repeat_ngram_size", 0, _MOST_NGRAM)
+    fields.integer("dry_allowed_length", 0, _MOST_NGRAM)
     for name, setting in SAMPLING.items():
         if (number := fields.number(name)) is not None:
             values[setting] = 0 if name == "top_k" and number == -1 else number
@@ -29,6 +34,9 @@ def parse_sampling(
         values["allowed_token_ids"] = fields.token_ids("allowed_token_ids", vocab_size)
     if words := fields.strings("bad_words", (), MOST_BAD_WORDS, MAX_STOP_STRING_CHARS):
         values["bad_words_ids"] = _bad_words_ids(tokenizer, words, vocab_size)
+    texts = fields.strings(_BREAKERS, DRY_BREAKERS, 16, MAX_STOP_STRING_CHARS)
+    if _BREAKERS in fields.values or values.get("dry_multiplier") and defaults.dry_sequence_breakers is None:
+        values[_BREAKERS] = breaker_ids(tokenizer, vocab_size, texts)
     for setting, value in values.items():
         try:
             SamplingConfig(**{setting: value}).validate()
@@ -37,6 +45,19 @@ def parse_sampling(
             raise BodyError(field_of_setting.get(setting, setting), error) from error
     settings: SamplingConfig = dataclasses.replace(defaults, **values)
     return settings
+
+
+@functools.lru_cache(maxsize=8)
+def breaker_ids(
+    tokenizer: Tokenizer | None, vocab_size: int, texts: Sequence[str] = DRY_BREAKERS
+) -> tuple[int, ...]:
+    """The ids of all tokens whose text contains one of these. BodyError: none has one that is no default."""
+    tokens = vocabulary_of(tokenizer, vocab_size).tokens if tokenizer else []
+    found = {text: [i for i, token in enumerate(tokens) if text.encode() in token] for text in texts}
+    if missing := [text for text, ids in found.items() if not ids and text not in DRY_BREAKERS]:
+        said = f"no token contains {format_value(missing[0])}: give texts that are parts of tokens"
+        raise BodyError(_BREAKERS, f"{_BREAKERS}: {said}")
+    return tuple(sorted(set().union(*found.values())))
 
 
 def _logit_bias(biases: dict[str, Any], vocab_size: int) -> dict[int, float]:

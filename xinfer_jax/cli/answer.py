@@ -13,6 +13,7 @@ from kernels_pallas import Selection
 
 from ..adapters.adapted_params import with_adapter
 from ..adapters.peft_files import load_adapter
+from ..api.sampling_fields import breaker_ids
 from ..checkpoint.loading import Checkpoint, Model
 from ..engine.controller import open_control_channel
 from ..errors import InputError
@@ -108,6 +109,8 @@ def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
     names["min_new_tokens"] = "min_tokens"
     values = {field: flags[name].value for field, name in names.items() if name in flags}
     given = {field: value for field, value in values.items() if value is not None}
+    if given.get("dry_multiplier"):
+        given["dry_sequence_breakers"] = breaker_ids(model.tokenizer, model.config.vocab_size)
     defaults = SamplingConfig.from_hf(model.generation_config if flags.generation_config else {})
     return dataclasses.replace(defaults, **given).validate()
 

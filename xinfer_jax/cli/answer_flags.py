@@ -26,6 +26,9 @@ _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 
 # Ranges of numbers within float32, and their words in an error.
 _FRACTION = (lambda x: 0 < x <= 1, "above 0 and at most 1")
+_FROM_0_TO_1 = (lambda x: 0 <= x <= 1, "from 0 to 1")
+_FROM_0 = (lambda x: 0 <= x <= 1e30, "from 0 to 1e30")
+_FROM_1 = (lambda x: 1 <= x <= 1e30, "from 1 to 1e30")
 _PENALTY = (lambda x: abs(x) <= 1e30, "from -1e30 to 1e30")
 _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
 TEMPERATURE = (lambda x: 0 <= x <= 1000, "from 0 to 1000")
@@ -176,7 +179,7 @@ def define_sampling(parser: FlagParser) -> None:
     )  # fmt: skip
     parser.add_number(
         "min_p", "Sample among tokens with at least this fraction of the largest probability; 0: all.",
-        lambda x: 0 <= x <= 1, "from 0 to 1",
+        *_FROM_0_TO_1,
     )  # fmt: skip
     parser.add_number(
         "typical_p",
@@ -190,6 +193,12 @@ def define_sampling(parser: FlagParser) -> None:
     )
     parser.add_number("frequency_penalty", "Subtracted for each occurrence in the answer; 0: off.", *_PENALTY)
     parser.add_integer("no_repeat_ngram_size", "No sequence of this many tokens occurs twice; 0: off.")
+    parser.add_number("xtc_probability", "XTC: chance to remove the top choices; 0: off.", *_FROM_0_TO_1)
+    parser.add_number("xtc_threshold", "XTC: top choices reach it. Default: 0.1.", *_FROM_0_TO_1)
+    parser.add_number("dry_multiplier", "DRY: penalty of a repeated sequence; 0: off.", *_FROM_0)
+    parser.add_number("dry_base", "DRY: its factor for each token more. Default: 1.75.", *_FROM_1)
+    parser.add_integer("dry_allowed_length", "DRY: so many tokens may be repeated. Default: 2.")
+    parser.add_integer("dry_penalty_last_n", "DRY: last tokens that count. Default: -1: all.", least=-1)
     parser.add_integer("min_tokens", "The answer has at least this many tokens.")
     define_generation_config(parser)
 

@@ -42,7 +42,7 @@ def check_generation_memory(call: ValidatedCall, rows: int) -> None:
     vocabulary = config.vocab_size
     per_token = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # results of each new token
     # Logits, and what the logits processors need.
-    per_row = (17 if has_all_settings(call.sampling_B) else 9) * vocabulary
+    per_row = (18 if has_all_settings(call.sampling_B) else 9) * vocabulary
     _, fraction = _mesh_of(call.params)
     need = fraction * tree_bytes(call.params) + rows * (new * per_token + 4 * bucket(call.longest) + per_row)
     if not options.use_cache:  # a forward pass of the whole sequence

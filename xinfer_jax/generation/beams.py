@@ -239,6 +239,8 @@ def _check(
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
+    if np.any(call.sampling_B.xtc_probability > 0):
+        raise InputError("xtc_probability does not combine with beams: leave it out")
     if num_beams * vocab_size >= 2**31:  # int32 numbers them
         raise InputError(
             f"num_beams {num_beams} with a vocabulary of {vocab_size} makes 2^31 candidates or more: lower"

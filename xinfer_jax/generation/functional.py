@@ -175,7 +175,7 @@ def decode_loop(  # noqa: PLR0913  a public function
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
             samples.
         history_BS: int32, each row's tokens in order up to the cache's `length_B`, with space for the new
-            ones. `no_repeat_ngram_size` and `bad_words_ids` need it.
+            ones. `no_repeat_ngram_size`, `dry_multiplier` and `bad_words_ids` need it.
         output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be
             traced by the caller.
         logprobs: k: the results have `alternatives`: the log-probability of each token after the logits
@@ -221,9 +221,11 @@ def decode_loop(  # noqa: PLR0913  a public function
     key_B = row_keys(row_key_B, B)
     sampling_B = settings_per_row(sampling_B, B, V)
     if history_BS is None and has_all_settings(sampling_B):
-        sizes_B = sampling_B.no_repeat_ngram_size
-        if is_traced(sizes_B) or np.any(np.asarray(sizes_B)):
-            raise InputError("no_repeat_ngram_size needs history_BS, the tokens of each row so far")
+        values_B = sampling_B.no_repeat_ngram_size, sampling_B.dry_multiplier
+        if is_traced(values_B) or np.any(np.asarray(values_B)):
+            raise InputError(
+                "no_repeat_ngram_size and dry_multiplier need history_BS, the tokens of each row"
+            )
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")

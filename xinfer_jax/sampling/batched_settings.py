@@ -10,7 +10,7 @@ import numpy as np
 
 from ..checks import is_traced
 from ..errors import InputError, format_value
-from .biases import bad_word_rows, bias_rows
+from .biases import bad_word_rows, bias_rows, listed_rows
 from .sampling_config import (
     INTEGER_SETTINGS,
     NUMBER_SETTINGS,
@@ -32,7 +32,7 @@ def settings_per_row(
     The result has one of two tree structures, so that few programs serve all requests. Plain: the first four
     settings, where no row uses another. Else all settings: biases, allowed and
     forbidden ids become one `logit_bias` [B, V]; `bad_words_ids` becomes int32 [B, W, L], each sequence at
-    the end of its L places, the others -1.
+    the end of its L places, the others -1; `dry_sequence_breakers` becomes bool [B, V].
 
     Args:
         sampling: one for all rows, numbers or arrays [B]; or one per row.
@@ -56,12 +56,14 @@ def settings_per_row(
     values = {name: _setting_per_row(name, rows, batch) for name in NUMBER_SETTINGS}
     ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
     words = [row.bad_words_ids for row in rows]
-    has_ids = any(part is not None for parts in [*ids, words] for part in parts)
+    breakers = [row.dry_sequence_breakers for row in rows]
+    has_ids = any(part is not None for parts in [*ids, words, breakers] for part in parts)
     is_off = (_is_off(values[name], off) for name, off in OPTIONAL_SETTINGS.items())
     if not all_settings and not has_ids and all(is_off):
         return SamplingConfig(**{name: values[name] for name in PLAIN_SETTINGS})
     bias_BV = bias_rows(ids, batch, vocab_size)
     words_BWL = bad_word_rows(words, batch, vocab_size)
+    values["dry_sequence_breakers"] = listed_rows("dry_sequence_breakers", breakers, batch, vocab_size)
     return SamplingConfig(**values, logit_bias=bias_BV, bad_words_ids=words_BWL)
 
 
@@ -98,9 +100,7 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
 
 
 def _is_off(value_B: Any, off: float) -> bool:
-    if isinstance(value_B, np.ndarray):
-        return bool(np.all(value_B == off))
-    return not is_traced(value_B) and bool(np.all(np.asarray(value_B) == off))
+    return not is_traced(value_B) and bool(np.all(np.asarray(value_B) == np.asarray(off, value_B.dtype)))
 
 
 def _setting_per_row(name: str, rows: Sequence[SamplingConfig], batch: int) -> Any:

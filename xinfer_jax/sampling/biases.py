@@ -93,6 +93,17 @@ def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
     return np.broadcast_to(words_BWL, (batch, *words_BWL.shape[1:]))
 
 
+def listed_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
+    """Returns which tokens are listed, bool [B, V]. settings: ids of all rows or of each, or bool [B, V]."""
+    shape = batch, vocab_size
+    rows: list[Any] = [() if x is None else x for x in settings]
+    for i, x in enumerate(rows):
+        if getattr(x, "shape", None) != shape or x.dtype != bool:
+            rows[i] = _listed(name, x, vocab_size)[None]
+    xp = jnp if any(map(is_traced, rows)) else np
+    return xp.broadcast_to(xp.concatenate(rows), shape)
+
+
 def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
     """The bias of one setting, [1 or rows, V]."""
     bias_BV = np.zeros((1, V), np.float32)

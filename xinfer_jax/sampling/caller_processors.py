@@ -148,7 +148,8 @@ class Callers:
         """Tokens, and the logits that they were sampled from."""
 
         def warp(kept_BV: jax.Array) -> jax.Array:
-            return warp_logits(kept_BV, settings, jnp.max(kept_BV, -1, keepdims=True))
+            largest_B1 = jnp.max(kept_BV, -1, keepdims=True)
+            return warp_logits(kept_BV, settings, largest_B1, draw=(key_B, context.position_B))
 
         taken_BV, broken_B = self.process(logits_BV, settings, context, warp)
         known = self._context(context)

@@ -11,6 +11,7 @@ from ..errors import InputError, format_value
 DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
 DRAW_BEAMS = 1
 DRAW_CALLER = 2  # of callers' functions: folded in first
+DRAW_XTC = 3
 
 
 def check_key(key: jax.Array, batch: int) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import plugin
 from ..ops.largest import argmax, largest_k
 from ..ops.operation import match_varying_axes, run
 from . import processors
@@ -152,7 +153,7 @@ def sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V)
     no_tie_B = jnp.take_along_axis(scaled_BA, at_B1, 1)[:, 0] > last_B  # of the k-th logit and the last
     valid_B = (k_B > 0) & (k_B <= candidates_BA.shape[1]) & (no_tie_B | (last_B == -jnp.inf))
     valid_B &= jnp.isfinite(largest_B1[:, 0])
-    warped_BA = warp_logits(candidates_BA, sampling_B, largest_B1)
+    warped_BA = warp_logits(candidates_BA, sampling_B, largest_B1, draw=(key_B, position_B))
     token_B = draw_tokens(warped_BA, key_B, sampling_B, position_B, index_BA, V)
     kept_BA = warped_BA > -jnp.inf
     lowest_B1 = jnp.min(jnp.where(kept_BA, candidates_BA, jnp.inf), -1, keepdims=True)
@@ -171,7 +172,8 @@ def _logits_kept(processed_BV, sampling_B, largest_B1, lowest_B1, highest_B1):
 
 def sample_from_all(processed_BV, key_B, sampling_B, position_B):
     # Logits relative to the largest, so that small temperatures do not overflow them.
-    warped_BV = warp_logits(processed_BV, sampling_B, jnp.max(processed_BV, -1, keepdims=True))
+    largest_B1 = jnp.max(processed_BV, -1, keepdims=True)
+    warped_BV = warp_logits(processed_BV, sampling_B, largest_B1, draw=(key_B, position_B))
     return draw_tokens(warped_BV, key_B, sampling_B, position_B, None, processed_BV.shape[1]), warped_BV
 
 
@@ -217,6 +219,8 @@ def _other_processors(s: SamplingConfig, c: Context) -> Skippable:
         ]
         if c.history_BS is not None:
             found.append((s.no_repeat_ngram_size > 0, lambda x: processors.no_repeat_ngram(x, *ngrams)))
+            if dry := plugin("processor", "dry"):
+                found.append((s.dry_multiplier > 0, lambda x: dry(x, s, c.history_BS, c.position_B)))
     if c.automata is not None:
         found.append((c.automata.used_B, c.automata.mask))
     return found
@@ -252,15 +256,17 @@ def _apply_used(optional: Skippable, logits_BV: jax.Array) -> jax.Array:
 
 
 def warp_logits(
-    logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array | float, min_tokens_to_keep: int = 1
-) -> jax.Array:
-    """Applies temperature, top-k, top-p, min-p and typical-p: logits that they remove become -inf.
+    logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array | float, min_tokens_to_keep: int = 1,
+    draw: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:  # fmt: skip
+    """Applies temperature, top-k, top-p, min-p, typical-p and XTC: logits that they remove become -inf.
 
     Args:
         logits_BV: float32. Rows at temperature 0 are returned unchanged.
         sampling_B: from `settings_per_row`.
         zero_B1: subtracted from each row's logits before the division by the temperature.
         min_tokens_to_keep: number of tokens of each row that stay in any case (transformers' name).
+        draw: keys and positions of the rows, by which XTC draws; None: without XTC.
     """
     s = sampling_B
     scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
@@ -273,6 +279,8 @@ def warp_logits(
         filters.append((True, lambda x: jnp.maximum(least(), x)))
     if has_all_settings(s):
         filters.append((s.typical_p < 1, lambda x: processors.typical_p(x, s.typical_p, min_tokens_to_keep)))
+        if draw and (xtc := plugin("processor", "xtc")):
+            filters.append((s.xtc_probability > 0, lambda x: xtc(x, logits_BV, s, *draw)))
     kept_BV = _apply_used(filters, scaled_BV)
     return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
 

@@ -41,6 +41,16 @@ class SamplingConfig:
         frequency_penalty: the same, once for each time the answer contains the token; 0: off.
         no_repeat_ngram_size: no sequence of this length occurs twice in prompt and answer; 0: off.
         min_new_tokens: no EOS before the answer has this number of tokens; 0: off.
+        xtc_probability: chance at each position that, of the tokens that the filters keep, those that reach
+            `xtc_threshold` are removed, but the least likely of them (XTC of llama.cpp); 0: off.
+        xtc_threshold: a probability at temperature 1; above 0.5: off.
+        dry_multiplier: a token that would repeat a sequence of the row gets a penalty of dry_multiplier *
+            dry_base ** (tokens before it - dry_allowed_length) (DRY of llama.cpp); 0: off.
+        dry_base: at least 1.
+        dry_allowed_length: so many tokens may be repeated; at most 256 more are counted.
+        dry_penalty_last_n: DRY compares so many last tokens of prompt and answer; -1: all, 0: none.
+        dry_sequence_breakers: token ids, or bool [B, V], that no repeated sequence contains; None: none. The
+            server takes strings, each for all tokens whose text contains it; flags have its default.
         logit_bias: {id: number added to its logit}, or float32 [V] or [B, V]; -inf forbids; None: nothing.
         allowed_token_ids: only these are sampled (an EOS id that is not among them is never); None: all.
         forbidden_token_ids: these are never sampled; None: none.
@@ -58,6 +68,13 @@ class SamplingConfig:
     frequency_penalty: Any = _UnsetFloat(0)
     no_repeat_ngram_size: Any = _UnsetInteger(0)
     min_new_tokens: Any = _UnsetInteger(0)
+    xtc_probability: Any = _UnsetFloat(0)
+    xtc_threshold: Any = _UnsetFloat(0.1)
+    dry_multiplier: Any = _UnsetFloat(0)
+    dry_base: Any = _UnsetFloat(1.75)
+    dry_allowed_length: Any = _UnsetInteger(2)
+    dry_penalty_last_n: Any = _UnsetInteger(-1)
+    dry_sequence_breakers: Any = None
     logit_bias: Any = None
     allowed_token_ids: Sequence[int] | None = None
     forbidden_token_ids: Sequence[int] | None = None
@@ -174,10 +191,16 @@ NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(
     frequency_penalty=_PENALTY,
     no_repeat_ngram_size=_COUNT,
     min_new_tokens=_COUNT,
+    xtc_probability=(lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1"),
+    xtc_threshold=(lambda x: (x >= 0) & (x <= 1), "from 0 to 1 (above 0.5: off)"),
+    dry_multiplier=(lambda x: (x >= 0) & (x <= 1e30), "from 0 (off) to 1e30"),
+    dry_base=(lambda x: (x >= 1) & (x <= 1e30), "from 1 to 1e30"),
+    dry_allowed_length=(_COUNT[0], "a whole number from 0 to 2^31 - 1"),
+    dry_penalty_last_n=(lambda x: (x == -1) | _COUNT[0](x), "-1 (all), or a whole number from 0 to 2^31 - 1"),
 )
 PLAIN_SETTINGS = ("temperature", "top_k", "top_p", "repetition_penalty")
-_NOT_IN_TRANSFORMERS = ("presence_penalty", "frequency_penalty")  # fields of OpenAI's API only
-INTEGER_SETTINGS = {name for name, setting in NUMBER_SETTINGS.items() if setting is _COUNT}
+_NOT_IN_TRANSFORMERS = ("presence_", "frequency_", "xtc_", "dry_")  # of OpenAI's API, and of llama.cpp
+INTEGER_SETTINGS = {name for name in NUMBER_SETTINGS if isinstance(getattr(SamplingConfig, name), int)}
 # The settings that are not plain, with the values at which they do nothing.
 OPTIONAL_SETTINGS: dict[str, float] = {
     name: getattr(SamplingConfig, name) for name in NUMBER_SETTINGS if name not in PLAIN_SETTINGS
@@ -187,7 +210,7 @@ OPTIONAL_SETTINGS: dict[str, float] = {
 # --- generation_config.json
 
 
-_GENERATION_SETTINGS = [name for name in NUMBER_SETTINGS if name not in _NOT_IN_TRANSFORMERS]
+_GENERATION_SETTINGS = [name for name in NUMBER_SETTINGS if not name.startswith(_NOT_IN_TRANSFORMERS)]
 # Fields that change the result and are not supported, with the values at which they do nothing.
 _UNSUPPORTED_DEFAULTS: dict[str, Any] = dict(
     num_beams=(1,), num_beam_groups=(1,), diversity_penalty=(0,), epsilon_cutoff=(0,), eta_cutoff=(0,),
