@@ -9,7 +9,6 @@ import numpy as np
 
 from .. import plugin
 from ..checks import check_integer, is_traced, number_array
-from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..weights.params import Params, activation_dtype
 
@@ -17,17 +16,19 @@ from ..weights.params import Params, activation_dtype
 class HeldVectors:
     """N vectors by name, each of one or several layers. A row has a factor for each."""
 
-    def __init__(self, given: Any, params: Params, config: ModelConfig):
+    def __init__(self, given: Any, params: Params, config: Any):
         """given: by name, float [D] by layer. Raises InputError."""
         if not isinstance(given, Mapping) or not all(
             isinstance(by_layer, Mapping) for by_layer in given.values()
         ):
             what = "vectors by layer by name, as {'calm': {12: vector}}"
             raise InputError(f"taps of an engine must be {what}, got {format_value(given)}")
+        self.names = [*given]
+        if not given:
+            return
         if isinstance(params["layers"], dict):
             raise InputError("taps need layers that are not stacked: give unstack_layers' tree")
         D = config.hidden_size
-        self.names = [*given]
         dtype = activation_dtype(params)
         self._vector_LND = np.zeros((config.num_hidden_layers, len(given), D), np.float32)
         self._placed: list[jax.Array] = []

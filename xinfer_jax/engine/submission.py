@@ -148,8 +148,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
     error: BaseException | None = None
     name = "the engine"
     routes = False  # it records them
-    processors: HeldProcessors
-    taps: HeldVectors
+    processors = HeldProcessors({})
+    taps = HeldVectors({}, {}, None)
     guesses = Renamed("num_draft_tokens")
     room = Renamed("usable_capacity")
     last_turn = Renamed("last_step_time")
