@@ -43,8 +43,6 @@ REJECTED = {
     ("best-of", "stream"): "best_of=2 cannot be streamed",
     ("best-of", "draft+prefix+keep-prefix+logits"): "keep_prefix with best_of=2",
     ("int8", "no-cache"): "cache_dtype needs the cache",
-    ("callers", "lookup+logprobs"): "processors do not combine with draft",
-    ("callers", "draft+prefix+keep-prefix+logits"): "processors do not combine with draft",
     ("taps", "no-cache"): "taps needs the cache",
     ("taps", "lookup+logprobs"): "taps do not combine with draft: leave out draft or taps",
     ("taps", "draft+prefix+keep-prefix+logits"): "taps do not combine with draft",

@@ -61,6 +61,17 @@ def grpo_engine(out):
     assert stale[0] == 0 and max(stale[1:]) > 0
 
 
+def guidance(out):
+    """From one prompt's answer to another's; two models that agree; a city that a bias forbids."""
+    found = re.findall(r"^(.*): \['(.*)', '(.*)'\]$", out, re.M)
+    answers = {name: (one, other) for name, one, other in found}
+    assert answers["scale 0.0"] == (" Havana.",) * 2
+    assert answers["scale 1.0"] == answers["scale 2.0"] == (" Madrid.",) * 2
+    assert len(set(answers["drawn"])) == 1
+    assert answers["contrastive"] == (" Madrid.", " Havana.")
+    assert answers["another city"][0] != " Madrid." and answers["another city"][1] == " Havana."
+
+
 def look_inside(out):
     """The last layer's row of the lens is what the model says next; the steering vector is found."""
     assert re.search(r"^   3 .*' Mad' +'rid' +'\.' *$", out, re.M)
@@ -144,7 +155,7 @@ def tunix_rollout(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine,
+        adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine, guidance,
         log_probabilities, logits_processors, look_inside, many_draws, reuse_a_prefix,
         sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
     )
