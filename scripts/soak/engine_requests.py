@@ -42,6 +42,7 @@ _SETTINGS: tuple[dict, ...] = (
     dict(allowed_token_ids=[5, 6, 7, 8, 9]),
     dict(temperature=1.0, logit_bias={7: 3.0, 8: -5.0}),
     dict(temperature=1.0, bad_words_ids=[[5], [6, 7], [8, 8, 8]]),
+    dict(temperature=1.0, xtc_probability=0.5, dry_multiplier=0.8, dry_sequence_breakers=[7]),
 )
 
 
