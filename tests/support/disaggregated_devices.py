@@ -9,6 +9,7 @@ import time
 
 import compiling
 import jax
+import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
@@ -274,6 +275,35 @@ def test_adapters_on_both_sides(model):
         engine.remove_adapter("b")
         with pytest.raises(xj.InputError, match="no adapter is called 'b'"):
             engine.submit(ids, adapter="b")
+
+
+def test_callers_functions_on_both_sides(model):
+    """States of processors move with the rows; vectors are added where prompts and answers are."""
+
+    def less_of_the_last(state, logits_BV, context):
+        last_B1 = state["last"][:, None]
+        return logits_BV - 3 * state["by"][:, None] * (jnp.arange(logits_BV.shape[1]) == last_B1)
+
+    less = xj.Processor(
+        lambda by_B, context: dict(by=by_B, last=jnp.zeros_like(context.position_B)),
+        less_of_the_last,
+        lambda state, token_B, context: state | dict(last=token_B),
+    )
+    steps = np.linspace(-1, 1, model.config.hidden_size)
+    how = dict(processors=dict(less=(less, 1.0)), taps=dict(up={0: steps}))
+    each = [
+        options(30, sampling=xj.SamplingConfig(1.0), **more)
+        for more in (dict(processors=dict(less=2.0)), dict(taps=dict(up=3.0)), {})
+    ]
+    prompts = [prompt(95 + i, 100) for i in range(3)]
+    key = jax.random.key(3)
+    with xj.Engine(model, **SHAPE, **how) as alone:
+        wanted = [out.logprobs for out in alone.generate(prompts, each, key=key)]
+    with xj.Engine(model, prefill_devices=[0], decode_devices=[1], **SHAPE, **how) as engine:
+        with compiling.events() as seen:
+            assert [out.logprobs for out in engine.generate(prompts, each, key=key)] == wanted
+        assert seen == []
+        assert idle(engine)
 
 
 def test_both_sides_lend_the_memory_of_their_pages(one, apart):

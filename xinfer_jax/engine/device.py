@@ -119,9 +119,9 @@ class Device:
         arrays of its grammar's `Dfa`; recorded: `Request.recorded`; callers: the leaves of its processors.
         """
         row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables), recorded)
-        if self._shape.processors:
-            row = self._shape.processors.start(self._run, row, callers)
-        return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        row = self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        held = self._shape.processors
+        return held.start(self._run, row, callers) if held else row
 
     def draft_tokens(self) -> np.ndarray:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
