@@ -358,8 +358,8 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logi
 
 
 def an_engine() -> None:
-    """With a vocabulary that devices do not divide: a request gets the bits that it gets alone, nothing is
-    compiled after warm-up, and the cache is sharded over heads.
+    """With a vocabulary that devices do not divide, a caller's processor and vector: a request gets the bits
+    that it gets alone, nothing is compiled after warm-up, and the cache is sharded over heads.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), FAMILIES["qwen2"] | dict(vocab_size=97))
@@ -367,9 +367,17 @@ def an_engine() -> None:
         over = xj.load_model(path, "float32", mesh=mesh_of(4))
     prompts = [(np.arange(n) % 90).tolist() for n in (3, 70, 20, 130)]
     options = [xj.GenerateOptions(8, s, eos_token_ids=()) for s in (xj.SamplingConfig(), DRAWN, EVERY, DRAWN)]
+    noisy = dict(processors=dict(noise=3.0), taps=dict(up=2.0))
+    options[3] = dataclasses.replace(options[3], **noisy)
     together_key = jax.random.split(jax.random.key(1), 4)
     keys = [together_key[i : i + 1] for i in range(4)]
-    shape = dict(rows=3, capacity=192, pages=10, chunk=64)
+
+    def add_noise(by_B, logits_BV, context):
+        return logits_BV + by_B[:, None] * jax.vmap(lambda key: jax.random.normal(key, (97,)))(context.key_B)
+
+    vector = np.linspace(-1, 1, one.config.hidden_size)
+    shape = dict(rows=3, capacity=192, pages=10, chunk=64, taps=dict(up={1: vector}))
+    shape["processors"] = dict(noise=(xj.Processor(None, add_noise), 1.0))
     with xj.Engine(over, **shape) as engine:
         with compiling.programs() as seen:
             together = engine.generate(prompts, options, key=together_key)
