@@ -3,11 +3,13 @@
     python scripts/soak_engine.py --requests=20000
     python scripts/soak_engine.py --updates --tokens=10000
     python scripts/soak_engine.py --requests=2000 --adapters=16
+    python scripts/soak_engine.py --requests=2000 --callers
 
 Prints a JSON line for every 1,000 requests, and one at the end. Exit code 1: resident memory grew by --most
 MiB or more after the first thousand requests, a page leaked, or a program was compiled after the engine was
 ready. With --updates: an answer was not replayed bit for bit. With --adapters each request has a LoRA
-adapter or none, and at every twentieth an adapter is replaced, or removed and added anew.
+adapter or none, and at every twentieth an adapter is replaced, or removed and added anew. With --callers
+most requests have logits processors and a vector of the caller, with arguments of their own.
 """
 
 from launcher import start
@@ -21,6 +23,8 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import flags
 from soak import update_runs
 from soak.engine_requests import draw, outcome
@@ -40,6 +44,7 @@ NEW = flags.DEFINE_integer("new_tokens", 8, "Largest number of tokens of an answ
 ROWS = flags.DEFINE_integer("rows", 4, "Rows of the engine.", lower_bound=1)
 PAGES = flags.DEFINE_integer("pages", 20, "Pages of the engine.", lower_bound=2)
 ADAPTERS = flags.DEFINE_integer("adapters", 0, "LoRA adapters that the engine holds.", lower_bound=0)
+CALLERS = flags.DEFINE_bool("callers", False, "The engine has processors and a vector of the caller.")
 MOST = flags.DEFINE_float("most", 20, "Limit of memory growth, in MiB.", lower_bound=0)
 
 
@@ -59,7 +64,7 @@ def main(argv: list[str]) -> int:
     contents = [jax.tree.map(lambda x: x + 0.05, adapter) for adapter in contents]  # b is zero until then
     names = [f"adapter {i}" for i in range(ADAPTERS.value)]
     shape |= dict(adapters=dict(zip(names, contents, strict=True)), max_adapters=2 * ADAPTERS.value)
-    with xj.Engine(model, **shape, warm_up=True) as engine:
+    with xj.Engine(model, **shape, **of_callers(model.config), warm_up=True) as engine:
 
         def record_compilation(event: str, _: float, **__: object) -> None:
             if "/core/compile/" in event:
@@ -70,7 +75,7 @@ def main(argv: list[str]) -> int:
         for _ in range(REQUESTS.value // 1000):
             for drawn in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
                 fewer = min(drawn.options.max_new_tokens, NEW.value)
-                options = dataclasses.replace(drawn.options, max_new_tokens=fewer)
+                options = dataclasses.replace(drawn.options, max_new_tokens=fewer, **draw_callers(rng))
                 name = rng.choice([None, *names])
                 request = engine.submit(drawn.ids, options, key=drawn.key, adapter=name, **drawn.more)
                 if name and rng.random() < 1 / 20:
@@ -92,6 +97,37 @@ def main(argv: list[str]) -> int:
         json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
     )
     return int(grown >= MOST.value or lost > 0 or bool(compiled))
+
+
+def of_callers(config: xj.ModelConfig) -> dict:
+    """With --callers, arguments of an engine: a processor with a state, one that draws, and a vector."""
+    if not CALLERS.value:
+        return {}
+
+    def count(state, token_B, context):
+        return state | dict(count=state["count"].at[jnp.arange(len(token_B)), token_B].add(1))
+
+    def add_noise(by_B, logits_BV, context):
+        return logits_BV + by_B[:, None] * jax.vmap(lambda k: jax.random.normal(k, logits_BV.shape[1:]))(
+            context.key_B
+        )
+
+    less = xj.Processor(
+        lambda by_B, context: dict(by=by_B, count=jnp.zeros(context.seen_BV.shape, jnp.int32)),
+        lambda state, logits_BV, context: logits_BV - state["by"][:, None] * state["count"],
+        count,
+    )
+    noise = xj.Processor(None, add_noise, last=True)
+    vector = np.random.default_rng(0).standard_normal(config.hidden_size)
+    return dict(processors=dict(less=(less, 0.0), noise=(noise, 0.0)), taps=dict(up={0: vector, 1: vector}))
+
+
+def draw_callers(rng: random.Random) -> dict:
+    """With --callers, options of a request: some of these, with arguments."""
+    if not CALLERS.value:
+        return {}
+    named = {name: rng.uniform(0, 3) for name in ("less", "noise") if rng.random() < 1 / 2}
+    return dict(processors=named or None, taps=dict(up=rng.uniform(-1, 1)) if rng.random() < 1 / 2 else None)
 
 
 def change_adapter(engine: xj.Engine, name: str, adapter: xj.Adapter, in_place: bool) -> None:
