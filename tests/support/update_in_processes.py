@@ -1,17 +1,23 @@
 """One of two processes with an engine whose weights are replaced. Arguments: port, number. Prints errors."""
 
+import dataclasses
 import json
 import os
 import sys
 import traceback
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from small_models import QWEN
 
 import xinfer_jax as xj
 from xinfer_jax.signing import set_secret
 
+VECTOR = np.linspace(-1, 1, QWEN["hidden_size"], dtype=np.float32)
+BIAS = xj.Processor(
+    None, lambda s, logits_BV, context: logits_BV + s["by"][:, None] * jnp.sin(jnp.arange(logits_BV.shape[1]))
+)
 OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
 
 
@@ -32,7 +38,29 @@ def answer(engine, updates, update, host) -> None:
     np.testing.assert_allclose([other.logprobs for other in others], wanted, atol=1e-5)
     versions = [sorted({*each.token_versions[0]}) for each in (running, *others)]
     assert versions == [[0, 1], [1], [1], [2], [2]] and engine.version == 2
+    use_functions(engine, host[2])
     engine.close()
+
+
+def use_functions(engine, params) -> None:
+    """In process 0: requests that name a caller's processor, and a vector."""
+    other, processed, steered = (
+        engine.submit([7] * 9, dataclasses.replace(OPTIONS, **named)).result().logprobs
+        for named in ({}, dict(processors=dict(bias=dict(by=3.0))), dict(taps=dict(up=2.0)))
+    )
+
+    def generated(**how):
+        return xj.generate(
+            params, engine.model.config, [[7] * 9], dataclasses.replace(OPTIONS, **how)
+        ).logprobs
+
+    with jax.default_device(jax.local_devices()[0]):
+        wanted = (
+            generated(processors=[(BIAS, dict(by=3.0))]),
+            generated(taps={0: xj.Tap(2 * VECTOR, jnp.add)}),
+        )
+    np.testing.assert_allclose([processed, steered], wanted, atol=1e-5)
+    assert other not in (processed, steered)
 
 
 def main(port: str, number: int) -> None:
@@ -53,7 +81,9 @@ def main(port: str, number: int) -> None:
 
     lacking = dict(host[1], layers=host[1]["layers"][:1]) if number else host[1]
     updates = [host[1], lacking, over_mesh(host[2]), dict(host[0], final_norm=np.ones(3, np.float32))]
-    engine = xj.Engine(xj.Model(over_mesh(base), config), rows=2, capacity=128, pages=8, chunk=64)
+    how = dict(processors=dict(bias=(BIAS, dict(by=0.0))), taps=dict(up={0: VECTOR}))
+    model = xj.Model(over_mesh(base), config)
+    engine = xj.Engine(model, rows=2, capacity=128, pages=8, chunk=64, **how)
     problems = []
 
     def update(tree, **how) -> None:
