@@ -122,7 +122,6 @@ def test_nan_ends_its_own_request(engine):
         (dict(noise=dict(at=1.0)), "arguments of the processor 'noise' must be as {'by'"),
         (dict(noise=dict(by=np.ones(2))), "arguments of the processor 'noise' must be as {'by'"),
     ],
-    ids=str,
 )
 def test_wrong_arguments_of_a_request(engine, named, message):
     with pytest.raises(xj.InputError, match=message):
@@ -155,7 +154,6 @@ def test_wrong_arguments_of_a_request(engine, named, message):
             "apply .* cannot be traced: Attempt",
         ),
     ],
-    ids=str,
 )
 def test_wrong_processors_of_an_engine(model, processors, message):
     with pytest.raises(xj.InputError, match=message):
