@@ -8,6 +8,7 @@ import pytest
 from soak import engine_requests
 
 import xinfer_jax as xj
+from xinfer_jax.engine.held_processors import HeldProcessors
 
 SAMPLED = xj.SamplingConfig(1.0, top_p=0.95)
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
@@ -126,6 +127,16 @@ def test_nan_ends_its_own_request(engine):
 def test_wrong_arguments_of_a_request(engine, named, message):
     with pytest.raises(xj.InputError, match=message):
         submit(engine, named)
+
+
+def test_arguments_are_those_of_the_call():
+    """Not what the caller writes into an array later."""
+    array_V = np.ones(4, np.float32)
+    held = HeldProcessors(dict(bias=(PRESENCE, array_V)))
+    of_request = held.of_request(dict(bias=array_V))
+    array_V[:] = 5
+    for callers in (of_request, held.of_request(dict(bias=None))):
+        np.testing.assert_array_equal(callers.states[0], np.ones((1, 4)))
 
 
 @pytest.mark.parametrize(

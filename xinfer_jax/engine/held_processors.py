@@ -94,9 +94,9 @@ def repeated(x_1: Any, rows: int) -> Any:
 
 
 def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
-    """The arguments of one row as NumPy arrays; like: of the same tree, shapes and types."""
+    """The arguments of one row as NumPy arrays of their own; like: of the same tree, shapes and types."""
     try:
-        arrays = jax.tree.map(lambda x: np.asarray(x, jnp.result_type(x)), arguments)
+        arrays = jax.tree.map(lambda x: np.array(x, jnp.result_type(x)), arguments)
         if like is None:
             return arrays
         cast = jax.tree.map(lambda x, default: x.astype(default.dtype, casting="same_kind"), arrays, like)
