@@ -7,6 +7,7 @@ import pytest
 from soak import engine_requests
 
 import xinfer_jax as xj
+from xinfer_jax.engine.held_vectors import HeldVectors
 
 SAMPLED = xj.SamplingConfig(1.0)
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
@@ -84,6 +85,20 @@ def test_pages_of_steered_requests_are_never_shared(engine):
         cached.append(engine.stats.pages_cached)
     assert hits == [0, 0, 0, 128, 0, 0, 128]
     assert cached[1:3] == cached[:1] * 2
+
+
+def test_factors_are_put_on_the_devices_once(model):
+    """And few of those of earlier rows are kept."""
+    held = HeldVectors(TAPS, model.params, model.config)
+
+    def factors(calm):
+        return held.steered(model.params, [(calm, 0.0), ()], None)["layers"][0]["vectors"][1]
+
+    first = factors(1.0)
+    assert factors(1.0) is first
+    for i in range(100):
+        np.testing.assert_array_equal(factors(float(i)), [[i, 0], [0, 0]])
+    assert factors(1.0) is not first
 
 
 def test_a_preempted_row_keeps_its_vectors(engine):

@@ -368,7 +368,7 @@ class Device:
         if self.adapters:
             params = self.adapters.adapted(params, np.array([adapter for adapter, _ in variants], np.int32))
         if vectors := self._shape.vectors:
-            place = None if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
+            place = self._device if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
             params = vectors.steered(params, [factors for _, factors in variants], place)
         return params, self.config
 

@@ -12,6 +12,8 @@ from ..checks import check_integer, is_traced, number_array
 from ..errors import InputError, format_names, format_value
 from ..weights.params import Params, activation_dtype
 
+_MAX_FACTORS = 64  # arrays that are kept
+
 
 class HeldVectors:
     """N vectors by name, each of one or several layers. A row has a factor for each."""
@@ -32,6 +34,7 @@ class HeldVectors:
         dtype = activation_dtype(params)
         self._vector_LND = np.zeros((config.num_hidden_layers, len(given), D), np.float32)
         self._placed: list[jax.Array] = []
+        self._factors: dict[bytes, jax.Array] = {}  # of the rows of earlier calls, on the devices
         for n, (name, by_layer) in enumerate(given.items()):
             if not isinstance(name, str) or not name.strip():
                 raise InputError(f"the name of a tap must be a text, got {format_value(name)}")
@@ -73,7 +76,12 @@ class HeldVectors:
         if not self._placed:
             self._placed = [jax.device_put(vector_ND, place) for vector_ND in self._vector_LND]
         none = (0.0,) * len(self.names)
-        factor_BN = jax.device_put(np.array([row or none for row in factors], np.float32), place)
+        factor_BN = np.array([row or none for row in factors], np.float32)
+        key = factor_BN.tobytes()
+        if key not in self._factors:
+            if len(self._factors) >= _MAX_FACTORS:
+                self._factors.clear()
+            self._factors[key] = jax.device_put(factor_BN, place)  # over processes they all compare it
         pairs = zip(params["layers"], self._placed, strict=True)
-        layers = tuple({**layer, "vectors": (vector_ND, factor_BN)} for layer, vector_ND in pairs)
+        layers = tuple({**layer, "vectors": (vector_ND, self._factors[key])} for layer, vector_ND in pairs)
         return {**params, "layers": layers}
