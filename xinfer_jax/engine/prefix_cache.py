@@ -37,7 +37,7 @@ class PrefixCache:
         wrote, if they are more. in_files: also those in files.
         """
         none = FoundPrefix([], [], [], [])
-        if row.is_swapped_out or not self._enabled:
+        if row.is_swapped_out or row.factors or not self._enabled:
             return none
         num_pages = len(row.ids) // PAGE_SIZE  # full ones
         in_full_chunks = self.tokens_in_full_chunks(row)

@@ -1,7 +1,6 @@
 """`submit` and `generate` of engines: prompts and options are checked, and become requests."""
 
 import dataclasses
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -265,8 +264,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
                 row.priority = priority
                 # Long factors of longrope have pages of their own. No text encodes to b"\xff".
                 side = b"\xff" if switch is not None and row.longest > switch else b""
-                own = secrets.token_bytes(16) if row.factors else b""  # no other row finds its pages
-                row.salt = side + own + salt.encode("utf-8", "surrogatepass")
+                row.salt = side + salt.encode("utf-8", "surrogatepass")
                 row.client = client
                 row.logprobs_from = logprobs_from if answer is request.answers[0] else None
                 row.share_answers = bool(share_answers)
