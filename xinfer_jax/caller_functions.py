@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .errors import InputError, format_value
 
@@ -32,3 +34,25 @@ def call_function(what: str, function: Callable, *args: Any) -> Any:
     except jax.errors.JAXTypeError as error:
         first = str(error).partition("\n")[0].rstrip(".")
         raise InputError(f"{what} {function_name(function)} cannot be traced: {first}") from error
+
+
+def check_result(what: str, function: Callable, got: Any, like: Any, where: str = "") -> None:
+    """Raises InputError where a caller's function has not returned arrays like these. where: of the
+    call.
+    """
+
+    def shapes(tree: Any) -> str:
+        leaves = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree)]
+        return ", ".join(leaves) or "no array"
+
+    called = f"{what} {function_name(function)}{where}"
+    try:
+        found = shapes(got)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{called} must return arrays, got {format_value(got)}") from error
+    wanted = shapes(like)
+    if found == wanted:  # in other trees?
+        found += f" in {jax.tree.structure(got)}"
+        wanted += f" in {jax.tree.structure(like)}"
+    if found != wanted:
+        raise InputError(f"{called} returned {found}, expected {wanted}")

@@ -141,6 +141,10 @@ def no_array(x, _):
     return None
 
 
+def in_python(x, _):
+    return x if x.sum() > 0 else -x
+
+
 LAYERS = r"taps: layer \(-1: the embeddings\) must be a whole number from -1 to 1, got "
 MISTAKES = [
     ({2: xj.Tap()}, LAYERS + "2"),
@@ -152,7 +156,7 @@ MISTAKES = [
     ({(-1, "attention"): xj.Tap()}, "must be a whole number from 0 to 1, got -1"),
     ({(0, "mlp"): xj.Tap()}, r"a key is a layer, .*, got \(0, 'mlp'\)"),
     ({0: xj.Tap(edit=half)}, r"edit half after layer 0 returned float32\[2, 7, 24\], expected float"),
-    ({0: xj.Tap(edit=no_array)}, "edit no_array after layer 0 returned None, expected"),
+    ({0: xj.Tap(edit=no_array)}, "edit no_array after layer 0 returned no array, expected"),
     ({0: xj.Tap(add)}, "a Tap has args without edit, which takes them: <function add"),
 ]
 
@@ -243,6 +247,10 @@ def test_taps_of_generate_and_streams(model):
             run(add, direction_D, **how)
     with pytest.raises(InputError, match="edit half after layer .0, 'attention'. returned"):
         run(half, None)
+    with pytest.raises(InputError, match="edit in_python cannot be traced: Attempted boolean conversion of"):
+        run(in_python, None)
+    with pytest.raises(InputError, match="row 0, step 0: .* is nan: an edit of taps .*; or the weights"):
+        run(add, direction_D * np.nan)
 
 
 @pytest.mark.parametrize("how", [dict(edit=3), dict(edit=Unhashable()), dict(read="no")], ids=str)

@@ -223,9 +223,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     if history_BS is None and has_all_settings(sampling_B):
         values_B = sampling_B.no_repeat_ngram_size, sampling_B.dry_multiplier
         if is_traced(values_B) or np.any(np.asarray(values_B)):
-            raise InputError(
-                "no_repeat_ngram_size and dry_multiplier need history_BS, the tokens of each row"
-            )
+            raise InputError("no_repeat_ngram_size and dry_multiplier need history_BS, tokens of each row")
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")

@@ -20,10 +20,8 @@ def check_generated(call: ValidatedCall, generated: GeneratedTokens) -> None:
         row, step = broken[0]
         if (token := int(generated.tokens_BT[row, step])) < 0:
             raise InputError(f"row {row}, step {step}: {call.callers.nan_reason(token)}")
-        is_what = f"{token} is {generated.logprobs_BT[row, step]}"
-        raise InputError(
-            f"row {row}, step {step}: the log-probability of token {is_what}: {call.non_finite_reason}"
-        )
+        what = f"the log-probability of token {token} is {generated.logprobs_BT[row, step]}"
+        raise InputError(f"row {row}, step {step}: {what}: {call.non_finite_reason}")
     if has_all_settings(call.sampling_B):
         for row, ids in enumerate(generated.rows()):
             _check_allowed(call, row, ids)

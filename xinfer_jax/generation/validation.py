@@ -107,7 +107,8 @@ class ValidatedCall:
     @functools.cached_property
     def non_finite_reason(self) -> str:
         """Why values of the model may not be finite, and the remedy."""
-        return non_finite_reason(self.params, self.options.cache_dtype)
+        of_taps = "an edit of taps returned nan or inf; or " if self.options.taps else ""
+        return of_taps + non_finite_reason(self.params, self.options.cache_dtype)
 
 
 def non_finite_reason(params: Params, cache_dtype: str | None = None) -> str:

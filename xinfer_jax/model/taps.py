@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import plugin
-from ..caller_functions import check_function, function_name
+from ..caller_functions import call_function, check_function, check_result
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
@@ -85,11 +85,8 @@ class TappedLayers:
         hidden_BTD = plugin("rotation", "unrotate")(x_BTD, D) if config.rotated else x_BTD
         key = self._keys[place]
         if tap.edit is not None:
-            edited_BTD = tap.edit(hidden_BTD, tap.args)
-            got = _describe(edited_BTD)
-            if got != (wanted := _describe(hidden_BTD)):
-                name = function_name(tap.edit)
-                raise InputError(f"edit {name} after layer {key} returned {got}, expected {wanted}")
+            edited_BTD = call_function("edit", tap.edit, hidden_BTD, tap.args)
+            check_result("edit", tap.edit, edited_BTD, hidden_BTD, f" after layer {key}")
             hidden_BTD = edited_BTD
             x_BTD = plugin("rotation", "rotate")(edited_BTD, D) if config.rotated else edited_BTD
         if tap.read:
@@ -119,7 +116,3 @@ def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), checked)
     except (TypeError, ValueError) as error:
         raise InputError(f"args of a Tap must be a pytree of arrays: {error}") from error
-
-
-def _describe(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else format_value(x)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..caller_functions import call_function, check_function, function_name
+from ..caller_functions import call_function, check_function, check_result, function_name
 from ..checks import is_sequence
 from ..errors import InputError, format_value
 from .batched_settings import select_rows
@@ -158,7 +158,7 @@ class Callers:
         else:
             known = self._for_function(len(self.processors), known)
             token_B = call_function("sample", self.sample, known.key_B, taken_BV, known)
-            _check("sample", self.sample, token_B, known.position_B)
+            check_result("sample", self.sample, token_B, known.position_B)
             token_B = jnp.clip(token_B, 0, logits_BV.shape[1] - 1)
         return jnp.minimum(token_B, broken_B), taken_BV
 
@@ -201,7 +201,7 @@ class Callers:
 
             def updated() -> Any:
                 new = call_function("update", processor.update, state, token_B, self._for_function(i, known))
-                _check("update", processor.update, new, state)
+                check_result("update", processor.update, new, state)
 
                 def put(old: jax.Array, new: jax.Array) -> jax.Array:
                     return jnp.where(changes_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
@@ -221,7 +221,7 @@ class Callers:
 
             def applied(i=i, processor=processor, state=state, old_BV=logits_BV, broken_B=broken_B) -> tuple:
                 new_BV = call_function("apply", processor.apply, state, old_BV, self._for_function(i, known))
-                _check("apply", processor.apply, new_BV, old_BV)
+                check_result("apply", processor.apply, new_BV, old_BV)
                 has_B1 = True if self.uses_BP is None else self.uses_BP[:, i, None]
                 new_BV = jnp.where(has_B1, new_BV, old_BV)
                 is_wrong_B = jnp.any(jnp.isnan(new_BV) & (old_BV > -jnp.inf), -1) & (broken_B >= 0)
@@ -318,25 +318,5 @@ def end_rows(stop: Callable, state: Any) -> Any:
     """The `DecodeState` in which rows have also ended where a caller's function of it says so."""
     ends_B = call_function("stop", stop, state)
     finished_B = jnp.asarray(state.finished_B)
-    _check("stop", stop, ends_B, finished_B)
+    check_result("stop", stop, ends_B, finished_B)
     return dataclasses.replace(state, finished_B=finished_B | ends_B)
-
-
-def _check(what: str, function: Callable, got: Any, like: Any) -> None:
-    """Raises InputError where a caller's function has not returned arrays like these."""
-
-    def shapes(tree: Any) -> str:
-        leaves = [f"{jnp.result_type(x)}{list(np.shape(x))}" for x in jax.tree.leaves(tree)]
-        return ", ".join(leaves) or "no array"
-
-    called = f"{what} {function_name(function)}"
-    try:
-        found = shapes(got)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{called} must return arrays, got {format_value(got)}") from error
-    wanted = shapes(like)
-    if found == wanted:  # in other trees?
-        found += f" in {jax.tree.structure(got)}"
-        wanted += f" in {jax.tree.structure(like)}"
-    if found != wanted:
-        raise InputError(f"{called} returned {found}, expected {wanted}")
