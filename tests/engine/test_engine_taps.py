@@ -118,7 +118,7 @@ def test_a_preempted_row_keeps_its_vectors(engine):
     [
         (dict(other=1), "no tap is called 'other': the engine has calm, loud"),
         ({0: xj.Tap()}, "no tap is called 0: the engine has calm, loud"),
-        (3, "taps of a request must be factors by name, got 3"),
+        (3, "taps of a request must be factors by name of the engine's, got 3"),
         (dict(calm=np.nan), "tap 'calm': the factor must be a number up to 1e6, got nan"),
         (dict(calm="x"), "tap 'calm': the factor must be a number up to 1e6, got 'x'"),
         (dict(calm=[1.0]), "tap 'calm': the factor must be a number up to 1e6, got .1.0."),

@@ -37,12 +37,7 @@ class HeldProcessors:
         """`Callers` of one row before `start`, for `GenerateOptions.processors` of a request: arguments by
         name, None: the defaults. Raises InputError for other names, or other arguments than the defaults are.
         """
-        if not isinstance(given, Mapping):
-            what = "arguments by name: an engine has processors of its own"
-            raise InputError(f"processors of a request must be {what}, got {format_value(given)}")
-        if unknown := [name for name in given if name not in self.names]:
-            known = f"has {format_names(self.names, 8)}" if self.names else "was made without"
-            raise InputError(f"no processor is called {format_value(unknown[0])}: the engine {known}")
+        check_named("processor", given, "arguments", self.names)
         states = []
         for name, default in zip(self.names, self._defaults, strict=True):
             own = default if given.get(name) is None else _arrays(name, given[name], default)
@@ -83,6 +78,17 @@ _START = jax.jit(Callers.start)
 
 def _with_callers(rows: DecodeState, callers: Callers) -> DecodeState:
     return dataclasses.replace(rows, context=dataclasses.replace(rows.context, callers=callers))
+
+
+def check_named(what: str, given: Any, values: str, names: Sequence[str]) -> None:
+    """Raises InputError unless a request gives these values by names that its engine has."""
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"{what}s of a request must be {values} by name of the engine's, got {format_value(given)}"
+        )
+    if unknown := [name for name in given if name not in names]:
+        known = f"has {format_names(names, 8)}" if names else "was made without"
+        raise InputError(f"no {what} is called {format_value(unknown[0])}: the engine {known}")
 
 
 def repeated(x_1: Any, rows: int) -> Any:

@@ -9,8 +9,9 @@ import numpy as np
 
 from .. import plugin
 from ..checks import check_integer, is_traced, number_array
-from ..errors import InputError, format_names, format_value
+from ..errors import InputError, format_value
 from ..weights.params import Params, activation_dtype
+from .held_processors import check_named
 
 _MAX_FACTORS = 64  # arrays that are kept
 
@@ -56,11 +57,7 @@ class HeldVectors:
 
     def of_request(self, given: Any) -> tuple[float, ...]:
         """The factors of a row, for `GenerateOptions.taps` of a request. Raises InputError."""
-        if not isinstance(given, Mapping):
-            raise InputError(f"taps of a request must be factors by name, got {format_value(given)}")
-        if unknown := [name for name in given if name not in self.names]:
-            known = f"has {format_names(self.names, 8)}" if self.names else "was made without"
-            raise InputError(f"no tap is called {format_value(unknown[0])}: the engine {known}")
+        check_named("tap", given, "factors", self.names)
         for name, factor in given.items():
             number = number_array(factor)
             if number is None or number.ndim or not abs(number) <= 1e6:
