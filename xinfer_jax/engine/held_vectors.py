@@ -56,7 +56,7 @@ class HeldVectors:
                 )
 
     def of_request(self, given: Any) -> tuple[float, ...]:
-        """The factors of a row, for `GenerateOptions.taps` of a request. Raises InputError."""
+        """The factors of a row, for `GenerateOptions.taps` of a request; (): all are 0. Raises InputError."""
         check_named("tap", given, "factors", self.names)
         for name, factor in given.items():
             number = number_array(factor)
@@ -64,7 +64,8 @@ class HeldVectors:
                 raise InputError(
                     f"tap {name!r}: the factor must be a number up to 1e6, got {format_value(factor)}"
                 )
-        return tuple(float(given.get(name, 0.0)) for name in self.names)
+        factors = tuple(float(given.get(name, 0.0)) for name in self.names)
+        return factors if any(factors) else ()
 
     def steered(self, params: Params, factors: Sequence[Sequence[float]], place: Any) -> Params:
         """The parameters for rows with these factors; (): none. place: of arrays on the devices; None: where
