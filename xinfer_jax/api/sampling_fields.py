@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,11 +54,13 @@ def breaker_ids(
 ) -> tuple[int, ...]:
     """The ids of all tokens whose text contains one of these. BodyError: none has one that is no default."""
     tokens = vocabulary_of(tokenizer, vocab_size).tokens if tokenizer else []
-    found = {text: [i for i, token in enumerate(tokens) if text.encode() in token] for text in texts}
-    if missing := [text for text, ids in found.items() if not ids and text not in DRY_BREAKERS]:
+    any_text = re.compile(b"|".join(re.escape(text.encode()) for text in texts))
+    found = [i for i, token in enumerate(tokens) if any_text.search(token)] if texts else []
+    contents = b"\0".join(tokens[i] for i in found)
+    if missing := [text for text in texts if text.encode() not in contents and text not in DRY_BREAKERS]:
         said = f"no token contains {format_value(missing[0])}: give texts that are parts of tokens"
         raise BodyError(_BREAKERS, f"{_BREAKERS}: {said}")
-    return tuple(sorted(set().union(*found.values())))
+    return tuple(found)
 
 
 def _logit_bias(biases: dict[str, Any], vocab_size: int) -> dict[int, float]:
