@@ -452,7 +452,7 @@ def test_new_weights_in_all_processes_or_none():
         for i in range(2)
     ]  # fmt: skip
     try:
-        ended = [process.communicate(timeout=120) for process in started]
+        ended = [process.communicate(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()
