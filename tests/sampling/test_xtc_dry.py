@@ -176,6 +176,12 @@ def test_dry_equals_the_rule():
     assert (want > 1000).any() and (want.max(-1) > 0).sum() > 10
 
 
+def test_a_multiplier_too_small_for_float32_is_no_penalty():
+    settings = settings_per_row(xj.SamplingConfig(dry_multiplier=1e-40, dry_base=1e30), 1, 6)
+    ids = jnp.array([[1, 2, 3] * 8])
+    assert not np.any(xtc_dry.dry(jnp.zeros((1, 6)), settings, ids, jnp.array([24])))
+
+
 def test_penalties_of_dry_do_not_overflow():
     """A long repetition by a large base: finite; of -inf: -inf. At most 256 tokens above the length count."""
     S = 600
