@@ -8,7 +8,7 @@ import pytest
 from soak import engine_requests
 
 import xinfer_jax as xj
-from xinfer_jax.engine.held_processors import HeldProcessors
+from xinfer_jax.engine.held_processors import HeldProcessors, repeated
 
 SAMPLED = xj.SamplingConfig(1.0, top_p=0.95)
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
@@ -122,6 +122,8 @@ def test_nan_ends_its_own_request(engine):
         (dict(presence=[1.0, 2.0]), "arguments of the processor 'presence' must be as"),
         (dict(noise=dict(at=1.0)), "arguments of the processor 'noise' must be as {'by'"),
         (dict(noise=dict(by=np.ones(2))), "arguments of the processor 'noise' must be as {'by'"),
+        (dict(noise=3), "arguments of the processor 'noise' must be as {'by'.*got 3"),
+        (dict(noise=dict(by=1e300)), "arguments of the processor 'noise' must be as {'by'.*got .*1e.300"),
     ],
 )
 def test_wrong_arguments_of_a_request(engine, named, message):
@@ -143,6 +145,8 @@ def test_arguments_are_those_of_the_call():
     ("processors", "message"),
     [
         ([PRESENCE], "processors of an engine must be a dict of names"),
+        (np.zeros(2), "processors of an engine must be a dict of names"),
+        (dict(a=(PRESENCE, np.array(2**40))), "arguments of the processor 'a' must be a pytree of numbers"),
         ({"": (PRESENCE, 0.0)}, "a processor's name must be a text, got ''"),
         (
             dict(a=PRESENCE),
@@ -169,6 +173,19 @@ def test_arguments_are_those_of_the_call():
 def test_wrong_processors_of_an_engine(model, processors, message):
     with pytest.raises(xj.InputError, match=message):
         xj.Engine(model, **SHAPE, processors=processors)
+
+
+def test_functions_have_to_work_for_all_rows(model):
+    """An engine has programs of one row and of all: a function that serves one row only is found at once."""
+    of_one = xj.Processor(None, lambda s, x, c: x - s.reshape(1, 1))
+    with pytest.raises(TypeError, match="cannot reshape"):
+        xj.Engine(model, **SHAPE, processors=dict(a=(of_one, 0.0)))
+
+
+def test_states_may_be_keys_of_any_kind():
+    key_1 = jax.random.key(3, impl="rbg")[None]
+    keys_B = repeated(key_1, 2)
+    assert jax.random.key_data(keys_B).tolist() == jax.random.key_data(key_1).tolist() * 2
 
 
 @pytest.mark.full

@@ -134,7 +134,7 @@ class Engine(EngineLoop):
             raise InputError(f"model must be what load_model gives, got {format_value(model)}")
         super().__init__()
         adapters, max_adapters, max_rank = adapter_sizes(model, adapters, max_adapters, max_rank)
-        self.processors = HeldProcessors(processors or {})
+        self.processors = HeldProcessors({} if processors is None else processors)
         if prefill_devices is not None or decode_devices is not None:
             shape_of_each = dict(
                 rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
@@ -156,7 +156,7 @@ class Engine(EngineLoop):
             host_pages = 0
             page_directory = None
         snapshots = shape.snapshots if prefix_cache else 0
-        self.taps = HeldVectors(taps or {}, self.model.params, self.model.config)
+        self.taps = HeldVectors({} if taps is None else taps, self.model.params, self.model.config)
         held = self.processors if processors else None, self.taps if taps else None
         shape = dataclasses.replace(
             shape, host_pages=host_pages, snapshots=snapshots, processors=held[0], vectors=held[1]

@@ -58,6 +58,8 @@ class HeldProcessors:
         row = jax.tree.map(lambda x: x[:1], rows)
         all_of_them = self.of_request(dict.fromkeys(self.names))
         started, _ = guarded(_TRY, all_of_them)(all_of_them, row)
+        all_rows = jax.tree.map(lambda x: repeated(x, len(rows.limit_B)), all_of_them)
+        jax.eval_shape(_try, all_rows, rows)  # a function may only work for one row
         unused = dataclasses.replace(started, uses_BP=np.zeros_like(started.uses_BP))
         callers = jax.tree.map(lambda x: repeated(x, len(rows.limit_B)), unused)
         return _with_callers(rows, callers)
@@ -96,19 +98,31 @@ def repeated(x_1: Any, rows: int) -> Any:
     if not jnp.issubdtype(x_1.dtype, jax.dtypes.prng_key):
         return np.repeat(x_1, rows, 0)
     data_B: Any = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)
-    return jax.random.wrap_key_data(data_B, impl="threefry2x32")
+    return jax.random.wrap_key_data(data_B, impl=jax.random.key_impl(x_1))
 
 
 def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
     """The arguments of one row as NumPy arrays of their own; like: of the same tree, shapes and types."""
     try:
-        arrays = jax.tree.map(lambda x: np.array(x, jnp.result_type(x)), arguments)
+        arrays = jax.tree.map(_array, arguments)
         if like is None:
             return arrays
-        cast = jax.tree.map(lambda x, default: x.astype(default.dtype, casting="same_kind"), arrays, like)
-        if [x.shape for x in jax.tree.leaves(cast)] == [x.shape for x in jax.tree.leaves(like)]:
-            return cast
+        if jax.tree.structure(arrays) == jax.tree.structure(like):
+            cast = jax.tree.map(lambda x, default: _array(x, default.dtype), arrays, like)
+            if [x.shape for x in jax.tree.leaves(cast)] == [x.shape for x in jax.tree.leaves(like)]:
+                return cast
     except (TypeError, ValueError, OverflowError):
         pass
     wanted = "a pytree of numbers or arrays" if like is None else f"as {format_value(like)}"
     raise InputError(f"arguments of the processor {name!r} must be {wanted}, got {format_value(arguments)}")
+
+
+def _array(x: Any, dtype: Any = None) -> np.ndarray:
+    """As a NumPy array of this type; None: of JAX's for it. Raises where it cannot hold the numbers."""
+    wide = np.asarray(x)
+    with np.errstate(over="ignore"):
+        array = wide.astype(dtype or jnp.result_type(x), casting="same_kind")
+    is_same = array == wide if array.dtype.kind in "iu" else np.isfinite(array) | ~np.isfinite(wide)
+    if not np.all(is_same):
+        raise OverflowError(f"{x} in {array.dtype}")
+    return array
