@@ -56,10 +56,10 @@ class EngineShape:
     max_adapters: int = 0
     max_rank: int = 0  # of each
     adapter_bytes: int = 0  # of all
-    processors: Any = None  # `HeldProcessors`; None: it has none
-    vectors: Any = None  # `HeldVectors`; None: it has none
     # Experts of a token in all layers, which are recorded beside its keys; 0: they are not.
     num_routes: int = 0
+    processors: Any = None  # `HeldProcessors`; None: it has none
+    vectors: Any = None  # `HeldVectors`; None: it has none
 
     @property
     def cache_bytes(self) -> int:
