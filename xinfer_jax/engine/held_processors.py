@@ -107,7 +107,8 @@ def _arrays(name: str, arguments: Any, like: Any = None) -> Any:
         arrays = jax.tree.map(_array, arguments)
         if like is None:
             return arrays
-        if jax.tree.structure(arrays) == jax.tree.structure(like):
+        tree: Any = jax.tree.structure(arrays)
+        if tree == jax.tree.structure(like):
             cast = jax.tree.map(lambda x, default: _array(x, default.dtype), arrays, like)
             if [x.shape for x in jax.tree.leaves(cast)] == [x.shape for x in jax.tree.leaves(like)]:
                 return cast
