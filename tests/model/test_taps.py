@@ -251,6 +251,16 @@ def test_taps_of_generate_and_streams(model):
         run(in_python, None)
     with pytest.raises(InputError, match="row 0, step 0: .* is nan: an edit of taps .*; or the weights"):
         run(add, direction_D * np.nan)
+    kept_tracers = []
+
+    def keeps_a_tracer(hidden_BTD, args):
+        jax.eval_shape(kept_tracers.append, hidden_BTD)
+        return hidden_BTD + kept_tracers[-1]
+
+    with pytest.raises(
+        InputError, match="keeps_a_tracer: a function of yours uses a traced value of another"
+    ):
+        run(keeps_a_tracer, direction_D)
 
 
 @pytest.mark.parametrize("how", [dict(edit=3), dict(edit=Unhashable()), dict(read="no")], ids=str)

@@ -81,8 +81,8 @@ class BatchGenerator:
     def _executors(self, run: Run = run_program) -> tuple[Executor, Executor]:
         """What prefills and samples the first token, and what decodes."""
         options = self._call.options
-        if self._call.callers is not None:
-            run = plugin("callers", "guard")(run, self._call.callers)
+        if self._call.callers is not None or options.taps is not None:
+            run = plugin("callers", "guard")(run, self._call.callers, None, options.taps)
         traced = TracedExecutor(options.impl, run, taps=options.taps)
         if options.taps is not None:
             return traced, traced

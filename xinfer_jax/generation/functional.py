@@ -234,8 +234,8 @@ def decode_loop(  # noqa: PLR0913  a public function
     if taps is not None:
         taps = plugin("layers", "edits")(taps, config, "decode_loop")
     loop = _LOOP.donating if donate else _LOOP.keeping
-    if callers is not None or stop is not None:
-        loop = plugin("callers", "guard")(loop, callers, stop)
+    if any(given is not None for given in (callers, stop, taps)):
+        loop = plugin("callers", "guard")(loop, callers, stop, taps)
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
         np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,

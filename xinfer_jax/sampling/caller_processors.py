@@ -270,17 +270,20 @@ def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | 
     return Callers(states, None, tuple(processor for processor, _ in pairs), sample)
 
 
-def guarded(function: Callable, callers: Callers | None, stop: Callable | None = None) -> Callable:
-    """The function, a program with these functions of a caller: InputError takes the place of JAX's error
-    for a traced value that one of them keeps.
+def guarded(
+    program: Callable, callers: Callers | None, stop: Callable | None = None, taps: Any = None
+) -> Callable:
+    """A program with these functions of a caller: InputError takes the place of JAX's error for a traced
+    value that one of them keeps.
     """
 
     def call(*args: Any) -> Any:
         try:
-            return function(*args)
+            return program(*args)
         except jax.errors.UnexpectedTracerError as error:
             of_callers = callers.functions if callers else []
-            names = ", ".join(map(function_name, [*of_callers, *([stop] if stop else [])]))
+            others = stop, *(tap.edit for tap in (taps or {}).values())
+            names = ", ".join(map(function_name, filter(None, (*of_callers, *others))))
             what = "uses a traced value of another call: keep it in a state or an argument"
             raise InputError(f"{names}: a function of yours {what}") from error
 

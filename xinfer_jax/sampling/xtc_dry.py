@@ -72,8 +72,7 @@ def dry(
     _, _, count_BS = lax.while_loop(lambda carry: jnp.any(carry[1]), compare, start)
     over_BS = count_BS - allowed_B1
     power_BS = jnp.minimum(s.dry_base[:, None] ** over_BS.astype(jnp.float32), 1e38)  # 0 * inf is NaN
-    penalty_BS = jnp.minimum(
-        s.dry_multiplier[:, None] * power_BS, 1e30
-    )  # with a larger one logits could overflow float32
+    # With a larger one logits could overflow float32.
+    penalty_BS = jnp.minimum(s.dry_multiplier[:, None] * power_BS, 1e30)
     penalty_BS = jnp.where(follows_BS & (over_BS >= 0), penalty_BS, 0)
     return logits_BV - jnp.zeros_like(logits_BV).at[jnp.arange(B)[:, None], history_BS].max(penalty_BS)
