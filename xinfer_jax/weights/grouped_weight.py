@@ -110,16 +110,22 @@ class GroupedWeight(QuantizedWeight):
         if weight.order is not None:
             x_MI = x_MI[:, weight.order]
             weight = dataclasses.replace(weight, order=None)
+        return weight.by_rows(x_MI) if len(x_MI) <= _ROW_BY_ROW else weight.by_tiles(x_MI)
+
+    def by_rows(self, x_MI: jax.Array) -> jax.Array:
+        """A form for CPUs, without an order: one row after the other, of the weights as they are."""
         if len(x_MI) == 1:
-            return _row(x_MI[0], weight)[None]
-        if len(x_MI) <= _ROW_BY_ROW:
-            return lax.map(lambda x_I: _row(x_I, weight), x_MI)
+            return _row(x_MI[0], self)[None]
+        return lax.map(lambda x_I: _row(x_I, self), x_MI)
+
+    def by_tiles(self, x_MI: jax.Array) -> jax.Array:
+        """A form for CPUs, without an order: tiles of the matrix are dequantized to float32."""
 
         def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
             tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
             return dot(x_MI, pad_outputs(tile.dequantize()))[:, :size]
 
-        return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
+        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.inputs, self)
 
     def tpu_product(self, x_MI: jax.Array) -> jax.Array:
         return tpu_grouped_product(x_MI, self)

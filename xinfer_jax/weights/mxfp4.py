@@ -60,10 +60,17 @@ class Mxfp4Weight(QuantizedWeight):
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
         x_MI = x_MI.astype(jnp.float32)
+        return self.by_rows(x_MI) if len(x_MI) <= _ROW_BY_ROW else self.by_tiles(x_MI)
+
+    def by_rows(self, x_MI: jax.Array) -> jax.Array:
+        """A form for CPUs: one row after the other."""
         if len(x_MI) == 1:
             return _row(x_MI[0], self)[None]
-        if len(x_MI) <= _ROW_BY_ROW:  # the barrier makes weights depend on x, or XLA would unpack them before
-            return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, self))), x_MI)
+        # The barrier makes weights depend on x, or XLA would unpack them before.
+        return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, self))), x_MI)
+
+    def by_tiles(self, x_MI: jax.Array) -> jax.Array:
+        """A form for CPUs: tiles of the matrix are dequantized to float32."""
 
         def multiply_tile(first: jax.Array, size: int, weight: Mxfp4Weight) -> jax.Array:  # [M, size]
             tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)

@@ -54,15 +54,18 @@ def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple
     return jnp.round(x_MI * factor_M1).astype(jnp.int8), factor_M1
 
 
-def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array) -> jax.Array:
+def int8_activation_product(
+    x_MI: jax.Array, values_OI: jax.Array, int8_dot: Callable[..., jax.Array] | None = None
+) -> jax.Array:
     """Returns x, quantized to int8, times int8 values, float32 [M, O]. Sums are exact, so other rows change
-    no bit of a row.
+    no bit of a row. int8_dot: None: of `choose_int8_dot`.
     """
     int8_MI, factor_M1 = quantize_activations(x_MI)
     rows = len(x_MI)
     if rows == 1:  # a single row takes twenty times as long as two
         int8_MI = jnp.pad(int8_MI, ((0, 1), (0, 0)))
-    sums_MO = choose_int8_dot(rows, len(values_OI))(int8_MI, values_OI, dtype=jnp.int32)[:rows]
+    int8_dot = int8_dot or choose_int8_dot(rows, len(values_OI))
+    sums_MO = int8_dot(int8_MI, values_OI, dtype=jnp.int32)[:rows]
     return sums_MO.astype(jnp.float32) / factor_M1
 
 
