@@ -175,6 +175,17 @@ def test_wrong_processors_of_an_engine(model, processors, message):
         xj.Engine(model, **SHAPE, processors=processors)
 
 
+def test_a_function_that_keeps_a_traced_value_is_named_before_any_request(model):
+    kept = []
+
+    def keeps(_, logits_BV, context):
+        kept.append(logits_BV)
+        return logits_BV + kept[0].sum()
+
+    with pytest.raises(xj.InputError, match="keeps: a function of yours uses a traced value of another call"):
+        xj.Engine(model, **SHAPE, processors=dict(a=(xj.Processor(None, keeps), 0.0)))
+
+
 def test_functions_have_to_work_for_all_rows(model):
     """An engine has programs of one row and of all: a function that serves one row only is found at once."""
     of_one = xj.Processor(None, lambda s, x, c: x - s.reshape(1, 1))

@@ -57,9 +57,10 @@ class HeldProcessors:
         """
         row = jax.tree.map(lambda x: x[:1], rows)
         all_of_them = self.of_request(dict.fromkeys(self.names))
-        started, _ = guarded(_TRY, all_of_them)(all_of_them, row)
-        all_rows = jax.tree.map(lambda x: repeated(x, len(rows.limit_B)), all_of_them)
-        jax.eval_shape(_try, all_rows, rows)  # a function may only work for one row
+        attempt = guarded(_TRY, all_of_them)
+        started, _ = attempt(all_of_them, row)
+        # A function may only work for one row, or keep what it was traced with for the next time.
+        attempt(jax.tree.map(lambda x: repeated(x, len(rows.limit_B)), all_of_them), rows)
         unused = dataclasses.replace(started, uses_BP=np.zeros_like(started.uses_BP))
         callers = jax.tree.map(lambda x: repeated(x, len(rows.limit_B)), unused)
         return _with_callers(rows, callers)
