@@ -1,6 +1,7 @@
 """Counts what jax compiles."""
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,7 +12,12 @@ from xinfer_jax.layerwise.precompile import stop_compiling
 
 @contextlib.contextmanager
 def events() -> Iterator[list[str]]:
-    """Collects one entry for each trace, lowering and compilation inside the block."""
+    """Collects one entry for each trace, lowering and compilation inside the block, in any thread. It first
+    waits for the background of engines of other tests.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "xinfer_jax warm-up":
+            thread.join(120)
     seen: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:
