@@ -145,6 +145,12 @@ def outcome(request) -> tuple:
     return out, request.prompt_logprobs
 
 
+def answer_of(request: xj.Request) -> tuple[list[int], list[float]]:
+    """Tokens of a request with one answer, and their log-probabilities."""
+    out = request.result()
+    return out.tokens[0], out.logprobs[0]
+
+
 def same_outcome(first: tuple, complete: tuple) -> bool:
     """Whether two outcomes are equal bit for bit. If the first one was cut short, only its tokens count."""
     (out, prompt) = first

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from random_adapters import random_adapter
 from soak import engine_requests
+from soak.engine_requests import answer_of as answer
 
 import xinfer_jax as xj
 
@@ -40,11 +41,6 @@ def engine(own_engine):
 
 def submit(engine, adapter=None, prompt=PROMPT, options=LONG, **how) -> xj.Request:
     return engine.submit(prompt, options, key=jax.random.key(len(prompt)), adapter=adapter, **how)
-
-
-def answer(request) -> tuple[list[int], list[float]]:
-    out = request.result()
-    return out.tokens[0], out.logprobs[0]
 
 
 def test_rows_have_their_own_adapters_and_the_bits_that_they_have_alone(engine, model, adapters):

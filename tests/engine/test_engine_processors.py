@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from soak import engine_requests
+from soak.engine_requests import answer_of as answer
 
 import xinfer_jax as xj
 from xinfer_jax.engine.held_processors import HeldProcessors, repeated
@@ -34,7 +35,6 @@ NOISE = xj.Processor(
     last=True,
 )
 PROCESSORS = dict(presence=(PRESENCE, 0.0), noise=(NOISE, dict(by=1.0)))
-OF_CALL = dict(presence=PRESENCE, noise=NOISE)
 NAMED = [None, dict(presence=2.0), dict(noise=None), dict(noise=dict(by=3)), dict(presence=30.0, noise=None)]
 
 
@@ -53,16 +53,11 @@ def submit(engine, named, prompt=PROMPT, seed=0, new=NEW, sampling=SAMPLED, **ho
     return engine.submit(prompt, options, key=jax.random.key(seed), **how)
 
 
-def answer(request) -> tuple[list[int], list[float]]:
-    out = request.result()
-    return out.tokens[0], out.logprobs[0]
-
-
 def generated(model, named, **how):
     given = []
     for name, arguments in (named or {}).items():
-        default = PROCESSORS[name][1]
-        given.append((OF_CALL[name], default if arguments is None else arguments))
+        processor, default = PROCESSORS[name]
+        given.append((processor, default if arguments is None else arguments))
     options = xj.GenerateOptions(NEW, SAMPLED, eos_token_ids=(), processors=given or None, **how)
     return xj.generate(model.params, model.config, [PROMPT], options, key=jax.random.key(0)).tokens[0]
 

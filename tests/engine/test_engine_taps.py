@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from soak import engine_requests
+from soak.engine_requests import answer_of as answer
 
 import xinfer_jax as xj
 from xinfer_jax.engine.held_vectors import HeldVectors
@@ -48,11 +49,6 @@ def engine(model):
 def submit(engine, named, **how) -> xj.Request:
     options = xj.GenerateOptions(NEW, SAMPLED, eos_token_ids=(), taps=named)
     return engine.submit(PROMPT, options, key=jax.random.key(0), **how)
-
-
-def answer(request) -> tuple[list[int], list[float]]:
-    out = request.result()
-    return out.tokens[0], out.logprobs[0]
 
 
 def test_rows_have_their_own_vectors_and_the_bits_that_they_have_alone(engine, model):

@@ -157,10 +157,10 @@ class Engine(EngineLoop):
             page_directory = None
         snapshots = shape.snapshots if prefix_cache else 0
         self.taps = HeldVectors({} if taps is None else taps, self.model.params, self.model.config)
-        held = self.processors if processors else None, self.taps if taps else None
         shape = dataclasses.replace(
-            shape, host_pages=host_pages, snapshots=snapshots, processors=held[0], vectors=held[1]
-        )
+            shape, host_pages=host_pages, snapshots=snapshots,
+            processors=self.processors if processors else None, vectors=self.taps if taps else None,
+        )  # fmt: skip
         self._channel = control_channel_for(self.model.params)
         if self._channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))

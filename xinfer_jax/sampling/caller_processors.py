@@ -114,11 +114,9 @@ class Callers:
 
     def select_rows(self, rows_B: Any) -> "Callers":
         """Where rows have different processors: without those of other rows, whose work is skipped."""
-        return (
-            self
-            if self.uses_BP is None
-            else dataclasses.replace(self, uses_BP=self.uses_BP & rows_B[:, None])
-        )
+        if self.uses_BP is None:
+            return self
+        return dataclasses.replace(self, uses_BP=self.uses_BP & rows_B[:, None])
 
     def choose(
         self, logits_BV: jax.Array, key_B: jax.Array, settings: SamplingConfig, context: Context, impl: Any
@@ -136,9 +134,8 @@ class Callers:
 
         def merged(i: int, of_others: Callable) -> jax.Array:
             def merge() -> jax.Array:
-                other = of_others()
                 own = self._choose(logits_BV, key_B, select_rows(settings, has_B), context)[i]
-                return jnp.where(has_B.reshape(-1, *[1] * (other.ndim - 1)), own, other)
+                return _where_rows(has_B, own, of_others())
 
             return lax.cond(jnp.any(has_B), merge, of_others)
 
@@ -152,11 +149,10 @@ class Callers:
             return warp_logits(kept_BV, settings, largest_B1, draw=(key_B, context.position_B))
 
         taken_BV, broken_B = self.process(logits_BV, settings, context, warp)
-        known = self._context(context)
         if self.sample is None:
-            token_B = draw_tokens(taken_BV, key_B, settings, known.position_B, None, logits_BV.shape[1])
+            token_B = draw_tokens(taken_BV, key_B, settings, context.position_B, None, logits_BV.shape[1])
         else:
-            known = self._for_function(len(self.processors), known)
+            known = self._for_function(len(self.processors), self._context(context))
             token_B = call_function("sample", self.sample, known.key_B, taken_BV, known)
             check_result("sample", self.sample, token_B, known.position_B)
             token_B = jnp.clip(token_B, 0, logits_BV.shape[1] - 1)
@@ -203,10 +199,7 @@ class Callers:
                 new = call_function("update", processor.update, state, token_B, self._for_function(i, known))
                 check_result("update", processor.update, new, state)
 
-                def put(old: jax.Array, new: jax.Array) -> jax.Array:
-                    return jnp.where(changes_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
-                return jax.tree.map(put, state, new)
+                return jax.tree.map(partial(_where_rows, changes_B), new, state)
 
             return self._if_any(changes_B, updated, state)
 
@@ -228,7 +221,7 @@ class Callers:
                 new_BV = jnp.nan_to_num(new_BV, nan=-jnp.inf, posinf=1e30, neginf=-jnp.inf)
                 return new_BV, jnp.where(is_wrong_B, -1 - i, broken_B)
 
-            has_B = self.uses_BP if self.uses_BP is None else self.uses_BP[:, i]
+            has_B = None if self.uses_BP is None else self.uses_BP[:, i]
             logits_BV, broken_B = self._if_any(has_B, applied, (logits_BV, broken_B))
         return logits_BV, broken_B
 
@@ -248,6 +241,11 @@ class Callers:
         if self.uses_BP is not None:
             i_B = jnp.sum(self.uses_BP[:, :i], -1)
         return known._replace(key_B=jax.vmap(jax.random.fold_in)(known.key_B, i_B))
+
+
+def _where_rows(rows_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The new array for these rows, the old one for others."""
+    return jnp.where(rows_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 
 def callers_of_call(given: Any, sample: Any, stop: Any, rows: int) -> Callers | None:
