@@ -1,11 +1,11 @@
 """Times the forms of a CPU's matrix products by format, number of rows and shape, one after the other, in
-turns: the constants of `xinfer_jax/ops/cpu` follow from its table.
+turns: `xinfer_jax/ops/cpu/product_table.py` follows from its table.
 
     python scripts/bench_products.py --formats=int8,int4 --rows=1,2,4,8
     XINFER_JAX_CPU=none XLA_FLAGS=--xla_cpu_max_isa=AVX2 python scripts/bench_products.py
 
-Prints billions of weights a second of each form (the best of the rounds), the fastest marked "*"; then how
-fast the form that runs is by the fastest. Each call reads another copy of the matrix.
+Prints billions of weights a second of each form (the best of the rounds), the fastest marked "*"; then the
+form that the table has, and how fast it is by the fastest. Each call reads another copy of the matrix.
 """
 
 from launcher import start
@@ -13,28 +13,35 @@ from launcher import start
 # isort: split
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax import lax
 
 from xinfer_jax.errors import InputError
-from xinfer_jax.ops.cpu.cpu_features import describe_cpu
-from xinfer_jax.ops.cpu.cpu_products import (
-    cpu_float_form,
-    int8_activation_product,
-    matrix_lhs_dot,
-    upcast_product,
-)
-from xinfer_jax.ops.product import dot
+from xinfer_jax.generation.executor import decode_compiler_options
+from xinfer_jax.ops.cpu import product_table
+from xinfer_jax.ops.cpu.product_table import MATRIX_FIRST, ROWS, TILES, X_FIRST
+from xinfer_jax.ops.product import float_product
+from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.quantization import quantize_matrix, with_int8_activations
+from xinfer_jax.weights.ternary import ternary_leaf
 
 MATRICES = dict(wide=(4864, 896), tall=(896, 4864), vocabulary=(151_936, 896))
-_FORMATS = flags.DEFINE_list("formats", ["float32", "bfloat16", "int8", "int8_activations", "int4"], "Which.")
+UNPACKED = (X_FIRST, MATRIX_FIRST, TILES)
+FORMS = {
+    "float32": UNPACKED,
+    "bfloat16": UNPACKED,
+    "int8": UNPACKED,
+    "int8 activations": UNPACKED,
+    "int4": (ROWS, TILES),
+    "mxfp4": (ROWS, TILES),
+    "ternary": (ROWS, TILES),
+}
+_FORMATS = flags.DEFINE_list("formats", [*FORMS], "Which.")
 _ROWS = flags.DEFINE_list(
     "rows", ["1", "2", "3", "4", "8", "12", "16", "32", "64", "256"], "Numbers of rows."
 )
@@ -43,57 +50,30 @@ _BYTES = flags.DEFINE_integer("bytes", 2**27, "Of the copies of a matrix togethe
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Of all forms.", lower_bound=1)
 
 
-def of_two_rows(product: Callable, x_MI: jax.Array, weight: Any) -> jax.Array:
-    """A single row beside one of zeros."""
-    rows = len(x_MI)
-    x_MI = jnp.pad(x_MI, ((0, 1), (0, 0))) if rows == 1 else x_MI
-    return product(lax.optimization_barrier(x_MI), weight)[:rows]
-
-
-def float_forms(dtype: str) -> dict[str, Callable]:
-    cast = lambda x_MI: x_MI.astype(dtype)  # noqa: E731
-    return {
-        "x first": lambda x_MI, w: of_two_rows(dot, cast(x_MI), w) if dtype != "float32" else dot(x_MI, w),
-        "matrix first": lambda x_MI, w: of_two_rows(matrix_lhs_dot, cast(x_MI), w),
-        "float32 tiles": upcast_product,
-        "chosen": lambda x_MI, w: cpu_float_form(None, None, (x_MI, w), None)(x_MI, w),
-    }
-
-
-def int8_forms(activations: bool) -> dict[str, Callable]:
-    def by(int8_dot: Callable) -> Callable:
-        if activations:
-            return lambda x_MI, w: int8_activation_product(x_MI, w.values, int8_dot) * w.scale
-        return lambda x_MI, w: w.split_product(x_MI, int8_dot)
-
-    return {
-        "x first": by(dot),
-        "matrix first": by(matrix_lhs_dot),
-        "float32 tiles": lambda x_MI, w: upcast_product(x_MI, w.values) * w.scale,
-        "chosen": lambda x_MI, w: w.cpu_product(x_MI),
-    }
-
-
-def group_forms() -> dict[str, Callable]:
-    return {
-        "row by row": lambda x_MI, w: w.by_rows(x_MI),
-        "float32 tiles": lambda x_MI, w: w.by_tiles(x_MI),
-        "chosen": lambda x_MI, w: w.cpu_product(x_MI),
-    }
-
-
-FORMS = dict(
-    float32=partial(float_forms, "float32"), bfloat16=partial(float_forms, "bfloat16"),
-    int8=partial(int8_forms, False), int8_activations=partial(int8_forms, True), int4=group_forms,
-)  # fmt: skip
-
-
 def weight_of(kind: str, shape: tuple[int, int]) -> Any:
-    matrix_OI = np.random.default_rng(0).standard_normal(shape, np.float32)
+    random = np.random.default_rng(0)
+    if kind == "mxfp4":
+        return jax.tree.map(
+            lambda x: jnp.asarray(random.integers(118, 128, x.shape, np.uint8)), mxfp4_struct(shape)
+        )
+    matrix_OI = random.standard_normal(shape, np.float32)
     if kind in ("float32", "bfloat16"):
         return jnp.asarray(matrix_OI, kind)
-    leaf = jax.device_put(quantize_matrix(matrix_OI, 4 if kind == "int4" else 8, None))
-    return with_int8_activations(leaf) if kind == "int8_activations" else leaf
+    if kind == "ternary":
+        return jax.device_put(ternary_leaf(matrix_OI, "matrix"))
+    leaf = jax.device_put(quantize_matrix(matrix_OI, 4 if kind.startswith("int4") else 8))
+    return with_int8_activations(leaf) if kind.endswith("activations") else leaf
+
+
+def program_of(form: str, x_MI: jax.Array, weight: Any) -> Callable:
+    """The product by a form, compiled."""
+
+    def product(x_MI: jax.Array, weight: Any) -> jax.Array:
+        return float_product(x_MI, weight) if isinstance(weight, jax.Array) else weight.product(x_MI)
+
+    jax.clear_caches()  # a form was chosen when a function was traced
+    with mock.patch.object(product_table, "fastest_form", lambda *_: form):
+        return jax.jit(product, compiler_options=decode_compiler_options()).lower(x_MI, weight).compile()
 
 
 def seconds(program: Callable, x_MI: jax.Array, copies: list) -> float:
@@ -107,7 +87,8 @@ def seconds(program: Callable, x_MI: jax.Array, copies: list) -> float:
 def measure(kind: str, name: str, rows: int, copies: list) -> None:
     shape = MATRICES[name]
     x_MI = jnp.asarray(np.random.default_rng(1).standard_normal((rows, shape[1])), "float32")
-    programs = {form: jax.jit(function) for form, function in FORMS[kind]().items()}
+    x_MI = x_MI.astype("bfloat16") if kind == "bfloat16" else x_MI
+    programs = {form: program_of(form, x_MI, copies[0]) for form in FORMS[kind]}
     best = {}
     for form, program in programs.items():
         jax.block_until_ready(program(x_MI, copies[0]))
@@ -117,18 +98,21 @@ def measure(kind: str, name: str, rows: int, copies: list) -> None:
         for form, program in programs.items():
             if best[form] < 1.5 * min(best.values()):  # others are not the fastest
                 best[form] = min(best[form], seconds(program, x_MI, copies))
-    chosen = best.pop("chosen")
     least = min(best.values())
+    runs = product_table.fastest_form(kind, rows, *shape)
     size = shape[0] * shape[1]
     parts = [f"{form} {size / s / 1e9:.2f}{'*' if s == least else ''}" for form, s in best.items()]
-    print(f"{kind:16} {name:10} {rows:4}  {' · '.join(parts)}  runs: {least / chosen:.2f}", flush=True)
+    print(
+        f"{kind:16} {name:10} {rows:4}  {' · '.join(parts)}  runs: {runs}, {least / best[runs]:.2f}",
+        flush=True,
+    )
 
 
 def main(argv: list[str]) -> None:
     for names, known in ((_FORMATS.value, FORMS), (_MATRICES.value, MATRICES)):
         if unknown := {*names} - {*known}:
             raise InputError(f"{sorted(unknown)[0]!r} is not one of {', '.join(known)}")
-    print(f"jax {jax.__version__}, {describe_cpu()}")
+    print(f"jax {jax.__version__}, {product_table.describe_cpu()}")
     for kind in _FORMATS.value:
         for name in _MATRICES.value:
             weight = weight_of(kind, MATRICES[name])

@@ -27,7 +27,7 @@ PACKAGES = {
     ),
     "sharding": (),
     "ops": ("operation", "largest", "product", "forms", "row_groups"),
-    "ops.cpu": ("cpu_features", "cpu_products", "cpu_sampler"),
+    "ops.cpu": ("cpu_features", "product_table", "cpu_products", "cpu_sampler"),
     "ops.tpu": ("tpu_products",),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (

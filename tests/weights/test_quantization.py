@@ -15,12 +15,13 @@ from quick import full_except
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.ops.cpu import cpu_features, cpu_products
+from xinfer_jax.ops.cpu import cpu_features, product_table
+from xinfer_jax.ops.cpu.cpu_products import quantize_activations
 from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf
+from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf, with_int8_activations
 from xinfer_jax.weights.quantized_weight import quantized_product
 
 pytestmark = pytest.mark.oldest
@@ -143,12 +144,13 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_features, "_INFO", file)
     monkeypatch.setattr(cpu_features, "_flags", cpu_features._flags.__wrapped__)
     monkeypatch.setattr(cpu_features, "fast_matmul_types", cpu_features.fast_matmul_types.__wrapped__)
-    monkeypatch.setattr(cpu_products, "fast_matmul_types", cpu_features.fast_matmul_types)
+    monkeypatch.setattr(product_table, "fast_matmul_types", cpu_features.fast_matmul_types)
     assert ",".join(
         name for name in cpu_features._FLAGS if name in cpu_features.fast_matmul_types()
     ) == has.replace("none", "")
     weight = jax.device_put(quantize_matrix(matrix(96, 128)))
     half = jnp.asarray(matrix(96, 128), jnp.bfloat16)
+    once = with_int8_activations(weight)
     for rows in (1, 2, 20, 80):
         x = np.random.default_rng(rows).standard_normal((rows, 128)).astype(jnp.bfloat16).astype(np.float32)
         for got, matrix_float32 in (
@@ -157,18 +159,41 @@ def test_cpu_features_choose_the_form_of_products(has, tmp_path, monkeypatch):
         ):
             wanted = x @ np.asarray(matrix_float32).T
             np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())
+        int8, factor = quantize_activations(x)
+        wanted = int8.astype(np.float32) @ np.asarray(weight.dequantize()).T / factor
+        np.testing.assert_allclose(quantized_product(x, once), wanted, atol=1e-5 * np.abs(wanted).max())
     monkeypatch.setenv(cpu_features.CPU_VARIABLE, "bfloat16")
-    assert cpu_features.fast_matmul_types() == {"bfloat16"} and "bfloat16" in cpu_features.describe_cpu()
+    assert cpu_features.fast_matmul_types() == {"bfloat16"} and "bfloat16" in product_table.describe_cpu()
     monkeypatch.setenv(cpu_features.CPU_VARIABLE, "sse")
     with pytest.raises(xj.InputError, match="XINFER_JAX_CPU='sse': give some of int8,bfloat16,amx, or none"):
         cpu_features.fast_matmul_types()
+
+
+@pytest.mark.parametrize("jax_version", [(0, 10, 2), (0, 12, 0)])
+@pytest.mark.parametrize("has", CPU_INFOS)
+def test_each_number_of_rows_has_a_form(has, jax_version, monkeypatch):
+    monkeypatch.setattr(product_table, "fast_matmul_types", lambda: frozenset(has.split(",")))
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    forms = {
+        kind: [product_table.fastest_form(kind, rows, 896, 4864) for rows in (1, 3, 8, 33, 300)]
+        for kind in ("float32", "bfloat16", "float16", "int8", "int8 activations", "int4", "mxfp4", "ternary")
+    }
+    assert forms["float32"] == ["x first", *["matrix first"] * 3, "x first"]
+    assert set(forms["float16"]) == {"float32 tiles"}
+    assert (forms["int8"][-1] == "float32 tiles") != ("amx" in has or "int8" in has and jax_version[1] == 12)
+    for packed in ("int4", "mxfp4", "ternary"):
+        assert forms[packed][0] == "row by row" and forms[packed][-1] == "float32 tiles"
+    if (
+        has == "int8,bfloat16" and jax_version[1] == 12
+    ):  # measured: the matrix as left operand is never faster
+        assert set(forms["int8"]) == set(forms["int8 activations"]) == {"x first"}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("has", ["bfloat16", "bfloat16,amx", "none"])
 def test_experts_narrower_than_the_model_in_bfloat16(has, monkeypatch):
     """64 tokens at once: XLA has no bfloat16 product with a transposed result of `matrix_lhs_dot`."""
-    monkeypatch.setattr(cpu_products, "fast_matmul_types", lambda: frozenset(has.split(",")))
+    monkeypatch.setattr(product_table, "fast_matmul_types", lambda: frozenset(has.split(",")))
     config = CASES["moe-some-layers-dense"].config
     assert config.experts.intermediate_size < config.hidden_size
     params = xj.init_params(config, jax.random.key(0), "bfloat16")

@@ -23,7 +23,7 @@ from ..generation.executor_choice import executor_class
 from ..generation.kernels import kernels_used
 from ..generation.options import GenerateOptions, default_capacity
 from ..grammar.grammars import Grammar, choice, json_schema, regex
-from ..ops.cpu import cpu_features
+from ..ops.cpu import product_table
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
@@ -75,7 +75,7 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
         executor = executor_class(model.params)
         status.log(f"{executor.name}: {executor.about}")
         if jax.default_backend() == "cpu":
-            status.log(cpu_features.describe_cpu())
+            status.log(product_table.describe_cpu())
         for opened in checkpoints:
             if skipped := opened.model.load_stats.skipped:
                 status.log(f"{opened.model.name}: tensors that are not read: {', '.join(skipped)}")

@@ -8,7 +8,7 @@ How CPU products in groups read the weights at memory speed:
   y: low * x + high * y = low * (x - y/16) + byte * y/16. So activations are transformed once, and no weight
   is shifted. Zero points are subtracted from the result: each times the sum of its activations.
 - A row times int4 is one loop nest that reads each byte once: the innermost loop sums a run of bytes of a
-  group and is unrolled by LLVM; the loop over outputs is vectorized. Up to 8 rows are multiplied one by one.
+  group and is unrolled by LLVM; the loop over outputs is vectorized. A few rows are multiplied one by one.
 - With more rows, a tile of outputs at a time is dequantized and multiplied.
 """
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import pad_outputs, tiled_product
 from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
@@ -30,8 +31,6 @@ _SMALL = 64  # matrices with a side of at most this size have more scales (the p
 _SMALL_GROUP = {8: 8, 4: 32}  # inputs that share a scale in them, by bits
 _RUN = 16  # bytes of one sum: 8 are 15% slower; LLVM does not unroll 32, a tenth of the speed
 _FEW_TPU_ROWS = 64  # up to this number of rows a TPU multiplies by levels
-# Up to this number of rows, one row at a time is faster: 4 times at two rows, a fifth at eight.
-_ROW_BY_ROW = 8
 
 
 @jax.tree_util.register_dataclass
@@ -110,22 +109,16 @@ class GroupedWeight(QuantizedWeight):
         if weight.order is not None:
             x_MI = x_MI[:, weight.order]
             weight = dataclasses.replace(weight, order=None)
-        return weight.by_rows(x_MI) if len(x_MI) <= _ROW_BY_ROW else weight.by_tiles(x_MI)
-
-    def by_rows(self, x_MI: jax.Array) -> jax.Array:
-        """A form for CPUs, without an order: one row after the other, of the weights as they are."""
-        if len(x_MI) == 1:
-            return _row(x_MI[0], self)[None]
-        return lax.map(lambda x_I: _row(x_I, self), x_MI)
-
-    def by_tiles(self, x_MI: jax.Array) -> jax.Array:
-        """A form for CPUs, without an order: tiles of the matrix are dequantized to float32."""
+        if product_table.fastest_form("int4", len(x_MI), *weight.shape) == product_table.ROWS:
+            if len(x_MI) == 1:
+                return _row(x_MI[0], weight)[None]
+            return lax.map(lambda x_I: _row(x_I, weight), x_MI)
 
         def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
             tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
             return dot(x_MI, pad_outputs(tile.dequantize()))[:, :size]
 
-        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.inputs, self)
+        return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 
     def tpu_product(self, x_MI: jax.Array) -> jax.Array:
         return tpu_grouped_product(x_MI, self)

@@ -1,14 +1,14 @@
 """Matrices in int8 with a scale per output."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 import kernels_pallas
 
-from ..ops.cpu.cpu_products import choose_int8_dot, int8_activation_product, upcast_product, upcasts_int8
+from ..ops.cpu import product_table
+from ..ops.cpu.cpu_products import INT8_DOTS, int8_activation_product, upcast_product
 from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
 
@@ -50,12 +50,10 @@ class Int8Weight(QuantizedWeight):
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
         if self.int8_activations:
             return int8_activation_product(x_MI, self.values) * self.scale
-        if upcasts_int8(len(x_MI)):
+        form = product_table.fastest_form("int8", len(x_MI), *self.values.shape)
+        if form == product_table.TILES:
             return upcast_product(x_MI, self.values) * self.scale
-        return self.split_product(x_MI, choose_int8_dot(len(x_MI), len(self.values)))
-
-    def split_product(self, x_MI: jax.Array, int8_dot: Callable[..., jax.Array]) -> jax.Array:
-        """A form for CPUs: activations as the sum of two int8 numbers. int8_dot: as of `choose_int8_dot`."""
+        # Activations as the sum of two int8 numbers.
         x_MI = x_MI.astype(jnp.float32)
         max_M = jnp.abs(x_MI).max(1)
         step_M1 = jnp.where(max_M == 0, 1, max_M)[:, None] / 127
@@ -63,5 +61,6 @@ class Int8Weight(QuantizedWeight):
         high_MI = jnp.round(exact_MI)
         low_MI = jnp.round((exact_MI - high_MI) * 254)
         split = jnp.concatenate([high_MI, low_MI]).astype(jnp.int8)
-        high_MO, low_MO = jnp.split(int8_dot(split, self.values, dtype=jnp.int32).astype(jnp.float32), 2)
+        sums_SO = INT8_DOTS[form](split, self.values, dtype=jnp.int32)
+        high_MO, low_MO = jnp.split(sums_SO.astype(jnp.float32), 2)
         return (high_MO + low_MO / 254) * step_M1 * self.scale

@@ -17,6 +17,7 @@ from jax import lax
 
 from kernels_pallas.mxfp4 import GROUP as GROUP, dequantize_mxfp4, number, power
 
+from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import tiled_product
 from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
@@ -25,7 +26,6 @@ BYTES = GROUP // 2  # of a group of one output
 # Of 4 bits.
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _RUN = 8  # bytes of one sum: LLVM does not unroll 16, a tenth of the speed
-_ROW_BY_ROW = 8  # up to this number of rows, one row at a time is faster
 
 
 @jax.tree_util.register_dataclass
@@ -60,17 +60,11 @@ class Mxfp4Weight(QuantizedWeight):
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
         x_MI = x_MI.astype(jnp.float32)
-        return self.by_rows(x_MI) if len(x_MI) <= _ROW_BY_ROW else self.by_tiles(x_MI)
-
-    def by_rows(self, x_MI: jax.Array) -> jax.Array:
-        """A form for CPUs: one row after the other."""
-        if len(x_MI) == 1:
-            return _row(x_MI[0], self)[None]
-        # The barrier makes weights depend on x, or XLA would unpack them before.
-        return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, self))), x_MI)
-
-    def by_tiles(self, x_MI: jax.Array) -> jax.Array:
-        """A form for CPUs: tiles of the matrix are dequantized to float32."""
+        if product_table.fastest_form("mxfp4", len(x_MI), *self.shape) == product_table.ROWS:
+            if len(x_MI) == 1:
+                return _row(x_MI[0], self)[None]
+            # The barrier makes weights depend on x, or XLA would unpack them before.
+            return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, self))), x_MI)
 
         def multiply_tile(first: jax.Array, size: int, weight: Mxfp4Weight) -> jax.Array:  # [M, size]
             tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)

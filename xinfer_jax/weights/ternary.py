@@ -3,13 +3,14 @@
 A matrix has O outputs and I inputs, in W words of 32 inputs. Two bit planes mark the weights that are 1 and
 those that are -1. On CPU a row's activations become eight bit planes, one for each bit of an int8 number. A
 sum of products is then a count of common bits of two planes: an `and`, a population count and an addition per
-32 weights and pair of planes, at up to twice the speed of int4 and int8. Up to 8 rows are multiplied one by
+32 weights and pair of planes, at up to twice the speed of int4 and int8. A few rows are multiplied one by
 one. More rows take int8 tiles: words are split into bytes and these masked (masking words takes four times as
 long), then XLA multiplies in int8, with half the work of int8 weights: one int8 row per token.
 """
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -19,13 +20,13 @@ from jax import lax
 
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
+from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import quantize_activations, tiled_product
 from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
 
 _WORD = 32  # inputs in a word
 _RUN = 4  # words of one sum
-_ROW_BY_ROW = 8  # up to this number of rows, one row at a time is faster
 _MIN_MEAN = 1e-5  # avoids a division by 0 in matrices of zeros
 
 
@@ -149,11 +150,10 @@ def _plain_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
 
 
 def _sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    if len(x_MI) == 1:
-        return _row(x_MI[0], values_W2O)[None]
-    if len(x_MI) <= _ROW_BY_ROW:
-        return lax.map(lambda x_I: _row(x_I, values_W2O), x_MI)
-    inputs = x_MI.shape[1]
+    rows, inputs = x_MI.shape
+    if product_table.fastest_form("ternary", rows, values_W2O.shape[-1], inputs) == product_table.ROWS:
+        by_row = partial(_row, values_W2O=values_W2O)
+        return lax.map(by_row, x_MI) if rows > 1 else by_row(x_MI[0])[None]
 
     def multiply_tile(first: jax.Array, size: int, values_W2O: jax.Array) -> jax.Array:  # [M, size]
         tile = lax.dynamic_slice_in_dim(values_W2O, first, size, 2)

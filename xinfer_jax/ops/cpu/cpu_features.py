@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from ...errors import InputError, format_value
 
 CPU_VARIABLE = "XINFER_JAX_CPU"  # environment variable: overrides the detected features, for products
@@ -64,15 +62,3 @@ def compiler_options() -> dict[str, Any] | None:
     prompts are as fast.
     """
     return {"xla_cpu_prefer_vector_width": 512} if "avx512f" in (_flags() or ()) else None
-
-
-def int8_matmul_is_fast() -> bool:
-    """Whether many rows are faster in int8 than in float32; before jax 0.12 only with matrix units."""
-    return "amx" in fast_matmul_types() or ("int8" in fast_matmul_types() and jax.__version_info__ >= (0, 12))
-
-
-def describe_cpu() -> str:
-    """Describes in one line, for the user, what the CPU multiplies fast."""
-    has = [name for name in _FLAGS if name in fast_matmul_types()]
-    conversion = "" if int8_matmul_is_fast() else "; prompts in int8 are converted to float32"
-    return f"CPU: multiplies {', '.join(has) or 'float32 only'}{conversion} ({CPU_VARIABLE} overrides)"

@@ -1,6 +1,6 @@
 """x @ matrix.T, on CPU at memory speed. M rows (a batch's tokens), I inputs, O outputs.
 
-The form of a product depends only on the CPU and on the number of rows; `weights/__init__` says why.
+The form of a product depends on the CPU, the shapes and the number of rows only (`product_table`).
 """
 
 from collections.abc import Callable
@@ -12,21 +12,20 @@ from jax import lax
 
 from ..operation import match_varying_axes
 from ..product import dot
-from .cpu_features import fast_matmul_types, int8_matmul_is_fast
+from . import product_table
+from .product_table import MATRIX_FIRST, TILES, X_FIRST
 
-_FEW_ROWS = 64  # up to this number of rows a product may be faster with the matrix as left operand
-_FEW_INT8_ROWS = 8  # the same in int8
-_FEW_OUTPUTS = 8192  # the same in int8 without matrix units
 _MIN_OUTPUTS = 8  # of a float product on CPU
 _MIN_ROW_MAX = 1e-5  # avoids a division by 0 in rows of zeros
-_MAX_INT8_ROWS = 32  # more rows convert int8 to float32 where the CPU has no fast int8 product
-_TILE_BYTES = 8 << 20  # of float32 that a narrow matrix is converted to at a time
+_FEW_ROWS = 64  # up to this number of rows tiles are the left operand
+_TILE_BYTES = 2 << 20  # of float32 that a narrow matrix is converted to at a time, as the left operand
+_RIGHT_TILE_BYTES = 8 << 20  # as the right one
 
 
 def cpu_float_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
     """A form of `float_product`."""
-    forms = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}
-    form = forms.get(operands[1].dtype, upcast_product)
+    x_MI, matrix_OI = operands
+    form = _FLOAT_FORMS[product_table.fastest_form(matrix_OI.dtype.name, len(x_MI), *matrix_OI.shape)]
     return lambda x_MI, matrix_OI: form(x_MI, pad_outputs(matrix_OI))[:, : len(matrix_OI)]
 
 
@@ -54,68 +53,62 @@ def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple
     return jnp.round(x_MI * factor_M1).astype(jnp.int8), factor_M1
 
 
-def int8_activation_product(
-    x_MI: jax.Array, values_OI: jax.Array, int8_dot: Callable[..., jax.Array] | None = None
-) -> jax.Array:
-    """Returns x, quantized to int8, times int8 values, float32 [M, O]. Sums are exact, so other rows change
-    no bit of a row. int8_dot: None: of `choose_int8_dot`.
+def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array) -> jax.Array:
+    """Returns x, quantized to int8, times int8 values, float32 [M, O]. Sums of int8 are exact, so other rows
+    change no bit of a row.
     """
     int8_MI, factor_M1 = quantize_activations(x_MI)
     rows = len(x_MI)
-    if rows == 1:  # a single row takes twenty times as long as two
-        int8_MI = jnp.pad(int8_MI, ((0, 1), (0, 0)))
-    int8_dot = int8_dot or choose_int8_dot(rows, len(values_OI))
-    sums_MO = int8_dot(int8_MI, values_OI, dtype=jnp.int32)[:rows]
+    form = product_table.fastest_form("int8 activations", rows, *values_OI.shape)
+    if form == TILES:
+        return upcast_product(int8_MI, values_OI) / factor_M1
+    # A single row takes twenty times as long as two.
+    sums_MO = INT8_DOTS[form](_at_least_two(int8_MI), values_OI, dtype=jnp.int32)[:rows]
     return sums_MO.astype(jnp.float32) / factor_M1
 
 
-def _float32_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    return matrix_lhs_dot(x_MI, matrix_OI) if 1 < len(x_MI) <= _FEW_ROWS else dot(x_MI, matrix_OI)
+def _at_least_two(x_MI: jax.Array) -> jax.Array:
+    """x, a single row with one of zeros."""
+    return jnp.pad(x_MI, ((0, 1), (0, 0))) if len(x_MI) == 1 else x_MI
 
 
-def choose_int8_dot(rows: int, outputs: int) -> Callable[..., jax.Array]:
-    """Returns the faster of `matrix_lhs_dot` and `dot` for an int8 matrix and this number of rows."""
-    if "int8" not in fast_matmul_types():
-        return matrix_lhs_dot if 1 < rows <= _FEW_INT8_ROWS else dot
-    # On jax 0.12 without matrix units wide outputs are far slower with the matrix as left operand.
-    few_outputs = "amx" in fast_matmul_types() or outputs <= _FEW_OUTPUTS
-    return matrix_lhs_dot if rows <= _FEW_INT8_ROWS and few_outputs else dot
+def _x_first(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+    if matrix_OI.dtype == jnp.float32:
+        return dot(x_MI, matrix_OI)
+    # XLA's bfloat16 product is fast from two rows on. Results of `matrix_lhs_dot` are transposed: XLA would
+    # fuse the transpose into this product, and has no fast bfloat16 product with such an operand.
+    x = lax.optimization_barrier(_at_least_two(x_MI.astype(matrix_OI.dtype)))
+    return dot(x, matrix_OI)[: len(x_MI)]
 
 
-def upcasts_int8(rows: int) -> bool:
-    """Whether, for this number of rows, `upcast_product` is faster than int8 with split activations."""
-    return rows > _MAX_INT8_ROWS and not int8_matmul_is_fast()
-
-
-def _bfloat16_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    """XLA's bfloat16 product is fast from two rows on; a single row would take ten times as long."""
-    rows = len(x_MI)
-    (outputs, inputs) = matrix_OI.shape
-    fast_types = fast_matmul_types()
-    if rows > _FEW_ROWS and "bfloat16" not in fast_types:
-        return upcast_product(x_MI, matrix_OI)
-    matrix_lhs = "amx" in fast_types or (outputs < inputs if "bfloat16" in fast_types else rows > 1)
-    x_MI = x_MI.astype(jnp.bfloat16)
-    x_MI = jnp.pad(x_MI, ((0, 1), (0, 0))) if rows == 1 else x_MI
-    if matrix_lhs and rows <= _FEW_ROWS:
-        return matrix_lhs_dot(x_MI, matrix_OI)[:rows]
-    # Results of `matrix_lhs_dot` are transposed. XLA would fuse the transpose into this product, and has no
-    # fast bfloat16 product with such an operand.
-    return dot(lax.optimization_barrier(x_MI), matrix_OI)[:rows]
+def _matrix_first(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+    return matrix_lhs_dot(_at_least_two(x_MI.astype(matrix_OI.dtype)), matrix_OI)[: len(x_MI)]
 
 
 def upcast_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    """Multiplies in float32 what the CPU has no fast product for: float16, and other types on some CPUs."""
+    """Multiplies in float32, a tile of outputs at a time."""
     x_MI = x_MI.astype(jnp.float32)
+    outputs_first = len(x_MI) <= _FEW_ROWS
 
-    def multiply_tile(first: jax.Array, size: int, matrix_OI: jax.Array) -> jax.Array:  # [M, size]
-        return dot(x_MI, lax.dynamic_slice_in_dim(matrix_OI, first, size, 0).astype(jnp.float32))
+    def multiply_tile(first: jax.Array, size: int, matrix_OI: jax.Array) -> jax.Array:
+        tile = lax.dynamic_slice_in_dim(matrix_OI, first, size, 0).astype(jnp.float32)
+        return dot(tile, x_MI) if outputs_first else dot(x_MI, tile)
 
-    return tiled_product(multiply_tile, x_MI, len(matrix_OI), 4 * matrix_OI.shape[1], matrix_OI)
+    width = 4 * matrix_OI.shape[1]
+    return tiled_product(multiply_tile, x_MI, len(matrix_OI), width, matrix_OI, outputs_first=outputs_first)
+
+
+_FLOAT_FORMS = {X_FIRST: _x_first, MATRIX_FIRST: _matrix_first, TILES: upcast_product}
+INT8_DOTS: dict[str, Callable[..., jax.Array]] = {X_FIRST: dot, MATRIX_FIRST: matrix_lhs_dot}
 
 
 def tiled_product(
-    multiply_tile: Callable[..., jax.Array], x_MI: jax.Array, outputs: int, width: int, *narrow: Any
+    multiply_tile: Callable[..., jax.Array],
+    x_MI: jax.Array,
+    outputs: int,
+    width: int,
+    *narrow: Any,
+    outputs_first: bool = False,
 ) -> jax.Array:
     """Converts the matrix to float32 and multiplies by it a tile of outputs at a time. For CPUs.
 
@@ -128,16 +121,21 @@ def tiled_product(
         multiply_tile: (first output, number of outputs, *narrow) -> float32 [M, number of outputs].
         width: bytes of an output's weights as float32.
         narrow: the arrays of the matrix, or trees of them.
+        outputs_first: multiply_tile returns [number of outputs, M].
     """
-    tiles = max(2, -(-outputs * width // _TILE_BYTES))  # all of one size: the last two may overlap
+    tile_bytes = _TILE_BYTES if outputs_first else _RIGHT_TILE_BYTES
+    tiles = max(2, -(-outputs * width // tile_bytes))  # all of one size: the last two may overlap
     tile = min(-(-outputs // 2), -(-outputs // tiles // 16) * 16)
+    axis = 0 if outputs_first else 1
 
-    def body(i, y_MO):  # slice and update both shift the last tile back inside the array, to the same outputs
+    def body(i, y):  # slice and update both shift the last tile back inside the array, to the same outputs
         *tied, i = lax.optimization_barrier((*narrow, i))
-        return lax.dynamic_update_slice_in_dim(y_MO, -multiply_tile(i * tile, tile, *tied), i * tile, 1)
+        return lax.dynamic_update_slice_in_dim(y, -multiply_tile(i * tile, tile, *tied), i * tile, axis)
 
-    start = match_varying_axes(jnp.broadcast_to(x_MI[:, :1], (len(x_MI), outputs)), x_MI, *narrow)
-    return -lax.fori_loop(0, -(-outputs // tile), body, start)
+    start = jnp.broadcast_to(x_MI[:, :1], (len(x_MI), outputs))
+    start = match_varying_axes(start.T if outputs_first else start, x_MI, *narrow)
+    y = -lax.fori_loop(0, -(-outputs // tile), body, start)
+    return y.T if outputs_first else y
 
 
 def embedding_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
