@@ -17,7 +17,7 @@ from ..weights.ternary import TernaryWeight, ternary_struct
 from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
 VERSION = 1
-VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
+VERSION_2 = 2  # of rotated weights or int8 activations, with which programs for version 1 compute wrongly
 _FIELDS = ("values", "scale", "zero", "order", "offset")
 
 
@@ -80,7 +80,8 @@ class OwnFormat(QuantizedFormat):
         if arrays["scale"].dtype == np.uint8:
             return Mxfp4Weight(**arrays)
         if len(arrays["values"].shape) == 2:
-            return Int8Weight(arrays["values"], arrays["scale"], self.once)
+            rotated = None if self.rotated else (0, 0)
+            return Int8Weight(arrays["values"], arrays["scale"], self.once, rotated=rotated)
         if arrays["values"].dtype == np.int32:
             return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
         return GroupedWeight(**({"zero": None, "order": None} | arrays), inputs=shape[1])
@@ -98,4 +99,4 @@ def quantization_config(leaves: Sequence[Any], rotated: bool) -> dict[str, Any]:
         return {}
     flags = {"rotated": rotated, "once": any(getattr(leaf, "int8_activations", False) for leaf in leaves)}
     flags = {name: True for name, value in flags.items() if value}
-    return {"quant_method": OwnFormat.method, "version": VERSION_ROTATED if flags else VERSION} | flags
+    return {"quant_method": OwnFormat.method, "version": VERSION_2 if flags else VERSION} | flags

@@ -25,6 +25,7 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
+from ..errors import InputError
 from ..host import run_in_blocks
 from .params import Params, ParamSpec, param_specs
 
@@ -159,11 +160,20 @@ def rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
     return x.reshape(x_RI.shape)
 
 
+def can_rotate(config: ModelConfig) -> bool:
+    """Whether rotations can be folded into all parts of the model."""
+    try:
+        check_supported(config, "rotations", "rotations are", "leave them out")
+    except InputError:
+        return False
+    return True
+
+
 def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
     """Returns the rotation of every parameter that changes, by its name in the tree. Raises InputError where
     the model has a part with which they are not supported.
     """
-    check_supported(config, "rotations", "rotations, which int8 activations need, are", "leave them out")
+    check_supported(config, "rotations", "rotations are", "leave them out")
     d = config.hidden_size
     h = config.head_dim
     attn = (0, d, "attn_norm")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,21 @@ class Int8Weight(QuantizedWeight):
     # Activations are quantized to one int8 number: on CPU not split into two, in GPU kernels not floats.
     int8_activations: bool = dataclasses.field(default=False, repr=False, metadata=dict(static=True))
     # What `hadamard` did to the model's matrix, for its adapters: gains [I] of a norm, or None, that were
-    # multiplied into it; and the widths of the blocks in which outputs and inputs were rotated, 0: they stay.
+    # multiplied into it; and the widths of the blocks in which outputs and inputs were rotated, 0: they stay;
+    # None: they were rotated, and the file that it was read from does not say in which.
     gain: jax.Array | None = dataclasses.field(default=None, repr=False)
-    rotated: tuple[int, int] = dataclasses.field(default=(0, 0), repr=False, metadata=dict(static=True))
+    rotated: tuple[int, int] | None = dataclasses.field(
+        default=(0, 0), repr=False, metadata=dict(static=True)
+    )
+    # A mesh axis along which I is divided (`local_shard`): a token's scale is computed over all inputs.
+    axis_name: str | None = dataclasses.field(default=None, repr=False, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
+        return x, dataclasses.replace(self, axis_name=axis_name)
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         return {"values": axes, "scale": axes[:-1], "gain": axes[-1:]}
@@ -49,7 +58,7 @@ class Int8Weight(QuantizedWeight):
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
         if self.int8_activations:
-            return int8_activation_product(x_MI, self.values) * self.scale
+            return int8_activation_product(x_MI, self.values, axis_name=self.axis_name) * self.scale
         if upcasts_int8(len(x_MI)):
             return upcast_product(x_MI, self.values) * self.scale
         return self.split_product(x_MI, choose_int8_dot(len(x_MI), len(self.values)))

@@ -55,12 +55,15 @@ def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple
 
 
 def int8_activation_product(
-    x_MI: jax.Array, values_OI: jax.Array, int8_dot: Callable[..., jax.Array] | None = None
+    x_MI: jax.Array,
+    values_OI: jax.Array,
+    int8_dot: Callable[..., jax.Array] | None = None,
+    axis_name: str | None = None,
 ) -> jax.Array:
     """Returns x, quantized to int8, times int8 values, float32 [M, O]. Sums are exact, so other rows change
-    no bit of a row. int8_dot: None: of `choose_int8_dot`.
+    no bit of a row. int8_dot: None: of `choose_int8_dot`; axis_name: as in `quantize_activations`.
     """
-    int8_MI, factor_M1 = quantize_activations(x_MI)
+    int8_MI, factor_M1 = quantize_activations(x_MI, axis_name)
     rows = len(x_MI)
     if rows == 1:  # a single row takes twenty times as long as two
         int8_MI = jnp.pad(int8_MI, ((0, 1), (0, 0)))
