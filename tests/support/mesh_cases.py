@@ -260,7 +260,7 @@ def int8_activations() -> None:
     call = xj.GenerateOptions(6, eos_token_ids=())
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "small", rotated | dict(intermediate_size=64))
-        with pytest.raises(xj.InputError, match="64 is rotated .* in blocks of 64, which 2 devices do not"):
+        with pytest.raises(xj.InputError, match="64 is rotated in blocks of 64, which 2 devices do not"):
             xj.load_model(path, mesh=mesh_of(2), **how)
         for name, hf, devices in (("rotated", rotated, 4), ("hybrid", FAMILIES["qwen3_next"], 2)):
             path = write_checkpoint(Path(folder) / name, hf)
