@@ -256,13 +256,16 @@ def int8_activations() -> None:
     Key heads of the rotated one are repeated on four devices; blocks of its rotation are whole on each.
     """
     rotated = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2)
+    hybrid = FAMILIES["qwen3_next"] | dict(
+        intermediate_size=128, shared_expert_intermediate_size=128, linear_value_head_dim=16, head_dim=16
+    )
     how = dict(quantize="int8", activations="int8")
     call = xj.GenerateOptions(6, eos_token_ids=())
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "small", rotated | dict(intermediate_size=64))
         with pytest.raises(xj.InputError, match="64 is rotated in blocks of 64, which 2 devices do not"):
             xj.load_model(path, mesh=mesh_of(2), **how)
-        for name, hf, devices in (("rotated", rotated, 4), ("hybrid", FAMILIES["qwen3_next"], 2)):
+        for name, hf, devices in (("rotated", rotated, 4), ("hybrid", hybrid, 2)):
             path = write_checkpoint(Path(folder) / name, hf)
             meshes = None, mesh_of(devices)
             one, over = (xj.load_model(path, "float32", mesh=mesh, **how) for mesh in meshes)

@@ -14,8 +14,14 @@ from parity_cases import CASES
 import xinfer_jax as xj
 from xinfer_jax.compress.awq import quantized_params, with_outliers
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
-from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rotated_params
+from xinfer_jax.weights.hadamard import (
+    hadamard_rotate,
+    hadamard_unrotate,
+    input_block_width,
+    rotated_params,
+)
 from xinfer_jax.weights.int8_weight import Int8Weight
+from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantized_weight import is_quantized, quantized_product
 
 pytestmark = pytest.mark.oldest
@@ -86,13 +92,17 @@ def test_models_that_cannot_be_rotated_have_int8_activations(tmp_path, name):
     assert not model.config.rotated and any(len(weight.shape) > 2 for weight in matrices) == ("moe" in name)
     for weight in matrices:
         assert isinstance(weight, Int8Weight) and weight.int8_activations and weight.rotated == (0, 0)
+        assert weight.input_block == input_block_width(weight.shape[-1])
+    again = params_like(plain.params, model.config, model.params)  # the loader rotates in other blocks
+    for new, old in zip(*map(jax.tree.leaves, (again, model.params)), strict=True):
+        np.testing.assert_allclose(new, old, atol=1 if old.dtype == jnp.int8 else 1e-6)
     wanted = logits(plain, TOKENS % 90)
     found = logits(model, TOKENS % 90)
     assert 0 < np.sqrt(np.square(found - wanted).mean()) < 0.1 * wanted.std()
     if name == "gemma2-long-caps":  # others cannot be saved
         xj.save_model(tmp_path / "to", model.params, model.config)
         stored = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
-        assert stored == dict(quant_method="xinfer_jax", version=2, once=True)
+        assert stored == dict(quant_method="xinfer_jax", version=3, once=True, blocks=True)
         loaded = xj.load_model(tmp_path / "to", "float32")
         assert loaded.config == model.config
         np.testing.assert_array_equal(logits(loaded, TOKENS % 90), found)

@@ -8,6 +8,9 @@ with rotations once their gains are folded into the columns of the next matrices
 input is rotated, in blocks, and the residual stream at the final norm and before lm_head: so tied embeddings
 stay tied, and hidden states equal those of the plain model.
 
+Models into which this cannot be folded have every matrix's inputs rotated in blocks, and each product rotates
+its activations so (`Int8Weight.input_block`): that needs nothing of the model.
+
 A rotation first multiplies by signs, without which the common part of all channels would become an outlier.
 Then it multiplies by a Kronecker product of small symmetric matrices: Hadamard matrices for the power of two
 in the width, and a Hartley matrix, [cos + sin](2 pi i j / m), for the remaining factor m.
@@ -65,8 +68,13 @@ def rotate_mlp(x: jax.Array, config: ModelConfig) -> jax.Array:
 
 def mlp_block_width(config: ModelConfig) -> int:
     """Returns the width of the blocks in which down_proj's input is rotated."""
-    power = min(_BLOCK, config.intermediate_size & -config.intermediate_size)
-    return power if power >= _MIN_BLOCK else config.intermediate_size
+    return input_block_width(config.intermediate_size) or config.intermediate_size
+
+
+def input_block_width(inputs: int) -> int:
+    """Returns the width of the blocks in which a matrix's inputs can be rotated; 0: there is none."""
+    power = min(_BLOCK, inputs & -inputs)
+    return power if power >= _MIN_BLOCK else 0
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,13 +127,13 @@ def rotate_tensor(tensor: Any, rotation: TensorRotation, norm: Callable[[str], n
     if rotation.outputs:
         tensor = _rotate_outputs(tensor[:], rotation.outputs)
     gain_I = norm(rotation.norm).astype(np.float32) if rotation.norm else None
-    return _RotatedRows(tensor, rotation.inputs, gain_I) if rotation.inputs else tensor
+    return RotatedRows(tensor, rotation.inputs, gain_I) if rotation.inputs else tensor
 
 
-class _RotatedRows:
+class RotatedRows:
     """A matrix [O, I] whose rows are read, multiplied elementwise by gains [I], and rotated."""
 
-    def __init__(self, matrix_OI: Any, width: int, gain_I: np.ndarray | None):
+    def __init__(self, matrix_OI: Any, width: int, gain_I: np.ndarray | None = None):
         self._matrix_OI = matrix_OI
         self._width = width
         self._gain_I = gain_I

@@ -134,6 +134,11 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     inputs = param_spec.axes[-1]
     if mesh and rules[inputs or "embed"] and (group := leaf.groups_with_padding):
         raise InputError(f"{param_spec.name}: groups of {group} do not divide its {leaf.shape[-1]} inputs")
+    block = getattr(leaf, "input_block", 0)
+    if mesh and block and leaf.shape[-1] % (block * mesh.shape.get(rules[inputs or "embed"], 1)):
+        raise InputError(
+            f"{param_spec.name}: devices do not divide its blocks of {block} inputs: choose fewer"
+        )
     matrix: Any = leaf  # a kind is a dataclass
     fields = leaf.field_axes(*param_spec.axes).items()
     return dataclasses.replace(matrix, **{name: spec_of(getattr(leaf, name), *axes) for name, axes in fields})

@@ -212,7 +212,7 @@ def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -
     step_M = None
     first = _base(leaves[0]["weight"])
     if _has_int8_activations(first):
-        x_MI, factor_M1 = quantize_activations(x_MI, first.axis_name)
+        x_MI, factor_M1 = quantize_activations(first.rotated_inputs(x_MI), first.axis_name)
         step_M = 1 / factor_M1[:, 0]
     args = (x_MI, matrices, norm_weight, residual_MO, step_M)
     ys = kernels_pallas.run_kernel(impl, "product", *args, **options)
