@@ -77,7 +77,7 @@ ROTATE = flags.DEFINE_boolean(
     "rotate",
     None,
     "Hadamard rotations (QuaRot, Ashkboos et al. 2024) against outliers, instead of AWQ's scales. Default:"
-    " only with --activations, of models into which they can be folded.",
+    " only with --activations; in blocks of each matrix's inputs where they cannot be folded into the model.",
 )
 OUTLIERS = flags.DEFINE_float(
     "outliers",
@@ -169,7 +169,8 @@ def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     if METHOD.value == "rtn" and is_w4a16():
         return quantize_w4a16(model), {}
     if METHOD.value == "rtn":
-        return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
+        blocks = uses_rotations() and not model.config.rotated
+        return dataclasses.replace(model, params=awq.quantized_params(model.params, *method, blocks)), {}
     rows = chunks(model, calibration, max_tokens=CALIBRATION_TOKENS.value)
     report = {
         "calibration": calibration_source(),

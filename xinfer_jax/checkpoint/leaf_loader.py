@@ -12,10 +12,11 @@ from ..errors import InputError
 from ..families.naming import FileSpec
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
-from ..weights.hadamard import RotatedRows, TensorRotation, input_block_width, rotate_tensor
+from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import (
     device_form,
     group_size_for_shards,
+    in_blocks,
     quantized_leaf,
     quantized_stack,
     quantized_struct,
@@ -147,8 +148,7 @@ class LeafLoader:
             tensor = rotate_tensor(tensor, rotation, lambda name: self.tensors[name].array())
         if self.quantize is not None and spec.is_quantizable:
             matrices = stored if len(spec.shape) > 2 else [tensor if len(stored) == 1 else JoinedRows(stored)]
-            if block := self._input_block(spec):
-                matrices = [RotatedRows(matrix, block) for matrix in matrices]
+            matrices = list(map(in_blocks, matrices)) if self._uses_blocks else matrices
             if len(spec.shape) > 2:
                 weight = quantized_stack(matrices, spec.hf_name, self.quantize, group)
             else:
@@ -161,17 +161,18 @@ class LeafLoader:
             raise InputError(f"{spec.hf_name} holds NaN or inf: fetch the checkpoint again")
         return leaf
 
-    def _input_block(self, spec: FileSpec) -> int:
-        """`Int8Weight.input_block` of a matrix that is quantized."""
-        return input_block_width(spec.shape[-1]) if self.int8_activations and not self.rotations else 0
+    @property
+    def _uses_blocks(self) -> bool:
+        """Whether matrices that are quantized have an `Int8Weight.input_block`."""
+        return self.int8_activations and not self.rotations
 
     def _with_activations(self, spec: FileSpec, weight: Any) -> Any:
         """A matrix, or its shapes, with int8 activations; a rotated one with what adapters need."""
         if not self.int8_activations:
             return weight
-        weight = with_int8_activations(weight)
-        if not self.rotations:
-            return dataclasses.replace(weight, input_block=self._input_block(spec))
+        weight = with_int8_activations(weight, self._uses_blocks)
+        if self._uses_blocks:
+            return weight
         (outputs, inputs, norm) = self.rotations[spec.name]
         gain: Any = self.tensors[norm].array().astype(np.float32) if norm else None
         if norm and isinstance(weight.scale, jax.ShapeDtypeStruct):
