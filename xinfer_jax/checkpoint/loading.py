@@ -136,8 +136,9 @@ def load_model(
             heads, the heads are repeated, also in the config.
         activations: "int8" (with quantize="int8"): on a CPU activations are quantized to int8 too, one scale
             per token. Prefill and batches are faster, and less accurate. The weights are rotated (QuaRot)
-            against outliers, but not of mixtures of experts, linear attention, MLPs without a gate, and norms
-            after sublayers, into which rotations cannot be folded. None: activations keep 16 bits.
+            against outliers; where that cannot be folded into the model (experts, linear attention, norms
+            after sublayers, MLPs without a gate), products rotate their inputs. None: activations keep 16
+            bits.
         dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
             says; those of GGUF files are also without it.
 
