@@ -38,7 +38,7 @@ from xinfer_jax.compress import awq
 from xinfer_jax.compress.awq import with_outliers
 from xinfer_jax.families.conversion import specs_and_leaves
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
-from xinfer_jax.weights.hadamard import rotated_params
+from xinfer_jax.weights.hadamard import can_rotate, rotated_params
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import check_activations, quantize_symmetric
 from xinfer_jax.weights.quantized_weight import is_quantized
@@ -77,7 +77,7 @@ ROTATE = flags.DEFINE_boolean(
     "rotate",
     None,
     "Hadamard rotations (QuaRot, Ashkboos et al. 2024) against outliers, instead of AWQ's scales. Default:"
-    " only with --activations.",
+    " only with --activations; in blocks of each matrix's inputs where they cannot be folded into the model.",
 )
 OUTLIERS = flags.DEFINE_float(
     "outliers",
@@ -162,14 +162,15 @@ def run() -> dict:
 
 def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     """The model quantized as the flags say, and a report on the calibration."""
-    if uses_rotations():
+    if uses_rotations() and (ROTATE.value or can_rotate(model.config)):
         params, config = rotated_params(model.params, model.config)
         model = dataclasses.replace(model, params=params, config=config)
     method = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
     if METHOD.value == "rtn" and is_w4a16():
         return quantize_w4a16(model), {}
     if METHOD.value == "rtn":
-        return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
+        blocks = uses_rotations() and not model.config.rotated
+        return dataclasses.replace(model, params=awq.quantized_params(model.params, *method, blocks)), {}
     rows = chunks(model, calibration, max_tokens=CALIBRATION_TOKENS.value)
     report = {
         "calibration": calibration_source(),

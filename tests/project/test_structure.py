@@ -31,9 +31,9 @@ PACKAGES = {
     "ops.tpu": ("tpu_products",),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
-        "weight_leaf", "param_specs", "linear_attention_specs", "params", "layout", "stacking",
+        "weight_leaf", "param_specs", "linear_attention_specs", "params", "hadamard", "layout", "stacking",
         "quantized_weight", "adapted_weight", "ternary", "mxfp4", "int8_weight", "grouped_weight",
-        "quantization", "device_quantization", "resharding", "params_like", "hadamard",
+        "quantization", "device_quantization", "resharding", "params_like",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",

@@ -251,6 +251,33 @@ def bitnet_files() -> None:
             xj.load_model(path, mesh=mesh_of(2))
 
 
+def int8_activations() -> None:
+    """A token has one scale over the inputs of all devices, in a rotated model and in a hybrid with experts.
+    Key heads of the rotated one are repeated on four devices; blocks of its rotation are whole on each.
+    """
+    rotated = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2)
+    hybrid = FAMILIES["qwen3_next"] | dict(
+        intermediate_size=128, shared_expert_intermediate_size=128, linear_value_head_dim=16, head_dim=16
+    )
+    how = dict(quantize="int8", activations="int8")
+    call = xj.GenerateOptions(6, eos_token_ids=())
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder) / "small", rotated | dict(intermediate_size=64))
+        with pytest.raises(xj.InputError, match="64 is rotated in blocks of 64, which 2 devices do not"):
+            xj.load_model(path, mesh=mesh_of(2), **how)
+        for name, hf, devices in (("rotated", rotated, 4), ("hybrid", hybrid, 2)):
+            path = write_checkpoint(Path(folder) / name, hf)
+            meshes = None, mesh_of(devices)
+            one, over = (xj.load_model(path, "float32", mesh=mesh, **how) for mesh in meshes)
+            assert one.config.rotated == over.config.rotated == (name == "rotated")
+            logits = [np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over)]
+            off = np.abs(logits[0] - logits[1])  # few activations are rounded differently
+            assert np.median(off) < 1e-5 and off.max() < 0.02 * np.abs(logits[0]).max(), (name, off.max())
+            if name == "rotated":
+                outs = [xj.generate(m.params, m.config, TOKENS.tolist(), call).tokens for m in (one, over)]
+                assert outs[0] == outs[1]
+
+
 def mxfp4_files() -> None:
     """Each device has some of the experts, as the file has them, or dequantized and quantized anew."""
     import mxfp4_checkpoints as files
@@ -910,6 +937,7 @@ CALLS = {
     call.__name__: call
     for call in (
         collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, scaled_files,
+        int8_activations,
         gguf_leaves, an_engine, caches, gradients, kernels, experts, another_layout, other_ways,
         odd_vocabulary, odd_formats, odd_tree_of_a_user, tensors_by_name, explicit_axes, resharded,
         rows_over_data, training, adapters, taps,

@@ -17,6 +17,7 @@ from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import grow_rows
 from .adapter import Adapter, LowRank, is_norm, make_adapter
 
+_NOT_ROTATED = (0, 0)  # `Int8Weight.rotated`
 _FOLDED = ("attn_norm", "mlp_norm")  # norms whose gains are in the matrices of a rotated model
 
 
@@ -45,11 +46,11 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
             if not _fits(matrices[path], weight.shape):
                 (a, b) = pair
                 faults.append(f"{path} {list(weight.shape)} has a {list(a.shape)} and b {list(b.shape)}")
-    is_rotated = any(getattr(weight, "int8_activations", False) for weight in weights.values())
-    faults += _norm_faults(params, adapter, is_rotated)
+    rotated = any(map(is_rotated, weights.values()))
+    faults += _norm_faults(params, adapter, rotated)
     if faults:
         raise InputError(f"the adapter does not fit the parameters: {format_names(faults, 8)}")
-    if is_rotated:
+    if rotated:
         matrices = {path: _rotated(path, pair, weights[path]) for path, pair in matrices.items()}
     return make_adapter(matrices, adapter.scale_of(), adapter.norms)
 
@@ -58,7 +59,7 @@ def _is_float_array(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
 
 
-def _norm_faults(params: Params, adapter: Adapter, is_rotated: bool) -> list[str]:
+def _norm_faults(params: Params, adapter: Adapter, rotated: bool) -> list[str]:
     norms = {leaf_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
     faults = []
     for path, norm in adapter.norms.items():
@@ -66,7 +67,7 @@ def _norm_faults(params: Params, adapter: Adapter, is_rotated: bool) -> list[str
             faults.append(f"{path} has no float array")
         elif not is_norm(path) or path not in norms or norms[path].shape != norm.shape:
             faults.append(f"{path} {list(norm.shape)} is no norm of the model")
-        elif is_rotated and path.endswith(_FOLDED):
+        elif rotated and path.endswith(_FOLDED):
             faults.append(f"{path} is in the matrices of a model that int8 activations rotate")
     return faults
 
@@ -101,8 +102,13 @@ def _with_rows(path: str, pair: LowRank, weight: Any) -> LowRank:
     return pair._replace(b=grow_rows(pair.b, rows, heads)) if is_repeated else pair
 
 
+def is_rotated(weight: Any) -> bool:
+    """Whether a matrix is one of a model that `hadamard` rotated."""
+    return getattr(weight, "rotated", _NOT_ROTATED) != _NOT_ROTATED
+
+
 def _rotated(path: str, pair: LowRank, weight: Any) -> LowRank:
-    (outputs, inputs) = getattr(weight, "rotated", (0, 0))
+    (outputs, inputs) = getattr(weight, "rotated", None) or _NOT_ROTATED
     if not inputs:
         raise InputError(
             f"{path} is rotated for int8 activations, and its file does not say how: load the checkpoint that"

@@ -16,6 +16,7 @@ from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import (
     device_form,
     group_size_for_shards,
+    in_blocks,
     quantized_leaf,
     quantized_stack,
     quantized_struct,
@@ -43,6 +44,7 @@ class LeafLoader:
     quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
     keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
     mesh: Mesh | None
+    int8_activations: bool  # of the matrices that are quantized: these have a scale per output
     rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
 
     def struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
@@ -94,8 +96,8 @@ class LeafLoader:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
         whole matrix; with int8 activations one group, so that there is one scale per output.
         """
-        if self.rotations and len(spec.shape) == 2:
-            return spec.shape[1]
+        if self.int8_activations and spec.is_matrix:
+            return spec.shape[-1]
         if self.quantize is None or self.mesh is None or len(spec.shape) != 2:
             return None
         parts = self._num_devices if leaf_partition(spec, self._num_devices).axis == 1 else 1
@@ -125,7 +127,7 @@ class LeafLoader:
         if self.quantize is None or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(spec.shape, self.dtype)
         struct = quantized_struct(spec.shape, spec.hf_name, self.quantize, self._group(spec))
-        return device_form(self._mark_rotated(spec, struct))
+        return device_form(self._with_activations(spec, struct))
 
     def _load_host(
         self,
@@ -145,11 +147,13 @@ class LeafLoader:
         if rotation := self.rotations.get(spec.name):
             tensor = rotate_tensor(tensor, rotation, lambda name: self.tensors[name].array())
         if self.quantize is not None and spec.is_quantizable:
+            matrices = stored if len(spec.shape) > 2 else [tensor if len(stored) == 1 else JoinedRows(stored)]
+            matrices = list(map(in_blocks, matrices)) if self._uses_blocks else matrices
             if len(spec.shape) > 2:
-                return device_form(quantized_stack(stored, spec.hf_name, self.quantize, group))
-            tensor = tensor if len(stored) == 1 else JoinedRows(stored)
-            weight = quantized_leaf(tensor, spec.hf_name, self.quantize, group)
-            return device_form(self._mark_rotated(spec, weight))
+                weight = quantized_stack(matrices, spec.hf_name, self.quantize, group)
+            else:
+                weight = quantized_leaf(matrices[0], spec.hf_name, self.quantize, group)
+            return device_form(self._with_activations(spec, weight))
         if rotation:
             return tensor.astype(self.dtype)
         leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, self.dtype))
@@ -157,15 +161,23 @@ class LeafLoader:
             raise InputError(f"{spec.hf_name} holds NaN or inf: fetch the checkpoint again")
         return leaf
 
-    def _mark_rotated(self, spec: FileSpec, weight: Any) -> Any:
-        """A matrix of a rotated model, or its shapes, with int8 activations and what adapters need."""
-        if not self.rotations:
+    @property
+    def _uses_blocks(self) -> bool:
+        """Whether matrices that are quantized have an `Int8Weight.input_block`."""
+        return self.int8_activations and not self.rotations
+
+    def _with_activations(self, spec: FileSpec, weight: Any) -> Any:
+        """A matrix, or its shapes, with int8 activations; a rotated one with what adapters need."""
+        if not self.int8_activations:
+            return weight
+        weight = with_int8_activations(weight, self._uses_blocks)
+        if self._uses_blocks:
             return weight
         (outputs, inputs, norm) = self.rotations[spec.name]
         gain: Any = self.tensors[norm].array().astype(np.float32) if norm else None
         if norm and isinstance(weight.scale, jax.ShapeDtypeStruct):
             gain = jax.ShapeDtypeStruct(gain.shape, gain.dtype)
-        return dataclasses.replace(with_int8_activations(weight), gain=gain, rotated=(outputs, inputs))
+        return dataclasses.replace(weight, gain=gain, rotated=(outputs, inputs))
 
 
 def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -23,7 +23,7 @@ from ..ops.cpu import cpu_features
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
-from ..weights.hadamard import tensor_rotations
+from ..weights.hadamard import can_rotate, tensor_rotations
 from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantization import check_activations, check_quantize_method
@@ -134,9 +134,11 @@ def load_model(
         mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`); each
             process reads only what its devices hold. Where it has more devices than the model has key/value
             heads, the heads are repeated, also in the config.
-        activations: "int8" (with quantize="int8", not over a mesh): the weights are rotated (QuaRot), so that
-            on a CPU activations are quantized to int8 too. Prefill and batches are faster, and less accurate.
-            None: activations keep 16 bits.
+        activations: "int8" (with quantize="int8"): on a CPU activations are quantized to int8 too, one scale
+            per token. Prefill and batches are faster, and less accurate. The weights are rotated (QuaRot)
+            against outliers; where that cannot be folded into the model (experts, linear attention, norms
+            after sublayers, MLPs without a gate), products rotate their inputs. None: activations keep 16
+            bits.
         dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
             says; those of GGUF files are also without it.
 
@@ -173,7 +175,7 @@ def open_checkpoint(
         dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
     eos_token_ids = tuple(i for i in opened.eos_token_ids if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
-    rotations = tensor_rotations(config) if activations else {}
+    rotations = tensor_rotations(config) if activations and can_rotate(config) else {}
     rotated = bool(rotations) or isinstance(quant_format, OwnFormat) and quant_format.rotated
     config = dataclasses.replace(config, eos_token_ids=eos_token_ids, rotated=rotated)
     config_of_files = config
@@ -186,7 +188,8 @@ def open_checkpoint(
     if opened.embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
-    loader = LeafLoader(tensors, dtype, quantize, quant_format, bool(opened.kept), mesh, rotations)
+    method = quantize, quant_format, bool(opened.kept)
+    loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations), rotations)
     structs, read = _open_params(path, config_of_files, loader, matrix_format)
     dtype_name = opened.kept or quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)

@@ -10,14 +10,14 @@ import numpy as np
 from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
 from ..weights.grouped_weight import GroupedWeight
+from ..weights.hadamard import input_block_width
 from ..weights.int8_weight import Int8Weight
 from ..weights.mxfp4 import Mxfp4Weight, mxfp4_struct
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
-VERSION = 1
-VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
+VERSIONS = (1, 2, 3)  # 2: rotated weights or int8 activations; 3: inputs rotated in blocks
 _FIELDS = ("values", "scale", "zero", "order", "offset")
 
 
@@ -26,6 +26,7 @@ class OwnFormat(QuantizedFormat):
     method = "xinfer_jax"
     rotated: bool = False  # `ModelConfig.rotated`
     once: bool = False  # `Int8Weight.int8_activations`
+    blocks: bool = False  # `Int8Weight.input_block` is that of `input_block_width`
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         values = f"{name}.values"
@@ -80,7 +81,11 @@ class OwnFormat(QuantizedFormat):
         if arrays["scale"].dtype == np.uint8:
             return Mxfp4Weight(**arrays)
         if len(arrays["values"].shape) == 2:
-            return Int8Weight(arrays["values"], arrays["scale"], self.once)
+            rotated = None if self.rotated else (0, 0)
+            block = input_block_width(shape[1]) if self.blocks else 0
+            return Int8Weight(
+                arrays["values"], arrays["scale"], self.once, rotated=rotated, input_block=block
+            )
         if arrays["values"].dtype == np.int32:
             return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
         return GroupedWeight(**({"zero": None, "order": None} | arrays), inputs=shape[1])
@@ -96,6 +101,9 @@ def quantization_config(leaves: Sequence[Any], rotated: bool) -> dict[str, Any]:
         if rotated:
             raise InputError("a rotated model of float weights cannot be saved: quantize its matrices first")
         return {}
-    flags = {"rotated": rotated, "once": any(getattr(leaf, "int8_activations", False) for leaf in leaves)}
+    fields = {"once": "int8_activations", "blocks": "input_block"}
+    flags = {"rotated": rotated}
+    flags |= {flag: any(getattr(leaf, name, 0) for leaf in leaves) for flag, name in fields.items()}
     flags = {name: True for name, value in flags.items() if value}
-    return {"quant_method": OwnFormat.method, "version": VERSION_ROTATED if flags else VERSION} | flags
+    version = 3 if "blocks" in flags else 2 if flags else 1
+    return {"quant_method": OwnFormat.method, "version": version} | flags

@@ -19,7 +19,7 @@ from .fp8_format import Fp8Format
 from .mlx_format import MlxFormat
 from .mxfp4_format import Mxfp4Format
 from .nvfp4_format import ModelOptFormat
-from .own_format import VERSION, VERSION_ROTATED, OwnFormat, quantization_config
+from .own_format import VERSIONS, OwnFormat, quantization_config
 from .scaled_tensor import MatrixFormat
 from .tensors import StoredFormat
 
@@ -131,8 +131,8 @@ def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, An
 
 
 def _own_format(config: Mapping[str, Any], require: Require) -> OwnFormat:
-    require(config.get("version") in (VERSION, VERSION_ROTATED), "version")
-    return OwnFormat(config.get("rotated") is True, config.get("once") is True)
+    require(config.get("version") in VERSIONS, "version")
+    return OwnFormat(*(config.get(flag) is True for flag in ("rotated", "once", "blocks")))
 
 
 def _fp8_format(config: Mapping[str, Any], require: Require) -> Fp8Format:

@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..families.naming import FileSpec
 from ..sharding import MODEL, RULES
 from ..weights.grouped_weight import GroupedWeight
+from ..weights.int8_weight import Int8Weight
 from ..weights.layout import partition_specs
 from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.ternary import TernaryWeight
@@ -89,7 +90,7 @@ def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition) -> No
     """Raises InputError where a part would split a group of inputs."""
     if partition.axis != 1 or len(spec.shape) > 2:
         return
-    if not isinstance(struct, GroupedWeight | TernaryWeight | Mxfp4Weight):
+    if not isinstance(struct, Int8Weight | GroupedWeight | TernaryWeight | Mxfp4Weight):
         return
     part = partition.part_spec(spec).shape[1]
     if part % struct.group:

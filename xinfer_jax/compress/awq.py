@@ -5,7 +5,7 @@ Multiplying a matrix's columns by s and dividing its input by s leaves the funct
 columns are quantized more precisely. s is a power of each channel's mean magnitude on a calibration text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..weights.params import Params
 from ..weights.quantization import (
     check_activations,
     check_quantize_method,
+    in_blocks,
     quantize_matrix,
     quantized_leaf,
     with_int8_activations,
@@ -106,9 +107,15 @@ def awq_params(  # noqa: PLR0913
 
 
 def quantized_params(
-    params: Params, quantize: str, group: int | None = None, activations: str | None = None
+    params: Params,
+    quantize: str,
+    group: int | None = None,
+    activations: str | None = None,
+    blocks: bool = False,
 ) -> Params:
-    """Returns parameters rounded to nearest, with the vocabulary in int8. Arguments as in `awq_params`."""
+    """Returns parameters rounded to nearest, with the vocabulary in int8. Arguments as in `awq_params`.
+    blocks, with activations: inputs are rotated in blocks, for models that are not rotated (`hadamard`).
+    """
     check_activations(activations, quantize, group)
     group, vocab_group = (_ALL_INPUTS, _ALL_INPUTS) if activations else (group, None)
     bits = _bits(quantize, group)
@@ -118,8 +125,10 @@ def quantized_params(
             " checkpoint with quantize"
         )
 
+    read: Callable = in_blocks if blocks else lambda matrix: matrix
+
     def quantize_leaf(leaf: Params) -> Params:
-        matrix = quantize_matrix(np.asarray(leaf["weight"]), bits, group)
+        matrix = quantize_matrix(read(np.asarray(leaf["weight"])), bits, group)
         return leaf | {"weight": jax.tree.map(jnp.asarray, matrix)}
 
     layers = tuple(
@@ -129,11 +138,11 @@ def quantized_params(
     vocabulary = {}
     for name, hf_name in (("embed", "model.embed_tokens"), ("lm_head", "lm_head")):
         if name in params:
-            matrix_VD = np.asarray(params[name]["weight"])
+            matrix_VD = read(np.asarray(params[name]["weight"]))
             leaf = quantized_leaf(matrix_VD, hf_name, quantize, vocab_group)
             vocabulary[name] = {"weight": jax.device_put(leaf)}
     quantized = params | {"layers": layers} | vocabulary
-    return with_int8_activations(quantized) if activations else quantized
+    return with_int8_activations(quantized, blocks) if activations else quantized
 
 
 def scaled_params(

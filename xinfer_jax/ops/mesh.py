@@ -3,7 +3,7 @@
 A layer is one `jax.shard_map` with two sums [.., D] over all devices, in the dtype of the activations; the
 embedding needs a third. Logits stay sharded by vocabulary, and the compiler completes what samples from them,
 with a few numbers per row. int8 scales activations by the largest of a device's inputs, so its last bits
-depend on the number of devices.
+depend on the number of devices; with int8 activations the largest of all devices is one number more per row.
 """
 
 from collections.abc import Callable

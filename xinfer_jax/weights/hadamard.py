@@ -8,6 +8,9 @@ with rotations once their gains are folded into the columns of the next matrices
 input is rotated, in blocks, and the residual stream at the final norm and before lm_head: so tied embeddings
 stay tied, and hidden states equal those of the plain model.
 
+Models into which this cannot be folded have every matrix's inputs rotated in blocks, and each product rotates
+its activations so (`Int8Weight.input_block`): that needs nothing of the model.
+
 A rotation first multiplies by signs, without which the common part of all channels would become an outlier.
 Then it multiplies by a Kronecker product of small symmetric matrices: Hadamard matrices for the power of two
 in the width, and a Hartley matrix, [cos + sin](2 pi i j / m), for the remaining factor m.
@@ -25,6 +28,7 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
+from ..errors import InputError
 from ..host import run_in_blocks
 from .params import Params, ParamSpec, param_specs
 
@@ -64,8 +68,13 @@ def rotate_mlp(x: jax.Array, config: ModelConfig) -> jax.Array:
 
 def mlp_block_width(config: ModelConfig) -> int:
     """Returns the width of the blocks in which down_proj's input is rotated."""
-    power = min(_BLOCK, config.intermediate_size & -config.intermediate_size)
-    return power if power >= _MIN_BLOCK else config.intermediate_size
+    return input_block_width(config.intermediate_size) or config.intermediate_size
+
+
+def input_block_width(inputs: int) -> int:
+    """Returns the width of the blocks in which a matrix's inputs can be rotated; 0: there is none."""
+    power = min(_BLOCK, inputs & -inputs)
+    return power if power >= _MIN_BLOCK else 0
 
 
 @functools.lru_cache(maxsize=64)
@@ -118,13 +127,13 @@ def rotate_tensor(tensor: Any, rotation: TensorRotation, norm: Callable[[str], n
     if rotation.outputs:
         tensor = _rotate_outputs(tensor[:], rotation.outputs)
     gain_I = norm(rotation.norm).astype(np.float32) if rotation.norm else None
-    return _RotatedRows(tensor, rotation.inputs, gain_I) if rotation.inputs else tensor
+    return RotatedRows(tensor, rotation.inputs, gain_I) if rotation.inputs else tensor
 
 
-class _RotatedRows:
+class RotatedRows:
     """A matrix [O, I] whose rows are read, multiplied elementwise by gains [I], and rotated."""
 
-    def __init__(self, matrix_OI: Any, width: int, gain_I: np.ndarray | None):
+    def __init__(self, matrix_OI: Any, width: int, gain_I: np.ndarray | None = None):
         self._matrix_OI = matrix_OI
         self._width = width
         self._gain_I = gain_I
@@ -159,11 +168,20 @@ def rotate_on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
     return x.reshape(x_RI.shape)
 
 
+def can_rotate(config: ModelConfig) -> bool:
+    """Whether rotations can be folded into all parts of the model."""
+    try:
+        check_supported(config, "rotations", "rotations are", "leave them out")
+    except InputError:
+        return False
+    return True
+
+
 def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
     """Returns the rotation of every parameter that changes, by its name in the tree. Raises InputError where
     the model has a part with which they are not supported.
     """
-    check_supported(config, "rotations", "rotations, which int8 activations need, are", "leave them out")
+    check_supported(config, "rotations", "rotations are", "leave them out")
     d = config.hidden_size
     h = config.head_dim
     attn = (0, d, "attn_norm")

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..sharding import MODEL, RULES, check_divisible, check_mesh, partition_spec
+from .hadamard import mlp_block_width
 from .params import Params, ParamSpec, check_params, param_specs
 from .weight_leaf import WeightLeaf
 
@@ -64,11 +65,7 @@ def shardings(
 
 
 def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES) -> None:
-    """Raises InputError where devices do not divide the heads, or the model is rotated."""
-    if config.rotated:
-        raise InputError(
-            "int8 activations and rotations are not supported over a mesh: leave out one of them"
-        )
+    """Raises InputError where devices do not divide the heads, or the blocks of a rotated model."""
 
     def devices(axis: str) -> int:
         return mesh.shape.get(rules[axis], 1)  # partition_spec raises where the mesh has no such axis
@@ -82,6 +79,11 @@ def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None]
         check_divisible("kv_heads", config.kv_heads(layer), devices("kv_heads"), remedy=remedy)
     if linear := config.linear_attention:
         check_divisible("linear_num_key_heads", linear.num_key_heads, devices("linear_heads"))
+    if config.rotated and config.intermediate_size % (mlp_block_width(config) * devices("mlp")):
+        raise InputError(
+            f"intermediate_size {config.intermediate_size} is rotated in blocks of {mlp_block_width(config)},"
+            f" which {devices('mlp')} devices do not divide: choose fewer devices, or leave out activations"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -132,6 +134,11 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     inputs = param_spec.axes[-1]
     if mesh and rules[inputs or "embed"] and (group := leaf.groups_with_padding):
         raise InputError(f"{param_spec.name}: groups of {group} do not divide its {leaf.shape[-1]} inputs")
+    block = getattr(leaf, "input_block", 0)
+    if mesh and block and leaf.shape[-1] % (block * mesh.shape.get(rules[inputs or "embed"], 1)):
+        raise InputError(
+            f"{param_spec.name}: devices do not divide its blocks of {block} inputs: choose fewer"
+        )
     matrix: Any = leaf  # a kind is a dataclass
     fields = leaf.field_axes(*param_spec.axes).items()
     return dataclasses.replace(matrix, **{name: spec_of(getattr(leaf, name), *axes) for name, axes in fields})

@@ -14,6 +14,7 @@ from ..errors import InputError, format_names, format_value
 from .adapted_weight import AdaptedWeight
 from .device_quantization import quantized_on_device
 from .grouped_weight import GroupedWeight
+from .hadamard import hadamard_rotate, rotate_on_host
 from .int8_weight import Int8Weight
 from .param_specs import leaf_name
 from .params import AnyArray, Params, ParamSpec, param_specs
@@ -122,11 +123,15 @@ def _quantized(matrix: Any, name: str, old: Any) -> Any:
     if isinstance(old, Int8Weight | GroupedWeight):
         method = "int4" if old.values.dtype == np.uint8 else "int8"
         group = old.group if isinstance(old, GroupedWeight) else matrix.shape[-1]
+        if block := getattr(old, "input_block", 0):
+            rotate: Any = rotate_on_host if is_on_host(matrix) else hadamard_rotate
+            matrix = rotate(matrix.astype(np.float32), block)
         quantize: Any = quantized_leaf if matrix.ndim == 2 else quantized_stack
         quantize = quantize if is_on_host(matrix) else quantized_on_device
         new = device_form(quantize(matrix, name, method, group))
     if isinstance(old, Int8Weight):
-        new = dataclasses.replace(new, int8_activations=old.int8_activations)
+        kept = dict(int8_activations=old.int8_activations, input_block=old.input_block)
+        new = dataclasses.replace(new, **kept)
     forms = [jax.tree.map(lambda x: (x.shape, x.dtype), leaf) for leaf in (new, old)]
     if forms[0] != forms[1]:
         raise InputError(f"{name} has a format of its checkpoint, {old}: give it in that, not as floats")

@@ -16,6 +16,7 @@ from ..config.unsupported import check_supported
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
 from .grouped_weight import GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
+from .hadamard import RotatedRows, input_block_width
 from .int8_weight import Int8Weight
 from .quantized_weight import QuantizedWeight, is_quantized
 from .ternary import ternary_leaf
@@ -63,13 +64,24 @@ def check_activations(activations: str | None, quantize: str | None, group: int 
         raise InputError(f"group={group} with activations={activations!r}: int8 activations have no groups")
 
 
-def with_int8_activations(params: Any) -> Any:
-    """Returns the parameters with int8 activations for int8 matrices with a scale per output."""
+def with_int8_activations(params: Any, blocks: bool = False) -> Any:
+    """Returns the parameters with int8 activations for int8 matrices with a scale per output. blocks: their
+    inputs are rotated, as by `in_blocks`.
+    """
 
     def leaf(x: Any) -> Any:
-        return dataclasses.replace(x, int8_activations=True) if isinstance(x, Int8Weight) else x
+        if not isinstance(x, Int8Weight):
+            return x
+        block = input_block_width(x.shape[-1]) if blocks else 0
+        return dataclasses.replace(x, int8_activations=True, input_block=block)
 
     return jax.tree.map(leaf, params, is_leaf=is_quantized)
+
+
+def in_blocks(matrix_OI: Any) -> Any:
+    """Returns a matrix, or an object that reads rows, with its inputs rotated in blocks as they are read."""
+    width = input_block_width(matrix_OI.shape[1])
+    return RotatedRows(matrix_OI, width) if width else matrix_OI
 
 
 def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], QuantizedWeight]:

@@ -53,11 +53,11 @@ def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple
     return jnp.round(x_MI * factor_M1).astype(jnp.int8), factor_M1
 
 
-def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array) -> jax.Array:
+def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array, axis_name: str | None = None) -> jax.Array:
     """Returns x, quantized to int8, times int8 values, float32 [M, O]. Sums of int8 are exact, so other rows
-    change no bit of a row.
+    change no bit of a row. axis_name: as in `quantize_activations`.
     """
-    int8_MI, factor_M1 = quantize_activations(x_MI)
+    int8_MI, factor_M1 = quantize_activations(x_MI, axis_name)
     rows = len(x_MI)
     form = product_table.fastest_form("int8 activations", rows, *values_OI.shape)
     if form == TILES:

@@ -210,8 +210,9 @@ def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -
     x_MI = x_MI if order is None else x_MI[:, order]
     residual_MO = None if residual is None else residual.reshape(len(x_MI), -1)
     step_M = None
-    if _has_int8_activations(_base(leaves[0]["weight"])):
-        x_MI, factor_M1 = quantize_activations(x_MI)
+    first = _base(leaves[0]["weight"])
+    if _has_int8_activations(first):
+        x_MI, factor_M1 = quantize_activations(first.rotated_inputs(x_MI), first.axis_name)
         step_M = 1 / factor_M1[:, 0]
     args = (x_MI, matrices, norm_weight, residual_MO, step_M)
     ys = kernels_pallas.run_kernel(impl, "product", *args, **options)
