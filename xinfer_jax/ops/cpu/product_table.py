@@ -9,11 +9,11 @@ from .cpu_features import CPU_VARIABLE, fast_matmul_types
 
 X_FIRST = "x first"  # x is the left operand
 MATRIX_FIRST = "matrix first"  # the matrix is
-BY_SHAPE = "by shape"  # MATRIX_FIRST where there are fewer outputs than inputs, else X_FIRST
 TILES = "float32 tiles"  # the matrix is converted some outputs at a time
 ROWS = "row by row"  # packed numbers are not unpacked
 
-_Forms = tuple[tuple[int, str], ...]  # each with the most rows that it serves
+# Each with the most rows that it serves. Of a pair the second is for fewer outputs than inputs.
+_Forms = tuple[tuple[int, str | tuple[str, str]], ...]
 _MANY = 1 << 62
 # By format, by what the CPU has ("amx"; "fast": it multiplies the type fast; else no word), and from which
 # version of jax. "fast" was measured with AVX-512. "amx" and no word (AVX2) were measured on other machines
@@ -24,11 +24,16 @@ _TABLE: dict[tuple[str, ...], _Forms] = {
     ("bfloat16", "0.12"): ((16, X_FIRST), (64, MATRIX_FIRST), (_MANY, X_FIRST)),
     ("bfloat16", "amx"): ((64, MATRIX_FIRST), (_MANY, X_FIRST)),
     ("int8",): ((1, X_FIRST), (6, MATRIX_FIRST), (_MANY, TILES)),
-    ("int8", "fast"): ((1, BY_SHAPE), (16, MATRIX_FIRST), (_MANY, TILES)),
+    ("int8", "fast"): (
+        (1, (X_FIRST, MATRIX_FIRST)),
+        (16, MATRIX_FIRST),
+        (64, (TILES, MATRIX_FIRST)),
+        (_MANY, TILES),
+    ),
     ("int8", "fast", "0.12"): ((_MANY, X_FIRST),),
     ("int8", "amx"): ((8, MATRIX_FIRST), (_MANY, X_FIRST)),
     ("int8 activations",): ((1, X_FIRST), (64, MATRIX_FIRST), (_MANY, TILES)),
-    ("int8 activations", "fast"): ((1, BY_SHAPE), (64, MATRIX_FIRST), (_MANY, X_FIRST)),
+    ("int8 activations", "fast"): ((1, (X_FIRST, MATRIX_FIRST)), (64, MATRIX_FIRST), (_MANY, X_FIRST)),
     ("int8 activations", "fast", "0.12"): ((_MANY, X_FIRST),),
     ("int8 activations", "amx"): ((8, MATRIX_FIRST), (_MANY, X_FIRST)),
     ("int4",): ((8, ROWS), (_MANY, TILES)),
@@ -47,9 +52,7 @@ def fastest_form(kind: str, rows: int, outputs: int, inputs: int) -> str:
     keys = [(kind, *unit, "0.12"), (kind, *unit), (kind, "0.12")] if new else [(kind, *unit)]
     forms = next((_TABLE[key] for key in (*keys, (kind,)) if key in _TABLE), ((_MANY, TILES),))
     form = next(form for most, form in forms if rows <= most)
-    if form == BY_SHAPE:
-        return MATRIX_FIRST if outputs < inputs else X_FIRST
-    return form
+    return form if isinstance(form, str) else form[outputs < inputs]
 
 
 def describe_cpu() -> str:
