@@ -61,7 +61,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> Any:
         return jnp.asarray(matrix_OI, kind)
     if kind == "ternary":
         return jax.device_put(ternary_leaf(matrix_OI, "matrix"))
-    leaf = jax.device_put(quantize_matrix(matrix_OI, 4 if kind.startswith("int4") else 8))
+    leaf = jax.device_put(quantize_matrix(matrix_OI, 4 if kind == "int4" else 8))
     return with_int8_activations(leaf) if kind.endswith("activations") else leaf
 
 

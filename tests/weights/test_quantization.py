@@ -181,9 +181,8 @@ def test_each_number_of_rows_has_a_form(has, jax_version, monkeypatch):
     assert (forms["int8"][-1] == "float32 tiles") != ("amx" in has or "int8" in has and jax_version[1] == 12)
     for packed in ("int4", "mxfp4", "ternary"):
         assert forms[packed][0] == "row by row" and forms[packed][-1] == "float32 tiles"
-    if (
-        has == "int8,bfloat16" and jax_version[1] == 12
-    ):  # measured: the matrix as left operand is never faster
+    if has == "int8,bfloat16" and jax_version[1] == 12:
+        # As measured: the matrix as left operand is not faster.
         assert set(forms["int8"]) == set(forms["int8 activations"]) == {"x first"}
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from ..ops.cpu import product_table
-from ..ops.cpu.cpu_products import pad_outputs, tiled_product
+from ..ops.cpu.cpu_products import pad_outputs, row_by_row, tiled_product
 from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
 
@@ -110,9 +110,7 @@ class GroupedWeight(QuantizedWeight):
             x_MI = x_MI[:, weight.order]
             weight = dataclasses.replace(weight, order=None)
         if product_table.fastest_form("int4", len(x_MI), *weight.shape) == product_table.ROWS:
-            if len(x_MI) == 1:
-                return _row(x_MI[0], weight)[None]
-            return lax.map(lambda x_I: _row(x_I, weight), x_MI)
+            return row_by_row(lambda x_I: _row(x_I, weight), x_MI)
 
         def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
             tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)

@@ -10,7 +10,6 @@ long), then XLA multiplies in int8, with half the work of int8 weights: one int8
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -21,7 +20,7 @@ from jax import lax
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
 from ..ops.cpu import product_table
-from ..ops.cpu.cpu_products import quantize_activations, tiled_product
+from ..ops.cpu.cpu_products import quantize_activations, row_by_row, tiled_product
 from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
 
@@ -152,8 +151,7 @@ def _plain_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
 def _sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
     rows, inputs = x_MI.shape
     if product_table.fastest_form("ternary", rows, values_W2O.shape[-1], inputs) == product_table.ROWS:
-        by_row = partial(_row, values_W2O=values_W2O)
-        return lax.map(by_row, x_MI) if rows > 1 else by_row(x_MI[0])[None]
+        return row_by_row(lambda x_I: _row(x_I, values_W2O), x_MI)
 
     def multiply_tile(first: jax.Array, size: int, values_W2O: jax.Array) -> jax.Array:  # [M, size]
         tile = lax.dynamic_slice_in_dim(values_W2O, first, size, 2)

@@ -102,6 +102,11 @@ _FLOAT_FORMS = {X_FIRST: _x_first, MATRIX_FIRST: _matrix_first, TILES: upcast_pr
 INT8_DOTS: dict[str, Callable[..., jax.Array]] = {X_FIRST: dot, MATRIX_FIRST: matrix_lhs_dot}
 
 
+def row_by_row(product: Callable[[jax.Array], jax.Array], x_MI: jax.Array) -> jax.Array:
+    """Returns product(x_I) of each row, [M, O], one after the other."""
+    return product(x_MI[0])[None] if len(x_MI) == 1 else lax.map(product, x_MI)
+
+
 def tiled_product(
     multiply_tile: Callable[..., jax.Array],
     x_MI: jax.Array,

@@ -16,8 +16,8 @@ ROWS = "row by row"  # packed numbers are not unpacked
 _Forms = tuple[tuple[int, str | tuple[str, str]], ...]
 _MANY = 1 << 62
 # By format, by what the CPU has ("amx"; "fast": it multiplies the type fast; else no word), and from which
-# version of jax. "fast" was measured with AVX-512. "amx" and no word (AVX2) were measured on other machines
-# with jax 0.10 only. Arm takes the rows of its features, which were not measured there.
+# version of jax. Measured with AVX-512 VNNI; but "amx" and int8 without a word (AVX2): these are of other
+# machines with jax 0.10. Arm takes the rows of its features, which were not measured there.
 _TABLE: dict[tuple[str, ...], _Forms] = {
     ("float32",): ((1, X_FIRST), (64, MATRIX_FIRST), (_MANY, X_FIRST)),
     ("bfloat16",): ((8, X_FIRST), (64, MATRIX_FIRST), (_MANY, TILES)),
