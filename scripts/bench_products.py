@@ -24,7 +24,7 @@ from absl import flags
 from xinfer_jax.errors import InputError
 from xinfer_jax.generation.executor import decode_compiler_options
 from xinfer_jax.ops.cpu import product_table
-from xinfer_jax.ops.cpu.product_table import MATRIX_FIRST, ROWS, TILES, X_FIRST
+from xinfer_jax.ops.cpu.product_table import INT8, MATRIX_FIRST, ROWS, TILES, X_FIRST
 from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.quantization import quantize_matrix, with_int8_activations
@@ -38,6 +38,7 @@ FORMS = {
     "int8": UNPACKED,
     "int8 activations": UNPACKED,
     "int4": (ROWS, TILES),
+    "int4 activations": (ROWS, INT8, TILES),
     "mxfp4": (ROWS, TILES),
     "ternary": (ROWS, TILES),
 }
@@ -61,7 +62,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> Any:
         return jnp.asarray(matrix_OI, kind)
     if kind == "ternary":
         return jax.device_put(ternary_leaf(matrix_OI, "matrix"))
-    leaf = jax.device_put(quantize_matrix(matrix_OI, 4 if kind == "int4" else 8))
+    leaf = jax.device_put(quantize_matrix(matrix_OI, 4 if kind.startswith("int4") else 8))
     return with_int8_activations(leaf) if kind.endswith("activations") else leaf
 
 

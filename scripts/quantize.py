@@ -71,7 +71,7 @@ COMPENSATE = flags.DEFINE_boolean(
     "With awq: refit, and round so that errors compensate each other; false: round to nearest.",
 )
 ACTIVATIONS = flags.DEFINE_enum(
-    "activations", None, ["int8"], "With --quantize=int8: also quantize the inputs of matmuls."
+    "activations", None, ["int8"], "Also quantize the inputs of matmuls; --quantize=int8 then has no --group."
 )
 ROTATE = flags.DEFINE_boolean(
     "rotate",
@@ -118,8 +118,10 @@ def check_flags() -> None:
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
-    if is_w4a16() and (QUANTIZE.value != "int4" or uses_rotations()):
-        raise xj.InputError("--format=compressed-tensors is for --quantize=int4 without rotations")
+    if is_w4a16() and (QUANTIZE.value != "int4" or uses_rotations() or ACTIVATIONS.value):
+        raise xj.InputError(
+            "--format=compressed-tensors is for --quantize=int4 without rotations and --activations"
+        )
     if uses_rotations() and METHOD.value == "awq" and not COMPENSATE.value:
         raise xj.InputError(
             "--nocompensate uses only scales, which rotations make useless: give --method=rtn"

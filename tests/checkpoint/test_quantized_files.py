@@ -257,7 +257,7 @@ UNSUPPORTED = {
     "gptq-marlin-flag": (GPTQ | dict(is_marlin_format=True), "gptq with is_marlin_format True"),
     "gptq-words-of-16": (GPTQ | dict(pack_dtype="int16"), "gptq with pack_dtype 'int16'"),
     "gptq-some-modules-otherwise": (GPTQ | dict(dynamic={"+:.*mlp.*": dict(bits=8)}), "gptq with dynamic"),
-    "ours-of-the-future": (dict(quant_method="xinfer_jax", version=4), "xinfer_jax with version 4"),
+    "ours-of-the-future": (dict(quant_method="xinfer_jax", version=5), "xinfer_jax with version 5"),
 }
 
 

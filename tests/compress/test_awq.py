@@ -168,8 +168,7 @@ def test_bad_activations_raise_as_in_the_script():
     config = CASES["llama2-mha-old"].config
     params = params_from(config, random_tensors(config, seed=3))
     for options, named in (
-        (("int4", None, "int8"), "activations='int8' needs quantize='int8', got 'int4'"),
-        (("int8", 16, "int8"), "group=16 with activations='int8'"),
+        (("int8", 16, "int8"), "group=16 with quantize='int8', activations='int8'"),
         (("int8", None, "int4"), "activations='int4' is not supported"),
     ):
         with pytest.raises(xj.InputError, match=named):
@@ -304,7 +303,8 @@ def test_script_writes_a_checkpoint(tmp_path, method):
 @pytest.mark.parametrize(
     "flags, named",
     [(["--quantize=int3"], "int3"), (["--method=gptq"], "gptq"), (["--group=7"], "group=7"),
-     (["--activations=int8"], "activations='int8' needs quantize='int8', got 'int4'"),
+     (["--activations=int8", "--quantize=int8", "--group=8"], "group=8 with quantize='int8'"),
+     (["--activations=int8", "--format=compressed-tensors"], "without rotations and --activations"),
      (["--nonsense"], "nonsense"),
      (["extra"], "extra"), (["--eval=/nowhere.txt", "--method=rtn"], "nowhere"),
      (["--model=/nowhere"], "nowhere")],

@@ -18,7 +18,8 @@ from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.ops.cpu import cpu_features, product_table
 from xinfer_jax.ops.cpu.cpu_products import quantize_activations
 from xinfer_jax.ops.product import float_product
-from xinfer_jax.weights.grouped_weight import GroupedWeight
+from xinfer_jax.weights import grouped_weight
+from xinfer_jax.weights.grouped_weight import GroupedWeight, unpack_int4
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf, with_int8_activations
@@ -125,6 +126,32 @@ def test_product_equals_the_product_of_the_dequantized_matrix(outputs, inputs, b
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("shape", [(70, 130), (96, 256)])
+def test_int4_with_int8_activations_is_int8_in_its_product(shape, monkeypatch):
+    """Of all groups at once, and of some at a time; up to three rows activations stay floats."""
+    weight = with_int8_activations(quantize_matrix(matrix(*shape), 4))
+    on_device = with_int8_activations(jax.device_put(quantize_matrix(matrix(*shape), 4)))
+    jax.tree.map(np.testing.assert_array_equal, weight, on_device)
+    levels = unpack_int4(weight.values).astype(np.int64) - weight.zero[:, None]
+    steps = (levels * weight.scale[:, None]).reshape(-1, shape[0])[: shape[1]].T
+    np.testing.assert_allclose(weight.dequantize(), steps * weight.step[:, None], rtol=1e-5)
+    np.testing.assert_allclose(
+        weight.dequantize(), quantize_matrix(matrix(*shape), 4).dequantize(), rtol=5e-3
+    )
+    values = steps + 128 >> 8
+    assert np.abs(values).max() == 127
+    x = np.random.default_rng(2).standard_normal((9, shape[1])).astype(np.float32)
+    factor = np.float32(127) / np.abs(x).max(1, keepdims=True)
+    wanted = np.rint(x * factor).astype(np.int64) @ values.T * (weight.step.astype(np.float64) * 256) / factor
+    for numbers in (1 << 23, 1):
+        monkeypatch.setattr(grouped_weight, "_INT8_NUMBERS", numbers)
+        got = jax.jit(quantized_product)(x, on_device)
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(jax.jit(quantized_product)(x[4:], on_device), got[4:])
+        jax.clear_caches()
+    np.testing.assert_allclose(quantized_product(x[:3], weight), x[:3] @ weight.dequantize().T, atol=1e-4)
+
+
 CPU_INFOS = {
     "none": "flags : fpu avx avx2 fma f16c",
     "int8": "Features : fp asimd asimddp",
@@ -174,13 +201,24 @@ def test_each_number_of_rows_has_a_form(has, jax_version, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     forms = {
         kind: [product_table.fastest_form(kind, rows, 896, 4864) for rows in (1, 3, 8, 33, 300)]
-        for kind in ("float32", "bfloat16", "float16", "int8", "int8 activations", "int4", "mxfp4", "ternary")
+        for kind in (
+            "float32",
+            "bfloat16",
+            "float16",
+            "int8",
+            "int8 activations",
+            "int4",
+            "mxfp4",
+            "ternary",
+            "int4 activations",
+        )
     }
     assert forms["float32"] == ["x first", *["matrix first"] * 3, "x first"]
     assert set(forms["float16"]) == {"float32 tiles"}
     assert (forms["int8"][-1] == "float32 tiles") != ("amx" in has or "int8" in has and jax_version[1] == 12)
     for packed in ("int4", "mxfp4", "ternary"):
         assert forms[packed][0] == "row by row" and forms[packed][-1] == "float32 tiles"
+    assert forms["int4 activations"] == [*["row by row"] * 2, *["int8"] * 3]
     if has == "int8,bfloat16" and jax_version[1] == 12:
         # As measured: the matrix as left operand is not faster.
         assert set(forms["int8"]) == set(forms["int8 activations"]) == {"x first"}

@@ -27,6 +27,7 @@ from xinfer_jax.weights.quantized_weight import is_quantized, quantized_product
 pytestmark = pytest.mark.oldest
 
 INT8 = dict(quantize="int8", activations="int8")
+INT4 = dict(quantize="int4", activations="int8")
 FAMILIES = {
     "qwen2": {},
     "qwen3": dict(model_type="qwen3", head_dim=12, attention_bias=True, tie_word_embeddings=False),
@@ -41,6 +42,8 @@ FAMILIES = {
     ),
     "phi3": dict(model_type="phi3", pad_token_id=0),
 }
+# The loader rotates in blocks of rows: a few numbers round to another level.
+NEAR = dict(int8=dict(atol=1), uint8=dict(atol=16), int16=dict(atol=4), float32=dict(atol=1e-6))
 TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24))
 
 
@@ -80,32 +83,38 @@ def test_a_rotated_model_is_the_same_function(tmp_path, family):
         np.testing.assert_allclose(hidden, xj.hidden_states(model.params, model.config, TOKENS)[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma2-long-caps", "moe-some-layers-dense", "qwen3-5-tied"])
-def test_models_that_cannot_be_rotated_have_int8_activations(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, how",
+    [("gemma2-long-caps", INT8), ("moe-some-layers-dense", INT8), ("qwen3-5-tied", INT8),
+     ("gemma2-long-caps", INT4), ("moe-some-layers-dense", INT4)],
+)  # fmt: skip
+def test_models_that_cannot_be_rotated_have_int8_activations(tmp_path, name, how):
     """Norms after sublayers, a mixture, and linear attention."""
     source = write_checkpoint(tmp_path / "from", CASES[name].hf)
     plain = xj.load_model(source, "float32")
     with pytest.raises(xj.InputError, match="rotations are not supported"):
         rotated_params(plain.params, plain.config)
-    model = xj.load_model(source, "float32", **INT8)
+    model = xj.load_model(source, "float32", **how)
     matrices = list(filter(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized)))
     assert not model.config.rotated and any(len(weight.shape) > 2 for weight in matrices) == ("moe" in name)
     for weight in matrices:
-        assert isinstance(weight, Int8Weight) and weight.int8_activations and weight.rotated == (0, 0)
+        assert weight.int8_activations and weight.rotated == (0, 0)
         assert weight.input_block == input_block_width(weight.shape[-1])
     trees = [params_like(plain.params, model.config, model.params)]
-    trees += [quantized_params(plain.params, **INT8, blocks=True)] if name == "gemma2-long-caps" else []
+    trees += [quantized_params(plain.params, **how, blocks=True)] if name == "gemma2-long-caps" else []
     for tree in trees:  # the loader rotates other rows at a time
         for new, old in zip(*map(jax.tree.leaves, (tree, model.params)), strict=True):
-            np.testing.assert_allclose(new, old, atol=1 if old.dtype == jnp.int8 else 1e-6)
+            np.testing.assert_allclose(new, old, **NEAR[old.dtype.name])
         assert jax.tree.structure(tree) == jax.tree.structure(model.params)
     wanted = logits(plain, TOKENS % 90)
     found = logits(model, TOKENS % 90)
-    assert 0 < np.sqrt(np.square(found - wanted).mean()) < 0.1 * wanted.std()
+    most = 0.1 if how == INT8 else 0.35
+    assert 0 < np.sqrt(np.square(found - wanted).mean()) < most * wanted.std()
     if name == "gemma2-long-caps":  # others cannot be saved
         xj.save_model(tmp_path / "to", model.params, model.config)
         stored = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
-        assert stored == dict(quant_method="xinfer_jax", version=3, once=True, blocks=True)
+        version = 3 if how == INT8 else 4
+        assert stored == dict(quant_method="xinfer_jax", version=version, once=True, blocks=True)
         loaded = xj.load_model(tmp_path / "to", "float32")
         assert loaded.config == model.config
         np.testing.assert_array_equal(logits(loaded, TOKENS % 90), found)
@@ -141,25 +150,24 @@ def test_gradients_equal_those_of_the_dequantized_matrix():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hf", [tiny.CONFIG, tiny.UNTIED], ids=["tied", "untied"])
-def test_load_with_int8_activations_and_save(tmp_path, hf):
+@pytest.mark.parametrize("hf, how", [(tiny.CONFIG, INT8), (tiny.UNTIED, INT8), (tiny.CONFIG, INT4)], ids=str)
+def test_load_with_int8_activations_and_save(tmp_path, hf, how):
     source = tiny.write(tmp_path / "from", hf)
     plain = xj.load_model(source, "float32")
-    model = xj.load_model(source, "float32", **INT8)
+    model = xj.load_model(source, "float32", **how)
     weight = model.params["layers"][0]["k"]["weight"]
-    assert isinstance(weight, Int8Weight) and weight.int8_activations and model.config.rotated
+    assert weight.int8_activations and model.config.rotated
     params, _ = rotated_params(plain.params, plain.config)
-    is_leaf = lambda x: isinstance(x, Int8Weight)  # noqa: E731
-    no_gain = lambda x: dataclasses.replace(x, gain=None) if is_leaf(x) else x  # noqa: E731  for adapters
-    found = jax.tree.map(no_gain, model.params, is_leaf=is_leaf)
-    for leaf, expected in zip(*map(jax.tree.leaves, (found, quantized_params(params, **INT8))), strict=True):
-        # The loader rotates in blocks: a few numbers round to another level.
-        np.testing.assert_allclose(leaf, expected, atol=1 if leaf.dtype == jnp.int8 else 1e-6)
+    no_gain = lambda x: dataclasses.replace(x, gain=None) if is_quantized(x) else x  # noqa: E731  for adapters
+    found = jax.tree.map(no_gain, model.params, is_leaf=is_quantized)
+    for leaf, expected in zip(*map(jax.tree.leaves, (found, quantized_params(params, **how))), strict=True):
+        np.testing.assert_allclose(leaf, expected, **NEAR[leaf.dtype.name])
     wanted = logits(plain)
-    assert np.abs(logits(model) - wanted).max() < 0.1 * np.abs(wanted).max()
+    assert np.abs(logits(model) - wanted).max() < (0.1 if how == INT8 else 0.5) * np.abs(wanted).max()
     xj.save_model(tmp_path / "to", model.params, model.config)
     stored = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
-    assert stored == dict(quant_method="xinfer_jax", version=2, rotated=True, once=True)
+    version = 2 if how == INT8 else 4
+    assert stored == dict(quant_method="xinfer_jax", version=version, rotated=True, once=True)
     loaded = xj.load_model(tmp_path / "to", "float32")
     assert loaded.config == model.config
     np.testing.assert_array_equal(logits(loaded), logits(model))
@@ -186,8 +194,7 @@ def test_rotations_keep_errors_of_outliers_small():
 
 def test_bad_options_for_int8_activations_raise(tmp_path):
     for options, message in (
-        (dict(activations="int8"), "needs quantize='int8'"),
-        (INT8 | dict(quantize="int4"), "needs quantize='int8', got 'int4'"),
+        (dict(activations="int8"), "needs quantize='int8' or 'int4', got None"),
         (INT8 | dict(activations="int4"), "activations='int4' is not supported"),
     ):
         assert message in tiny.load_error(None, **options)

@@ -85,7 +85,7 @@ class AwqGptqFormat(MatrixFormat):
         return tensors
 
     def _has_layout(self, leaf: Any) -> bool:
-        if not isinstance(leaf, GroupedWeight) or len(leaf.shape) > 2:
+        if not isinstance(leaf, GroupedWeight) or leaf.int8_activations or len(leaf.shape) > 2:
             return False
         values = grouped_struct(leaf.shape, self.bits, self._group_size(leaf.inputs)).values
         same = (leaf.values.shape, leaf.values.dtype) == (values.shape, values.dtype)

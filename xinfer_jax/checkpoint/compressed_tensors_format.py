@@ -167,7 +167,7 @@ class CompressedTensorsFormat(MatrixFormat):
             even = leaf.shape[-1] + leaf.shape[-1] % 2
             J = min(scheme.block[1], even) if scheme.block else even
             is_int4 = isinstance(leaf, GroupedWeight) and leaf.zero is not None and leaf.group == J
-            if not is_int4 or scheme.format != _PACKED_INT or scheme.bits != 4:
+            if not is_int4 or leaf.int8_activations or scheme.format != _PACKED_INT or scheme.bits != 4:
                 raise self.misfit(name)
             check = partial(self._check_symmetric, name) if scheme.is_symmetric else None
             kind = np.float32 if np.dtype(dtype) == np.float32 else leaf.scale.dtype

@@ -14,6 +14,7 @@ from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
 from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import (
+    bits_of,
     device_form,
     group_size_for_shards,
     in_blocks,
@@ -44,7 +45,7 @@ class LeafLoader:
     quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
     keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
     mesh: Mesh | None
-    int8_activations: bool  # of the matrices that are quantized: these have a scale per output
+    int8_activations: bool  # of the matrices that are quantized; those in int8 have a scale per output
     rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
 
     def struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
@@ -94,11 +95,13 @@ class LeafLoader:
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
-        whole matrix; with int8 activations one group, so that there is one scale per output.
+        whole matrix; in int8 with int8 activations one group, so that there is one scale per output.
         """
-        if self.int8_activations and spec.is_matrix:
+        if self.quantize is None:
+            return None
+        if self.int8_activations and spec.is_matrix and bits_of(spec.hf_name, self.quantize) == 8:
             return spec.shape[-1]
-        if self.quantize is None or self.mesh is None or len(spec.shape) != 2:
+        if self.mesh is None or len(spec.shape) != 2:
             return None
         parts = self._num_devices if leaf_partition(spec, self._num_devices).axis == 1 else 1
         return group_size_for_shards(spec.shape, spec.hf_name, self.quantize, parts)
@@ -116,7 +119,8 @@ class LeafLoader:
         has_order = any(name.endswith(".order") for name in quantized) or form and form.order is not None
         partition = leaf_partition(spec, self._num_devices)
         # A part with one group would have the form of a matrix with a scale for each output.
-        shares_scales = (self._group(spec) or 0) * partition.num_parts >= spec.shape[-1]
+        is_small = (self._group(spec) or 0) * partition.num_parts >= spec.shape[-1]
+        shares_scales = self.int8_activations or is_small
         return partition.axis == 1 and bool(has_order or shares_scales)
 
     def _host_struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
@@ -163,7 +167,7 @@ class LeafLoader:
 
     @property
     def _uses_blocks(self) -> bool:
-        """Whether matrices that are quantized have an `Int8Weight.input_block`."""
+        """Whether matrices that are quantized have an `input_block`."""
         return self.int8_activations and not self.rotations
 
     def _with_activations(self, spec: FileSpec, weight: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Our format of quantized checkpoints: a matrix is X.weight.values, .scale, .zero, .order and .offset."""
+"""Our format of quantized checkpoints: a matrix is X.weight.values, .scale, .zero, .order, .offset and
+.step.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +19,8 @@ from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
-VERSIONS = (1, 2, 3)  # 2: rotated weights or int8 activations; 3: inputs rotated in blocks
-_FIELDS = ("values", "scale", "zero", "order", "offset")
+VERSIONS = (1, 2, 3, 4)  # 2: rotated weights or int8 activations; 3: inputs rotated in blocks; 4: steps
+_FIELDS = ("values", "scale", "zero", "order", "offset", "step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class OwnFormat(QuantizedFormat):
     method = "xinfer_jax"
     rotated: bool = False  # `ModelConfig.rotated`
     once: bool = False  # `Int8Weight.int8_activations`
-    blocks: bool = False  # `Int8Weight.input_block` is that of `input_block_width`
+    blocks: bool = False  # `input_block` is that of `input_block_width`
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         values = f"{name}.values"
@@ -48,6 +50,9 @@ class OwnFormat(QuantizedFormat):
         specs = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
         optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
         optional[f"{name}.offset"] = ((Q, outputs), {"F16", "F32"})
+        if f"{name}.step" in tensors:
+            specs[f"{name}.scale"] = ((Q, outputs), {"I16"})
+            optional[f"{name}.step"] = by_output
         return specs | {field: spec for field, spec in optional.items() if field in tensors}
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> QuantizedWeight:
@@ -80,15 +85,14 @@ class OwnFormat(QuantizedFormat):
         arrays = {field: get(tensors[full]) for field in _FIELDS if (full := f"{name}.{field}") in tensors}
         if arrays["scale"].dtype == np.uint8:
             return Mxfp4Weight(**arrays)
-        if len(arrays["values"].shape) == 2:
-            rotated = None if self.rotated else (0, 0)
-            block = input_block_width(shape[1]) if self.blocks else 0
-            return Int8Weight(
-                arrays["values"], arrays["scale"], self.once, rotated=rotated, input_block=block
-            )
         if arrays["values"].dtype == np.int32:
             return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
-        return GroupedWeight(**({"zero": None, "order": None} | arrays), inputs=shape[1])
+        rotated = None if self.rotated else (0, 0)
+        block = input_block_width(shape[1]) if self.blocks else 0
+        if len(arrays["values"].shape) == 2:
+            return Int8Weight(**arrays, int8_activations=self.once, rotated=rotated, input_block=block)
+        arrays = {"zero": None, "order": None} | arrays
+        return GroupedWeight(**arrays, inputs=shape[1], rotated=rotated, input_block=block)
 
 
 def quantization_config(leaves: Sequence[Any], rotated: bool) -> dict[str, Any]:
@@ -105,5 +109,6 @@ def quantization_config(leaves: Sequence[Any], rotated: bool) -> dict[str, Any]:
     flags = {"rotated": rotated}
     flags |= {flag: any(getattr(leaf, name, 0) for leaf in leaves) for flag, name in fields.items()}
     flags = {name: True for name, value in flags.items() if value}
-    version = 3 if "blocks" in flags else 2 if flags else 1
+    has_steps = any(getattr(leaf, "step", None) is not None for leaf in leaves)
+    version = 4 if has_steps else 3 if "blocks" in flags else 2 if flags else 1
     return {"quant_method": OwnFormat.method, "version": version} | flags

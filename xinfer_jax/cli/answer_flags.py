@@ -53,7 +53,7 @@ def define_model(parser: FlagParser) -> None:
         "dequantize", "Matrices of a quantized checkpoint become numbers of --dtype, or of --quantize."
     )
     parser.add_choice(
-        "activations", "int8, with --quantize=int8: faster prompts and batches on CPU, less exact.", "int8"
+        "activations", "int8, with --quantize: faster prompts and batches on CPU, less exact.", "int8"
     )
     parser.add_text("mesh", "model=N: shards the model over N devices. Default: one.", empty="give model=N")
     parser.add_text(

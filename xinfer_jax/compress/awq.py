@@ -70,10 +70,10 @@ def awq_params(  # noqa: PLR0913
         token_rows: token ids of the calibration text, a list per document; a few thousand tokens in all.
         quantize: "int8" or "int4".
         group: inputs that share a scale; None: `group_size`.
-        activations: "int8": activations are quantized too, with quantize="int8" and a scale per output.
+        activations: "int8": activations are quantized too; int8 then has a scale per output.
     """
     check_activations(activations, quantize, group)
-    group = _ALL_INPUTS if activations else group
+    group = _ALL_INPUTS if activations and quantize == "int8" else group
     bits = _bits(quantize, group)
     scaled = params
     if not config.rotated:
@@ -117,7 +117,8 @@ def quantized_params(
     blocks, with activations: inputs are rotated in blocks, for models that are not rotated (`hadamard`).
     """
     check_activations(activations, quantize, group)
-    group, vocab_group = (_ALL_INPUTS, _ALL_INPUTS) if activations else (group, None)
+    vocab_group = _ALL_INPUTS if activations else None
+    group = vocab_group if quantize == "int8" and activations else group
     bits = _bits(quantize, group)
     if any({"experts", "A_log", "layer_scalar"} & layer.keys() for layer in params["layers"]):
         raise InputError(

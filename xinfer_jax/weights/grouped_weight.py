@@ -10,6 +10,9 @@ How CPU products in groups read the weights at memory speed:
 - A row times int4 is one loop nest that reads each byte once: the innermost loop sums a run of bytes of a
   group and is unrolled by LLVM; the loop over outputs is vectorized. A few rows are multiplied one by one.
 - With more rows, a tile of outputs at a time is dequantized and multiplied.
+- With int8 activations the scale of a group is an integer number of its output's steps, as in QServe (Lin et
+  al. 2024): levels times it, rounded to int8, are a matrix in int8 with a scale per output, made in each
+  product. A few rows keep their floats, and need no rounding.
 """
 
 import dataclasses
@@ -22,28 +25,39 @@ import numpy as np
 from jax import lax
 
 from ..ops.cpu import product_table
-from ..ops.cpu.cpu_products import pad_outputs, row_by_row, tiled_product
+from ..ops.cpu.cpu_products import pad_outputs, quantize_activations, row_by_row, tiled_product
+from ..ops.operation import match_varying_axes
 from ..ops.product import dot
-from .quantized_weight import QuantizedWeight
+from .rotated_weight import RotatedWeight
 
 GROUP = 64  # inputs that share a scale in int4
 _SMALL = 64  # matrices with a side of at most this size have more scales (the package's docstring says why)
 _SMALL_GROUP = {8: 8, 4: 32}  # inputs that share a scale in them, by bits
 _RUN = 16  # bytes of one sum: 8 are 15% slower; LLVM does not unroll 32, a tenth of the speed
 _FEW_TPU_ROWS = 64  # up to this number of rows a TPU multiplies by levels
+STEP_BITS = 8  # of int8 that int4 becomes with int8 activations, a number is 1 << STEP_BITS steps
+_INT8_NUMBERS = 8 << 20  # of a matrix in int8 at a time
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class GroupedWeight(QuantizedWeight):
+class GroupedWeight(RotatedWeight):
     """A matrix [O, I] as `(values - zero) * scale + offset` in groups of inputs. Outputs are last."""
 
     values: jax.Array  # int8 [Q, Y, O], I padded to Q * J; int4: uint8 from `pack_int4`
-    scale: jax.Array  # float16 or float32 [Q, O]; on TPUs of int4 float32 (`device_form`)
+    # [Q, O]: float16 or float32; on TPUs of int4 float32 (`device_form`); with a step int16: how many.
+    scale: jax.Array
     zero: jax.Array | None  # uint8 [Q, O]; None: 0
     order: jax.Array | None  # int32 [I]: the inputs of each group; None: in their own order
     inputs: int = dataclasses.field(metadata=dict(static=True))  # I
     offset: jax.Array | None = None  # a float type [Q, O]; None: 0
+    step: jax.Array | None = (
+        None  # float32 [O], of int4 with int8 activations (`quantization.with_steps`); None: 1
+    )
+
+    @property
+    def int8_activations(self) -> bool:
+        return self.step is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +76,7 @@ class GroupedWeight(QuantizedWeight):
         """With an order, activations are gathered from all devices."""
         if self.order is not None:
             x = lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)[..., self.order]
-        return x, dataclasses.replace(self, order=None, inputs=x.shape[-1])
+        return x, dataclasses.replace(self, order=None, inputs=x.shape[-1], axis_name=axis_name)
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         *experts, outputs, inputs = axes
@@ -74,11 +88,18 @@ class GroupedWeight(QuantizedWeight):
             "zero": of_groups,
             "order": (inputs,),
             "offset": of_groups,
+            "step": (*experts, outputs),
+            "gain": (inputs,),
         }
+
+    def group_scale(self) -> jax.Array:
+        """float32 [Q, O]."""
+        scale_QO = self.scale.astype(jnp.float32)
+        return scale_QO if self.step is None else scale_QO * self.step
 
     def dequantize(self) -> jax.Array:
         values = self.values
-        scale = self.scale.astype(jnp.float32)
+        scale = self.group_scale()
         levels_QJO = values.astype(jnp.int32)
         if values.dtype == jnp.uint8:  # packed by `pack_int4`
             halves = (levels_QJO[:, None] >> np.array([0, 4], np.int32)[:, None, None]) & 15
@@ -92,7 +113,7 @@ class GroupedWeight(QuantizedWeight):
         matrix_IO = matrix_QJO.reshape(-1, values.shape[-1])[: self.inputs]
         if self.order is not None:
             matrix_IO = jnp.zeros_like(matrix_IO).at[self.order].set(matrix_IO)
-        return matrix_IO.T
+        return self.unrotated(matrix_IO.T)
 
     def forms_product(self, x_MI: jax.Array) -> jax.Array:
         """Offsets are multiplied with the sums of groups of activations."""
@@ -104,13 +125,16 @@ class GroupedWeight(QuantizedWeight):
         return y_MO + dot(sum_MQ, self.offset.astype(jnp.float32), 0)
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
-        weight = self
-        x_MI = x_MI.astype(jnp.float32)
-        if weight.order is not None:
-            x_MI = x_MI[:, weight.order]
-            weight = dataclasses.replace(weight, order=None)
-        if product_table.fastest_form("int4", len(x_MI), *weight.shape) == product_table.ROWS:
+        x_MI = self.rotated_inputs(x_MI).astype(jnp.float32)
+        if self.order is not None:
+            x_MI = x_MI[:, self.order]
+        weight = dataclasses.replace(self, order=None, input_block=0)
+        kind = "int4 activations" if self.int8_activations else "int4"
+        form = product_table.fastest_form(kind, len(x_MI), *weight.shape)
+        if form == product_table.ROWS:
             return row_by_row(lambda x_I: _row(x_I, weight), x_MI)
+        if form == product_table.INT8:
+            return _int8_product(x_MI, weight)
 
         def multiply_tile(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
             tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
@@ -119,7 +143,7 @@ class GroupedWeight(QuantizedWeight):
         return tiled_product(multiply_tile, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 
     def tpu_product(self, x_MI: jax.Array) -> jax.Array:
-        return tpu_grouped_product(x_MI, self)
+        return self.plain_product(x_MI) if self.int8_activations else tpu_grouped_product(x_MI, self)
 
 
 def grouped_struct(
@@ -209,17 +233,44 @@ def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
     mixing = np.column_stack([mixed, np.ones(halves * run)]).astype(np.float32)
     factors = dot(parts.reshape(-1, halves * run), jnp.asarray(mixing), 0).reshape(Q, -1, halves * run + 1)
     # The barrier makes weights depend on x, or XLA would convert all of them before the decode loop.
-    factors, values, scale, zero = lax.optimization_barrier(
-        (factors, weight.values, weight.scale, weight.zero)
-    )
+    factors, weight = lax.optimization_barrier((factors, weight))
     *factors_QCY, total_QC1 = jnp.split(factors, (run, 2 * run)[:halves], axis=-1)
-    wide = values.reshape(Q, -1, run, outputs).astype(jnp.int32)  # 8-bit arithmetic is slower
+    wide = weight.values.reshape(Q, -1, run, outputs).astype(jnp.int32)  # 8-bit arithmetic is slower
     levels = (wide,) if halves == 1 else (wide & 15, wide)
     terms = [x[..., None] * y.astype(jnp.float32) for x, y in zip(factors_QCY, levels, strict=True)]
     # Not a + b: for plain sums XLA calls a library, which reads a float32 copy of all terms.
     sum_QCO = lax.reduce(sum(terms), np.float32(0), lambda a, b: -(-a - b), (2,))
-    if zero is not None:
-        sum_QCO -= total_QC1 * zero.astype(jnp.float32)[:, None]
-    y_RO = (sum_QCO * scale.astype(jnp.float32)[:, None]).reshape(-1, outputs)
+    if weight.zero is not None:
+        sum_QCO -= total_QC1 * weight.zero.astype(jnp.float32)[:, None]
+    y_RO = (sum_QCO * weight.group_scale()[:, None]).reshape(-1, outputs)
     # A dot with ones: XLA would fuse a sum over runs into the loop, which then has no vector instructions.
     return dot(jnp.ones(len(y_RO)), y_RO, 0)
+
+
+def _int8_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
+    """The product of int8 activations and the matrix in int8, [M, O]; large ones some groups at a time. Sums
+    of int8 are exact, so other rows change no bit of a row.
+    """
+    assert weight.step is not None
+    Q, Y, outputs = weight.values.shape
+    int8_MI, factor_M1 = quantize_activations(x_MI, weight.axis_name)
+    x_HMI = split_groups(int8_MI, weight.group, jnp).reshape(-1, Q, 2, Y).transpose(2, 0, 1, 3)
+    x_HMI = x_HMI.reshape(2, len(x_MI), -1)
+    most = max(1, _INT8_NUMBERS // (2 * Y * outputs))
+    size = next(size for size in range(min(Q, most), 0, -1) if Q % size == 0)
+
+    def add_groups(i: jax.Array, y_MO: jax.Array) -> jax.Array:
+        # Without the barriers XLA would convert all groups first, and transpose them.
+        *arrays, i = lax.optimization_barrier((weight.values, weight.scale, weight.zero, i))
+        values_QYO, *of_groups = (lax.dynamic_slice_in_dim(x, i * size, size) for x in arrays)
+        steps_Q1O, zero_Q1O = (x.astype(jnp.int16)[:, None] for x in of_groups)
+        x_HMJ = lax.dynamic_slice_in_dim(x_HMI, i * size * Y, size * Y, 2)
+        for x_MJ, levels_QYO in zip(x_HMJ, (values_QYO & 15, values_QYO >> 4), strict=True):
+            steps_QYO = (levels_QYO.astype(jnp.int16) - zero_Q1O) * steps_Q1O
+            int8_QYO = ((steps_QYO + (1 << STEP_BITS - 1)) >> STEP_BITS).astype(jnp.int8)
+            y_MO += dot(x_MJ, lax.optimization_barrier(int8_QYO.reshape(-1, outputs)), 0, jnp.int32)
+        return y_MO
+
+    start = match_varying_axes(jnp.zeros((len(x_MI), outputs), jnp.int32), int8_MI, weight)
+    y_MO = lax.fori_loop(0, Q // size, add_groups, start)
+    return y_MO.astype(jnp.float32) * (weight.step * (1 << STEP_BITS)) / factor_M1

@@ -1,7 +1,6 @@
 """Matrices in int8 with a scale per output."""
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +10,18 @@ import kernels_pallas
 from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import INT8_DOTS, int8_activation_product, upcast_product
 from ..ops.product import dot
-from .hadamard import hadamard_rotate, hadamard_unrotate
-from .quantized_weight import QuantizedWeight
+from .rotated_weight import RotatedWeight
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Int8Weight(QuantizedWeight):
+class Int8Weight(RotatedWeight):
     """A matrix [O, I] as `values * scale` with a scale per output."""
 
     values: jax.Array  # int8 [O, I]
     scale: jax.Array  # float32 [O]
     # Activations are quantized to one int8 number: on CPU not split into two, in GPU kernels not floats.
     int8_activations: bool = dataclasses.field(default=False, repr=False, metadata=dict(static=True))
-    # What `hadamard` did to the model's matrix, for its adapters: gains [I] of a norm, or None, that were
-    # multiplied into it; and the widths of the blocks in which outputs and inputs were rotated, 0: they stay;
-    # None: they were rotated, and the file that it was read from does not say in which.
-    gain: jax.Array | None = dataclasses.field(default=None, repr=False)
-    rotated: tuple[int, int] | None = dataclasses.field(
-        default=(0, 0), repr=False, metadata=dict(static=True)
-    )
-    # The width of the blocks in which `values` have their inputs rotated and products rotate x; 0: no blocks.
-    input_block: int = dataclasses.field(default=0, repr=False, metadata=dict(static=True))
-    # A mesh axis along which I is divided (`local_shard`): a token's scale is computed over all inputs.
-    axis_name: str | None = dataclasses.field(default=None, repr=False, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,27 +32,17 @@ class Int8Weight(QuantizedWeight):
         """Inputs that stay on one device."""
         return self.input_block or 1
 
-    def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
-        return x, dataclasses.replace(self, axis_name=axis_name)
-
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         return {"values": axes, "scale": axes[:-1], "gain": axes[-1:]}
 
     def dequantize(self) -> jax.Array:
-        return self._unrotated(self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)[:, None])
+        return self.unrotated(self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)[:, None])
 
     def rows(self, index: jax.Array) -> jax.Array:
         if index.size == 1 and kernels_pallas.device_impl().impl == "tpu":
             # For a single row XLA would copy the matrix into another layout.
             return self.rows(jnp.repeat(index.reshape(1), 2))[:1].reshape(*index.shape, -1)
-        return self._unrotated(self.values[index].astype(jnp.float32) * self.scale[index][..., None])
-
-    def _unrotated(self, rows: jax.Array) -> jax.Array:
-        return hadamard_unrotate(rows, self.input_block) if self.input_block else rows
-
-    def rotated_inputs(self, x: jax.Array) -> jax.Array:
-        """x [..., I] as `values` take it; float32 where it is rotated."""
-        return hadamard_rotate(x.astype(jnp.float32), self.input_block) if self.input_block else x
+        return self.unrotated(self.values[index].astype(jnp.float32) * self.scale[index][..., None])
 
     def plain_product(self, x_MI: jax.Array) -> jax.Array:
         """The scale is applied to the result."""

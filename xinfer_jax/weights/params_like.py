@@ -18,7 +18,7 @@ from .hadamard import hadamard_rotate, rotate_on_host
 from .int8_weight import Int8Weight
 from .param_specs import leaf_name
 from .params import AnyArray, Params, ParamSpec, param_specs
-from .quantization import device_form, quantized_leaf, quantized_stack
+from .quantization import device_form, quantized_leaf, quantized_stack, with_int8_activations
 from .quantized_weight import is_quantized
 from .resharding import grow_rows
 
@@ -123,15 +123,15 @@ def _quantized(matrix: Any, name: str, old: Any) -> Any:
     if isinstance(old, Int8Weight | GroupedWeight):
         method = "int4" if old.values.dtype == np.uint8 else "int8"
         group = old.group if isinstance(old, GroupedWeight) else matrix.shape[-1]
-        if block := getattr(old, "input_block", 0):
+        if block := old.input_block:
             rotate: Any = rotate_on_host if is_on_host(matrix) else hadamard_rotate
             matrix = rotate(matrix.astype(np.float32), block)
         quantize: Any = quantized_leaf if matrix.ndim == 2 else quantized_stack
         quantize = quantize if is_on_host(matrix) else quantized_on_device
         new = device_form(quantize(matrix, name, method, group))
-    if isinstance(old, Int8Weight):
-        kept = dict(int8_activations=old.int8_activations, input_block=old.input_block)
-        new = dataclasses.replace(new, **kept)
+        if old.int8_activations:
+            new = with_int8_activations(new)
+        new = dataclasses.replace(new, input_block=old.input_block)
     forms = [jax.tree.map(lambda x: (x.shape, x.dtype), leaf) for leaf in (new, old)]
     if forms[0] != forms[1]:
         raise InputError(f"{name} has a format of its checkpoint, {old}: give it in that, not as floats")

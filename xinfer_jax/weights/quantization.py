@@ -15,7 +15,7 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
-from .grouped_weight import GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
+from .grouped_weight import STEP_BITS, GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
 from .hadamard import RotatedRows, input_block_width
 from .int8_weight import Int8Weight
 from .quantized_weight import QuantizedWeight, is_quantized
@@ -55,27 +55,48 @@ def check_activations(activations: str | None, quantize: str | None, group: int 
     """Raises InputError unless these activations go with weights of this method, in these groups."""
     if activations not in (None, "int8"):
         raise InputError(f"activations={activations!r} is not supported: use None or int8")
-    if activations and quantize != "int8":
+    if activations and quantize not in METHODS:
         raise InputError(
-            f"activations={activations!r} needs quantize='int8', got {quantize!r}: give that too, or leave"
-            " out activations (a checkpoint that was written with them has them)"
+            f"activations={activations!r} needs quantize='int8' or 'int4', got {quantize!r}: give that too,"
+            " or leave out activations (a checkpoint that was written with them has them)"
         )
-    if activations and group is not None:
-        raise InputError(f"group={group} with activations={activations!r}: int8 activations have no groups")
+    if activations and quantize == "int8" and group is not None:
+        raise InputError(
+            f"group={group} with quantize='int8', activations={activations!r}: these have a scale per output"
+        )
 
 
 def with_int8_activations(params: Any, blocks: bool = False) -> Any:
-    """Returns the parameters with int8 activations for int8 matrices with a scale per output. blocks: their
-    inputs are rotated, as by `in_blocks`.
+    """Returns the parameters with int8 activations for int8 matrices with a scale per output, and for int4.
+    blocks: their inputs are rotated, as by `in_blocks`.
     """
 
     def leaf(x: Any) -> Any:
-        if not isinstance(x, Int8Weight):
+        if isinstance(x, Int8Weight):
+            x = dataclasses.replace(x, int8_activations=True)
+        elif isinstance(x, GroupedWeight) and x.zero is not None:
+            x = with_steps(x, x.zero)
+        else:
             return x
-        block = input_block_width(x.shape[-1]) if blocks else 0
-        return dataclasses.replace(x, int8_activations=True, input_block=block)
+        return dataclasses.replace(x, input_block=input_block_width(x.shape[-1]) if blocks else 0)
 
     return jax.tree.map(leaf, params, is_leaf=is_quantized)
+
+
+def with_steps(weight: GroupedWeight, zero_QO: Any) -> GroupedWeight:
+    """Returns int4 with these zero points, of one matrix or of experts, with scales in integer numbers of an
+    output's step, on the host or on its devices, as it lies there; or their shapes.
+    """
+    if isinstance(weight.values, jax.ShapeDtypeStruct):
+        return jax.eval_shape(with_steps, weight, zero_QO)
+    most = 127 << STEP_BITS
+    xp: Any = np if isinstance(weight.values, np.ndarray) else jnp
+    scale_QO = weight.scale.astype(np.float32)
+    levels_QO = xp.maximum(zero_QO, 15 - zero_QO).astype(np.float32)  # the most of a group, from zero
+    most_O = (scale_QO * levels_QO).max(-2)
+    step_O = xp.where(most_O == 0, np.float32(1), most_O) / divisor(most_O, most, xp)
+    steps_QO = xp.rint(scale_QO / step_O[..., None, :]).clip(1, most // levels_QO)
+    return dataclasses.replace(weight, scale=steps_QO.astype(np.int16), step=step_O)
 
 
 def in_blocks(matrix_OI: Any) -> Any:

@@ -50,7 +50,7 @@ class QuantizedWeight(WeightLeaf):
         return dot(x_MI, weight.dequantize().astype(x_MI.dtype))
 
     def rows(self, index: jax.Array) -> jax.Array:
-        parts = {name: getattr(self, name, None) for name in ("values", "scale", "zero", "offset")}
+        parts = {name: getattr(self, name, None) for name in ("values", "scale", "zero", "offset", "step")}
         rows = {name: x[..., index.reshape(-1)] for name, x in parts.items() if x is not None}
         leaf: Any = self  # a kind is a dataclass
         return dataclasses.replace(leaf, **rows).dequantize().reshape(*index.shape, -1)

@@ -11,6 +11,7 @@ X_FIRST = "x first"  # x is the left operand
 MATRIX_FIRST = "matrix first"  # the matrix is
 TILES = "float32 tiles"  # the matrix is converted some outputs at a time
 ROWS = "row by row"  # packed numbers are not unpacked
+INT8 = "int8"  # they are unpacked to int8
 
 # Each with the most rows that it serves. Of a pair the second is for fewer outputs than inputs.
 _Forms = tuple[tuple[int, str | tuple[str, str]], ...]
@@ -37,6 +38,8 @@ _TABLE: dict[tuple[str, ...], _Forms] = {
     ("int8 activations", "fast", "0.12"): ((_MANY, X_FIRST),),
     ("int8 activations", "amx"): ((8, MATRIX_FIRST), (_MANY, X_FIRST)),
     ("int4",): ((8, ROWS), (_MANY, TILES)),
+    ("int4 activations",): ((3, ROWS), (_MANY, INT8)),
+    ("int4 activations", "fast"): ((4, ROWS), (_MANY, INT8)),
     ("mxfp4",): ((6, ROWS), (_MANY, TILES)),
     ("ternary",): ((32, ROWS), (_MANY, TILES)),  # its tiles are int8
     ("ternary", "0.12"): ((8, ROWS), (_MANY, TILES)),

@@ -145,8 +145,12 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
         return f"quantized weights with activations of {x.dtype}"
     if rows * x.shape[-1] > _TPU_NUMBERS:
         return f"{rows} rows of {x.shape[-1]} numbers"
-    if isinstance(matrices[0], Int8Weight):
-        return "int8 activations" if any(map(_has_int8_activations, matrices)) else None
+    if any(map(_has_int8_activations, matrices)):
+        return "int8 activations"
+    return None if isinstance(matrices[0], Int8Weight) else _unsupported_groups(matrices, norm_weight)
+
+
+def _unsupported_groups(matrices, norm_weight) -> str | None:
     if not isinstance(matrices[0], GroupedWeight) or any(matrix.offset is not None for matrix in matrices):
         return _other_kind(matrices[0])
     if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
@@ -177,7 +181,7 @@ def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:
 
 
 def _has_int8_activations(matrix: Any) -> bool:
-    return isinstance(matrix, Int8Weight) and matrix.int8_activations
+    return getattr(matrix, "int8_activations", False)
 
 
 def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
@@ -191,6 +195,8 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
     if isinstance(matrix, Int8Weight):
         return "a norm before int8 activations" if normed and matrix.int8_activations else None
     if isinstance(matrix, GroupedWeight):
+        if matrix.int8_activations:
+            return "int4 with int8 activations"
         if matrix.values.shape[1] % 16 or matrix.offset is not None:
             return "small groups, or offsets of groups"
         ordered = matrix.order is not None and (normed or several)

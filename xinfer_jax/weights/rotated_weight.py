@@ -1,0 +1,38 @@
+"""What matrices with int8 activations have in common: rotations of their inputs and outputs."""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from .hadamard import hadamard_rotate, hadamard_unrotate
+from .quantized_weight import QuantizedWeight
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class RotatedWeight(QuantizedWeight):
+    """A matrix that may be rotated against outliers of activations (`hadamard`)."""
+
+    # What `hadamard` did to the model's matrix, for its adapters: gains [I] of a norm, or None, that were
+    # multiplied into it; and the widths of the blocks in which outputs and inputs were rotated, 0: they stay;
+    # None: they were rotated, and the file that it was read from does not say in which.
+    gain: jax.Array | None = dataclasses.field(default=None, repr=False)
+    rotated: tuple[int, int] | None = dataclasses.field(
+        default=(0, 0), repr=False, metadata=dict(static=True)
+    )
+    # The width of the blocks in which `values` have their inputs rotated and products rotate x; 0: no blocks.
+    input_block: int = dataclasses.field(default=0, repr=False, metadata=dict(static=True))
+    # A mesh axis along which I is divided (`local_shard`): a token's scale is computed over all inputs.
+    axis_name: str | None = dataclasses.field(default=None, repr=False, metadata=dict(static=True))
+
+    def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
+        return x, dataclasses.replace(self, axis_name=axis_name)
+
+    def unrotated(self, rows: jax.Array) -> jax.Array:
+        """Rows of `values` [..., I], dequantized, as those of the matrix."""
+        return hadamard_unrotate(rows, self.input_block) if self.input_block else rows
+
+    def rotated_inputs(self, x: jax.Array) -> jax.Array:
+        """x [..., I] as `values` take it; float32 where it is rotated."""
+        return hadamard_rotate(x.astype(jnp.float32), self.input_block) if self.input_block else x
