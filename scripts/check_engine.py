@@ -32,6 +32,11 @@ FAMILIES = flags.DEFINE_list("families", [], "Small random models instead: qwen2
 QUANTIZE = flags.DEFINE_list(
     "quantize", ["none"], "Formats of the weights, one after another: none, int8, int4."
 )
+ACTIVATIONS = flags.DEFINE_string(
+    "activations",
+    None,
+    "int8, without --families. With int4 `generate` of one row computes with floats.",
+)
 CACHE = flags.DEFINE_string("cache_dtype", None, "Dtype of keys and values.")
 DRAFT = flags.DEFINE_string("draft", None, "lookup: speculative decoding with prompt lookup.")
 REQUESTS = flags.DEFINE_integer("requests", 300, "Number of requests.", lower_bound=1)
@@ -72,7 +77,8 @@ def models():
     """The name of each model, and the model."""
     if not FAMILIES.value:
         for name in QUANTIZE.value:
-            yield name, xj.load_model(MODEL.value, quantize=None if name == "none" else name)
+            method = None if name == "none" else name
+            yield name, xj.load_model(MODEL.value, quantize=method, activations=ACTIVATIONS.value)
     for family in FAMILIES.value:
         if family not in SHAPES:
             raise InputError(f"no family {family!r}: choose among {', '.join(SHAPES)}")

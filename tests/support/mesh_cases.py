@@ -259,14 +259,16 @@ def int8_activations() -> None:
     hybrid = FAMILIES["qwen3_next"] | dict(
         intermediate_size=128, shared_expert_intermediate_size=128, linear_value_head_dim=16, head_dim=16
     )
-    how = dict(quantize="int8", activations="int8")
     call = xj.GenerateOptions(6, eos_token_ids=())
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "small", rotated | dict(intermediate_size=64))
         with pytest.raises(xj.InputError, match="64 is rotated in blocks of 64, which 2 devices do not"):
-            xj.load_model(path, mesh=mesh_of(2), **how)
-        for name, hf, devices in (("rotated", rotated, 4), ("hybrid", hybrid, 2)):
-            path = write_checkpoint(Path(folder) / name, hf)
+            xj.load_model(path, mesh=mesh_of(2), quantize="int8", activations="int8")
+        for name, method, hf, devices in (
+            ("rotated", "int8", rotated, 4), ("hybrid", "int8", hybrid, 2), ("rotated", "int4", rotated, 2)
+        ):  # fmt: skip
+            how = dict(quantize=method, activations="int8")
+            path = write_checkpoint(Path(folder) / f"{name}-{method}", hf)
             meshes = None, mesh_of(devices)
             one, over = (xj.load_model(path, "float32", mesh=mesh, **how) for mesh in meshes)
             assert one.config.rotated == over.config.rotated == (name == "rotated")

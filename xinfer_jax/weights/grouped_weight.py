@@ -12,7 +12,7 @@ How CPU products in groups read the weights at memory speed:
 - With more rows, a tile of outputs at a time is dequantized and multiplied.
 - With int8 activations the scale of a group is an integer number of its output's steps, as in QServe (Lin et
   al. 2024): levels times it, rounded to int8, are a matrix in int8 with a scale per output, made in each
-  product. A few rows keep their floats, and need no rounding.
+  product. A few rows keep their floats, and levels are not rounded.
 """
 
 import dataclasses
@@ -258,6 +258,8 @@ def _int8_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
     x_HMI = x_HMI.reshape(2, len(x_MI), -1)
     most = max(1, _INT8_NUMBERS // (2 * Y * outputs))
     size = next(size for size in range(min(Q, most), 0, -1) if Q % size == 0)
+    # It depends on x, or XLA would convert the matrices of all layers first.
+    rounding = (1 << STEP_BITS - 1) + (factor_M1[0, 0] < 0).astype(jnp.int16)
 
     def add_groups(i: jax.Array, y_MO: jax.Array) -> jax.Array:
         # Without the barriers XLA would convert all groups first, and transpose them.
@@ -267,7 +269,7 @@ def _int8_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
         x_HMJ = lax.dynamic_slice_in_dim(x_HMI, i * size * Y, size * Y, 2)
         for x_MJ, levels_QYO in zip(x_HMJ, (values_QYO & 15, values_QYO >> 4), strict=True):
             steps_QYO = (levels_QYO.astype(jnp.int16) - zero_Q1O) * steps_Q1O
-            int8_QYO = ((steps_QYO + (1 << STEP_BITS - 1)) >> STEP_BITS).astype(jnp.int8)
+            int8_QYO = ((steps_QYO + rounding) >> STEP_BITS).astype(jnp.int8)
             y_MO += dot(x_MJ, lax.optimization_barrier(int8_QYO.reshape(-1, outputs)), 0, jnp.int32)
         return y_MO
 
