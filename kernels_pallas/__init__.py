@@ -1,6 +1,7 @@
-"""Pallas kernels for attention, the append to a cache, matrix products, the greedy token and a sampler's pass
-over the logits. Each has a plain jnp reference of the same name in `reference`, `reference_products` or
-`reference_append`. This package does not import the library that uses it.
+"""Pallas kernels for attention, the append to a cache, matrix products, steps of linear attention, the greedy
+token and a sampler's pass over the logits. Each has a plain jnp reference of the same name in `reference`,
+`reference_products`, `reference_append` or `reference_delta`. This package does not import the library that
+uses it.
 
 `dispatch` chooses the implementation of a call (`select`, `run_kernel`, and `assume_device`, to compile for a
 GPU or TPU that is not here), `support` says what each kernel takes; `key_layouts` and `mxfp4` have the forms
@@ -64,6 +65,11 @@ backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences be
   all heads in lanes, and the attention kernel reads and writes this form too. It puts the heads of a key head
   into rows itself.
 - The scale of int8 pages on TPUs is [P, K, 2, 128], not [P, K, 4, 64], whose lanes would be half empty.
+- A decode step of linear attention is one kernel (`delta_step`) for all that is between products: the
+  convolution, norms, decay, delta rule, gated norm. It writes the state in place. On TPUs a grid step has
+  about 1 MiB of it, and rows without a token copy nothing. Products with the state are sums on the vector
+  unit: reading is the limit, and a matrix unit would round float32. XLA stores the convolution's inputs
+  [B, heads, W, H] with W before the heads, so the kernel takes them so.
 - A bias of keys on TPUs: as above, with one rotation of the queries for each 64 keys.
 - A TPU kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales
   of a small cache to on-chip memory first.

@@ -20,7 +20,7 @@ from .support import backend_of, slower_reason, unsupported_reason, without_kern
 IMPLS = ("mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu")
 KERNELS = (
     "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "int8_head_argmax",
-    "summarize_logits", "gated_experts", "product", "rope_append",
+    "summarize_logits", "gated_experts", "product", "rope_append", "delta_step",
 )  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
         impl: one of `IMPLS`; None: the one for the device of this process, or "xla" where it does not
             support the call.
         args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
-            x and the weight; x, the experts' matrices and perhaps their biases; q and the caches.
-            `SideBySide` is k, and v is None.
+            x and the weight; x, the experts' matrices and perhaps their biases; q and the caches; q,
+            the taps of its convolution and the `DeltaState`. `SideBySide` is k, and v is None.
         obstacle: why no kernel supports the call, if the caller knows a reason.
 
     Raises:

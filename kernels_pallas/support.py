@@ -3,17 +3,21 @@
 import math
 from typing import Any
 
-from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
+from .key_layouts import BIAS_STRIDE, LANES, KeyBias, Levels, SideBySide
 from .mxfp4 import Mxfp4
+from .reference_delta import DeltaState
 from .reference_products import FEW_ROWS
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
-_TRITON_ONLY = ("int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append")
+_TRITON_ONLY = (
+    "int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append", "delta_step",
+)  # fmt: skip
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 _OF_KEYS_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
-_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts")
-_TPU_WIDTHS = (64, 128, 256)
+_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts", "delta_step")
+_WIDTHS = (64, 128, 256)
 _TPU_COPY_BYTES = 2**21
+_TPU_STATE_BYTES = 2**22  # of a row
 
 
 def backend_of(kernel: str, impl: str) -> str:
@@ -33,6 +37,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if impl in _TPU_IMPLS:
         if kernel == "gated_experts":
             return _unsupported_experts(*args)
+        if kernel == "delta_step":
+            return _unsupported_delta(*args) or _unsupported_delta_on_tpu(*args)
         unsupported = _unsupported_keys if kernel in _OF_KEYS_ON_TPU else _unsupported_rows
         return unsupported(kernel, *args)
     if any(isinstance(arg, SideBySide) for arg in args):
@@ -45,6 +51,8 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
     if kernel == "gated_experts" and isinstance(args[1], Mxfp4):
         return _unsupported_mxfp4(*args)
+    if kernel == "delta_step":
+        return _unsupported_delta(*args)
     if reason := next(filter(None, map(too_large, args)), None):
         return reason
     if kernel == "rope_append":  # the cache may have another dtype
@@ -98,8 +106,8 @@ def _unsupported_keys(
     if not isinstance(kv, SideBySide):
         return "TPU kernels read keys and values side by side"
     width = q.shape[-1]
-    if width not in _TPU_WIDTHS:
-        return f"head width {width} is not one of {', '.join(map(str, _TPU_WIDTHS))}"
+    if width not in _WIDTHS:
+        return f"head width {width} is not one of {', '.join(map(str, _WIDTHS))}"
     if kv.values.shape[-1] != 2 * width:
         return f"keys and values of {kv.values.shape[-1]} numbers, not of two heads of width {width}"
     quantized = kv.scale is not None
@@ -136,6 +144,24 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
     _, features, width = gate.shape
     is_large = features * width * gate.dtype.itemsize > _TPU_COPY_BYTES
     return f"experts of {features} features, not a multiple of 128" if is_large and features % 128 else None
+
+
+def _unsupported_delta(q: Any, taps: Any, old: DeltaState) -> str | None:
+    """Why no kernel takes a step of linear attention, or None."""
+    if reason := _unsupported_dtypes((q,)) or _unsupported_dtypes((taps,)):
+        return reason
+    others = {*old.state.shape[2:]} - {*_WIDTHS}
+    return f"head width {min(others)} is not one of {', '.join(map(str, _WIDTHS))}" if others else None
+
+
+def _unsupported_delta_on_tpu(q: Any, taps: Any, old: DeltaState) -> str | None:
+    if "float16" in (q.dtype, taps.dtype):
+        return "dtype float16"
+    _, heads, *widths = old.state.shape
+    if min(widths) < LANES:  # half-empty lanes: XLA stores the state in another order of axes
+        return f"head width {min(widths)} is less than {LANES}"
+    size = 4 * heads * math.prod(widths)
+    return f"a state of {size} bytes a row, more than {_TPU_STATE_BYTES}" if size > _TPU_STATE_BYTES else None
 
 
 def _unaligned_slots(kernel: str, kv: SideBySide) -> str | None:

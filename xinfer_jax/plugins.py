@@ -77,6 +77,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("products", "kernels"): ("ops.kernels.product_kernels", "products_form"),
     ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
     ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
+    ("delta_step", "kernels"): ("ops.kernels.delta_kernels", "delta_form"),
     ("recurrent_step", "cpu"): ("ops.cpu.layer_forms", "step_form"),
     ("rope_append", "kernels"): ("ops.kernels.append_kernels", "append_form"),
     ("decoder_layer", "any"): ("ops.mesh", "mesh_layer_form"),

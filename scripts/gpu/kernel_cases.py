@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import kernels_pallas
 from kernels_pallas import KeyBias, Levels, Mxfp4
+from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from kernels_pallas.reference_products import Matrix, RowAdapters
 
 SD = jax.ShapeDtypeStruct
@@ -44,6 +45,7 @@ def kernel_cases(gpu: str) -> Iterator[KernelCase]:
     yield from _expert_cases()
     yield from _product_cases()
     yield from _append_cases()
+    yield from _delta_cases()
 
 
 def _attention_cases(impl: str, width: int, dtype: str) -> Iterator[KernelCase]:
@@ -167,6 +169,25 @@ def _append_cases() -> Iterator[KernelCase]:
             for kind, cache in zip(("", " int8", " int4"), caches, strict=True):
                 shapes = (*new, *angles, cache, cache, *numbers, *table)
                 yield KernelCase(f"triton rope_append {name}{kind}{layout}", None, call, shapes)
+
+
+def _delta_cases() -> Iterator[KernelCase]:
+    run = partial(kernels_pallas.run_kernel, "triton", "delta_step", eps=1e-6)
+    for rows, K, N, H, Y, dtype in (
+        (8, 16, 32, 128, 128, "bfloat16"),  # Qwen3.5-9B and 35B-A3B, Qwen3-Next
+        (64, 16, 32, 128, 128, "bfloat16"),
+        (1, 16, 16, 128, 128, "float16"),  # Qwen3.5-0.8B
+        (8, 4, 12, 64, 256, "float32"),
+        (2, 4, 4, 256, 64, "float32"),
+    ):
+        heads = [rows, K * H], [rows, K * H], [rows, N * Y], [rows, N * Y], [rows, N], [rows, N]
+        taps = [SD((size, 4), dtype) for size in (K * H, K * H, N * Y)]
+        weights = DeltaWeights(*taps, SD((N,), dtype), SD((N,), dtype), SD((Y,), dtype))
+        states = (rows, K, 3, H), (rows, K, 3, H), (rows, N, 3, Y), (rows, N, H, Y)
+        old = DeltaState(*(SD(shape, "float32") for shape in states))
+        shapes = NewToken(*(SD(shape, dtype) for shape in heads)), weights, old
+        name = f"triton delta_step {rows} rows, {N} heads of {H} and {Y} {dtype}"
+        yield KernelCase(name, None, run, (*shapes, *[SD((rows,), jnp.int32)] * 2))
 
 
 def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:

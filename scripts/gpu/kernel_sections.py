@@ -15,7 +15,7 @@ import numpy as np
 from bench.model_shapes import SHAPES
 
 import kernels_pallas
-from gpu.layout_errors import append_error, attention_error, experts_error, product_error
+from gpu.layout_errors import append_error, attention_error, delta_error, experts_error, product_error
 from gpu.section_cases import (
     Case,
     copies_beyond_cache,
@@ -317,8 +317,8 @@ def tune(plan: SimpleNamespace) -> Iterator[Case]:
 
 
 def layouts(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases by layout of the cache, head width and number of queries; on GPUs also of products by format, and
-    of experts.
+    """Cases by layout of the cache, head width and number of queries; of linear attention; on GPUs also of
+    products by format, and of experts.
     """
 
     def case(name: str, impl: str, error: Callable, *args: Any) -> Case:
@@ -341,6 +341,10 @@ def layouts(plan: SimpleNamespace) -> Iterator[Case]:
         sizes = (96, 128) if plan.tiny else (4864, 896)
         impl = impls[0] if on_tpu else triton
         yield case(f"product {kind}, {rows} rows", impl, product_error, kind, rows, *sizes)
+    for rows in (3,) if plan.tiny else (1, 8, 64):
+        heads = (1, 2, 128) if plan.tiny else (16, 32, 128)
+        impl = impls[0] if on_tpu else triton
+        yield case(f"linear attention, {rows} rows", impl, delta_error, rows, *heads)
     if on_tpu:
         return
     for tokens in (3,) if plan.tiny else (1, 8, 64, 512):

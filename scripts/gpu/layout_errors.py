@@ -1,5 +1,5 @@
 """Errors of kernels against their references: attention and the append over layouts of the cache, products
-with packed matrices, experts. Arguments begin with the implementation.
+with packed matrices, experts, linear attention. Arguments begin with the implementation.
 """
 
 from functools import partial
@@ -11,8 +11,9 @@ import numpy as np
 
 import kernels_pallas
 from gpu.section_cases import max_error, random
-from kernels_pallas import KeyBias, reference, reference_append, reference_products
+from kernels_pallas import KeyBias, reference, reference_append, reference_delta, reference_products
 from kernels_pallas.key_layouts import join, quantize
+from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from kernels_pallas.reference_products import Matrix, RowAdapters
 
 _PAGE = 64
@@ -146,3 +147,18 @@ def _experts_one_by_one(x_MD, weight_MU, expert_MU, *stacks) -> jax.Array:
 
     zeros_MD = jnp.zeros(x_MD.shape, jnp.float32)
     return jax.lax.scan(add, zeros_MD, (jnp.arange(len(stacks[0])), *stacks))[0]
+
+
+def delta_error(impl: str, rows: int, K: int, N: int, width: int) -> float:
+    """The largest error of a step of linear attention, of results and states; each third row has no token."""
+    widths = [heads * width for heads in (K, K, N)]
+    new = [random(i, (rows, size), jnp.bfloat16) for i, size in enumerate((*widths, widths[2], N, N))]
+    shapes = [*((size, 4) for size in widths), (N,), (N,), (width,)]
+    weights = [random(i, shape, jnp.bfloat16) for i, shape in enumerate(shapes, 6)]
+    shapes = [*((rows, heads, 3, width) for heads in (K, K, N)), (rows, N, width, width)]
+    old = [random(i, shape, jnp.float32) for i, shape in enumerate(shapes, 12)]
+    numbers = jnp.arange(rows) % 5, (jnp.arange(rows) % 3 > 0).astype(jnp.int32)
+    args = NewToken(*new), DeltaWeights(*weights), DeltaState(*old), *numbers
+    got = jax.jit(partial(kernels_pallas.run_kernel, impl, "delta_step", eps=1e-6))(*args)
+    want = jax.jit(partial(reference_delta.delta_step, eps=1e-6))(*args)
+    return float(np.max([*map(max_error, jax.tree.leaves(got), jax.tree.leaves(want))]))

@@ -29,7 +29,8 @@ def pallas_ptx(folder: str) -> Iterator[tuple[str, Path]]:
     """(name, path) of each PTX file with a Pallas kernel; the others are of XLA itself."""
     for path in sorted(Path(folder).glob("*.ptx")):
         entry = re.search(r"\.entry (\w+)", path.read_text(errors="ignore"))
-        if entry and re.search(r"attention|argmax|summarize|experts_|product|rope_append|mosaic", entry[1]):
+        kernels = r"attention|argmax|summarize|experts_|product|rope_append|delta_step|mosaic"
+        if entry and re.search(kernels, entry[1]):
             yield entry[1], path
 
 

@@ -71,7 +71,9 @@ PACKAGES = {
     "ops.gpu": ("cudnn_attention", "top_k", "reductions", "gpu_sampler"),
     "ops.expert_tiles": (),
     "ops.cpu.layer_forms": (),
-    "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
+    "ops.kernels": (
+        "attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "delta_kernels", "head",
+    ),
     "ops.gpu.verify": (),
     "generation.kernels": (),
     "layerwise": ("precompile", "layer_programs", "layerwise_executor"),

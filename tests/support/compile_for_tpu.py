@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 import kernels_pallas
 from kernels_pallas import HeadNorms, SideBySide
 from kernels_pallas.key_layouts import scale_rows
+from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from kernels_pallas.reference_products import Matrix
 
 BF16, F32, INT8 = jnp.bfloat16, jnp.float32, jnp.uint8
@@ -146,6 +147,43 @@ def compile_product(device, rows, inputs, outputs, kind) -> None:
         jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
+# Rows, key heads, value heads, their widths, dtype.
+DELTA_STEPS = [
+    (8, 16, 32, 128, 128, BF16),
+    (64, 16, 16, 128, 128, BF16),
+    (3, 8, 24, 128, 256, F32),
+    (70, 8, 8, 256, 128, BF16),
+    (2, 4, 4, 128, 128, BF16),
+]
+
+
+def delta_step(new, weights, old, start_B, count_B):
+    def once(_, state):
+        old, start_B, q = state
+        args = new._replace(q=q), weights, old, start_B, count_B
+        _, old = kernels_pallas.run_kernel("tpu", "delta_step", *args, eps=1e-6)
+        return old, start_B + count_B, q
+
+    return lax.fori_loop(0, 2, once, (old, start_B, new.q))
+
+
+def compile_delta_step(device, rows, K, N, H, Y, dtype) -> list[str]:
+    """Two steps in a loop; returns the copies of the state."""
+    sharding = SingleDeviceSharding(device)
+
+    def shape(*axes, dtype=dtype):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+
+    new = NewToken(*(shape(rows, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
+    weights = DeltaWeights(*(shape(size, 4) for size in (K * H, K * H, N * Y)), shape(N), shape(N), shape(Y))
+    shapes = (K, 3, H), (K, 3, H), (N, 3, Y), (N, H, Y)
+    old = DeltaState(*(shape(rows, *axes, dtype=F32) for axes in shapes))
+    numbers = [shape(rows, dtype=jnp.int32)] * 2
+    function = jax.jit(delta_step, donate_argnums=2)
+    compiled = function.trace(new, weights, old, *numbers).lower(lowering_platforms=("tpu",)).compile()
+    return copies(compiled.as_text(), old)
+
+
 def main(tpu: str) -> int:
     device = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:2x2").devices[0]
     failures = 0
@@ -153,6 +191,11 @@ def main(tpu: str) -> int:
         before = time.monotonic()
         compile_product(device, *case)
         print(f"{tpu} product {case}: {time.monotonic() - before:.1f} s")
+    for case in DELTA_STEPS:
+        before = time.monotonic()
+        found = compile_delta_step(device, *case)
+        failures += bool(found)
+        print(f"{tpu} delta step {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found[:2])
     for case in CASES:
         model, rows, tokens, place, dtype = case
         new, kv, *rest = arguments(device, *case)

@@ -13,6 +13,7 @@ from ..config.model_config import ModelConfig
 from ..model.decoder import lm_head
 from ..ops.forms import named
 from ..ops.kernels.attention_kernels import select_attention
+from ..ops.kernels.delta_kernels import select_delta
 from ..ops.kernels.expert_kernels import select_experts
 from ..ops.kernels.head import select_head_kernel
 from ..ops.kernels.product_kernels import Operands, select_product
@@ -35,7 +36,7 @@ def kernels_used(
     `lm_head_argmax` serves greedy rows, or `int8_head_argmax` where the vocabulary matrix is int8; sampled
     rows take logits. `product` is that of the first layer's matrix "o" in a decode step: kernels of products
     take no float32 on GPUs. Where some layers use plain jnp, the reason says how many. `gated_experts` is
-    there for models with experts.
+    there for models with experts, `delta_step` for those with linear attention.
 
     Args:
         params, config: the model.
@@ -56,13 +57,15 @@ def kernels_used(
     attended = jax.ShapeDtypeStruct((rows, heads * config.head_width(0)), dtype)
     queries = [
         jax.ShapeDtypeStruct((rows, 1, heads, config.head_width(layer)), dtype)
-        for layer in range(config.num_cached_layers)
+        for layer in config.layers_with_kv
     ]
     dtype_of_cache = resolve_cache_dtype(kv_dtype or cache_dtype(params))
-    layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
+    caches = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
+    layers = [caches[layer] for layer in config.layers_with_kv]
     used = {
         kernel: _by_layer(kernel, impl, queries, layers)
         for kernel in ("prefill_attention", "decode_attention")
+        if layers
     }
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
     used["argmax"] = named("argmax", impl, logits)
@@ -74,6 +77,9 @@ def kernels_used(
         used["int8_head_argmax" if is_quantized(leaf["weight"]) else "lm_head_argmax"] = head
     if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
         used["gated_experts"] = select_experts(impl, hidden, experts)
+    if linear := [layer for layer in range(config.num_cached_layers) if config.is_linear(layer)]:
+        layer, cache = (of_layer[linear[0]] for of_layer in (params["layers"], caches))
+        used["delta_step"] = select_delta(impl, attended, layer, config, cache)
     return used
 
 

@@ -27,6 +27,7 @@ from .layers import Norm, activation, linear, products, rms_norm
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
 _INVERSE_BLOCK = 8
 _NORM_EPS = 1e-6  # of queries and keys
+_BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_norm")
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
@@ -61,26 +62,48 @@ def linear_attention(  # noqa: PLR0913
         x_BTD: hidden states.
         positions: `Positions` of the call.
         cache: the state before these tokens; None: they are the first ones.
-        impl: of the projections, as in `products`.
+        impl: of the products and of what is between them, as in `products`.
         over: a mesh axis along which the heads are sharded.
         before, residual: as in `products`.
     """
-    *qkv, z_BTI, b_BTN, a_BTN = products(
-        x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, impl=impl
-    )
+    new = products(x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, impl=impl)
+    weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
+    operands = new, weights, cache, positions.start_B, positions.num_tokens_B, positions.first_BT
+    out_BTI, cache = run("delta_step", partial(_mix, config=config), *operands, impl=impl, config=config)
+    return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), cache
+
+
+def _mix(  # noqa: PLR0913
+    products: list[jax.Array],
+    layer: Params,
+    cache: Recurrent | None,
+    start_B: Any,
+    num_tokens_B: jax.Array,
+    first_BT: Any,
+    config: ModelConfig,
+) -> tuple[jax.Array, Recurrent | None]:
+    """What the output product reads, [B, T, I], and the state after the new tokens.
+
+    Args:
+        products: queries, keys, values, gates z, b and a.
+        layer: the parameters in `_BETWEEN_PRODUCTS`.
+        cache: as in `linear_attention`.
+        start_B, num_tokens_B, first_BT: of `Positions`.
+        config: the model.
+    """
+    *qkv, z_BTI, b_BTN, a_BTN = products
     new = tuple(_by_head(x, width) for x, width in zip(qkv, _widths(config), strict=True))
-    steps = _steps(layer, a_BTN, b_BTN, positions.num_tokens_B)
+    steps = _steps(layer, a_BTN, b_BTN, num_tokens_B)
     if cache is None:
         inputs, state = _empty(new, config)
     else:
-        inputs, state = _before(layer, config, cache, positions.start_B)
+        inputs, state = _before(layer, config, cache, start_B)
     inputs = tuple(jnp.concatenate(pair, 2) for pair in zip(inputs, new, strict=True))
-    out_BNTY, after = delta_rule(_tokens(layer, config, inputs, steps, positions.first_BT), state)
+    out_BNTY, after = delta_rule(_tokens(layer, config, inputs, steps, first_BT), state)
     if cache is not None:
-        state = state if cache.holds_drafts(x_BTD.shape[1]) else after
-        cache = cache.after(inputs, state, steps, positions.start_B, positions.num_tokens_B)
-    out_BTI = _gated_norm(out_BNTY, z_BTI, layer, config)
-    return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), cache
+        state = state if cache.holds_drafts(z_BTI.shape[1]) else after
+        cache = cache.after(inputs, state, steps, start_B, num_tokens_B)
+    return _gated_norm(out_BNTY, z_BTI, layer, config), cache
 
 
 def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,164 @@
+"""The decode step of linear attention (Gated DeltaNet) on NVIDIA GPUs, in place: all that is between the
+product for queries, keys and values and the output product.
+
+A program serves a key head of a row, with the value heads that share it: one that serves a value head could
+read inputs of the convolution after another one has moved them. It takes the state in tiles of `_TILE`
+numbers: with more, fewer programs would share a multiprocessor, and less would be read at once.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ..dispatch import result_type
+from ..reference_delta import UNIT_EPS, DeltaState, DeltaWeights, NewToken
+
+_TILE = 2**13  # numbers of the state that a program has at once
+_COLUMNS = 64  # of these at most
+
+
+class _Refs(NamedTuple):
+    """The operands and results of the kernel, in their order."""
+
+    start: Any
+    count: Any
+    new: Any  # `NewToken`
+    weights: Any  # `DeltaWeights`
+    old: Any  # `DeltaState`
+    out: Any
+    after: Any  # `DeltaState`, the same memory as the old one
+
+
+def delta_step(
+    new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
+) -> tuple[jax.Array, DeltaState]:
+    """`reference_delta.delta_step`, which writes the state in place; XLA copies it where it is used again.
+    Widths of heads are powers of two. interpret: run on any device, slowly, by Pallas's interpreter.
+    """
+    B, K = old.q.shape[:2]
+    operands = start_B, num_tokens_B, new, weights, old
+    arrays = jax.tree.leaves(operands)
+    outs = new.z, old
+    structure = jax.tree.structure(_Refs(*operands, *outs))
+    out, *after = pl.pallas_call(
+        lambda *refs: _kernel(jax.tree.unflatten(structure, refs), eps, interpret),
+        grid=(K, B),
+        out_shape=[result_type(x.shape, x.dtype, *arrays) for x in jax.tree.leaves(outs)],
+        input_output_aliases={len(arrays) - len(old) + i: 1 + i for i in range(len(old))},
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="delta_step",
+    )(*arrays)
+    return out, DeltaState(*after)
+
+
+def _kernel(refs: _Refs, eps: float, interpret: bool) -> None:
+    head = pl.program_id(0)
+    row = pl.program_id(1)
+    has_token = refs.count[row] > 0
+    begins = refs.start[row] == 0
+    groups = refs.old.v.shape[1] // refs.old.q.shape[1]
+    heads = head * groups, (head + 1) * groups
+    convolve = partial(_convolve, refs, row, begins, interpret=interpret)
+
+    @pl.when(has_token)
+    def _step() -> None:
+        H = refs.old.q.shape[3]
+        q_H, k_H = (convolve(i, head, 0, H) for i in range(2))
+        q_H = _unit(q_H) * H**-0.5
+        k_H = _unit(k_H)
+        agreement = (q_H * k_H).sum()
+        _for_each(heads, partial(_value_head, refs, row, begins, convolve, (q_H, k_H, agreement), eps))
+
+    @pl.when(jnp.logical_not(has_token))
+    def _clear() -> None:
+        Y = refs.old.v.shape[3]
+
+        def clear(n: Any) -> None:
+            refs.out[row, pl.ds(n * Y, Y)] = jnp.zeros(Y, refs.out.dtype)
+
+        _for_each(heads, clear)
+
+
+def _for_each(heads: tuple[Any, Any], do: Callable[[Any], None]) -> None:
+    """Calls `do` with each value head."""
+
+    def one(n: Any, _: None) -> None:
+        do(n)
+
+    lax.fori_loop(*heads, one, None)
+
+
+def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps: float, n) -> None:  # noqa: PLR0913
+    """Result and state of value head n. of_key: query, key, and their product."""
+    q_H, k_H, agreement = of_key
+    H, Y = refs.old.state.shape[2:]
+    C = min(Y, _TILE // H, _COLUMNS)
+    shrink, beta = _gates(refs, row, n)
+    parts = []
+    for first in range(0, Y, C):
+        place = row, n, slice(None), pl.ds(first, C)
+        state_HC = jnp.where(begins, 0, refs.old.state[place])
+        of_key_C, of_query_C = ((state_HC * x_H[:, None]).sum(0) for x_H in (k_H, q_H))
+        added_C = beta * (convolve(2, n, first, C) - shrink * of_key_C)
+        parts.append(shrink * of_query_C + agreement * added_C)
+        refs.after.state[place] = state_HC * shrink + k_H[:, None] * added_C[None]
+    _store_normed(refs, row, n, parts, eps)
+
+
+def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, interpret: bool) -> jax.Array:  # noqa: PLR0913
+    """silu of the convolution, float32, of some columns of head n of q, k or v; moves its inputs by one."""
+    W, X = refs.old[i].shape[2:]
+    columns = pl.ds(n * X + first, width)
+    places = [(row, n, w, pl.ds(first, width)) for w in range(W)]
+    inputs = [jnp.where(begins, 0, refs.old[i][place]) for place in places]
+    inputs.append(refs.new[i][row, columns].astype(jnp.float32))
+    taps = (refs.weights[i][columns, w].astype(jnp.float32) for w in range(W + 1))
+    total: Any = sum(x * tap for x, tap in zip(inputs, taps, strict=True))
+    if not interpret:
+        pltriton.debug_barrier()  # several warps have loaded the same inputs
+    for place, x in zip(places, inputs[1:], strict=True):
+        refs.after[i][place] = x
+    return total * _sigmoid(total)
+
+
+def _gates(refs: _Refs, row: Any, n: Any) -> tuple[jax.Array, jax.Array]:
+    """exp of the decay, and beta, of a value head."""
+    numbers = refs.new.a[row, n], refs.new.b[row, n], refs.weights.log_rate_N[n], refs.weights.decay_bias_N[n]
+    a, b, log_rate, bias = (x.astype(jnp.float32) for x in numbers)
+    a += bias
+    softplus = jnp.maximum(a, 0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
+    return jnp.exp(-jnp.exp(log_rate) * softplus), _sigmoid(b)
+
+
+def _store_normed(refs: _Refs, row: Any, n: Any, parts: list[jax.Array], eps: float) -> None:
+    """Stores the result of a value head after norm and gate. parts: its columns in tiles."""
+    dtype = refs.out.dtype
+    parts = [x.astype(dtype).astype(jnp.float32) for x in parts]
+    squares: Any = sum((x * x).sum() for x in parts)
+    Y = len(parts) * len(parts[0])
+    factor = lax.rsqrt(squares / Y + eps)
+    for i, x_C in enumerate(parts):
+        C = len(x_C)
+        x_C = refs.weights.norm_Y[pl.ds(i * C, C)].astype(jnp.float32) * _rounded(x_C * factor, dtype)
+        columns = pl.ds(n * Y + i * C, C)
+        z_C = refs.new.z[row, columns].astype(jnp.float32)
+        refs.out[row, columns] = (_rounded(x_C, dtype) * (z_C * _sigmoid(z_C))).astype(dtype)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    return 1 / (1 + jnp.exp(-x))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt((x * x).sum() + UNIT_EPS)

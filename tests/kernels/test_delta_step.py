@@ -1,0 +1,205 @@
+"""The decode step of linear attention: kernels for TPUs (emulated, with race detection) and of Triton
+(interpreted) against their reference, and in models.
+"""
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import full_except
+from small_models import QWEN, prompts
+
+import kernels_pallas
+import xinfer_jax as xj
+from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken, delta_step
+from kernels_pallas.tpu import delta as delta_tpu
+from xinfer_jax.cache.recurrent import Recurrent
+from xinfer_jax.families.reading import from_hf
+from xinfer_jax.model.linear_attention import _mix
+from xinfer_jax.ops.kernels.delta_kernels import delta_form, select_delta
+from xinfer_jax.ops.operation import run
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+F32, BF16 = jnp.float32, jnp.bfloat16
+EMULATED = ("interpret_tpu", "interpret")
+# K, N, H, Y, W, dtype, positions, and which rows have a token.
+CASES = {
+    "ragged": (1, 2, 128, 128, 3, F32, (5, 0, 7, 2, 0), (0, 1, 0, 1, 0)),
+    "bf16": (2, 6, 128, 256, 2, BF16, (0, 9), (1, 1)),
+    "no-row-has-a-token": (2, 2, 128, 128, 1, F32, (3, 0, 2), (0, 0, 0)),
+    "groups-of-heads": (16, 16, 128, 256, 3, F32, (4, 0, 8), (1, 0, 1)),
+    "tiles-of-rows": (1, 1, 128, 128, 3, BF16, range(70), (0,) * 66 + (1, 0, 0, 1)),
+}
+
+
+def arrays(K, N, H, Y, W, dtype, start, count, seed=0):  # noqa: PLR0913
+    """The operands of a step; the state of rows at position 0 is NaN."""
+    draws = np.random.RandomState(seed)
+    normal = lambda *shape, dtype=dtype: jnp.asarray(draws.standard_normal(shape), dtype)  # noqa: E731
+    B = len(start)
+    new = NewToken(*(normal(B, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
+    taps = (normal(size, W + 1) for size in (K * H, K * H, N * Y))
+    weights = DeltaWeights(*taps, normal(N), normal(N), normal(Y))
+    shapes = (B, K, W, H), (B, K, W, H), (B, N, W, Y), (B, N, H, Y)
+    begins_B111 = (np.array(start) == 0)[:, None, None, None]
+    old = DeltaState(*(jnp.where(begins_B111, np.nan, normal(*shape, dtype=F32)) for shape in shapes))
+    return new, weights, old, np.array(start, np.int32), np.array(count, np.int32)
+
+
+@cache
+def program(impl):
+    """The kernel; None: the reference."""
+    kernel = partial(kernels_pallas.run_kernel, impl, "delta_step") if impl else delta_step
+    return jax.jit(partial(kernel, eps=1e-6))
+
+
+def assert_equals_reference(impl, args):
+    """States are near, inputs of the convolution equal, and rows without a token as they were."""
+    out, state = program(impl)(*args)
+    want, wanted = program(None)(*args)
+    assert out.dtype == args[0].z.dtype
+    out, want = (np.asarray(x, np.float32) for x in (out, want))
+    limit = 1e-5 if args[0].z.dtype == F32 else 2e-2
+    np.testing.assert_allclose(out, want, rtol=limit, atol=limit)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
+    jax.tree.map(np.testing.assert_array_equal, state[:3], wanted[:3])
+    np.testing.assert_allclose(state.state, wanted.state, atol=1e-5)
+    is_empty = args[-1] == 0
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[is_empty], y[is_empty]), state, args[2])
+    assert not out[is_empty].any()
+
+
+@pytest.mark.parametrize("impl", EMULATED)
+@pytest.mark.parametrize("name", full_except(["ragged"], CASES))
+def test_step(name, impl):
+    assert_equals_reference(impl, arrays(*CASES[name]))
+
+
+def test_which_state_is_on_the_chip():
+    """Of a row without a token that of the row before it; of the first rows that of the first with one."""
+    for count, want in [((0, 1, 0, 0, 1), [1, 1, 1, 1, 4]), ((0, 0), [0, 0]), ((1, 1, 0), [0, 1, 1])]:
+        assert delta_tpu._blocks(jnp.array(count)).tolist() == want
+    assert [delta_tpu._groups(*case) for case in ((16, 2**21), (4, 2**21), (48, 2**22), (16, 9))] == [
+        2,
+        1,
+        3,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("impl", EMULATED)
+def test_another_row_changes_no_bit(impl):
+    new, weights, old, start, count = arrays(*CASES["ragged"])
+    before = program(impl)(new, weights, old, start, count)
+    poison = partial(jax.tree.map, lambda x: x.at[3].set(np.nan))
+    after = program(impl)(poison(new), weights, poison(old), start, count)
+    others = np.array([0, 1, 2, 4])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[others], y[others]), before, after)
+    assert np.isnan(after[0][3]).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
+def test_any_shape(impl, request):
+    """Random shapes: 100 with `--soak`."""
+    draws = np.random.RandomState(5)
+    for seed in range(100 if request.config.getoption("soak") else 2):
+        K, group, B = draws.randint(1, 5), draws.randint(1, 4), draws.randint(1, 6)
+        H, Y = draws.choice([128, 256] if "tpu" in impl else [64, 128, 256], 2)
+        case = K, K * group, H, Y, draws.randint(1, 5), (F32, BF16)[seed % 2]
+        args = arrays(*case, draws.randint(0, 3, B), draws.randint(0, 2, B), seed)
+        assert_equals_reference(impl, args)
+
+
+HYBRID = from_hf(
+    QWEN
+    | dict(model_type="qwen3_next", num_hidden_layers=1, full_attention_interval=2, num_experts=0)
+    | dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128)
+    | dict(linear_value_head_dim=128)
+)
+
+
+@pytest.mark.parametrize("impl", EMULATED)
+def test_a_layer_equals_plain_jnp(impl):
+    """Between its products; rows without a token have another result, which nothing reads."""
+    new, (*taps, log_rate_N, bias_N, norm_Y), old, start_B, count_B = arrays(*CASES["ragged"])
+    layer = dict(zip(("conv_q", "conv_k", "conv_v"), taps, strict=True))
+    layer |= dict(A_log=log_rate_N, dt_bias=bias_N, gated_norm=norm_Y)
+    state = Recurrent(tuple(old[:3]), old.state, 64)
+    operands = [x[:, None] for x in new], layer, state, start_B, count_B, None
+    plain = partial(_mix, config=HYBRID)
+    out, after = jax.jit(partial(run, "delta_step", plain, impl=impl, config=HYBRID))(*operands)
+    want, wanted = jax.jit(plain)(*operands)
+    has_token = count_B > 0
+    np.testing.assert_allclose(out[has_token], want[has_token], rtol=1e-5, atol=1e-5)
+    assert not out[~has_token].any()
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), after, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
+def test_decode_steps_of_a_model_are_those_of_xla(impl):
+    params = xj.init_params(HYBRID, jax.random.key(1), "float32")
+    tokens_BT = np.array(prompts(20, 20))
+    step = jax.jit(xj.decode_step, static_argnames=("config", "impl"))
+
+    def logits(impl):
+        cache = xj.init_cache(HYBRID, 2, 64)
+        _, cache = xj.prefill(params, HYBRID, tokens_BT, np.array([20, 9]), cache)
+        first_BV, cache = step(params, HYBRID, np.full(2, 7), cache, impl=impl)
+        return np.stack([first_BV, step(params, HYBRID, np.full(2, 8), cache, impl=impl)[0]])
+
+    got, want = logits(impl), logits("xla")
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def test_select_states_its_reasons():
+    SD = jax.ShapeDtypeStruct
+
+    def select(impl, q=BF16, taps=BF16, N=32, H=128, Y=128):  # noqa: PLR0913
+        state = DeltaState(None, None, None, SD((2, N, H, Y), F32))
+        return kernels_pallas.select("delta_step", impl, SD((2, 4 * H), q), SD((4 * H, 4), taps), state)
+
+    assert select("tpu") == select("tpu", F32, BF16) == ("tpu", "requested by name")
+    assert select("triton", jnp.float16).impl == select("mosaic").impl == "triton"
+    for impl, options, reason in [
+        ("tpu", dict(q=jnp.float16), "dtype float16"),
+        ("triton", dict(taps=jnp.int8), "dtype int8"),
+        ("triton", dict(H=96), "head width 96 is not one of 64, 128, 256"),
+        ("tpu", dict(Y=64), "head width 64 is less than 128"),
+        ("tpu", dict(N=128), "a state of 8388608 bytes a row"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            select(impl, **options)
+
+
+def test_kernels_used_has_the_step():
+    params = xj.init_params(HYBRID, jax.random.key(1), "bfloat16")
+    with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
+        used = xj.kernels_used(params, HYBRID)
+    assert used["delta_step"] == ("tpu", "a TPU")
+    assert "decode_attention" not in used
+    assert xj.kernels_used(params, HYBRID)["delta_step"].impl == "xla"
+
+
+def test_layers_without_a_kernel_stay_with_xla():
+    layer = {"conv_q": jnp.zeros((128, 4))}
+    q_BTX = jnp.zeros((2, 1, 128))
+    state = xj.init_cache(HYBRID, 2, 64).layers[0]
+    gelu = dataclasses.replace(HYBRID, hidden_act="gelu_pytorch_tanh")
+    assert select_delta("tpu", q_BTX, layer, HYBRID, state).impl == "tpu"
+    assert "the activation gelu" in select_delta("tpu", q_BTX, layer, gelu, state).reason
+    small = Recurrent(state.inputs, state.state[..., :32], 64)
+    assert select_delta("tpu", q_BTX, layer, HYBRID, small).reason.startswith("head width 32")
+    operands = [q_BTX], layer, state, None, None, None
+    form = partial(delta_form, None, "tpu", static=dict(config=HYBRID))
+    assert form(operands)
+    drafting = state.with_draft_slots(2, jnp.zeros(2, jnp.int32))
+    for others in ([q_BTX], layer, drafting, *[None] * 3), ([jnp.zeros((2, 3, 128))], *operands[1:]):
+        assert form(others) is None
