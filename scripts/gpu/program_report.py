@@ -147,6 +147,8 @@ class _MachineProgram(NamedTuple):
 
     module: Module
     temporaries: int  # bytes
+    # That XLA's cost model has, with one iteration of each loop of unknown trip count; 0: it gives none.
+    xla_bytes: float
     # Registers and spilled bytes of a GPU's Pallas kernels that no earlier program of the process has.
     kernels: list[dict[str, Any]]
 
@@ -182,7 +184,9 @@ def _compile_program(jobs: _Jobs, program: str, card: Card | Tpu, mesh: Mesh, fo
                 dict(kernel=name, **assemble(card.capability, path)) for name, path in pallas_ptx(folder)
             ]
             temporaries = compiled.memory_analysis().temp_size_in_bytes
-            _programs[text] = _MachineProgram(parse_module(compiled.as_text()), temporaries, kernels)
+            xla_bytes = (compiled.cost_analysis() or {}).get("bytes accessed", 0.0)
+            module = parse_module(compiled.as_text())
+            _programs[text] = _MachineProgram(module, temporaries, xla_bytes, kernels)
     compiled_program = _programs[text]
     module = compiled_program.module
     is_loop = program in LOOPS
@@ -208,6 +212,8 @@ _FIGURES: dict[str, Callable[[_Compiled], float]] = {
     "around_copies": lambda c: sum(o.times for o in c.around_copies),
     "around_copied_bytes": lambda c: sum(o.bytes for o in c.around_copies),
     "temporaries": lambda c: c.program.temporaries,
+    "call_bytes": lambda c: c.step.bytes + c.around.bytes,
+    "xla_bytes": lambda c: c.program.xla_bytes,
 }
 _TITLES = {
     "bytes": ("MB moved", 1e6), "seconds": ("us, estimated", 1e-6),
@@ -324,6 +330,9 @@ def print_report(result: dict[str, Any], all_operations: bool) -> None:
     print(
         f"  moved / least: {result['ratio']:.3f} (least, MB: {least}); temporaries at most {limit:,.1f} MiB"
     )
+    if of_xla := result["whole"]["xla_bytes"]:
+        counted = result["whole"]["call_bytes"]
+        print(f"  a step and around it: {counted / 1e6:,.1f} MB, by XLA's cost model {of_xla / 1e6:,.1f}")
     if "seconds" in result:
         print(
             f"  time / reading the least: {result['time_ratio']:.3f} ({result['seconds'] * 1e6:,.0f} us by"

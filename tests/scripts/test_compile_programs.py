@@ -4,6 +4,7 @@ counts of a small configuration stay.
 
 import importlib.util
 from collections import Counter
+from collections.abc import Callable
 
 import compiled_programs
 import jax
@@ -16,8 +17,11 @@ from gpu.kernel_bytes import kernel_bytes
 from gpu.kernel_refs import UncountableError
 from gpu.known_values import Evaluator, Observer, known_leaf
 from gpu.program_counts import Choices, ProgramCounter, whole_copies
+from jax import lax
 
 import kernels_pallas
+import xinfer_jax as xj
+from xinfer_jax.weights.params import tree_bytes
 
 # Upper bounds for one row of the 0.5B shape, H200, bfloat16. Lower them when the programs launch less.
 LAYER_KERNELS = 8
@@ -108,6 +112,75 @@ ENTRY %main (a: s32[], b: bf16[8,64]) -> bf16[8,64] {
 """  # noqa: E501
 ROW = 64 * 2  # bytes
 INDEX = 4
+
+
+class FiveTrips(Choices):
+    def trips(self, loop):
+        return 5
+
+
+def calibrated(name: str) -> tuple[Callable, tuple]:
+    """A function of the library, and its arguments."""
+    model = xj.load_model(quantize="int8" if name == "int8" else None)
+    params, config = model.params, model.config
+    cache = xj.init_cache(config, 2, 64)
+    if name == "prefill":
+        tokens_BT = jnp.zeros((2, 20), jnp.int32)
+        return lambda *args: xj.prefill(args[0], config, *args[1:]), (
+            params,
+            tokens_BT,
+            jnp.full(2, 20),
+            cache,
+        )
+
+    def step(params, token_B, cache):
+        return xj.decode_step(params, config, token_B, cache)
+
+    def five_steps(params, token_B, cache):
+        def body(state):
+            (logits_BV, cache) = step(params, *state[1:])
+            return state[0] - 1, jnp.argmax(logits_BV, -1).astype(jnp.int32), cache
+
+        return lax.while_loop(lambda state: state[0] > 0, body, (5 + token_B[0], token_B, cache))
+
+    return five_steps if name == "loop" else step, (params, jnp.zeros(2, jnp.int32), cache)
+
+
+@pytest.mark.full
+@pytest.mark.newest
+@pytest.mark.parametrize("name", ["float32", "int8", "prefill", "loop"])
+def test_counts_are_what_a_cpu_executes(name, tmp_path):
+    """Operations by name, from a trace of the call; bytes of arguments and results from XLA's buffers. Bytes
+    of operations lie between those of all weights and those of XLA's cost model, which counts what a fusion
+    slices or updates whole.
+    """
+    function, args = calibrated(name)
+    compiled = jax.jit(function).lower(*args).compile()
+    module = parse_module(compiled.as_text())
+    counts = ProgramCounter(module, FiveTrips()).of_call()
+    jax.block_until_ready(compiled(*args))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(compiled(*args))
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    events = (event.name for plane in planes for line in plane.lines for event in line.events)
+    opcodes = {i.name: i.opcode for c in module.computations.values() for i in c.instructions}
+    parts = None, "while", "call", "conditional"
+    executed = Counter(event for event in events if opcodes.get(event) not in parts)
+    counted = Counter()
+    for operation in counts.operations:
+        counted[operation.name] += operation.times
+    assert +counted == executed and sum(executed.values()) > 100
+
+    entry = module.computations[module.entry]
+    memory = compiled.memory_analysis()
+    arguments = sum(i.bytes for i in entry.instructions if i.opcode == "parameter")
+    assert arguments == memory.argument_size_in_bytes
+    assert (
+        entry.root.bytes + 8 * len(entry.root.arrays) == memory.output_size_in_bytes
+    )  # and a pointer to each
+    once = ProgramCounter(module).of_call().bytes
+    assert tree_bytes(args[0]) < once < compiled.cost_analysis()["bytes accessed"]
 
 
 def test_bytes_of_fusions_are_those_of_their_slices():

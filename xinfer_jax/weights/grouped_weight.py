@@ -51,9 +51,7 @@ class GroupedWeight(RotatedWeight):
     order: jax.Array | None  # int32 [I]: the inputs of each group; None: in their own order
     inputs: int = dataclasses.field(metadata=dict(static=True))  # I
     offset: jax.Array | None = None  # a float type [Q, O]; None: 0
-    step: jax.Array | None = (
-        None  # float32 [O], of int4 with int8 activations (`quantization.with_steps`); None: 1
-    )
+    step: jax.Array | None = None  # float32 [O], of int4 with int8 activations (`with_steps`); None: 1
 
     @property
     def int8_activations(self) -> bool:

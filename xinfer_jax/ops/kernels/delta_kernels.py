@@ -1,4 +1,4 @@
-"""The decode step of linear attention by one kernel on TPUs: all that is between its products."""
+"""The decode step of linear attention by one kernel on GPUs and TPUs: all that is between its products."""
 
 import dataclasses
 from collections.abc import Callable
