@@ -67,9 +67,9 @@ backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences be
 - The scale of int8 pages on TPUs is [P, K, 2, 128], not [P, K, 4, 64], whose lanes would be half empty.
 - A decode step of linear attention is one kernel (`delta_step`) for all that is between products: the
   convolution, norms, decay, delta rule, gated norm. It writes the state in place. On TPUs a grid step has
-  about 1 MiB of it, and rows without a token copy nothing. Products with the state are sums on the vector
-  unit: reading is the limit, and a matrix unit would round float32. XLA stores the convolution's inputs
-  [B, heads, W, H] with W before the heads, so the kernel takes them so.
+  about 1 MiB of it, and rows without a token copy nothing, unless no row has one. Products with the state
+  are sums on the vector unit: reading is the limit, and a matrix unit would round float32. XLA stores the
+  convolution's inputs [B, heads, W, H] with W before the heads, so the kernel takes them so.
 - A bias of keys on TPUs: as above, with one rotation of the queries for each 64 keys.
 - A TPU kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales
   of a small cache to on-chip memory first.

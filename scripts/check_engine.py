@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
     further: dict = {side: parse_devices(side, text) for side, text in given.items() if text}
     if HOST_PAGES.value:
         further |= dict(host_pages=HOST_PAGES.value, page_directory=DIRECTORY.value)
+    if FAMILIES.value and ACTIVATIONS.value:
+        raise InputError("--activations is for --model or the bundled model: leave out --families")
     for name, model in models():
         shape = dict(cache_dtype=CACHE.value, draft=DRAFT.value, rows=ROWS.value, pages=PAGES.value)
         shape |= dict(chunk=CHUNK.value, capacity=min(1024, model.config.context_length))

@@ -120,7 +120,7 @@ def check_flags() -> None:
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
     if is_w4a16() and (QUANTIZE.value != "int4" or uses_rotations() or ACTIVATIONS.value):
         raise xj.InputError(
-            "--format=compressed-tensors is for --quantize=int4 without rotations and --activations"
+            "--format=compressed-tensors is for --quantize=int4 without rotations and without --activations"
         )
     if uses_rotations() and METHOD.value == "awq" and not COMPENSATE.value:
         raise xj.InputError(

@@ -3,8 +3,9 @@ queries, keys and values and the output product.
 
 A grid step takes some value heads of one row, about `_STEP_BYTES` of its state, which the pipeline copies
 while the step before computes. Steps of rows without a token have the block of a row before or after, so
-nothing is copied for them. Keys and queries are transposed once for all heads of a step: their numbers are
-then in sublanes, as the state has them, and a product with it is one multiplication and a sum of registers.
+nothing is copied for them (but row 0 if no row has a token). Keys and queries are transposed once for all
+heads of a step: their numbers are then in sublanes, as the state has them, and a product with it is one
+multiplication and a sum of registers.
 """
 
 from functools import partial

@@ -3,6 +3,7 @@ generation.
 """
 
 import dataclasses
+from functools import partial
 
 import chex
 import jax
@@ -20,6 +21,7 @@ from xinfer_jax.ops.cpu.cpu_products import quantize_activations
 from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights import grouped_weight
 from xinfer_jax.weights.grouped_weight import GroupedWeight, unpack_int4
+from xinfer_jax.weights.hadamard import input_block_width
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf, with_int8_activations
@@ -150,6 +152,18 @@ def test_int4_with_int8_activations_is_int8_in_its_product(shape, monkeypatch):
         np.testing.assert_array_equal(jax.jit(quantized_product)(x[4:], on_device), got[4:])
         jax.clear_caches()
     np.testing.assert_allclose(quantized_product(x[:3], weight), x[:3] @ weight.dequantize().T, atol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, with_int8_activations(weight), weight)
+
+    def total(product, step):
+        return product(x, dataclasses.replace(on_device, step=step)).sum()
+
+    gradient, wanted = (
+        jax.grad(partial(total, product))(on_device.step)
+        for product in (quantized_product, lambda x, weight: x @ weight.dequantize().T)
+    )
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-3 * np.abs(wanted).max())
+    blocks = dataclasses.replace(on_device, input_block=input_block_width(shape[1]))  # as on a GPU
+    np.testing.assert_allclose(blocks.plain_product(x), x @ blocks.dequantize().T, atol=1e-4)
 
 
 CPU_INFOS = {

@@ -7,13 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import tiny
 from mesh_cases import write_checkpoint
 from parity_cases import CASES
 
+import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.compress.awq import quantized_params, with_outliers
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
+from xinfer_jax.weights.grouped_weight import unpack_int4
 from xinfer_jax.weights.hadamard import (
     hadamard_rotate,
     hadamard_unrotate,
@@ -43,7 +47,7 @@ FAMILIES = {
     "phi3": dict(model_type="phi3", pad_token_id=0),
 }
 # The loader rotates in blocks of rows: a few numbers round to another level.
-NEAR = dict(int8=dict(atol=1), uint8=dict(atol=16), int16=dict(atol=4), float32=dict(atol=1e-6))
+NEAR = dict(int8=dict(atol=1), uint8=dict(atol=1), int16=dict(atol=4), float32=dict(atol=1e-6))
 TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24))
 
 
@@ -53,6 +57,12 @@ def settings(family: str) -> dict:
         | dict(architectures=None, num_hidden_layers=1)
         | FAMILIES.get(family, dict(model_type=family))
     )
+
+
+def assert_near(x, expected) -> None:
+    is_packed = x.dtype == np.uint8 and x.ndim > 2
+    x, expected = (unpack_int4(np.asarray(each)) if is_packed else each for each in (x, expected))
+    np.testing.assert_allclose(*(np.asarray(each, float) for each in (x, expected)), **NEAR[x.dtype.name])
 
 
 def logits(model, tokens_BT=TOKENS) -> np.ndarray:
@@ -104,7 +114,7 @@ def test_models_that_cannot_be_rotated_have_int8_activations(tmp_path, name, how
     trees += [quantized_params(plain.params, **how, blocks=True)] if name == "gemma2-long-caps" else []
     for tree in trees:  # the loader rotates other rows at a time
         for new, old in zip(*map(jax.tree.leaves, (tree, model.params)), strict=True):
-            np.testing.assert_allclose(new, old, **NEAR[old.dtype.name])
+            assert_near(new, old)
         assert jax.tree.structure(tree) == jax.tree.structure(model.params)
     wanted = logits(plain, TOKENS % 90)
     found = logits(model, TOKENS % 90)
@@ -161,7 +171,7 @@ def test_load_with_int8_activations_and_save(tmp_path, hf, how):
     no_gain = lambda x: dataclasses.replace(x, gain=None) if is_quantized(x) else x  # noqa: E731  for adapters
     found = jax.tree.map(no_gain, model.params, is_leaf=is_quantized)
     for leaf, expected in zip(*map(jax.tree.leaves, (found, quantized_params(params, **how))), strict=True):
-        np.testing.assert_allclose(leaf, expected, **NEAR[leaf.dtype.name])
+        assert_near(leaf, expected)
     wanted = logits(plain)
     assert np.abs(logits(model) - wanted).max() < (0.1 if how == INT8 else 0.5) * np.abs(wanted).max()
     xj.save_model(tmp_path / "to", model.params, model.config)
@@ -171,6 +181,25 @@ def test_load_with_int8_activations_and_save(tmp_path, hf, how):
     loaded = xj.load_model(tmp_path / "to", "float32")
     assert loaded.config == model.config
     np.testing.assert_array_equal(logits(loaded), logits(model))
+
+
+@pytest.mark.full
+def test_steps_stay_whole_numbers_where_a_tpu_takes_float32_scales(tmp_path):
+    """Saved, loaded and made of floats again there; a file that lacks zero points is rejected."""
+    plain = xj.load_model(dtype="float32")
+    with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
+        model = xj.load_model(dtype="float32", **INT4)
+        xj.save_model(tmp_path / "to", model.params, model.config)
+        loaded = xj.load_model(tmp_path / "to", "float32")
+        params = quantized_params(plain.params, **INT4)
+        jax.tree.map(assert_near, params_like(plain.params, plain.config, params), params)
+    here = xj.load_model(tmp_path / "to", "float32")
+    assert fingerprint(loaded.params, loaded.config) == fingerprint(here.params, here.config)
+    file = tmp_path / "to" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    fewer = {name: x for name, x in tensors.items() if not name.endswith("q_proj.weight.zero")}
+    safetensors.numpy.save_file(fewer, file)
+    assert "q_proj.weight.zero" in tiny.load_error(tmp_path / "to")
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import grow_rows
 from .adapter import Adapter, LowRank, is_norm, make_adapter
 
-_NOT_ROTATED = (0, 0)  # `Int8Weight.rotated`
+_NOT_ROTATED = (0, 0)  # `RotatedWeight.rotated`
 _FOLDED = ("attn_norm", "mlp_norm")  # norms whose gains are in the matrices of a rotated model
 
 

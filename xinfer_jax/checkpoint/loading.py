@@ -135,7 +135,7 @@ def load_model(
             process reads only what its devices hold. Where it has more devices than the model has key/value
             heads, the heads are repeated, also in the config.
         activations: "int8" (with quantize): on a CPU activations are quantized to int8 too, one scale per
-            token; with int4 those of more than four tokens at a time. Prefill and batches are faster, and
+            token; with int4 those of more than 3 or 4 tokens at a time. Prefill and batches are faster, and
             less accurate. The weights are rotated (QuaRot) against outliers; where that cannot be folded into
             the model (experts, linear attention, norms after sublayers, MLPs without a gate), products rotate
             their inputs. None: activations keep 16 bits.

@@ -51,8 +51,8 @@ class OwnFormat(QuantizedFormat):
         optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
         optional[f"{name}.offset"] = ((Q, outputs), {"F16", "F32"})
         if f"{name}.step" in tensors:
-            specs[f"{name}.scale"] = ((Q, outputs), {"I16"})
-            optional[f"{name}.step"] = by_output
+            specs = {values: ((Q, Y, outputs), {"U8"}), f"{name}.scale": ((Q, outputs), {"I16"})}
+            specs |= {f"{name}.zero": optional[f"{name}.zero"], f"{name}.step": by_output}
         return specs | {field: spec for field, spec in optional.items() if field in tensors}
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> QuantizedWeight:

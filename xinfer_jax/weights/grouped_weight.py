@@ -42,7 +42,7 @@ _INT8_NUMBERS = 8 << 20  # of a matrix in int8 at a time
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedWeight(RotatedWeight):
-    """A matrix [O, I] as `(values - zero) * scale + offset` in groups of inputs. Outputs are last."""
+    """A matrix [O, I] as `(values - zero) * scale * step + offset` in groups of inputs. Outputs are last."""
 
     values: jax.Array  # int8 [Q, Y, O], I padded to Q * J; int4: uint8 from `pack_int4`
     # [Q, O]: float16 or float32; on TPUs of int4 float32 (`device_form`); with a step int16: how many.
@@ -126,7 +126,7 @@ class GroupedWeight(RotatedWeight):
         x_MI = self.rotated_inputs(x_MI).astype(jnp.float32)
         if self.order is not None:
             x_MI = x_MI[:, self.order]
-        weight = dataclasses.replace(self, order=None, input_block=0)
+        weight = dataclasses.replace(self, order=None, input_block=0, gain=None)
         kind = "int4 activations" if self.int8_activations else "int4"
         form = product_table.fastest_form(kind, len(x_MI), *weight.shape)
         if form == product_table.ROWS:

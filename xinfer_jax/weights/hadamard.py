@@ -9,7 +9,7 @@ input is rotated, in blocks, and the residual stream at the final norm and befor
 stay tied, and hidden states equal those of the plain model.
 
 Models into which this cannot be folded have every matrix's inputs rotated in blocks, and each product rotates
-its activations so (`Int8Weight.input_block`): that needs nothing of the model.
+its activations so (`RotatedWeight.input_block`): that needs nothing of the model.
 
 A rotation first multiplies by signs, without which the common part of all channels would become an outlier.
 Then it multiplies by a Kronecker product of small symmetric matrices: Hadamard matrices for the power of two

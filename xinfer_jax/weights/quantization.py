@@ -28,9 +28,9 @@ _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without cli
 
 def device_form(weight: Any) -> Any:
     """Returns a leaf, or its shapes, as this process's devices read it: on TPUs scales of packed groups are
-    float32, since no kernel there reads float16. Other leaves stay.
+    float32, since no kernel there reads float16. Other leaves stay, those with steps too.
     """
-    is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8
+    is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8 and weight.step is None
     if not is_packed or kernels_pallas.device_impl().impl != "tpu":
         return weight
     if isinstance(weight.scale, jax.ShapeDtypeStruct):
@@ -74,7 +74,7 @@ def with_int8_activations(params: Any, blocks: bool = False) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, Int8Weight):
             x = dataclasses.replace(x, int8_activations=True)
-        elif isinstance(x, GroupedWeight) and x.zero is not None:
+        elif isinstance(x, GroupedWeight) and x.zero is not None and x.step is None:
             x = with_steps(x, x.zero)
         else:
             return x
@@ -95,7 +95,7 @@ def with_steps(weight: GroupedWeight, zero_QO: Any) -> GroupedWeight:
     levels_QO = xp.maximum(zero_QO, 15 - zero_QO).astype(np.float32)  # the most of a group, from zero
     most_O = (scale_QO * levels_QO).max(-2)
     step_O = xp.where(most_O == 0, np.float32(1), most_O) / divisor(most_O, most, xp)
-    steps_QO = xp.rint(scale_QO / step_O[..., None, :]).clip(1, most // levels_QO)
+    steps_QO = xp.rint(scale_QO / step_O[..., None, :]).clip(0, most // levels_QO)
     return dataclasses.replace(weight, scale=steps_QO.astype(np.int16), step=step_O)
 
 

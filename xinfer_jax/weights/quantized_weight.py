@@ -70,10 +70,18 @@ def _quantized_product_jvp(primals, tangents):
     (x, weight) = primals
     (x_dot, weight_dot) = tangents
 
-    def plain(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32) @ dataclasses.replace(weight, scale=scale).dequantize().T
+    names = [name for name in ("scale", "offset", "step") if _is_float(getattr(weight, name, None))]
 
-    return quantized_product(x, weight), jax.jvp(plain, (x, weight.scale), (x_dot, weight_dot.scale))[1]
+    def plain(x: jax.Array, *floats: jax.Array) -> jax.Array:
+        changed = dataclasses.replace(weight, **dict(zip(names, floats, strict=True)))
+        return x.astype(jnp.float32) @ changed.dequantize().T
+
+    primals, tangents = ((x, *(getattr(w, name) for name in names)) for x, w in (primals, tangents))
+    return quantized_product(x, weight), jax.jvp(plain, primals, tangents)[1]
+
+
+def _is_float(x: Any) -> bool:
+    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_quantized(leaf: Any) -> bool:

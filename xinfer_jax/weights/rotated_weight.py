@@ -1,4 +1,4 @@
-"""What matrices with int8 activations have in common: rotations of their inputs and outputs."""
+"""What int8 and int4 have in common: rotations of inputs and outputs, for int8 activations."""
 
 import dataclasses
 from typing import Self
@@ -28,6 +28,10 @@ class RotatedWeight(QuantizedWeight):
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
         return x, dataclasses.replace(self, axis_name=axis_name)
+
+    def plain_product(self, x_MI: jax.Array) -> jax.Array:
+        x_MI = self.rotated_inputs(x_MI).astype(x_MI.dtype)
+        return super(RotatedWeight, dataclasses.replace(self, input_block=0)).plain_product(x_MI)
 
     def unrotated(self, rows: jax.Array) -> jax.Array:
         """Rows of `values` [..., I], dequantized, as those of the matrix."""

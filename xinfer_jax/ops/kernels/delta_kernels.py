@@ -16,6 +16,8 @@ from ...sharding import abstract_mesh_of
 from ...weights.params import Params
 from .product_kernels import with_plain_derivative
 
+_OTHERS = ("A_log", "dt_bias", "gated_norm")
+
 
 def delta_form(
     plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
@@ -63,6 +65,3 @@ def _by_kernel(  # noqa: PLR0913
     args = token, weights, _kernel_state(cache), start_B, num_tokens_B
     out_BX, (*inputs, state) = kernels_pallas.run_kernel(impl, "delta_step", *args, eps=eps)
     return out_BX[:, None], dataclasses.replace(cache, inputs=tuple(inputs), state=state)
-
-
-_OTHERS = ("A_log", "dt_bias", "gated_norm")
