@@ -126,12 +126,8 @@ def calibrated(name: str) -> tuple[Callable, tuple]:
     cache = xj.init_cache(config, 2, 64)
     if name == "prefill":
         tokens_BT = jnp.zeros((2, 20), jnp.int32)
-        return lambda *args: xj.prefill(args[0], config, *args[1:]), (
-            params,
-            tokens_BT,
-            jnp.full(2, 20),
-            cache,
-        )
+        args = params, tokens_BT, jnp.full(2, 20), cache
+        return lambda params, *others: xj.prefill(params, config, *others), args
 
     def step(params, token_B, cache):
         return xj.decode_step(params, config, token_B, cache)

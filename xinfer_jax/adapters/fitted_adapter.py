@@ -13,7 +13,7 @@ from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.hadamard import hadamard_rotate, rotate_on_host
 from ..weights.param_specs import leaf_name
 from ..weights.params import Params
-from ..weights.quantized_weight import is_quantized
+from ..weights.quantized_weight import is_float_array, is_quantized
 from ..weights.resharding import grow_rows
 from .adapter import Adapter, LowRank, is_norm, make_adapter
 
@@ -35,7 +35,7 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
     matrices = {}
     for path, pair in adapter.matrices.items():
         weight = weights.get(path)
-        if not (isinstance(pair, LowRank) and all(map(_is_float_array, pair))):
+        if not (isinstance(pair, LowRank) and all(map(is_float_array, pair))):
             faults.append(f"{path} has no LowRank of two float arrays")
         elif weight is None:
             faults.append(f"{path} is no matrix of the model")
@@ -55,15 +55,11 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
     return make_adapter(matrices, adapter.scale_of(), adapter.norms)
 
 
-def _is_float_array(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
-
-
 def _norm_faults(params: Params, adapter: Adapter, rotated: bool) -> list[str]:
     norms = {leaf_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
     faults = []
     for path, norm in adapter.norms.items():
-        if not _is_float_array(norm):
+        if not is_float_array(norm):
             faults.append(f"{path} has no float array")
         elif not is_norm(path) or path not in norms or norms[path].shape != norm.shape:
             faults.append(f"{path} {list(norm.shape)} is no norm of the model")

@@ -75,7 +75,7 @@ def with_int8_activations(params: Any, blocks: bool = False) -> Any:
         if isinstance(x, Int8Weight):
             x = dataclasses.replace(x, int8_activations=True)
         elif isinstance(x, GroupedWeight) and x.zero is not None and x.step is None:
-            x = with_steps(x, x.zero)
+            x = with_steps(x)
         else:
             return x
         return dataclasses.replace(x, input_block=input_block_width(x.shape[-1]) if blocks else 0)
@@ -83,15 +83,16 @@ def with_int8_activations(params: Any, blocks: bool = False) -> Any:
     return jax.tree.map(leaf, params, is_leaf=is_quantized)
 
 
-def with_steps(weight: GroupedWeight, zero_QO: Any) -> GroupedWeight:
-    """Returns int4 with these zero points, of one matrix or of experts, with scales in integer numbers of an
+def with_steps(weight: GroupedWeight) -> GroupedWeight:
+    """Returns int4 with zero points, of one matrix or of experts, with scales in integer numbers of an
     output's step, on the host or on its devices, as it lies there; or their shapes.
     """
     if isinstance(weight.values, jax.ShapeDtypeStruct):
-        return jax.eval_shape(with_steps, weight, zero_QO)
+        return jax.eval_shape(with_steps, weight)
     most = 127 << STEP_BITS
     xp: Any = np if isinstance(weight.values, np.ndarray) else jnp
     scale_QO = weight.scale.astype(np.float32)
+    zero_QO: Any = weight.zero
     levels_QO = xp.maximum(zero_QO, 15 - zero_QO).astype(np.float32)  # the most of a group, from zero
     most_O = (scale_QO * levels_QO).max(-2)
     step_O = xp.where(most_O == 0, np.float32(1), most_O) / divisor(most_O, most, xp)

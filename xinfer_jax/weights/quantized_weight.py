@@ -70,7 +70,7 @@ def _quantized_product_jvp(primals, tangents):
     (x, weight) = primals
     (x_dot, weight_dot) = tangents
 
-    names = [name for name in ("scale", "offset", "step") if _is_float(getattr(weight, name, None))]
+    names = [name for name in ("scale", "offset", "step") if is_float_array(getattr(weight, name, None))]
 
     def plain(x: jax.Array, *floats: jax.Array) -> jax.Array:
         changed = dataclasses.replace(weight, **dict(zip(names, floats, strict=True)))
@@ -80,8 +80,8 @@ def _quantized_product_jvp(primals, tangents):
     return quantized_product(x, weight), jax.jvp(plain, primals, tangents)[1]
 
 
-def _is_float(x: Any) -> bool:
-    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+def is_float_array(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", object), jnp.floating)
 
 
 def is_quantized(leaf: Any) -> bool:
