@@ -4,6 +4,7 @@ They store every score and every logit at once, so they are for checking, not fo
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 from .key_layouts import SideBySide, dequantize, separate
 from .mxfp4 import Mxfp4, dequantize_mxfp4
+from .reference_products import Matrix, matrix_floats
 
 LOGITS_GROUP = 64  # tokens of a group of `summarize_logits`
 
@@ -119,12 +121,11 @@ def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None
 ) -> jax.Array:
     """Each token's weighted sum of the gated MLPs that it chose, Σ weight · down(activation(gate(x)) *
-    up(x)); experts outside 0 … X - 1 count as zeros. The matrices are arrays or `Mxfp4`. biases: none, or [X,
-    F], [X, F] and [X, D]; limit: as in `gated`. float32 [M, D].
+    up(x)); experts outside 0 … X - 1 count as zeros. The matrices are arrays, `Mxfp4`, or quantized `Matrix`
+    whose arrays have a first axis X and whose groups have all inputs. biases: none, or [X, F], [X, F] and [X,
+    D]; limit: as in `gated`. float32 [M, D].
     """
-    matrices = (gate_XFD, up_XFD, down_XDF)
-    is_packed = isinstance(gate_XFD, Mxfp4)
-    gate, up, down = (dequantize_mxfp4(x) if is_packed else x.astype(jnp.float32) for x in matrices)
+    gate, up, down = map(_floats, (gate_XFD, up_XFD, down_XDF))
     x = x_MD.astype(jnp.float32)
     product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     of_gate, of_up, of_down = biases or (0, 0, 0)
@@ -134,6 +135,15 @@ def gated_experts(  # noqa: PLR0913
     out_MXD = product("mxf,xdf->mxd", inner_MXF, down) + of_down
     out_MUXD = jnp.where(used_MUX[..., None], out_MXD[:, None], 0)
     return (weight_MU[..., None] * out_MUXD.sum(2)).sum(1)
+
+
+def _floats(experts: Any) -> jax.Array:
+    """Matrices of experts, float32 [X, O, I]."""
+    if isinstance(experts, Mxfp4):
+        return dequantize_mxfp4(experts)
+    if isinstance(experts, Matrix):
+        return jnp.swapaxes(jax.vmap(matrix_floats)(experts), 1, 2)
+    return experts.astype(jnp.float32)
 
 
 def gated(gate, up, activation, limit: float | None = None) -> jax.Array:

@@ -88,21 +88,24 @@ def product(  # noqa: PLR0913
     return [y.astype(dtype or jnp.float32) for y in ys]
 
 
-def _product(x_MI, matrix: Matrix):
+def matrix_floats(matrix: Matrix) -> jax.Array:
+    """The matrix, float32 [I, O]; of groups I is Q J."""
     values = matrix.values
     if values.ndim == 2:
         matrix_IO = values.astype(jnp.float32).T
-        if matrix.scale is not None:
-            matrix_IO *= matrix.scale
-    else:
-        levels_QJO = values
-        if matrix.halves == 2:
-            levels_QJO = jnp.concatenate([values & 15, values >> 4], 1)
-        levels_QJO = levels_QJO.astype(jnp.float32)
-        if matrix.zero is not None:
-            levels_QJO -= matrix.zero.astype(jnp.float32)[:, None]
-        scaled_QJO = levels_QJO * matrix.scale.astype(jnp.float32)[:, None]
-        matrix_IO = scaled_QJO.reshape(-1, matrix.outputs)[: x_MI.shape[1]]
+        return matrix_IO if matrix.scale is None else matrix_IO * matrix.scale
+    levels_QJO = values
+    if matrix.halves == 2:
+        levels_QJO = jnp.concatenate([values & 15, values >> 4], 1)
+    levels_QJO = levels_QJO.astype(jnp.float32)
+    if matrix.zero is not None:
+        levels_QJO -= matrix.zero.astype(jnp.float32)[:, None]
+    scaled_QJO = levels_QJO * matrix.scale.astype(jnp.float32)[:, None]
+    return scaled_QJO.reshape(-1, matrix.outputs)
+
+
+def _product(x_MI, matrix: Matrix):
+    matrix_IO = matrix_floats(matrix)[: x_MI.shape[1]]
     y_MO = jnp.dot(x_MI, matrix_IO, precision=lax.Precision.HIGHEST)
     if matrix.adapters is not None:
         a_MRI, b_MOR = (

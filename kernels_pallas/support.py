@@ -6,7 +6,7 @@ from typing import Any
 from .key_layouts import BIAS_STRIDE, LANES, KeyBias, Levels, SideBySide
 from .mxfp4 import Mxfp4
 from .reference_delta import DeltaState
-from .reference_products import FEW_ROWS
+from .reference_products import FEW_ROWS, Matrix
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _TRITON_ONLY = (
@@ -49,8 +49,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
 def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
     if kernel.endswith("attention"):
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
-    if kernel == "gated_experts" and isinstance(args[1], Mxfp4):
-        return _unsupported_mxfp4(*args)
+    if kernel == "gated_experts" and isinstance(args[1], Mxfp4 | Matrix):
+        return _unsupported_packed_experts(*args)
     if kernel == "delta_step":
         return _unsupported_delta(*args)
     if reason := next(filter(None, map(too_large, args)), None):
@@ -122,7 +122,9 @@ def _unsupported_keys(
     return _unaligned_slots(kernel, kv)
 
 
-def _unsupported_mxfp4(x: Any, *others: Any) -> str | None:
+def _unsupported_packed_experts(x: Any, *others: Any) -> str | None:
+    if isinstance(others[0], Matrix):
+        return "quantized experts"
     if x.dtype.name not in _SIXTEEN_BITS:
         return f"dtype {x.dtype.name}"
     matrices = [other for other in others if isinstance(other, Mxfp4)]
@@ -135,6 +137,8 @@ def _unsupported_mxfp4(x: Any, *others: Any) -> str | None:
 def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
     if isinstance(gate, Mxfp4):
         return "experts in MXFP4"
+    if isinstance(gate, Matrix):
+        return "quantized experts"
     if reason := _unsupported_dtypes((x, gate, *others)):
         return reason
     if x.dtype == "float16":

@@ -6,10 +6,13 @@ from typing import Any
 import jax
 
 import kernels_pallas
+from kernels_pallas.reference_products import Matrix
 
 from ...config.model_config import ModelConfig
 from ...model.experts import swish
 from ...model.layers import activation
+from ...weights.grouped_weight import GroupedWeight
+from ...weights.int8_weight import Int8Weight
 from ...weights.mxfp4 import Mxfp4Weight
 from ...weights.params import Params
 from ...weights.quantized_weight import is_quantized
@@ -19,17 +22,43 @@ from ..forms import Kernel, named
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
     """The implementation for these tokens and experts; raises as `named`."""
     weights = [experts[name]["weight"] for name in ("gate", "up", "down")]
-    is_mxfp4 = all(isinstance(weight, Mxfp4Weight) for weight in weights)
-    obstacle = "quantized experts" if any(map(is_quantized, weights)) and not is_mxfp4 else None
+    obstacle = next(filter(None, map(_obstacle, weights)), None)
+    if len(set(map(_layout, weights))) > 1:
+        obstacle = obstacle or "experts whose matrices have different formats"
     args = () if obstacle else _arrays(experts)
     return named("gated_experts", impl, x_MD, *args, obstacle=obstacle)
+
+
+def _obstacle(weight: Any) -> str | None:
+    """Why no kernel reads these matrices, or None."""
+    if not is_quantized(weight) or isinstance(weight, Mxfp4Weight):
+        return None
+    if not isinstance(weight, Int8Weight | GroupedWeight):
+        return f"experts of the kind {type(weight).__name__}"
+    if weight.int8_activations or weight.input_block:
+        return "experts with int8 activations"
+    if isinstance(weight, GroupedWeight) and (weight.offset is not None or weight.order is not None):
+        return "experts with offsets of groups, or inputs in another order"
+    return "experts in groups with padding" if weight.groups_with_padding else None
+
+
+def _layout(weight: Any) -> tuple[Any, ...]:
+    fields = [getattr(weight, name, None) for name in ("values", "zero")]
+    return type(weight), getattr(weight, "group", None), *(getattr(x, "dtype", None) for x in fields)
 
 
 def _arrays(experts: Params) -> list[Any]:
     """The matrices of gate, up and down as kernels take them, then their biases if there are any."""
     leaves = [experts[name] for name in ("gate", "up", "down")]
     arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
-    return [kernels_pallas.Mxfp4(x.values, x.scale) if isinstance(x, Mxfp4Weight) else x for x in arrays]
+    return list(map(_operand, arrays))
+
+
+def _operand(x: Any) -> Any:
+    """Matrices of experts, or biases, as kernels take them."""
+    if isinstance(x, Mxfp4Weight):
+        return kernels_pallas.Mxfp4(x.values, x.scale)
+    return Matrix(x.values, x.scale, getattr(x, "zero", None)) if is_quantized(x) else x
 
 
 def _select(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
