@@ -6,7 +6,8 @@ R rows of x are M, padded to tiles. A packed matrix has Q groups of J inputs, C 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,29 +17,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..key_layouts import LANES
+from ..mxfp4 import power
 from ..reference_products import Matrix
-from .parts import dot
+from .parts import dot, has_bfloat16_vectors
 
 _SPLIT = 254  # steps of the lower int8 number of x in one of the higher
 _DEPTH = 256  # inputs that a product of int4 sums up at once: those of a matrix unit
-_FEW_ROWS = 16  # up to this number of rows int4 is multiplied as integers
+_PIECE = 512  # outputs that are computed at once: of more, registers would be spilled
 _ROWS = 8  # groups whose scales are loaded at once
 _DIGITS = 0x0F0F0F0F
 _SIGNS = -0x7F7F7F80  # 0x80808080
 _REPEAT = 0x01010101  # puts a byte into all four of a word
+_SHIFTS = (0, 8, 4, 12)  # of the low halves of a word's bytes 0 and 2, of bytes 1 and 3, and of the high ones
+_MAGIC = 128.0  # a level in the last bits of this bfloat16 number adds itself
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What is static about a matrix and the few rows that it is multiplied with."""
 
-    kind: str  # "float", "int8" or "int4"
+    kind: str  # "float", "int8", "int4" or "mxfp4"
     dtype: Any  # of x
     rows: int  # R
     inputs: int  # with those that fill the last group
     outputs: int
     group: int = 1  # J
     has_zero: bool = False
+    halves: bool = False  # the vector unit computes with pairs of bfloat16 numbers
 
     @classmethod
     def of(cls, matrix: Matrix, dtype: Any, rows: int) -> "Form":
@@ -47,39 +52,39 @@ class Form:
         rows = 8 * pl.cdiv(rows, 8)
         if values.ndim == 3:
             Q, Y, outputs = values.shape
-            return cls("int4", dtype, rows, 2 * Y * Q, outputs, 2 * Y, matrix.zero is not None)
+            kind = "mxfp4" if matrix.scale.dtype == jnp.uint8 else "int4"
+            halves = kind == "mxfp4" or has_bfloat16_vectors()
+            return cls(kind, dtype, rows, 2 * Y * Q, outputs, 2 * Y, matrix.zero is not None, halves)
         kind = "float" if matrix.scale is None else "int8"
         return cls(kind, dtype, rows, values.shape[1], values.shape[0])
 
     @property
-    def dequantizes(self) -> bool:
-        """Whether the matrix is converted to x's dtype first."""
-        return self.kind == "int4" and self.rows > _FEW_ROWS
-
-    @property
-    def _is_integer(self) -> bool:
-        """Whether x is split into integers."""
-        return self.kind != "float" and not self.dequantizes
+    def has_groups(self) -> bool:
+        return self.group > 1
 
     @property
     def _chunk(self) -> int:
-        """C."""
-        groups = self.inputs // self.group
-        return self.group * math.gcd(groups, max(1, _DEPTH // self.group))  # at most `_ROWS` groups
+        """C; the last chunk may be smaller."""
+        return self.group * math.gcd(_ROWS, max(1, _DEPTH // self.group))
 
     def arrays(self, matrix: Matrix) -> list[jax.Array]:
         """The operands of a kernel, without a scale per output."""
-        if self.kind != "int4":
+        if not self.has_groups:
             return [matrix.values]
         return [matrix.values, _readable(matrix.scale)] + ([matrix.zero] if self.has_zero else [])
 
-    def blocks_of_outputs(self, tile: int, number: Callable[[Any], Any]) -> list[pl.BlockSpec]:
-        """For each operand its block of `tile` outputs. number: of the block, in a grid step."""
-        if self.kind == "int4":
-            Q = self.inputs // self.group
-            values = pl.BlockSpec((Q, self.group // 2, tile), lambda i: (0, 0, number(i)))
-            return [values] + [pl.BlockSpec((Q, tile), lambda i: (0, number(i)))] * (1 + self.has_zero)
-        return [pl.BlockSpec((tile, self.inputs), lambda i: (number(i), 0))]
+    def tile_shapes(self, tile: int) -> list[tuple[tuple[int, ...], int]]:
+        """For each operand the shape of a tile of outputs, and which axis has these."""
+        if not self.has_groups:
+            return [((tile, self.inputs), 0)]
+        Q = self.inputs // self.group
+        return [((Q, self.group // 2, tile), 2)] + [((Q, tile), 1)] * (1 + self.has_zero)
+
+    def group_memory(self, tile: int) -> list[Any]:
+        """Memory for scales and zero points of a tile, as products take them."""
+        shape = (8 * pl.cdiv(self.inputs // self.group, 8), tile)
+        kinds = [jnp.int32 if self.halves else jnp.float32] + [jnp.int32] * self.has_zero
+        return [pltpu.VMEM(shape, kind) for kind in kinds] if self.has_groups else []
 
     # --- x --------------------------------------------------------------------------------------------------
 
@@ -92,118 +97,163 @@ class Form:
         if self.kind == "int8":
             return [pltpu.VMEM((2 * R, self.inputs), jnp.int8), step]
         C = self._chunk
-        if self._is_integer:
-            return [pltpu.VMEM((self.inputs // C, C // self.group * 2 * R, C), jnp.int8), step]
-        return [pltpu.VMEM((self.inputs // C, R, C), self.dtype)]
+        return [pltpu.VMEM((pl.cdiv(self.inputs, C), R, C), self.dtype)]
 
-    def prepare(self, x_RI: jax.Array) -> list[jax.Array]:
-        """x, float32 [R, I], in the form that `multiply` takes."""
+    def prepare(self, x_RI: jax.Array, refs: Sequence[Any]) -> None:
+        """Stores x, float32 [R, I], in the form that `multiply` takes."""
         if self.kind == "float":
-            return [x_RI.astype(self.dtype)]
-        if not self._is_integer:
-            return [jnp.stack(self._chunks(x_RI.astype(self.dtype)))]
+            refs[0][...] = x_RI.astype(self.dtype)
+            return
+        if self.has_groups:
+            orders: dict[int, jax.Array] = {}
+            for i, first in enumerate(range(0, self.inputs, self._chunk)):
+                x_RC = x_RI[:, first : first + self._chunk].astype(self.dtype)
+                C = x_RC.shape[1]
+                if self.halves:
+                    if C not in orders:
+                        orders[C] = self._order(C)
+                    x_RC = dot(x_RC, orders[C], 0).astype(self.dtype)
+                refs[0][i, :, :C] = x_RC
+            return
         max_R1 = jnp.abs(x_RI).max(1, keepdims=True)
         step_R1 = jnp.where(max_R1 == 0, 1, max_R1) / 127
         exact_RI = x_RI / step_R1
         high_RI = jnp.round(exact_RI)
         low_RI = jnp.round((exact_RI - high_RI) * _SPLIT)
-        step_RL = jnp.broadcast_to(step_R1 / _SPLIT, (self.rows, LANES))
-        if self.kind == "int8":
-            return [jnp.concatenate([high_RI, low_RI]).astype(jnp.int8), step_RL]
-        group_RC = lax.div(lax.broadcasted_iota(jnp.int32, (self.rows, self._chunk), 1), self.group)
-        chunks = []
-        for parts in zip(self._chunks(high_RI), self._chunks(low_RI), strict=True):
-            of_group = [
-                jnp.where(group_RC == g, x, 0) for g in range(self._chunk // self.group) for x in parts
-            ]
-            chunks.append(jnp.concatenate(of_group).astype(jnp.int8))
-        return [jnp.stack(chunks), step_RL]
+        refs[1][...] = jnp.broadcast_to(step_R1 / _SPLIT, (self.rows, LANES))
+        refs[0][...] = jnp.concatenate([high_RI, low_RI]).astype(jnp.int8)
 
-    def _chunks(self, x_RI: jax.Array) -> list[jax.Array]:
-        return [x_RI[:, i : i + self._chunk] for i in range(0, self.inputs, self._chunk)]
+    def _order(self, size: int) -> jax.Array:
+        """[C, C] of zeros and ones: column (h, p, k) takes the input of half h of byte 2 k + p of a chunk."""
+        Y = self.group // 2
+        column, row = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (1, 0))
+        half = lax.div(column, size // 2)
+        byte = 2 * lax.rem(column, size // 4) + lax.rem(lax.div(column, size // 4), 2)
+        in_group = lax.rem(byte, Y)
+        place = 2 * in_group + half if self.kind == "mxfp4" else half * Y + in_group
+        return (row == lax.div(byte, Y) * self.group + place).astype(self.dtype)
 
     # --- products -------------------------------------------------------------------------------------------
 
-    def multiply(self, x: Sequence[Any], refs: Sequence[Any]) -> jax.Array:
+    def multiply(self, x: Sequence[Any], refs: Sequence[Any], memory: Sequence[Any]) -> jax.Array:
         """x · blockᵀ, float32 [R, its outputs], without a scale per output.
 
         Args:
-            x: references to what `prepare` returned.
+            x: references to what `prepare` stored.
             refs: to the block of each operand.
+            memory: `group_memory` for at least so many outputs.
         """
         if self.kind == "float":
             return dot(x[0][...], refs[0][...], 1)
-        if self.kind == "int4":
-            return self._multiply_groups(x, *refs)
-        return self._join(dot(x[0][...], refs[0][...], 1, jnp.int32)) * x[1][:, :1]
+        if self.has_groups:
+            outputs = refs[0].shape[2]
+            self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory])
+            pieces = []
+            size = LANES * pl.cdiv(outputs, LANES * pl.cdiv(outputs, _PIECE))
+            for first in range(0, outputs, size):
+                columns = slice(first, min(first + size, outputs))
+                of_groups = [ref.at[:, columns] for ref in memory]
+                pieces.append(self._multiply_groups(x, refs[0].at[:, :, columns], of_groups))
+            return jnp.concatenate(pieces, 1)
+        sums = dot(x[0][...], refs[0][...], 1, jnp.int32).astype(jnp.float32)
+        # The sum of both would not fit in 32 bits.
+        return (sums[: self.rows] * _SPLIT + sums[self.rows :]) * x[1][:, :1]
 
-    def _join(self, sums: jax.Array) -> jax.Array:
-        """float32 [R, O] of the sums of higher and lower numbers, int32 [2 R, O]. Their sum would not fit in
-        32 bits.
-        """
-        sums = sums.astype(jnp.float32)
-        return sums[: self.rows] * _SPLIT + sums[self.rows :]
+    def _store_groups(self, refs: Sequence[Any], memory: Sequence[Any]) -> None:
+        Q = self.inputs // self.group
+        scale = _scales(refs[0][...])
+        memory[0][:Q] = _pair(scale) if self.halves else scale
+        if self.has_zero:
+            zero = refs[1][...].astype(jnp.int32)
+            offset = _pair(_MAGIC + zero.astype(jnp.float32)) if self.halves else _SIGNS - zero * _REPEAT
+            memory[1][:Q] = offset
 
-    def _multiply_groups(self, x: Sequence[Any], *refs: Any) -> jax.Array:
-        """float32 [R, O]: products with int4 in groups. refs: to values, scales and perhaps zero points."""
-        Q, _, outputs = refs[0].shape
+    def _multiply_groups(self, x: Sequence[Any], values: Any, of_groups: Sequence[Any]) -> jax.Array:
+        """float32 [R, O]: products in groups. of_groups: references to what `_store_groups` stored."""
+        Q, _, outputs = values.shape
         y_RO = jnp.zeros((self.rows, outputs), jnp.float32)
-        if Q % _ROWS or Q == _ROWS:
-            y_RO = self._add_groups(x, refs, 0, Q, y_RO)
-        else:  # a loop: less code
+        looped = Q // _ROWS * _ROWS if Q > _ROWS else 0
+        add_groups = partial(self._add_groups, x, values, of_groups)
 
-            def add(i: Any, y_RO: jax.Array) -> jax.Array:
-                return self._add_groups(x, refs, pl.multiple_of(i * _ROWS, _ROWS), _ROWS, y_RO)
+        def add(i: Any, y_RO: jax.Array) -> jax.Array:
+            return add_groups(pl.multiple_of(i * _ROWS, _ROWS), _ROWS, y_RO)
 
-            y_RO = lax.fori_loop(0, Q // _ROWS, add, y_RO)
-        return y_RO * x[1][:, :1] if self._is_integer else y_RO
+        if looped:  # less code
+            y_RO = lax.fori_loop(0, looped // _ROWS, add, y_RO)
+        return add_groups(looped, Q - looped, y_RO) if Q > looped else y_RO
 
-    def _add_groups(self, x: Sequence[Any], refs: Any, first: Any, size: int, y_RO: jax.Array) -> jax.Array:
+    def _add_groups(self, x, values_ref, of_groups, first: Any, size: int, y_RO: jax.Array) -> jax.Array:  # noqa: PLR0913
         """Adds the products of some groups, from the first on."""
-        values_ref, scale_ref, *zero_ref = refs
-        rows = pl.ds(first, size)
-        has_float32 = scale_ref.dtype == jnp.float32
-        scale = _float32(scale_ref[rows] if has_float32 else _numbers(scale_ref, first, size))
-        offsets = [_SIGNS - _numbers(ref, first, size) * _REPEAT for ref in zero_ref]
         count = self._chunk // self.group
-        for i in range(size // count):
-            groups = range(i * count, (i + 1) * count)
-            levels = [
-                _levels(values_ref[first + g], [offset[g : g + 1] for offset in offsets]) for g in groups
-            ]
-            scales = [scale[g : g + 1] for g in groups]
-            x_RC = x[0][lax.div(first, count) + i] if size < values_ref.shape[0] else x[0][i]
-            if self._is_integer:
-                sums = dot(x_RC, jnp.concatenate(levels), 0, jnp.int32)
-                for pair, scale_1O in zip(jnp.split(sums, count), scales, strict=True):
-                    y_RO += self._join(pair) * scale_1O
+        for i, g in enumerate(range(0, size, count)):
+            groups = range(g, min(g + count, size))
+            inputs = len(groups) * self.group
+            x_RC = x[0][lax.div(first, count) + i][:, :inputs]
+            values = [values_ref[first + j] for j in groups]
+            scales, *offsets = ([ref[pl.ds(first + j, 1)] for j in groups] for ref in of_groups)
+            if self.halves:
+                matrix = self._by_halves(jnp.concatenate(values), scales, *offsets)
             else:
-                matrices = [level.astype(jnp.float32) * of for level, of in zip(levels, scales, strict=True)]
-                y_RO += dot(x_RC, jnp.concatenate(matrices).astype(self.dtype), 0)
+                of_group = offsets[0] if offsets else [None] * len(groups)
+                levels = map(_levels, values, of_group)
+                floats = [x.astype(jnp.float32) * scale for x, scale in zip(levels, scales, strict=True)]
+                matrix = jnp.concatenate(floats).astype(self.dtype)
+            y_RO += dot(x_RC, matrix, 0)
         return y_RO
 
+    def _by_halves(
+        self, values: jax.Array, scales: list[jax.Array], zeros: Sequence[jax.Array] = ()
+    ) -> jax.Array:
+        """The bfloat16 matrix of a chunk, its inputs in the order of `_order`: bytes [Y ..., O], and pairs of
+        each group's scale and magic zero point [1, O].
+        """
+        words = pltpu.bitcast(values, jnp.int32)
+        rows = self.group // 8  # of pairs, of a group in a quarter of the chunk
 
-def _levels(values_YO: jax.Array, offset: Sequence[jax.Array]) -> jax.Array:
+        def of_rows(pairs: Sequence[jax.Array]) -> jax.Array:
+            wide = [jnp.broadcast_to(pair, (rows, pair.shape[1])) for pair in pairs]
+            return pltpu.bitcast(jnp.concatenate(wide), jnp.bfloat16)
+
+        scale = of_rows(scales)
+        if self.kind == "mxfp4":
+            return jnp.concatenate([_mxfp4(words, shift) * scale for shift in _SHIFTS])
+        zero = of_rows(zeros) if zeros else _MAGIC
+        return jnp.concatenate([(_magic_levels(words, shift) - zero) * scale for shift in _SHIFTS])
+
+
+def _magic_levels(words: jax.Array, shift: int) -> jax.Array:
+    """bfloat16 numbers `_MAGIC` + level of the halves of bytes at this place in words and 16 bits above."""
+    bits = (lax.shift_right_logical(words, shift) & 0x000F000F) | 0x43004300
+    return pltpu.bitcast(bits, jnp.bfloat16)
+
+
+def _mxfp4(words: jax.Array, shift: int) -> jax.Array:
+    """bfloat16 numbers of such halves in E2M1. 0 and 0.5 have no leading one: it is subtracted where that
+    gives less.
+    """
+    moved = words << (6 - shift) if shift < 6 else lax.shift_right_logical(words, shift - 6)
+    magnitude = moved & 0x01C001C0
+    with_one = pltpu.bitcast(magnitude + 0x3F003F00, jnp.bfloat16)
+    size = pltpu.bitcast(jnp.minimum(with_one, with_one + with_one - 1), jnp.int32)
+    return pltpu.bitcast(size | (words << (12 - shift)) & -0x7FFF8000, jnp.bfloat16)
+
+
+def _levels(values_YO: jax.Array, offset_1O: jax.Array | None) -> jax.Array:
     """The levels of a group minus its zero points, int8 [J, O]; four in a word of 32 bits at once.
 
-    offset: 128 minus the zero points, in each byte of a word; or nothing.
+    offset_1O: 128 minus the zero points, in each byte of a word; or None.
     """
     words = pltpu.bitcast(values_YO, jnp.int32)
     halves = [words & _DIGITS, lax.shift_right_logical(words, 4) & _DIGITS]
-    for offset_1O in offset:  # no byte carries into the next
+    if offset_1O is not None:  # no byte carries into the next
         halves = [(half + offset_1O) ^ _SIGNS for half in halves]
     return jnp.concatenate([pltpu.bitcast(half, jnp.int8) for half in halves])
 
 
-def _numbers(ref: Any, first: Any, size: int) -> jax.Array:
-    """int32 of some rows of 8 or 16 bits. A load at an index that is not static would have to take
-    whole tiles, of 32 or 16 rows.
-    """
-    numbers = ref[...].astype(jnp.int32)
-    if size == len(numbers):
-        return numbers
-    row = lax.broadcasted_iota(jnp.int32, numbers.shape, 0) - first
-    return jnp.concatenate([jnp.where(row == i, numbers, 0).sum(0, keepdims=True) for i in range(size)])
+def _pair(x: jax.Array) -> jax.Array:
+    """Words of two equal bfloat16 numbers of a float32 number."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+    return bits | lax.shift_right_logical(bits, 16)
 
 
 def _readable(scale: jax.Array) -> jax.Array:
@@ -211,11 +261,13 @@ def _readable(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.uint16) if scale.dtype == jnp.float16 else scale
 
 
-def _float32(scale: jax.Array) -> jax.Array:
-    """The scales of `_readable`."""
+def _scales(scale: jax.Array) -> jax.Array:
+    """float32 scales of groups, of `_readable` ones or the exponents of MXFP4."""
     if scale.dtype == jnp.float32:
         return scale
     bits = scale.astype(jnp.int32)
+    if scale.dtype == jnp.uint8:
+        return power(bits)
     mantissa = bits & 0x3FF
     exponent = lax.shift_right_logical(bits, 10) & 31
     normal = lax.bitcast_convert_type(((exponent + 112) << 23) | (mantissa << 13), jnp.float32)

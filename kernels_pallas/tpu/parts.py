@@ -2,6 +2,7 @@
 of 8 bits, the same as `key_layouts.to_levels` without numbers of type float16.
 """
 
+import re
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..dispatch import device_impl
 from ..key_layouts import LANES
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # float32 [R or 1, W]
@@ -22,6 +24,11 @@ _LARGEST = 65504.0
 def emulator(interpret: bool) -> Any:
     """The `interpret` of a `pallas_call`: an emulator that raises where accesses to memory race; or none."""
     return pltpu.InterpretParams(detect_races=True) if interpret else False
+
+
+def has_bfloat16_vectors() -> bool:
+    """Whether this process's TPUs compute with vectors of bfloat16 numbers: from v6e on."""
+    return re.search(r"v[2-5]", device_impl().reason) is None
 
 
 def keep_in_hbm(arrays: Any, interpret: bool) -> Any:

@@ -18,7 +18,6 @@ from .parts import as_row, emulator, keep_in_hbm, rows_after_norm
 
 RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
 STEP_BYTES = 2**22  # of matrices that a grid step takes
-_WIDEST = 512  # outputs of a tile that is dequantized
 _VMEM_BYTES = 48 * 2**20  # at most, of both buffers of a step, and of x
 
 
@@ -54,15 +53,14 @@ class Memory(NamedTuple):
     x: Any  # what `Form.prepare` makes of it
     scales: Any  # float32 [1, outputs of all tiles]
     biases: Any
+    groups: Any  # `Form.group_memory` for each matrix
 
 
 def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:  # noqa: PLR0913
     forms = tuple(Form.of(matrix, x_MI.dtype, len(x_MI)) for matrix in matrices)
     size = sum(matrix.values.nbytes for matrix in matrices)
-    is_resident = size <= RESIDENT_BYTES and not forms[0].dequantizes
+    is_resident = size <= RESIDENT_BYTES
     steps = 1 if is_resident else max(1, round(size / STEP_BYTES))
-    if forms[0].dequantizes:  # wider tiles take minutes to compile
-        steps = max(steps, pl.cdiv(max(form.outputs for form in forms), _WIDEST))
     tiles = tuple(min(form.outputs, LANES * pl.cdiv(form.outputs, LANES * steps)) for form in forms)
     counts = tuple(pl.cdiv(form.outputs, tile) for form, tile in zip(forms, tiles, strict=True))
     return Settings(forms, tiles, counts, eps, offset, activation, soft_cap, is_resident)
@@ -90,7 +88,7 @@ def operands_and_blocks(  # noqa: PLR0913
     )
     blocks = jax.tree.map(_whole, operands)._replace(
         matrices=[
-            form.blocks_of_outputs(settings.tiles[n], _tile_number(settings, n))
+            [_tile(*shape, _tile_number(settings, n)) for shape in form.tile_shapes(settings.tiles[n])]
             for n, form in enumerate(forms)
         ],
         residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
@@ -110,6 +108,10 @@ def _tile_number(settings: Settings, n: int) -> Callable[[Any], Any]:
     return lambda i: jnp.minimum(i, settings.counts[n] - 1)
 
 
+def _tile(shape: tuple[int, ...], axis: int, number: Callable[[Any], Any]) -> pl.BlockSpec:
+    return pl.BlockSpec(shape, lambda i: tuple(number(i) if n == axis else 0 for n in range(len(shape))))
+
+
 def rows_of_tile(rows: int, settings: Settings, n: int) -> pl.BlockSpec:
     number = _tile_number(settings, n)
     return pl.BlockSpec((rows, settings.tiles[n]), lambda i: (0, number(i)))
@@ -127,7 +129,9 @@ def call(  # noqa: PLR0913
         [None if array is None else row for array, row in zip(arrays, rows, strict=True)]
         for arrays in (operands.scales, operands.biases)
     )
-    memory = Memory(pltpu.VMEM((form.rows, form.inputs), jnp.float32), form.prepared(), scales, biases)
+    x_RI = pltpu.VMEM((form.rows, form.inputs), jnp.float32)
+    groups = [form.group_memory(tile) for form, tile in zip(settings.forms, settings.tiles, strict=True)]
+    memory = Memory(x_RI, form.prepared(), scales, biases, groups)
     leaves = jax.tree.leaves(operands)
     outs = [result_type(shape, dtype, *leaves) for shape, dtype in zip(shapes, dtypes, strict=True)]
     structure = jax.tree.structure((operands, outs, memory, scratch))
@@ -170,8 +174,7 @@ def prepare(settings: Settings, operands: Operands, memory: Memory) -> None:
     if inputs < memory.rows.shape[1]:
         memory.rows[...] = jnp.zeros(memory.rows.shape, jnp.float32)
     memory.rows[:M, :inputs] = x_MI
-    for ref, part in zip(memory.x, settings.forms[0].prepare(memory.rows[...]), strict=True):
-        ref[...] = part
+    settings.forms[0].prepare(memory.rows[...], memory.x)
     of_outputs = zip([*memory.scales, *memory.biases], [*operands.scales, *operands.biases], strict=True)
     for ref, array in of_outputs:
         if array is not None:
@@ -182,7 +185,7 @@ def multiply_tile(step: Any, n: int, settings: Settings, operands: Operands, mem
     """x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
     tile = settings.tiles[n]
     columns = slice(0, tile) if settings.counts[n] == 1 else pl.ds(pl.multiple_of(step * tile, LANES), tile)
-    y_RO = settings.forms[n].multiply(memory.x, operands.matrices[n])
+    y_RO = settings.forms[n].multiply(memory.x, operands.matrices[n], memory.groups[n])
     if memory.scales[n] is not None:
         y_RO *= memory.scales[n][:, columns]
     return y_RO if memory.biases[n] is None else y_RO + memory.biases[n][:, columns]

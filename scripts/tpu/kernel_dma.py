@@ -34,7 +34,7 @@ _NO_COPY = ("any", "hbm", "semaphore")  # memory spaces of operands that no pipe
 _LEAST_ROWS = 128
 _EXPONENTIALS = frozenset("exp exp2 log log1p tanh logistic rsqrt sqrt div sin cos erf pow".split())
 _NO_VECTOR_WORK = frozenset(
-    "broadcast_in_dim reshape squeeze slice concatenate get swap iota bitcast_convert_type transpose"
+    "bitcast broadcast_in_dim reshape squeeze slice concatenate get swap iota bitcast_convert_type transpose"
     " program_id num_programs dma_start multiple_of expand_dims copy".split()
 )
 _CALLS = frozenset("cond while scan jit pjit closed_call run_scoped run_state core_map".split())
