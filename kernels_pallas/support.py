@@ -135,19 +135,20 @@ def _unsupported_packed_experts(x: Any, *others: Any) -> str | None:
 
 
 def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
-    if isinstance(gate, Mxfp4):
-        return "experts in MXFP4"
-    if isinstance(gate, Matrix):
-        return "quantized experts"
-    if reason := _unsupported_dtypes((x, gate, *others)):
+    if isinstance(gate, Mxfp4 | Matrix):
+        if x.dtype != "bfloat16":
+            return f"quantized experts with activations of {x.dtype.name}"
+        values = gate.values
+        is_grouped = isinstance(gate, Matrix) and values.ndim == 4
+        is_served = values.dtype == "uint8" and values.shape[2] % 32 == 0
+        return (
+            "experts in int8 groups, or groups that are no multiple of 64"
+            if is_grouped and not is_served
+            else None
+        )
+    if reason := _unsupported_dtypes((x, gate, *others[:1])):
         return reason
-    if x.dtype == "float16":
-        return "dtype float16"
-    if len(others) > 2:
-        return "experts with biases"
-    _, features, width = gate.shape
-    is_large = features * width * gate.dtype.itemsize > _TPU_COPY_BYTES
-    return f"experts of {features} features, not a multiple of 128" if is_large and features % 128 else None
+    return "dtype float16" if x.dtype == "float16" else None
 
 
 def _unsupported_delta(q: Any, taps: Any, old: DeltaState) -> str | None:

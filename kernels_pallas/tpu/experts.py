@@ -4,11 +4,16 @@ tokens.
 A tile is an expert and some of the rows that chose it. The pipeline of `pallas_call` reads the expert of the
 next tile while one is computed, unless it is the same. Few tokens are all rows of each tile: memory is the
 limit, so it costs nothing that an expert multiplies those that did not choose it. Of many tokens a tile has
-up to `_TILE_ROWS` that chose the expert. They are taken from the tokens on the chip, and their results added
+up to 128 that chose the expert. They are taken from the tokens on the chip, and their results added
 to those of the tokens, by products with matrices of zeros and ones: nothing is gathered in HBM.
+
+Large experts are read in parts: outputs of gate and up, and then, when all of these are known, outputs of
+down. The last part may reach beyond a matrix. What lies there may be anything: it makes numbers that are set
+to zero, or that nobody reads.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,255 +25,356 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES
+from ..mxfp4 import Mxfp4
+from ..reference import gated
+from ..reference_products import Matrix
+from .expert_tiles import block_tokens, experts_of_few, tiles_of_blocks
+from .matrices import Form
 from .parts import dot, emulator
 
 _FEW_TOKENS = 64
-_TILE_ROWS = 128
-_BLOCK_BYTES = 16 * 2**20  # of the results of a block of tokens, float32
-_MOST_TOKENS = 2048  # of a block
-_EXPERT_BYTES = 12 * 2**20  # of three matrices, or parts of them, of which there are two in VMEM
+_EXPERT_BYTES = 12 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
+_PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
 _LIMIT = 60 * 2**20
 
 
-class _Tiles(NamedTuple):
-    """The tiles of each block of tokens (A)."""
+class _Settings(NamedTuple):
+    """What is the same for every grid step."""
 
-    expert_AT: jax.Array  # int32; of a tile without rows that of the last one with rows
-    count_A: jax.Array  # int32: tiles with rows
-    weight_ATR: jax.Array  # float32, 0 where there is no row
-    token_ATR: jax.Array  # int32, the token in its block
+    forms: tuple[Form, Form]  # of gate and up, and of down
+    widths: tuple[int, int]  # outputs of a part of them
+    parts: tuple[int, int]
+    activation: Callable
+    limit: float | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether an expert is read at once."""
+        return self.parts == (1, 1)
+
+
+class _Refs(NamedTuple):
+    """Operands, results and memory of the kernel, in their order."""
+
+    experts: Any  # of each tile
+    counts: Any  # tiles with rows of each block; None: of few tokens all have some
+    choices: Any  # of few tokens: their weights and experts; of many `weight`, `token` and the same in a row
+    x: Any
+    matrices: Any  # of gate, up and down: `Form.arrays`
+    rows: Any  # of each: a scale per output and a bias, or None
+    out: Any
+    x_rows: Any  # float32 [R, D]
+    prepared: Any  # `Form.prepared` for x, and for what gate and up give
+    inner: Any  # float32 [R, all parts of F]: what gate and up give
+    groups: Any  # `Form.group_memory` for gate or up, and for down
 
 
 def gated_experts(  # noqa: PLR0913
-    x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *, activation, num_experts=None, interpret=False
+    x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None,
+    interpret=False,
 ) -> jax.Array:  # fmt: skip
     """The sum of `reference.gated_experts`.
 
-    x is float32 or bfloat16, in the dtype of the matrices. A token that is not finite gives NaN, and so does
-    one whose weights are not. The activation is an elementwise function of float32 arrays that Pallas can
-    lower. interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
+    x is float32 or bfloat16, in the dtype of the matrices; with quantized ones bfloat16. A token that is not
+    finite gives NaN, and so does one whose weights are not. The activation is an elementwise function of
+    float32 arrays that Pallas can lower. interpret: emulate a TPU on a CPU, slowly, and raise where accesses
+    to memory race.
     """
-    matrices = (gate_XFD, up_XFD, down_XDF)
-    is_sharded = num_experts not in (None, len(gate_XFD))
-    options = dict(activation=activation, interpret=interpret)
-    if len(x_MD) <= _FEW_TOKENS:
-        return _of_few(x_MD, weight_MU, expert_MU, matrices, is_sharded, options)
-    return _of_many(x_MD, weight_MU, expert_MU, matrices, options)
-
-
-def _of_few(x_MD, weight_MU, expert_MU, matrices, is_sharded: bool, options) -> jax.Array:  # noqa: PLR0913
-    X = len(matrices[0])
-    expert_C = expert_MU.reshape(-1)
-    if is_sharded:  # one of this device in place of those of others
-        is_here_C = (expert_C >= 0) & (expert_C < X)
-        expert_C = jnp.where(is_here_C, expert_C, jnp.where(is_here_C, expert_C, 0).max())
-    if len(expert_C) < X:
-        expert_T = lax.sort(expert_C, is_stable=False)
-    else:
-        is_used_X = (expert_C[:, None] == jnp.arange(X)).any(0)
-        expert_T = lax.cummax(jnp.where(is_used_X, jnp.arange(X), 0))
+    matrices = [_matrix(x) for x in (gate_XFD, up_XFD, down_XDF)]
+    biases = biases or (None,) * 3
+    X = len(matrices[0].values)
+    call = partial(
+        _call, matrices=matrices, biases=biases, activation=activation, limit=limit, interpret=interpret
+    )
     M, U = expert_MU.shape
-    choices = pl.BlockSpec((M, U), lambda *_: (0, 0))
-    inputs = (weight_MU.astype(jnp.float32), expert_MU)
-    kernel = partial(_kernel_of_few, activation=options["activation"])
-    return _call(kernel, (expert_T,), inputs, [choices] * 2, x_MD, M, matrices, [], options)
-
-
-def _of_many(x_MD, weight_MU, expert_MU, matrices, options) -> jax.Array:
-    M, D = x_MD.shape
-    block = min(_block_tokens(D), LANES * pl.cdiv(M, LANES))
-    blocks = pl.cdiv(M, block)
-    x_MD, weight_MU = (_pad(x, blocks * block, 0) for x in (x_MD, weight_MU))
+    if M <= _FEW_TOKENS:
+        expert_T = experts_of_few(expert_MU, X, num_experts not in (None, X))
+        spec = pl.BlockSpec((M, U), lambda *_: (0, 0))
+        return call(expert_T, None, [(weight_MU.astype(jnp.float32), spec), (expert_MU, spec)], x_MD, M)
+    block = block_tokens(M, x_MD.shape[1])
+    padding = ((0, -M % block), (0, 0))
+    x_MD, weight_MU = (jnp.pad(x, padding) for x in (x_MD, weight_MU))
     # Products with zeros would spread a NaN to other tokens.
     is_finite_M1 = jnp.isfinite(x_MD).all(1, keepdims=True) & jnp.isfinite(weight_MU).all(1, keepdims=True)
     x_MD, weight_MU = (jnp.where(is_finite_M1, x, 0) for x in (x_MD, weight_MU))
-    expert_MU = _pad(expert_MU, blocks * block, -1)
-    by_block = partial(_tiles, X=len(matrices[0]))
-    tiles = jax.vmap(by_block)(*(x.reshape(blocks, block, -1) for x in (weight_MU, expert_MU)))
-    rows = tiles.weight_ATR.shape[2]
-    count = tiles.expert_AT.shape[1]
-    inputs = [x.reshape(-1, rows, 1) for x in (tiles.weight_ATR, tiles.token_ATR)]
-    inputs.append(tiles.token_ATR.reshape(-1, 1, rows))
-
-    def of_tile(b, t, *_):
-        return b * count + t, 0, 0
-
-    specs = [pl.BlockSpec((1, *x.shape[1:]), of_tile) for x in inputs]
-    scalars = (tiles.expert_AT.reshape(-1), tiles.count_A)
-    scratch = [pltpu.VMEM((rows, D), x_MD.dtype)]
-    kernel = partial(_kernel_of_many, activation=options["activation"])
-    out_MD = _call(kernel, scalars, inputs, specs, x_MD, block, matrices, scratch, options)
+    tiles = tiles_of_blocks(weight_MU, jnp.pad(expert_MU, padding, constant_values=-1), block, X)
+    (_, count, rows) = tiles.token_ATR.shape
+    arrays = [x.reshape(-1, rows, 1) for x in (tiles.weight_ATR, tiles.token_ATR)]
+    arrays.append(tiles.token_ATR.reshape(-1, 1, rows))
+    choices = [(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, t, *_: (b * count + t, 0, 0))) for x in arrays]
+    out_MD = call(tiles.expert_AT.reshape(-1), tiles.count_A, choices, x_MD, block, rows=rows)
     return jnp.where(is_finite_M1, out_MD, jnp.nan)[:M]
 
 
-def _call(kernel, scalars, inputs, specs, x_MD, block: int, matrices, scratch, options):  # noqa: PLR0913
-    """Runs a kernel for blocks of tokens, tiles, and parts of experts. scalars: the expert of each tile, and
-    perhaps how many tiles of each block have rows.
+def _matrix(experts: Any) -> Matrix:
+    if isinstance(experts, Mxfp4):
+        return Matrix(experts.values, experts.scale)
+    return experts if isinstance(experts, Matrix) else Matrix(experts)
+
+
+def _call(  # noqa: PLR0913
+    expert_T, count_A, choices, x_MD, block: int, rows: int | None = None, *, matrices, biases, activation,
+    limit, interpret,
+) -> jax.Array:  # fmt: skip
+    """Runs the kernel for blocks of tokens, tiles, and parts of experts; float32 [M, D]. choices: arrays and
+    their blocks. rows: of a tile; None: those of a block.
     """
     D = x_MD.shape[1]
-    F = matrices[0].shape[1]
-    width = _expert_width(F, D * x_MD.dtype.itemsize)
-    parts = F // width
-    blocks = len(x_MD) // block
-    tiles = len(scalars[0]) // blocks
-
-    def part(b, t, f, experts, counts=None):
-        """The expert and the part of it to read. The first one of the next tile is read during this one, so a
-        tile that computes nothing keeps the last.
-        """
-        at = b * tiles + t
-        is_idle = _repeats(experts, t) if counts is None else t >= counts[b]
-        return experts[at], jnp.where(is_idle, parts - 1, f)
-
-    def of_inputs(*at):
-        expert, f = part(*at)
-        return expert, f, 0
-
-    def of_outputs(*at):
-        expert, f = part(*at)
-        return expert, 0, f
-
+    settings = _settings(x_MD.dtype, rows or block, matrices, activation, limit)
+    scalars = [expert_T] if count_A is None else [expert_T, count_A]
+    tiles = len(expert_T) // (len(x_MD) // block)
+    indices = [partial(index, settings, tiles) for index in (_at_gate, _at_gate, _at_down)]
+    arrays = []
+    row_arrays = []
+    specs = []
+    row_specs = []
+    for n, (matrix, bias, index) in enumerate(zip(matrices, biases, indices, strict=True)):
+        form = settings.forms[n // 2]
+        width = settings.widths[n // 2]
+        arrays.append(form.arrays(matrix))
+        row_arrays.append((matrix.scale if form.kind == "int8" else None, bias))
+        of_one = [_of_expert(*shape, index) for shape in form.tile_shapes(width)]
+        if _shares_groups(form):
+            arrays[-1][1:] = [jnp.swapaxes(x, 0, 1) for x in arrays[-1][1:]]
+            of_one[1:] = [_of_groups(x, width, index) for x in arrays[-1][1:]]
+        specs.append(of_one)
+        row_specs.append(jax.tree.map(partial(_of_rows, width=width, index=index), row_arrays[-1]))
     of_block = pl.BlockSpec((block, D), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
-    in_parts = [pl.BlockSpec((1, width, D), of_inputs)] * 2 + [pl.BlockSpec((1, D, width), of_outputs)]
-    rows = scratch[0].shape[0] if scratch else block
-    sums = [] if parts == 1 else [pltpu.VMEM((rows, D), jnp.float32)]
-    inputs = (*inputs, x_MD, *matrices)
-    return pl.pallas_call(
-        partial(kernel, parts=parts),
+    columns = [width * parts for width, parts in zip(settings.widths, settings.parts, strict=True)]
+    out_spec = pl.BlockSpec((block, columns[1]), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
+    of_x, of_inner = settings.forms
+    operands = [x for x, _ in choices], x_MD, arrays, row_arrays
+    out_type = result_type((len(x_MD), columns[1]), jnp.float32, *jax.tree.leaves((scalars, operands)))
+    memory = (
+        pltpu.VMEM((of_x.rows, D), jnp.float32),
+        [of_x.prepared(), of_inner.prepared()],
+        pltpu.VMEM((of_x.rows, columns[0]), jnp.float32),
+        [form.group_memory(width) for form, width in zip(settings.forms, settings.widths, strict=True)],
+    )
+    refs = _Refs(expert_T, count_A, *operands, out_type, *memory)
+    structure = jax.tree.structure(refs)
+    out_MD = pl.pallas_call(
+        lambda *refs: _kernel(settings, jax.tree.unflatten(structure, refs)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(blocks, tiles, parts),
-            in_specs=[*specs, of_block, *in_parts],
-            out_specs=of_block,
-            scratch_shapes=[*scratch, *sums],
+            grid=(len(x_MD) // block, tiles, 1 if settings.is_whole else sum(settings.parts)),
+            in_specs=jax.tree.leaves(([spec for _, spec in choices], of_block, specs, row_specs)),
+            out_specs=out_spec,
+            scratch_shapes=jax.tree.leaves(memory),
         ),
-        out_shape=result_type(x_MD.shape, jnp.float32, *scalars, *inputs),
+        out_shape=out_type,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True, vmem_limit_bytes=_LIMIT
         ),
-        interpret=emulator(options["interpret"]),
+        interpret=emulator(interpret),
         name="experts",
-    )(*scalars, *inputs)
+    )(*scalars, *jax.tree.leaves(operands))
+    return out_MD[:, :D]
+
+
+def _settings(dtype: Any, rows: int, matrices, activation, limit) -> _Settings:
+    forms = []
+    sizes = []
+    for matrix in (matrices[0], matrices[2]):
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), matrix)
+        forms.append(Form.of(one, dtype, rows))
+        sizes.append(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one)))
+    sizes[0] *= 2
+    if sum(sizes) <= _EXPERT_BYTES:
+        widths = [form.outputs for form in forms]
+    else:
+        widths = [_width(form.outputs, size) for form, size in zip(forms, sizes, strict=True)]
+    parts = [pl.cdiv(form.outputs, width) for form, width in zip(forms, widths, strict=True)]
+    return _Settings(tuple(forms), tuple(widths), tuple(parts), activation, limit)
+
+
+def _width(outputs: int, size: int) -> int:
+    """Outputs of a part, all or a multiple of 128: if possible a part of all."""
+    parts = pl.cdiv(size, _PART_BYTES)
+    most = LANES * pl.cdiv(outputs, LANES * parts)
+    if parts == 1 or most >= outputs:
+        return outputs
+    return next((w for w in range(most, most // 2, -LANES) if outputs % w == 0), most)
+
+
+# --- which blocks a grid step has ---------------------------------------------------------------------------
+
+
+def _at_gate(settings: _Settings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
+    """The expert and the part of gate and up. Those of the next tile are read during this one, so a tile that
+    computes nothing keeps the last.
+    """
+    last = settings.parts[0] - 1
+    is_idle = _is_idle(experts, counts, b, t, tiles)
+    return experts[b * tiles + t], jnp.where(is_idle, last, jnp.minimum(part, last))
+
+
+def _at_down(settings: _Settings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
+    """The expert and the part of down: while gate and up are computed still the last of the tile before."""
+    at = b * tiles + t
+    if settings.is_whole:
+        return experts[at], 0
+    first, count = settings.parts
+    is_before = (part < first) & (at > 0)
+    expert = experts[jnp.where(is_before, at - 1, at)]
+    is_last = _is_idle(experts, counts, b, t, tiles) | is_before
+    return expert, jnp.where(is_last, count - 1, jnp.maximum(part - first, 0))
+
+
+def _is_idle(experts, counts, b, t, tiles: int) -> Any:
+    """Whether a tile has no rows, or of few tokens the expert of the tile before."""
+    return _repeats(experts, t) if counts is None else t >= counts[b]
 
 
 def _repeats(experts, tile) -> Any:
-    """Whether the tile before has the same expert."""
     return (tile > 0) & (experts[tile] == experts[jnp.maximum(tile - 1, 0)])
 
 
-def _block_tokens(width: int) -> int:
-    """The tokens of a block, a multiple of 128."""
-    return max(LANES, min(_MOST_TOKENS, _BLOCK_BYTES // (4 * width) // LANES * LANES))
+def _of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpec:
+    """Blocks of one expert; axis: of its outputs."""
+
+    def place(*at):
+        expert, part = index(*at)
+        return expert, *(part if n == axis else 0 for n in range(len(shape)))
+
+    return pl.BlockSpec((None, *shape), place)
 
 
-def _expert_width(features: int, row_bytes: int) -> int:
-    """The features of an expert that are read at a time: a part of all in multiples of 128, or all."""
-    most = _EXPERT_BYTES // (3 * row_bytes)
-    sizes = [size for size in range(LANES, features, LANES) if features % size == 0 and size <= most]
-    return features if features <= most or not sizes else sizes[-1]
+def _shares_groups(form: Form) -> bool:
+    """Whether XLA stores scales of groups with experts beside each other, since the groups of one fill no
+    tile of 8: a block has those of several, and is read once for all of these.
+    """
+    return form.has_groups and form.inputs // form.group % 8 > 0
 
 
-def _pad(x: jax.Array, rows: int, value: int) -> jax.Array:
-    return jnp.pad(x, ((0, rows - len(x)), (0, 0)), constant_values=value)
+def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
+    size = 32 // numbers_QXO.dtype.itemsize
+
+    def place(*at):
+        expert, part = index(*at)
+        return 0, lax.div(expert, size), part
+
+    return pl.BlockSpec((len(numbers_QXO), size, width), place)
 
 
-def _tiles(weight_MU, expert_MU, X: int) -> _Tiles:
-    """Tiles of up to `_TILE_ROWS` rows that chose an expert. Of one block of tokens."""
-    M, U = expert_MU.shape
-    C = M * U
-    R = _TILE_ROWS
-    count = min(X, C) + C // R
-    expert_C = expert_MU.reshape(C)
-    is_here_C = (expert_C >= 0) & (expert_C < X)
-    key_C = jnp.where(is_here_C, expert_C, X) * C + jnp.arange(C)
-    token_C = jnp.arange(C) // U
-    _, token_C, weight_C = lax.sort(
-        (key_C, token_C, weight_MU.reshape(C).astype(jnp.float32)), is_stable=False, num_keys=1
-    )
-    chosen_X = (expert_C[:, None] == jnp.arange(X)).sum(0)
-    first_X = jnp.cumsum(chosen_X) - chosen_X
-    tiles_X = pl.cdiv(chosen_X, R)
-    last_X = jnp.cumsum(tiles_X)
-    tile_T = jnp.minimum(jnp.arange(count), jnp.maximum(last_X[-1] - 1, 0))
-    expert_T = jnp.minimum((last_X <= tile_T[:, None]).sum(1), X - 1)
-    start_T = first_X[expert_T] + (tile_T - last_X[expert_T] + tiles_X[expert_T]) * R
-    row_TR = start_T[:, None] + jnp.arange(R)
-    is_row_TR = row_TR < (first_X + chosen_X)[expert_T][:, None]
+def _of_rows(rows_XO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
+    """Blocks of an array with a row for each expert, with some others beside it that fill a tile."""
+    size = 32 // rows_XO.dtype.itemsize
 
-    def of_rows(x_C):
-        cut = partial(lax.dynamic_slice_in_dim, jnp.pad(x_C, (0, R)), slice_size=R)
-        return jax.vmap(cut)(start_T)
+    def place(*at):
+        expert, part = index(*at)
+        return lax.div(expert, size), part
 
-    weight_TR = jnp.where(is_row_TR, of_rows(weight_C), 0)
-    token_TR = jnp.where(is_row_TR, of_rows(token_C), M)
-    return _Tiles(expert_T, last_X[-1], weight_TR, token_TR)
+    return pl.BlockSpec((size, width), place)
 
 
-def _kernel_of_few(  # noqa: PLR0913
-    experts_ref, weight_ref, chosen_ref, x_ref, gate_ref, up_ref, down_ref, out_ref, *sum_refs, parts,
-    activation
-):  # fmt: skip
-    """Adds one part of an expert for all rows."""
+# --- the kernel ---------------------------------------------------------------------------------------------
+
+
+def _kernel(settings: _Settings, refs: _Refs) -> None:
+    block = pl.program_id(0)
     tile = pl.program_id(1)
-    _clear_first(out_ref)
-
-    def add(out_MD) -> None:
-        weight_MU = jnp.where(chosen_ref[...] == experts_ref[tile], weight_ref[...], 0)
-        weight_M1 = weight_MU.sum(1, keepdims=True)
-        out_ref[...] += jnp.where(weight_M1 != 0, weight_M1 * out_MD, 0)  # 0 * inf would be NaN
-
-    @pl.when(jnp.logical_not(_repeats(experts_ref, tile)))
-    def _compute():
-        _add_part(_gated_mlp(x_ref[...], gate_ref, up_ref, down_ref, activation), sum_refs, parts, add)
-
-
-def _kernel_of_many(  # noqa: PLR0913
-    experts_ref, count_ref, weight_ref, token_ref, across_ref, x_ref, gate_ref, up_ref, down_ref, out_ref,
-    rows_ref, *sum_refs, parts, activation
-):  # fmt: skip
-    """Adds one part of an expert for the rows of a tile."""
-    _clear_first(out_ref)
-
-    def add(out_RD) -> None:
-        is_token_MR = lax.broadcasted_iota(jnp.int32, (len(out_ref), len(out_RD)), 0) == across_ref[0]
-        weighted_RD = (weight_ref[0] * out_RD).astype(x_ref.dtype)
-        out_ref[...] += dot(is_token_MR.astype(x_ref.dtype), weighted_RD, 0)
-
-    @pl.when(pl.program_id(1) < count_ref[pl.program_id(0)])
-    def _compute():
-        @pl.when(pl.program_id(2) == 0)
-        def _take_rows():
-            is_token_RM = lax.broadcasted_iota(jnp.int32, (len(rows_ref), len(x_ref)), 1) == token_ref[0]
-            rows_ref[...] = dot(is_token_RM.astype(x_ref.dtype), x_ref[...], 0).astype(rows_ref.dtype)
-
-        _add_part(_gated_mlp(rows_ref[...], gate_ref, up_ref, down_ref, activation), sum_refs, parts, add)
-
-
-def _clear_first(out_ref) -> None:
-    @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
-    def _clear():
-        out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
-
-
-def _gated_mlp(x_RD, gate_ref, up_ref, down_ref, activation: Callable) -> jax.Array:  # float32 [R, D]
-    inner_RF = activation(dot(x_RD, gate_ref[0], 1)) * dot(x_RD, up_ref[0], 1)
-    return dot(inner_RF.astype(x_RD.dtype), down_ref[0], 1)
-
-
-def _add_part(out_RD, sum_refs, parts: int, add: Callable) -> None:
-    """Calls `add` with the sum of all parts of an expert, at the last one."""
-    if parts == 1:
-        add(out_RD)
-        return
-    (sum_ref,) = sum_refs
     part = pl.program_id(2)
+    at = block * pl.num_programs(1) + tile
+    is_few = refs.counts is None
+
+    @pl.when((tile == 0) & (part == 0))
+    def _begin() -> None:
+        refs.out[...] = jnp.zeros(refs.out.shape, jnp.float32)
+        if is_few:
+            refs.x_rows[: len(refs.x)] = refs.x[...].astype(jnp.float32)
+            settings.forms[0].prepare(refs.x_rows[...], refs.prepared[0])
+
+    @pl.when(jnp.logical_not(_repeats(refs.experts, tile)) if is_few else tile < refs.counts[block])
+    def _compute() -> None:
+        if not is_few:
+            pl.when(part == 0)(partial(_take_rows, settings, refs))
+        expert = refs.experts[at]
+        phases = partial(_gate_and_up, settings, refs, expert), partial(_down, settings, refs, expert)
+        if settings.is_whole:
+            for phase in phases:
+                phase(0)
+        else:
+            first = settings.parts[0]
+            pl.when(part < first)(partial(phases[0], part))
+            pl.when(part >= first)(partial(phases[1], part - first))
+
+
+def _take_rows(settings: _Settings, refs: _Refs) -> None:
+    """The tokens of a tile, of many."""
+    _, token_ref, _ = refs.choices
+    is_token_RM = lax.broadcasted_iota(jnp.int32, (token_ref.shape[1], len(refs.x)), 1) == token_ref[0]
+    settings.forms[0].prepare(dot(is_token_RM.astype(refs.x.dtype), refs.x[...], 0), refs.prepared[0])
+
+
+def _gate_and_up(settings: _Settings, refs: _Refs, expert: Any, part: Any) -> None:
+    form = settings.forms[0]
+    gate_RF, up_RF = (_product(form, refs, n, expert, refs.prepared[0], refs.groups[0]) for n in range(2))
+    inner_RF = gated(gate_RF, up_RF, settings.activation, settings.limit)
+    width, count = settings.widths[0], settings.parts[0]
+    if width * count > form.outputs:
+        feature_RF = part * width + lax.broadcasted_iota(jnp.int32, inner_RF.shape, 1)
+        inner_RF = jnp.where(feature_RF < form.outputs, inner_RF, 0)
+    refs.inner[:, _columns(part, width, count)] = inner_RF
+
+
+def _down(settings: _Settings, refs: _Refs, expert: Any, part: Any) -> None:
+    form = settings.forms[1]
 
     @pl.when(part == 0)
-    def _first():
-        sum_ref[...] = out_RD
+    def _prepare() -> None:
+        form.prepare(refs.inner[:, : form.inputs], refs.prepared[1])
 
-    @pl.when(part > 0)
-    def _next():
-        sum_ref[...] += out_RD
+    out_RD = _product(form, refs, 2, expert, refs.prepared[1], refs.groups[1])
+    columns = _columns(part, settings.widths[1], settings.parts[1])
+    if refs.counts is None:
+        weight_ref, chosen_ref = refs.choices
+        weight_M1 = jnp.where(chosen_ref[...] == expert, weight_ref[...], 0).sum(1, keepdims=True)
+        out_MD = out_RD[: len(refs.out)]
+        refs.out[:, columns] += jnp.where(weight_M1 != 0, weight_M1 * out_MD, 0)  # 0 * inf would be NaN
+        return
+    weight_ref, _, across_ref = refs.choices
+    is_token_MR = lax.broadcasted_iota(jnp.int32, (len(refs.out), len(out_RD)), 0) == across_ref[0]
+    weighted_RD = (weight_ref[0] * out_RD).astype(refs.x.dtype)
+    refs.out[:, columns] += dot(is_token_MR.astype(refs.x.dtype), weighted_RD, 0)
 
-    pl.when(part == parts - 1)(lambda: add(sum_ref[...]))
+
+def _columns(part: Any, width: int, count: int) -> Any:
+    return slice(None) if count == 1 else pl.ds(pl.multiple_of(part * width, LANES), width)
+
+
+def _product(form: Form, refs: _Refs, n: int, expert: Any, x: Sequence[Any], groups: Any) -> jax.Array:  # noqa: PLR0913
+    """x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
+    read = {"read": partial(_read_groups, expert=expert)} if _shares_groups(form) else {}
+    y_RO = form.multiply(x, refs.matrices[n], groups, **read)
+    scale_ref, bias_ref = refs.rows[n]
+    if scale_ref is not None:
+        y_RO *= _row(scale_ref, expert)
+    return y_RO if bias_ref is None else y_RO + _row(bias_ref, expert)
+
+
+def _read_groups(ref: Any, memory: Any, expert: Any) -> jax.Array:
+    """Scales or zero points [Q, O] of an expert, of those of several: integers as int32. They are first put
+    together in memory.
+    """
+    Q, size, _ = ref.shape
+    bits = 8 * ref.dtype.itemsize
+    place = lax.rem(expert, size) * bits
+    for q in range(Q):
+        if bits == 32:
+            row = ref[q, pl.ds(lax.div(place, 32), 1)]
+        else:
+            words = pltpu.bitcast(ref[q], jnp.int32)
+            row = pltpu.roll(words, lax.rem(len(words) - lax.div(place, 32), len(words)), 0)[:1]
+        memory[q : q + 1] = lax.bitcast_convert_type(row, memory.dtype)
+    if bits == 32:
+        return lax.bitcast_convert_type(memory[:Q], ref.dtype)
+    words = lax.bitcast_convert_type(memory[:Q], jnp.int32)
+    return lax.shift_right_logical(words, lax.rem(place, 32)) & (1 << bits) - 1
+
+
+def _row(ref: Any, expert: Any) -> jax.Array:
+    """float32 [1, O], of an expert."""
+    rows = ref[...].astype(jnp.float32)
+    is_here = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == lax.rem(expert, len(rows))
+    return jnp.where(is_here, rows, 0).sum(0, keepdims=True)

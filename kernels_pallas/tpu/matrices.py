@@ -6,7 +6,7 @@ R rows of x are M, padded to tiles. A packed matrix has Q groups of J inputs, C 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,10 @@ _SIGNS = -0x7F7F7F80  # 0x80808080
 _REPEAT = 0x01010101  # puts a byte into all four of a word
 _SHIFTS = (0, 8, 4, 12)  # of the low halves of a word's bytes 0 and 2, of bytes 1 and 3, and of the high ones
 _MAGIC = 128.0  # a level in the last bits of this bfloat16 number adds itself
+
+
+def _read(ref: Any, memory: Any) -> jax.Array:
+    return ref[...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,19 +139,23 @@ class Form:
 
     # --- products -------------------------------------------------------------------------------------------
 
-    def multiply(self, x: Sequence[Any], refs: Sequence[Any], memory: Sequence[Any]) -> jax.Array:
+    def multiply(
+        self, x: Sequence[Any], refs: Sequence[Any], memory: Sequence[Any], read: Callable = _read
+    ) -> jax.Array:
         """x · blockᵀ, float32 [R, its outputs], without a scale per output.
 
         Args:
             x: references to what `prepare` stored.
             refs: to the block of each operand.
             memory: `group_memory` for at least so many outputs.
+            read: of a reference to scales or zero points the numbers [Q, O], of integers perhaps as int32;
+                and of such memory, which it may use.
         """
         if self.kind == "float":
             return dot(x[0][...], refs[0][...], 1)
         if self.has_groups:
             outputs = refs[0].shape[2]
-            self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory])
+            self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory], read)
             pieces = []
             size = LANES * pl.cdiv(outputs, LANES * pl.cdiv(outputs, _PIECE))
             for first in range(0, outputs, size):
@@ -159,12 +167,12 @@ class Form:
         # The sum of both would not fit in 32 bits.
         return (sums[: self.rows] * _SPLIT + sums[self.rows :]) * x[1][:, :1]
 
-    def _store_groups(self, refs: Sequence[Any], memory: Sequence[Any]) -> None:
+    def _store_groups(self, refs: Sequence[Any], memory: Sequence[Any], read: Callable) -> None:
         Q = self.inputs // self.group
-        scale = _scales(refs[0][...])
+        scale = _scales(read(refs[0], memory[0]), refs[0].dtype)
         memory[0][:Q] = _pair(scale) if self.halves else scale
         if self.has_zero:
-            zero = refs[1][...].astype(jnp.int32)
+            zero = read(refs[1], memory[1]).astype(jnp.int32)
             offset = _pair(_MAGIC + zero.astype(jnp.float32)) if self.halves else _SIGNS - zero * _REPEAT
             memory[1][:Q] = offset
 
@@ -261,12 +269,12 @@ def _readable(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.uint16) if scale.dtype == jnp.float16 else scale
 
 
-def _scales(scale: jax.Array) -> jax.Array:
-    """float32 scales of groups, of `_readable` ones or the exponents of MXFP4."""
-    if scale.dtype == jnp.float32:
+def _scales(scale: jax.Array, dtype: Any) -> jax.Array:
+    """float32 scales of groups, of `_readable` ones or the exponents of MXFP4, that had this dtype."""
+    if dtype == jnp.float32:
         return scale
     bits = scale.astype(jnp.int32)
-    if scale.dtype == jnp.uint8:
+    if dtype == jnp.uint8:
         return power(bits)
     mantissa = bits & 0x3FF
     exponent = lax.shift_right_logical(bits, 10) & 31

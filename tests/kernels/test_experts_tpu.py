@@ -1,0 +1,136 @@
+"""The TPU kernel of a mixture of experts, emulated on a CPU with race detection: floats and quantized ones,
+few tokens and many, read at once and in parts.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import full_except
+from random_matrices import BF16, INT4, matrix
+from test_kernels_experts import layer_of
+
+import kernels_pallas
+from kernels_pallas import Mxfp4, reference, tpu
+from xinfer_jax.model.experts import mixture_of_experts
+
+pytestmark = pytest.mark.newest
+F32 = jnp.float32
+# kind, tokens, choices of one, experts here, of how many, F, D, whether there are biases, bytes of a part
+CASES = {
+    "float": ("float", 3, 2, 6, 6, 48, 72, True, None),
+    "float32-in-parts": (F32, 70, 2, 4, 8, 256, 128, False, 2**17),
+    "float-in-ragged-parts": ("float", 9, 2, 6, 12, 208, 200, True, 2**16),
+    "int8": ("int8", 5, 2, 9, 9, 96, 160, True, None),
+    "int8-many-in-parts": ("int8", 70, 2, 4, 8, 256, 128, False, 2**15),
+    "int4": (INT4, 3, 2, 6, 6, 512, 128, False, None),
+    "int4-one-group": ((4, 128, False), 33, 1, 40, 50, 128, 384, True, None),
+    "int4-many-in-parts": (INT4, 70, 2, 4, 4, 192, 640, False, 2**16),
+    "mxfp4": ("mxfp4", 5, 2, 6, 6, 96, 288, True, None),
+    "mxfp4-in-ragged-parts": ("mxfp4", 70, 1, 3, 5, 288, 320, True, 2**16),
+}
+
+
+def experts(draws, kind, X, outputs, inputs):
+    """Random matrices of X experts, and their biases."""
+    if kind == "mxfp4":
+        shape = X, inputs // 32, 16, outputs
+        values = jnp.asarray(draws.integers(0, 256, shape), jnp.uint8)
+        scale = jnp.asarray(draws.integers(117, 125, (*shape[:2], outputs)), jnp.uint8)
+        return Mxfp4(values, scale.at[0, 0, 0].set(0)), jnp.asarray(draws.standard_normal((X, outputs)), BF16)
+    dtype = F32 if kind == F32 else BF16
+    of_each = [
+        matrix(draws, "float" if kind == F32 else kind, outputs, inputs, dtype, True) for _ in range(X)
+    ]
+    (stacked, bias) = (jax.tree.map(lambda *x: jnp.stack(x), *parts) for parts in (
+        [m._replace(bias=None) for m in of_each], [m.bias for m in of_each]
+    ))  # fmt: skip
+    return stacked.values / 8 if kind in ("float", F32) else stacked, bias
+
+
+def case(draws, kind, tokens, choices, X, of_all, F, D, has_biases):
+    x_MD = jnp.asarray(draws.standard_normal((tokens, D)), F32 if kind == F32 else BF16)
+    expert_MU = np.stack([draws.permutation(of_all)[:choices] for _ in range(tokens)]) - (of_all - X) // 2
+    weight_MU = jnp.asarray(draws.uniform(-1, 1, expert_MU.shape), F32)
+    parts = [experts(draws, kind, X, outputs, inputs) for outputs, inputs in ((F, D), (F, D), (D, F))]
+    matrices, biases = zip(*parts, strict=True)
+    args = x_MD, weight_MU, jnp.asarray(expert_MU, jnp.int32), *matrices, *(biases if has_biases else ())
+    options = dict(activation=jax.nn.silu, limit=7.0 if has_biases else None)
+    return args, options | dict(num_experts=of_all)
+
+
+def check(draws, monkeypatch, kind, *sizes, part_bytes):
+    if part_bytes:
+        monkeypatch.setattr(tpu.experts, "_EXPERT_BYTES", part_bytes)
+        monkeypatch.setattr(tpu.experts, "_PART_BYTES", part_bytes)
+    args, options = case(draws, kind, *sizes)
+    tokens = len(args[0])
+    bad = draws.integers(tokens) if tokens > 1 else None
+    if bad is not None:  # a NaN stays in its row
+        args = args[0].at[bad, 0].set(jnp.nan), *args[1:]
+    got = np.asarray(jax.jit(partial(tpu.gated_experts, **options, interpret=True))(*args))
+    want = np.asarray(jax.jit(partial(reference.gated_experts, **options))(*args))
+    if bad is not None:
+        is_chosen = ((np.asarray(args[2][bad]) >= 0) & (np.asarray(args[2][bad]) < sizes[2])).any()
+        assert np.isnan(got[bad]).all() or not is_chosen
+        got, want = (np.delete(x, bad, 0) for x in (got, want))
+    error = np.linalg.norm(got - want, axis=-1)
+    limit = 1e-5 if kind == F32 else 2**-6
+    assert (error <= limit * np.linalg.norm(want, axis=-1).max()).all(), error
+
+
+@pytest.mark.parametrize("name", full_except(["int4", "mxfp4-in-ragged-parts"], CASES))
+def test_equals_its_reference(name, monkeypatch):
+    *sizes, part_bytes = CASES[name]
+    check(np.random.default_rng(0), monkeypatch, *sizes, part_bytes=part_bytes)
+
+
+@pytest.mark.full
+def test_equals_its_reference_at_random_shapes(monkeypatch, request):
+    """100 with `--soak`."""
+    for seed in range(100 if request.config.getoption("soak") else 1):
+        with monkeypatch.context() as patches:
+            check_random(np.random.default_rng(seed), patches)
+
+
+def check_random(draws, monkeypatch):
+    kinds = "float", F32, "int8", INT4, (4, 128, True), (4, 64, False), "mxfp4"
+    kind = kinds[draws.integers(len(kinds))]
+    unit = kind[1] if isinstance(kind, tuple) else 32 if kind == "mxfp4" else 8
+    F, D = (int(unit * draws.integers(1, 640 // unit)) for _ in range(2))
+    X = int(draws.integers(1, 40))
+    of_all = X + int(draws.integers(0, 20))
+    choices = int(draws.integers(1, min(of_all, 8) + 1))
+    tokens = int(draws.choice([1, 2, 7, 8, 33, 64, 65, 150]))
+    part_bytes = int(draws.choice([0, 2**15, 2**17]))
+    sizes = tokens, choices, X, of_all, F, D, bool(draws.integers(2))
+    check(draws, monkeypatch, kind, *sizes, part_bytes=part_bytes)
+
+
+def test_which_experts_it_takes():
+    draws = np.random.default_rng(0)
+    for kind, dtype, reason in (
+        ("mxfp4", BF16, None),
+        ("int8", BF16, None),
+        ("int8", F32, "quantized experts with activations of float32"),
+        ((4, 32, True), BF16, "experts in int8 groups, or groups that are no multiple of 64"),
+        ((8, 64, True), BF16, "experts in int8 groups, or groups that are no multiple of 64"),
+    ):
+        matrices = [experts(draws, kind, 2, 64, 64)[0]] * 3
+        args = "interpret_tpu", jnp.zeros((1, 64), dtype), *matrices
+        if reason is None:
+            assert kernels_pallas.select("gated_experts", *args).impl == "interpret_tpu"
+            continue
+        with pytest.raises(ValueError, match=f"does not support gated_experts here: {reason}"):
+            kernels_pallas.select("gated_experts", *args)
+
+
+@pytest.mark.full
+def test_layer_on_a_tpu_equals_that_of_xla():
+    config, layer, x_BTD = layer_of()
+    x_BTD = x_BTD[:1, :2]
+    run = jax.jit(partial(mixture_of_experts, config=config), static_argnames="impl")
+    got, want = (run(x_BTD, layer, impl=impl) for impl in ("interpret_tpu", "xla"))
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
