@@ -33,7 +33,7 @@ from .matrices import Form
 from .parts import dot, emulator
 
 _FEW_TOKENS = 64
-_EXPERT_BYTES = 12 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
+_EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
 _PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
 _LIMIT = 60 * 2**20
 
@@ -248,13 +248,15 @@ def _shares_groups(form: Form) -> bool:
 
 
 def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
+    Q, X, _ = numbers_QXO.shape
     size = 32 // numbers_QXO.dtype.itemsize
+    mode = pl.Buffered(1) if X <= size else None  # it is read once
 
     def place(*at):
         expert, part = index(*at)
         return 0, lax.div(expert, size), part
 
-    return pl.BlockSpec((len(numbers_QXO), size, width), place)
+    return pl.BlockSpec((Q, size, width), place, pipeline_mode=mode)
 
 
 def _of_rows(rows_XO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:

@@ -67,6 +67,11 @@ class Form:
         return self.group > 1
 
     @property
+    def has_outputs_last(self) -> bool:
+        """Whether XLA stores a matrix by inputs, since outputs fill tiles of 128 and inputs do not."""
+        return self.has_groups or (self.inputs % LANES > 0 and self.outputs % LANES == 0)
+
+    @property
     def _chunk(self) -> int:
         """C; the last chunk may be smaller."""
         return self.group * math.gcd(_ROWS, max(1, _DEPTH // self.group))
@@ -74,13 +79,13 @@ class Form:
     def arrays(self, matrix: Matrix) -> list[jax.Array]:
         """The operands of a kernel, without a scale per output."""
         if not self.has_groups:
-            return [matrix.values]
+            return [jnp.swapaxes(matrix.values, -1, -2) if self.has_outputs_last else matrix.values]
         return [matrix.values, _readable(matrix.scale)] + ([matrix.zero] if self.has_zero else [])
 
     def tile_shapes(self, tile: int) -> list[tuple[tuple[int, ...], int]]:
         """For each operand the shape of a tile of outputs, and which axis has these."""
         if not self.has_groups:
-            return [((tile, self.inputs), 0)]
+            return [((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)]
         Q = self.inputs // self.group
         return [((Q, self.group // 2, tile), 2)] + [((Q, tile), 1)] * (1 + self.has_zero)
 
@@ -151,8 +156,6 @@ class Form:
             read: of a reference to scales or zero points the numbers [Q, O], of integers perhaps as int32;
                 and of such memory, which it may use.
         """
-        if self.kind == "float":
-            return dot(x[0][...], refs[0][...], 1)
         if self.has_groups:
             outputs = refs[0].shape[2]
             self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory], read)
@@ -163,7 +166,10 @@ class Form:
                 of_groups = [ref.at[:, columns] for ref in memory]
                 pieces.append(self._multiply_groups(x, refs[0].at[:, :, columns], of_groups))
             return jnp.concatenate(pieces, 1)
-        sums = dot(x[0][...], refs[0][...], 1, jnp.int32).astype(jnp.float32)
+        axis = 0 if self.has_outputs_last else 1
+        if self.kind == "float":
+            return dot(x[0][...], refs[0][...], axis)
+        sums = dot(x[0][...], refs[0][...], axis, jnp.int32).astype(jnp.float32)
         # The sum of both would not fit in 32 bits.
         return (sums[: self.rows] * _SPLIT + sums[self.rows :]) * x[1][:, :1]
 
