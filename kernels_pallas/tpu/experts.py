@@ -30,7 +30,7 @@ from ..reference import gated
 from ..reference_products import Matrix
 from .expert_tiles import block_tokens, experts_of_few, tiles_of_blocks
 from .matrices import Form
-from .parts import dot, emulator
+from .parts import dot, emulator, keep_in_hbm
 
 _FEW_TOKENS = 64
 _EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
@@ -143,7 +143,8 @@ def _call(  # noqa: PLR0913
     columns = [width * parts for width, parts in zip(settings.widths, settings.parts, strict=True)]
     out_spec = pl.BlockSpec((block, columns[1]), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
     of_x, of_inner = settings.forms
-    operands = [x for x, _ in choices], x_MD, arrays, row_arrays
+    # XLA would copy all experts' scales to on-chip memory, where few are read.
+    operands = [x for x, _ in choices], x_MD, keep_in_hbm(arrays, interpret), row_arrays
     out_type = result_type((len(x_MD), columns[1]), jnp.float32, *jax.tree.leaves((scalars, operands)))
     memory = (
         pltpu.VMEM((of_x.rows, D), jnp.float32),

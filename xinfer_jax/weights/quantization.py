@@ -169,10 +169,11 @@ def quantized_struct(
 
 
 def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> int:
-    """Returns the group size of a matrix whose inputs are divided into `parts`: the default, or less,
-    so that groups do not cross parts.
+    """Returns the group size of a matrix, or of experts, whose inputs are divided into `parts`: the default,
+    or less, so that groups do not cross parts.
     """
     bits = bits_of(name, quantize)
+    shape = shape[-2:]
     inputs = shape[1]
     J = group_size(shape, bits)
     while parts > 1 and J < inputs and inputs // parts % J and J > 2:
