@@ -205,9 +205,11 @@ def _at_gate(settings: _Settings, tiles: int, b, t, part, experts, counts=None) 
     """The expert and the part of gate and up. Those of the next tile are read during this one, so a tile that
     computes nothing keeps the last.
     """
+    expert = experts[b * tiles + t]
     last = settings.parts[0] - 1
-    is_idle = _is_idle(experts, counts, b, t, tiles)
-    return experts[b * tiles + t], jnp.where(is_idle, last, jnp.minimum(part, last))
+    if last == 0:
+        return expert, 0
+    return expert, jnp.where(_is_idle(experts, counts, b, t, tiles), last, jnp.minimum(part, last))
 
 
 def _at_down(settings: _Settings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
@@ -255,7 +257,7 @@ def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockS
 
     def place(*at):
         expert, part = index(*at)
-        return 0, lax.div(expert, size), part
+        return 0, 0 if X <= size else lax.div(expert, size), part
 
     return pl.BlockSpec((Q, size, width), place, pipeline_mode=mode)
 
