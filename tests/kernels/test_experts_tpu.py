@@ -6,15 +6,20 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import mxfp4_checkpoints
 import numpy as np
 import pytest
 from quick import full_except
 from random_matrices import BF16, INT4, matrix
+from small_models import prompts
 from test_kernels_experts import layer_of
 
 import kernels_pallas
+import xinfer_jax as xj
 from kernels_pallas import Mxfp4, reference, tpu
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.weights.mxfp4 import Mxfp4Weight
 
 pytestmark = pytest.mark.newest
 F32 = jnp.float32
@@ -50,7 +55,7 @@ def experts(draws, kind, X, outputs, inputs):
     return stacked.values / 8 if kind in ("float", F32) else stacked, bias
 
 
-def case(draws, kind, tokens, choices, X, of_all, F, D, has_biases):
+def case(draws, kind, tokens, choices, X, of_all, F, D, has_biases):  # noqa: PLR0913
     x_MD = jnp.asarray(draws.standard_normal((tokens, D)), F32 if kind == F32 else BF16)
     expert_MU = np.stack([draws.permutation(of_all)[:choices] for _ in range(tokens)]) - (of_all - X) // 2
     weight_MU = jnp.asarray(draws.uniform(-1, 1, expert_MU.shape), F32)
@@ -134,3 +139,26 @@ def test_layer_on_a_tpu_equals_that_of_xla():
     run = jax.jit(partial(mixture_of_experts, config=config), static_argnames="impl")
     got, want = (run(x_BTD, layer, impl=impl) for impl in ("interpret_tpu", "xla"))
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.full
+def test_engine_with_experts_in_mxfp4():
+    """gpt-oss: greedy tokens are those of plain jnp."""
+    sizes = dict(head_dim=64, num_attention_heads=2, num_key_value_heads=1, vocab_size=256)
+    layers = dict(num_hidden_layers=1, layer_types=["sliding_attention"])
+    config = from_hf(mxfp4_checkpoints.HF | sizes | layers)
+    params = xj.init_params(config, jax.random.key(1), "bfloat16")
+    draws = np.random.default_rng(0)
+    for leaf in params["layers"][0]["experts"].values():
+        (packed, _) = experts(draws, "mxfp4", *leaf["weight"].shape)
+        leaf["weight"] = Mxfp4Weight(packed.values, packed.scale)
+    asked = prompts(3, 20)
+    options = xj.GenerateOptions(3, capacity=64)
+    want = xj.generate(params, config, asked, options).tokens
+    settings = dict(rows=2, capacity=64, chunk=64, cache_dtype="bfloat16", impl="interpret_tpu")
+    with (
+        kernels_pallas.assume_device(None, "a TPU", platform="tpu"),
+        xj.Engine(xj.Model(params, config), **settings) as engine,
+    ):
+        requests = [engine.submit(prompt, xj.GenerateOptions(3)) for prompt in asked]
+        assert [request.result().tokens[0] for request in requests] == want

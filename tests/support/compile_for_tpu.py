@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import kernels_pallas
-from kernels_pallas import HeadNorms, SideBySide
+from kernels_pallas import HeadNorms, Mxfp4, SideBySide
 from kernels_pallas.key_layouts import scale_rows
 from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from kernels_pallas.reference_products import Matrix
@@ -184,6 +184,49 @@ def compile_delta_step(device, rows, K, N, H, Y, dtype) -> list[str]:
     return copies(compiled.as_text(), old)
 
 
+# Tokens, choices of one, experts, their features, hidden size, format.
+EXPERTS = [
+    (8, 8, 128, 768, 2048, "bfloat16"),
+    (64, 8, 128, 768, 2048, "int8"),
+    (8, 8, 128, 768, 2048, "int4"),
+    (200, 8, 128, 768, 2048, "int4"),
+    (8, 8, 128, 704, 2816, "bfloat16"),
+    (8, 4, 32, 2880, 2880, "bfloat16"),
+    (8, 4, 32, 2880, 2880, "mxfp4"),
+]
+
+
+def compile_experts(device, tokens, choices, X, features, width, kind) -> list[str]:
+    """A loop of steps; returns the copies of weights."""
+    sharding = SingleDeviceSharding(device)
+
+    def shape(*axes, dtype=BF16):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+
+    def matrix(O, I):  # noqa: E741
+        if kind == "mxfp4":
+            return Mxfp4(shape(X, I // 32, 16, O, dtype=INT8), shape(X, I // 32, O, dtype=INT8))
+        if kind == "int8":
+            return Matrix(shape(X, O, I, dtype=jnp.int8), shape(X, O, dtype=F32))
+        if kind == "int4":
+            scale, zero = (shape(X, I // 64, O, dtype=dtype) for dtype in (F32, INT8))
+            return Matrix(shape(X, I // 64, 32, O, dtype=INT8), scale, zero)
+        return shape(X, O, I)
+
+    sizes = (features, width), (features, width), (width, features)
+    matrices = [matrix(*size) for size in sizes]
+    biases = [shape(X, size[0]) for size in sizes] if width == 2880 else []  # those of gpt-oss
+    options = dict(activation=jax.nn.silu, limit=7.0 if biases else None)
+    run = partial(kernels_pallas.run_kernel, "tpu", "gated_experts", **options)
+
+    def steps(x_MD, *rest):
+        return lax.fori_loop(0, 2, lambda _, x_MD: run(x_MD, *rest).astype(BF16), x_MD)
+
+    args = shape(tokens, width), shape(tokens, choices, dtype=F32), shape(tokens, choices, dtype=jnp.int32)
+    lowered = jax.jit(steps).trace(*args, *matrices, *biases).lower(lowering_platforms=("tpu",))
+    return copies(lowered.compile().as_text(), matrices)
+
+
 def main(tpu: str) -> int:
     device = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:2x2").devices[0]
     failures = 0
@@ -191,6 +234,11 @@ def main(tpu: str) -> int:
         before = time.monotonic()
         compile_product(device, *case)
         print(f"{tpu} product {case}: {time.monotonic() - before:.1f} s")
+    for case in EXPERTS:
+        before = time.monotonic()
+        found = compile_experts(device, *case)
+        failures += bool(found)
+        print(f"{tpu} experts {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found[:2])
     for case in DELTA_STEPS:
         before = time.monotonic()
         found = compile_delta_step(device, *case)
