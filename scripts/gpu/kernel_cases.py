@@ -123,6 +123,21 @@ def _expert_cases() -> Iterator[KernelCase]:
             shapes = SD((tokens, 2880), "bfloat16"), *choices, *(matrix,) * 3, *biases
             name = f"triton gated_experts {tokens} tokens {kind}"
             yield KernelCase(name, "triton", partial(run, limit=7.0), shapes)
+    for kind in ("int8", "int4"):
+        gate, down = (
+            jax.tree.map(lambda x: SD((128, *x.shape), x.dtype), _matrix(kind, *shape))
+            for shape in ((768, 2048), (2048, 768))
+        )
+        for tokens, dtype in (
+            (1, "bfloat16"),
+            (8, "bfloat16"),
+            (64, "float16"),
+            (512, "bfloat16"),
+            (2048, "bfloat16"),
+        ):
+            choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
+            shapes = SD((tokens, 2048), dtype), *choices, gate, gate, down
+            yield KernelCase(f"triton gated_experts {tokens} tokens {kind} {dtype}", "triton", run, shapes)
 
 
 def _product_cases() -> Iterator[KernelCase]:

@@ -134,7 +134,10 @@ def device_weights(job: Job, n: int) -> Params:
             return jax.ShapeDtypeStruct(shape, job.dtype)
         if quantize == "mxfp4":
             return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
-        group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
+        parts = n if partition.axis == 1 else 1
+        group = None  # of experts as of one device
+        if len(spec.shape) == 2:
+            group = group_size_for_shards(spec.shape, spec.name, quantize, parts)
         whole = device_form(quantized_struct(spec.shape, spec.name, quantize, group))
 
         def divide(x: jax.ShapeDtypeStruct, places: PartitionSpec) -> jax.ShapeDtypeStruct:

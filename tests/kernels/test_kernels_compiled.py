@@ -27,6 +27,7 @@ KERNELS = {
         "triton product int4 64",
         "triton product int8 8 ",
         "triton gated_experts 200",
+        "triton gated_experts 512 tokens int",
         "triton int8_head_argmax 32",
         "triton summarize_logits bias",
         "triton rope_append 128 bfloat16 64 rows int4",

@@ -1,8 +1,11 @@
-"""Random matrices of every format that kernels of products read."""
+"""Random matrices of every format that kernels of products read, and quantized experts."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.reference_products import Matrix
+from xinfer_jax.weights.quantization import quantized_stack
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 INT4 = (4, 64, True)
@@ -24,3 +27,15 @@ def matrix(draws, kind, outputs, inputs, dtype, bias):
     values = jnp.asarray(draws.integers(0, 256, (Q, J // 2, outputs)), jnp.uint8)
     zero = jnp.asarray(draws.integers(0, 16, (Q, outputs)), jnp.uint8) if zeros else None
     return Matrix(values, scale, zero, bias_O)
+
+
+def quantized_experts(layer, quantize, group):
+    """The layer with its experts' matrices in int8 or int4, in groups of this size."""
+
+    def quantized(x_XOI):
+        return jax.device_put(quantized_stack([*np.asarray(x_XOI, np.float32)], "", quantize, group))
+
+    experts = layer["experts"]
+    return layer | {
+        "experts": {name: leaf | {"weight": quantized(leaf["weight"])} for name, leaf in experts.items()}
+    }
