@@ -129,7 +129,8 @@ def _unsupported_quantized_experts(x: Any, *others: Any) -> str | None:
     if reason := next(filter(None, (too_large(matrix.values) for matrix in matrices)), None):
         return reason
     for matrix in matrices:
-        if (outputs := matrix.scale.shape[-1]) % 16:
+        is_flat = isinstance(matrix, Matrix) and matrix.values.ndim == 3
+        if (outputs := matrix.values.shape[1 if is_flat else -1]) % 16:
             return f"{outputs} outputs, not a multiple of 16"
         if matrix.values.ndim == 4 and (bytes_of_group := matrix.values.shape[2]) % 16:
             return f"groups of {bytes_of_group} bytes, not a multiple of 16"

@@ -20,6 +20,7 @@ from ..dispatch import result_type
 from ..mxfp4 import Mxfp4, even_inputs_first, place_in_group
 from ..reference import gated
 from ..reference_products import Matrix
+from .fp8 import block_scale, flat_numbers, has_blocks
 from .groups import expert_products
 from .parts import Range, dot, outer, tile_size
 
@@ -99,9 +100,9 @@ def gated_experts(  # noqa: PLR0913
 
 def _experts_and_outputs(matrix: Any) -> tuple[int, int]:
     """X and O."""
-    if isinstance(matrix, Mxfp4 | Matrix):
+    if isinstance(matrix, Mxfp4) or _is_grouped(matrix):
         return len(matrix.values), matrix.scale.shape[-1]
-    return matrix.shape[:2]
+    return (matrix.values if isinstance(matrix, Matrix) else matrix).shape[:2]
 
 
 def _is_grouped(matrix: Any) -> bool:
@@ -199,17 +200,22 @@ def _products(  # noqa: PLR0913
     if _is_grouped(matrices[0]):
         return expert_products(x_ref, row_R, matrices, at[0], Range(at[1], None), interpret)
     width = math.gcd(x_ref.shape[1], width)
-    is_int8 = isinstance(matrices[0], Matrix)
-    value_refs = [matrix.values if is_int8 else matrix for matrix in matrices]
+    matrices = [matrix if isinstance(matrix, Matrix) else Matrix(matrix) for matrix in matrices]
 
     def step(i, sums):
         x_RI = pltriton.load(x_ref.at[outer(row_R, i * width + jnp.arange(width))])
-        tiles = (pltriton.load(ref.at[*at, pl.ds(i * width, width)]).astype(x_RI.dtype) for ref in value_refs)
-        return tuple(sum_RO + dot(x_RI, tile_OI.T) for sum_RO, tile_OI in zip(sums, tiles, strict=True))
+        added = []
+        for sum_RO, matrix in zip(sums, matrices, strict=True):
+            values_OI = pltriton.load(matrix.values.at[*at, pl.ds(i * width, width)])
+            product_RO = dot(x_RI, flat_numbers(values_OI, x_RI.dtype, interpret).T)
+            if has_blocks(matrix):
+                product_RO *= block_scale(matrix, at[:1], at[1].start, i * width)
+            added.append(sum_RO + product_RO)
+        return added
 
     zeros_RO = jnp.zeros((len(row_R), at[1].size), jnp.float32)
-    sums = lax.fori_loop(0, x_ref.shape[1] // width, step, (zeros_RO,) * len(matrices))
-    if not is_int8:
+    sums = lax.fori_loop(0, x_ref.shape[1] // width, step, [zeros_RO] * len(matrices))
+    if matrices[0].scale is None or has_blocks(matrices[0]):
         return sums
     scales = (pltriton.load(matrix.scale.at[at]) for matrix in matrices)
-    return tuple(sum_RO * scale_O for sum_RO, scale_O in zip(sums, scales, strict=True))
+    return [sum_RO * scale_O for sum_RO, scale_O in zip(sums, scales, strict=True)]

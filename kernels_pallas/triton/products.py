@@ -27,8 +27,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
-from ..reference_products import ACTIVATIONS, FEW_ROWS
+from ..reference_products import ACTIVATIONS, FEW_ROWS, FP8_BLOCK
 from .adapters import add_adapters, with_inner
+from .fp8 import block_scale, flat_numbers, has_blocks
 from .groups import Run, add_run, count_runs, group_run
 from .parts import Range, dot, load_tile, tile_mask, tile_size
 
@@ -63,7 +64,7 @@ def product(  # noqa: PLR0913
     """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
     x is bfloat16 or float16, or int8 for int8 matrices with a scale per output, whose sums are then exact.
-    Matrices are of x's dtype, int8 or packed, in groups of a multiple of 16 bytes. A norm takes bfloat16
+    Matrices are of x's dtype, int8, FP8 or packed, in groups of a multiple of 16 bytes. A norm takes bfloat16
     only. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     M = len(x_MI)
@@ -157,7 +158,7 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa
     for i, matrix in enumerate(matrices):
         if step_ref is not None:
             ys[i] = ys[i].astype(jnp.float32) * load_tile(step_ref, row)[:, None]
-        if matrix.values.ndim == 2 and matrix.scale is not None:
+        if matrix.values.ndim == 2 and matrix.scale is not None and not has_blocks(matrix):
             ys[i] *= load_tile(matrix.scale, out)
         if matrix.adapters is not None:
             ys[i] = add_adapters(
@@ -179,15 +180,21 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa
     inputs = x_ref.shape[1]
     width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
     width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, max(32, tile_size(inputs)))
+    width = min(width, FP8_BLOCK) if has_blocks(matrices[0]) else width
     multiply = _int8_dot if x_ref.dtype == jnp.int8 else dot
 
     def step(i, state):
         ys, square_M = state
         column = Range.of(i * width, width, inputs)
         x_MI, added_M = _load_x(x_ref, norm_ref, row, column, settings.offset)
-        tiles = [load_tile(matrix.values, out, column).astype(x_MI.dtype) for matrix in matrices]
-        ys = [y + multiply(x_MI, tile.T) for y, tile in zip(ys, tiles, strict=True)]
-        return ys, square_M + added_M
+        sums = []
+        for y_MO, matrix in zip(ys, matrices, strict=True):
+            tile_OI = flat_numbers(load_tile(matrix.values, out, column), x_MI.dtype, settings.interpret)
+            added_MO = multiply(x_MI, tile_OI.T)
+            if has_blocks(matrix):
+                added_MO *= block_scale(matrix, (), out.slice.start, i * width)
+            sums.append(y_MO + added_MO)
+        return sums, square_M + added_M
 
     return pl.cdiv(inputs, width), step
 

@@ -1,4 +1,4 @@
-"""The grouped kernels of a mixture of experts in int8 and int4, in Pallas's interpreters: against their
+"""The grouped kernels of a mixture of experts in int8, int4 and FP8, in Pallas's interpreters: against their
 reference, and in `mixture_of_experts`.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from layer_changes import with_experts
 from parity_cases import CASES
-from random_matrices import INT4, matrix, quantized_experts
+from random_matrices import FP8, INT4, matrix, quantized_experts
 
 import xinfer_jax as xj
 from kernels_pallas import reference, triton
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 KERNELS = {"triton": triton.gated_experts}
-KINDS = ["int8", INT4, (4, 32, False), (4, 96, True), (8, 32, False)]  # the others: bits, J, with zeros
+KINDS = ["int8", INT4, "fp8", *[(4, 32, False), (4, 96, True), (8, 32, False)], FP8[1]]
 
 
 def case(  # noqa: PLR0913
@@ -79,7 +79,7 @@ def test_random_shapes(name, request):
     for seed in range(100 if request.config.getoption("soak") else 2):
         draws = np.random.default_rng(seed)
         kind = KINDS[seed % len(KINDS)]
-        D, F = np.lcm(16 if kind == "int8" else kind[1], 16) * draws.integers(1, 5, 2)
+        D, F = np.lcm(kind[1] if isinstance(kind, tuple) else 16, 16) * draws.integers(1, 5, 2)
         X = draws.integers(1, 20)
         experts = X + draws.choice([0, 6])
         tokens = draws.choice([1, 3, 17, 70, 130])

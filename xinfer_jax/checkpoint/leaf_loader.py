@@ -44,6 +44,7 @@ class LeafLoader:
     quantize: str | None
     quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
     keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
+    keeps_fp8: bool  # those in FP8 too
     mesh: Mesh | None
     int8_activations: bool  # of the matrices that are quantized; those in int8 have a scale per output
     rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
@@ -90,7 +91,9 @@ class LeafLoader:
         parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
         stored = spec.tensor_parts(self.tensors)
         return (
-            gguf_form(stored) if isinstance(stored[0], GgufTensor) else kept_form(spec.shape, stored, parts)
+            gguf_form(stored)
+            if isinstance(stored[0], GgufTensor)
+            else kept_form(spec.shape, stored, parts, self.keeps_fp8)
         )
 
     def _group(self, spec: FileSpec) -> int | None:
