@@ -49,6 +49,7 @@ def check(seed, rows, inputs, outputs, kind, dtype, options):
         assert (np.linalg.norm(have - need, axis=-1) <= limit).all(), seed
 
 
+@pytest.mark.full
 def test_gate_and_up_with_a_norm():
     check(0, 3, 300, (200, 200), "fp8", "bfloat16", dict(eps=1e-6, activation="silu"))
 

@@ -28,6 +28,8 @@ KERNELS = {
         "triton product int8 8 ",
         "triton gated_experts 200",
         "triton gated_experts 512 tokens int",
+        "triton gated_experts 64 tokens fp8",
+        "triton product fp8 8 ",
         "triton int8_head_argmax 32",
         "triton summarize_logits bias",
         "triton rope_append 128 bfloat16 64 rows int4",

@@ -130,6 +130,7 @@ def test_layer_and_its_gradient_equal_those_of_xla(impl):
     np.testing.assert_allclose(np.asarray(got_BTD, np.float32), want_BTD, atol=2e-2 * np.abs(want_BTD).max())
 
 
+@pytest.mark.full
 def test_reasons_for_which_other_experts_stay_with_xla():
     _, layer, x_BTD = layer_of("int4", 32)
     int4 = layer["experts"]
