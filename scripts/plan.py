@@ -40,8 +40,7 @@ DEVICES = flags.DEFINE_string(
 MESH = flags.DEFINE_string("mesh", None, "model=N: number of devices of one engine; default: all.")
 CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a row: prompt and answer.")
 ROWS = flags.DEFINE_integer("rows", 8, "Rows of the engine.")
-FORMATS = [x for x in estimates.WEIGHTS if x != "fp8"]  # which stays on one device
-WEIGHTS = flags.DEFINE_enum("weights", "bfloat16", FORMATS, "Format of the weights.")
+WEIGHTS = flags.DEFINE_enum("weights", "bfloat16", estimates.WEIGHTS, "Format of the weights.")
 CACHE_DTYPE = flags.DEFINE_enum(
     "cache_dtype",
     None,

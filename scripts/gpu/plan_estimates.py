@@ -21,7 +21,7 @@ from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.sharding import MODEL, RULES, check_mesh
-from xinfer_jax.weights.fp8_weight import fp8_struct
+from xinfer_jax.weights.fp8_weight import FP8_BLOCK, fp8_struct
 from xinfer_jax.weights.layout import partition_specs
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.params import Params, ParamSpec, param_specs, tree_bytes
@@ -137,7 +137,8 @@ def device_weights(job: Job, n: int) -> Params:
         if quantize == "mxfp4":
             return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
         if quantize == "fp8":
-            is_float = "vocab" in spec.axes
+            is_cut = partition.axis is not None and len(shape) == 2 and shape[partition.axis] % FP8_BLOCK > 0
+            is_float = is_cut or "vocab" in spec.axes
             return jax.ShapeDtypeStruct(shape, job.dtype) if is_float else fp8_struct(shape, True)
         parts = n if partition.axis == 1 else 1
         group = None  # of experts as of one device

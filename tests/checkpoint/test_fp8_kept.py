@@ -82,8 +82,7 @@ def test_what_cannot_stay(tmp_path):
     path, _ = checkpoint(tmp_path / "a", HF, *BLOCKS)
     odd, _ = checkpoint(tmp_path / "b", HF, fp8_settings([24, 40]), fp8((24, 40)))
     floats = write(tmp_path / "c", HF, {})
-    mesh = jax.make_mesh((1,), ("model",))
-    for files, given in ((path, dict(dequantize=True)), (path, dict(mesh=mesh)), (odd, {}), (floats, {})):
+    for files, given in ((path, dict(dequantize=True)), (odd, {}), (floats, {})):
         with pytest.raises(xj.InputError, match="quantize='fp8' keeps matrices in FP8"):
             open_checkpoint(files, quantize="fp8", **given)
     with pytest.raises(xj.InputError, match="activations='int8' needs"):

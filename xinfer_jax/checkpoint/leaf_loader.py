@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..families.naming import FileSpec
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
+from ..weights.fp8_weight import FP8_BLOCK
 from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import (
     bits_of,
@@ -90,11 +91,18 @@ class LeafLoader:
         partition = leaf_partition(spec, self._num_devices)
         parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
         stored = spec.tensor_parts(self.tensors)
-        return (
-            gguf_form(stored)
-            if isinstance(stored[0], GgufTensor)
-            else kept_form(spec.shape, stored, parts, self.keeps_fp8)
-        )
+        if isinstance(stored[0], GgufTensor):
+            return gguf_form(stored)
+        form = kept_form(spec.shape, stored, parts, self.keeps_fp8)
+        is_cut = partition.axis is not None and len(spec.shape) == 2
+        if (
+            form
+            and form.has_blocks
+            and is_cut
+            and partition.part_spec(spec).shape[partition.axis] % FP8_BLOCK
+        ):
+            return None  # devices would cut blocks
+        return form
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the

@@ -133,7 +133,8 @@ def load_model(
             of FP8 and NVFP4 bfloat16.
         quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; "fp8": those
             of a checkpoint in FP8 (E4M3; a scale for a matrix, an output, or 128 × 128 numbers) stay as they
-            are stored, on one device, and others of it as without quantize; None: they are not.
+            are stored, and others of it, or whose blocks a mesh cuts, are as without quantize; None: they are
+            not.
         mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`); each
             process reads only what its devices hold. Where it has more devices than the model has key/value
             heads, the heads are repeated, also in the config.
@@ -169,7 +170,7 @@ def open_checkpoint(
     check_quantize_method(None if keeps_fp8 else quantize)
     check_activations(activations, quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_path(path_or_repo_id)
-    if keeps_fp8 and (is_gguf(path) or mesh is not None):
+    if keeps_fp8 and is_gguf(path):
         raise no_fp8(path)
     open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
     opened = open_files(path, quantize, dequantize)

@@ -58,7 +58,7 @@ def no_fp8(path: Path) -> InputError:
     """The error where quantize="fp8" does not suit a checkpoint."""
     return InputError(
         f"quantize={KEEP_FP8!r} keeps matrices in FP8 (E4M3) of a checkpoint, with a scale for a matrix,"
-        f" an output, or 128 × 128 numbers, on one device, without dequantize: {path} cannot be loaded so"
+        f" an output, or 128 × 128 numbers, without dequantize: {path} cannot be loaded so"
     )
 
 
