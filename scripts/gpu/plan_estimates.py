@@ -137,13 +137,10 @@ def device_weights(job: Job, n: int) -> Params:
         if quantize == "mxfp4":
             return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
         if quantize == "fp8":
-            is_cut = partition.axis is not None and len(shape) == 2 and shape[partition.axis] % FP8_BLOCK > 0
+            is_cut = partition.num_parts > 1 and len(shape) == 2 and shape[partition.axis or 0] % FP8_BLOCK
             is_float = is_cut or "vocab" in spec.axes
             return jax.ShapeDtypeStruct(shape, job.dtype) if is_float else fp8_struct(shape, True)
-        parts = n if partition.axis == 1 else 1
-        group = None  # of experts as of one device
-        if len(spec.shape) == 2:
-            group = group_size_for_shards(spec.shape, spec.name, quantize, parts)
+        group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
         whole = device_form(quantized_struct(spec.shape, spec.name, quantize, group))
 
         def divide(x: jax.ShapeDtypeStruct, places: PartitionSpec) -> jax.ShapeDtypeStruct:

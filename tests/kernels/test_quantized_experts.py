@@ -17,6 +17,7 @@ import xinfer_jax as xj
 from kernels_pallas import reference, triton
 from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.ops.kernels.expert_kernels import select_experts
+from xinfer_jax.weights.fp8_weight import fp8_struct
 from xinfer_jax.weights.quantization import quantized_stack, with_int8_activations
 
 pytestmark = [
@@ -154,3 +155,7 @@ def test_reasons_for_which_other_experts_stay_with_xla():
     }.items():
         with pytest.raises(xj.InputError, match=f"does not support gated_experts here: .*{message}"):
             select_experts("interpret", x_MD, experts)
+    in_fp8 = of(fp8_struct((2, 64, 96), True))
+    assert select_experts("interpret", *in_fp8).impl == "interpret"
+    with pytest.raises(xj.InputError, match="does not support gated_experts here: experts in FP8"):
+        select_experts("interpret_tpu", *in_fp8)

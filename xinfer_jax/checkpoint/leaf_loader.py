@@ -94,15 +94,9 @@ class LeafLoader:
         if isinstance(stored[0], GgufTensor):
             return gguf_form(stored)
         form = kept_form(spec.shape, stored, parts, self.keeps_fp8)
-        is_cut = partition.axis is not None and len(spec.shape) == 2
-        if (
-            form
-            and form.has_blocks
-            and is_cut
-            and partition.part_spec(spec).shape[partition.axis] % FP8_BLOCK
-        ):
-            return None  # devices would cut blocks
-        return form
+        is_whole = form is None or not form.has_blocks or len(spec.shape) > 2 or partition.num_parts == 1
+        part = partition.part_spec(spec).shape[partition.axis or 0]
+        return form if is_whole or part % FP8_BLOCK == 0 else None  # devices would cut blocks
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
