@@ -41,7 +41,9 @@ backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences be
   sorted by expert; each program finds its tile in that order by itself, which saves launches. jax's
   `ragged_dot_mgpu` computes a whole tile for each of the X - 1 tiles that may be empty, and needs x gathered
   in the sorted order; `megablox` for TPUs needs that too, and three calls. Triton's kernels take biases,
-  gpt-oss's clamped values, and matrices in MXFP4, which they unpack by a table (`triton/mxfp4.py`).
+  gpt-oss's clamped values, and matrices in int8 and FP8, in int8 or int4 in groups, which they unpack as
+  those of products (`triton/fp8.py`, `triton/groups.py`), and in MXFP4, which they unpack by a table
+  (`triton/mxfp4.py`).
 - On TPUs one kernel streams the experts that some token chose. Up to 64 tokens are all multiplied by each,
   since reading is the limit; of more, a tile of an expert takes its rows from the tokens on the chip, and
   adds its results there, by products with matrices of zeros and ones.

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 FEW_ROWS = 64  # up to this number of rows the kernel reads matrices once, and takes norms and float matrices
+FP8_BLOCK = 128  # outputs and inputs that share a scale in FP8
 ACTIVATIONS = {
     "silu": lambda x: x * jax.nn.sigmoid(x),
     "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x * x * x))),
@@ -35,6 +36,7 @@ class Matrix(NamedTuple):
 
     - 16-bit floats: values [O, I].
     - int8 with a scale per output: values [O, I], scale [O].
+    - FP8: values float8_e4m3fn [O, I] without NaN, scale float32 [O] or, of blocks, [⌈O/128⌉, ⌈I/128⌉].
     - In groups, (values - zero) * scale: values int8 [Q, J, O], or int4 as uint8 [Q, J/2, O] with input j in
       a byte's low half and j + J/2 in its high half; scale [Q, O]; zero
       uint8 [Q, O] or None. Q J is I or more.
@@ -91,6 +93,8 @@ def product(  # noqa: PLR0913
 def matrix_floats(matrix: Matrix) -> jax.Array:
     """The matrix, float32 [I, O]; of groups I is Q J."""
     values = matrix.values
+    if values.ndim == 2 and matrix.scale is not None and matrix.scale.ndim == 2:
+        return (values.astype(jnp.float32) * spread_blocks(matrix.scale, *values.shape)).T
     if values.ndim == 2:
         matrix_IO = values.astype(jnp.float32).T
         return matrix_IO if matrix.scale is None else matrix_IO * matrix.scale
@@ -102,6 +106,12 @@ def matrix_floats(matrix: Matrix) -> jax.Array:
         levels_QJO -= matrix.zero.astype(jnp.float32)[:, None]
     scaled_QJO = levels_QJO * matrix.scale.astype(jnp.float32)[:, None]
     return scaled_QJO.reshape(-1, matrix.outputs)
+
+
+def spread_blocks(scale: jax.Array, outputs: int, inputs: int) -> jax.Array:
+    """The scale of each number, [O, I], of those of blocks of FP8."""
+    rows = jnp.repeat(scale, FP8_BLOCK, -2, total_repeat_length=FP8_BLOCK * scale.shape[-2])[:outputs]
+    return jnp.repeat(rows, FP8_BLOCK, -1, total_repeat_length=FP8_BLOCK * scale.shape[-1])[:, :inputs]
 
 
 def _product(x_MI, matrix: Matrix):

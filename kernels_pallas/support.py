@@ -50,7 +50,7 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
     if kernel.endswith("attention"):
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
     if kernel == "gated_experts" and isinstance(args[1], Mxfp4 | Matrix):
-        return _unsupported_packed_experts(*args)
+        return _unsupported_quantized_experts(*args)
     if kernel == "delta_step":
         return _unsupported_delta(*args)
     if reason := next(filter(None, map(too_large, args)), None):
@@ -122,16 +122,19 @@ def _unsupported_keys(
     return _unaligned_slots(kernel, kv)
 
 
-def _unsupported_packed_experts(x: Any, *others: Any) -> str | None:
-    if isinstance(others[0], Matrix):
-        return "quantized experts"
+def _unsupported_quantized_experts(x: Any, *others: Any) -> str | None:
     if x.dtype.name not in _SIXTEEN_BITS:
         return f"dtype {x.dtype.name}"
-    matrices = [other for other in others if isinstance(other, Mxfp4)]
+    matrices = [other for other in others if isinstance(other, Mxfp4 | Matrix)]
     if reason := next(filter(None, (too_large(matrix.values) for matrix in matrices)), None):
         return reason
-    outputs = [matrix.shape[1] for matrix in matrices if matrix.shape[1] % 16]
-    return f"{outputs[0]} outputs, not a multiple of 16" if outputs else None
+    for matrix in matrices:
+        is_flat = isinstance(matrix, Matrix) and matrix.values.ndim == 3
+        if (outputs := matrix.values.shape[1 if is_flat else -1]) % 16:
+            return f"{outputs} outputs, not a multiple of 16"
+        if matrix.values.ndim == 4 and (bytes_of_group := matrix.values.shape[2]) % 16:
+            return f"groups of {bytes_of_group} bytes, not a multiple of 16"
+    return None
 
 
 def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
@@ -139,6 +142,8 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
         if x.dtype != "bfloat16":
             return f"quantized experts with activations of {x.dtype.name}"
         values = gate.values
+        if values.dtype == "float8_e4m3fn":
+            return "experts in FP8"
         is_grouped = isinstance(gate, Matrix) and values.ndim == 4
         is_served = values.dtype == "uint8" and values.shape[2] % 32 == 0
         return (

@@ -6,7 +6,7 @@ one expert. The number of tiles is static, an upper bound; tiles beyond the last
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from jax.experimental.pallas import triton as pltriton
 from ..dispatch import result_type
 from ..mxfp4 import Mxfp4, even_inputs_first, place_in_group
 from ..reference import gated
-from .mxfp4 import mxfp4_products
-from .parts import dot, outer, tile_size
+from ..reference_products import Matrix
+from .fp8 import block_scale, flat_numbers, has_blocks
+from .groups import expert_products
+from .parts import Range, dot, outer, tile_size
 
 
 class _Sizes(NamedTuple):
@@ -42,22 +44,25 @@ def gated_experts(  # noqa: PLR0913
     in a tile.
 
     Args:
-        x_MD: tokens, in the dtype of the matrices, or of 16 bits with `Mxfp4`. D and F are multiples of 16.
+        x_MD: tokens, in the dtype of the matrices, or of 16 bits with quantized ones. D and F are multiples
+            of 16.
+        gate_XFD, up_XFD, down_XDF: as in the reference; groups have a multiple of 16 bytes.
         activation: an elementwise function of float32 arrays that Pallas can lower.
         num_experts: experts that a token chooses from, X or more where other devices have the others. It
             affects the sizes of tiles.
         interpret: run on any device, slowly, by Pallas's interpreter.
     """
     M, U = expert_MU.shape
-    X, F, D = gate_XFD.shape
+    D = x_MD.shape[1]
+    X, F = _experts_and_outputs(gate_XFD)
     C = M * U
-    is_packed = isinstance(gate_XFD, Mxfp4)
-    sizes = _sizes(C / (num_experts or X), x_MD.dtype, is_packed)
+    is_mxfp4 = isinstance(gate_XFD, Mxfp4)
+    sizes = _sizes(C / (num_experts or X), x_MD.dtype, _is_grouped(gate_XFD))
     key_C, start_X1 = _sort(expert_MU.reshape(C), X)
     present = min(X, C)  # experts, at most
     tiles = (C + present * (sizes.rows - 1)) // sizes.rows
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    if is_packed:
+    if is_mxfp4:
         x_MD = even_inputs_first(x_MD)
     args = (start_X1, key_C, x_MD, gate_XFD, up_XFD, *biases[:2])
     outputs = math.gcd(F, sizes.gate_outputs)
@@ -93,14 +98,25 @@ def gated_experts(  # noqa: PLR0913
     return jnp.where(here_MU[..., None], weighted_MUD, 0).sum(1)  # rows of other choices were never written
 
 
-def _sizes(mean: float, dtype, is_packed: bool) -> _Sizes:
+def _experts_and_outputs(matrix: Any) -> tuple[int, int]:
+    """X and O."""
+    if isinstance(matrix, Mxfp4) or _is_grouped(matrix):
+        return len(matrix.values), matrix.scale.shape[-1]
+    return (matrix.values if isinstance(matrix, Matrix) else matrix).shape[:2]
+
+
+def _is_grouped(matrix: Any) -> bool:
+    return isinstance(matrix, Mxfp4 | Matrix) and matrix.values.ndim == 4
+
+
+def _sizes(mean: float, dtype, is_grouped: bool) -> _Sizes:
     """Sizes for `mean` choices of an expert. Tiles of twice that number read most experts once. They compile
     for sm_80 and sm_89 with 99 KB of shared memory, without register spills.
     """
     rows = min(tile_size(math.ceil(2 * mean)), 128)
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
         return _Sizes(min(rows, 32), 32, 32, 32, 4, 3)
-    if is_packed:
+    if is_grouped:
         return _Sizes(rows, 64, 64, 0, 4 if rows <= 64 else 8, 4 if rows <= 32 else 3)
     if rows <= 32:  # memory is the limit: many loads at once, and programs for all multiprocessors
         return _Sizes(rows, 32, 64, 128, 4, 4)
@@ -178,17 +194,28 @@ def _down_kernel(*refs, sizes: _Sizes, outputs: int, interpret: bool):
 
 
 def _products(  # noqa: PLR0913
-    x_ref, row_R, matrix_refs, at, width: int, interpret: bool
-) -> tuple[jax.Array, ...]:
+    x_ref, row_R, matrices, at, width: int, interpret: bool
+) -> Sequence[jax.Array]:
     """The rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
-    if isinstance(matrix_refs[0], Mxfp4):
-        return mxfp4_products(x_ref, row_R, matrix_refs, at, interpret)
+    if _is_grouped(matrices[0]):
+        return expert_products(x_ref, row_R, matrices, at[0], Range(at[1], None), interpret)
     width = math.gcd(x_ref.shape[1], width)
+    matrices = [matrix if isinstance(matrix, Matrix) else Matrix(matrix) for matrix in matrices]
 
     def step(i, sums):
         x_RI = pltriton.load(x_ref.at[outer(row_R, i * width + jnp.arange(width))])
-        tiles = (pltriton.load(ref.at[*at, pl.ds(i * width, width)]) for ref in matrix_refs)
-        return tuple(sum_RO + dot(x_RI, tile_OI.T) for sum_RO, tile_OI in zip(sums, tiles, strict=True))
+        added = []
+        for sum_RO, matrix in zip(sums, matrices, strict=True):
+            values_OI = pltriton.load(matrix.values.at[*at, pl.ds(i * width, width)])
+            product_RO = dot(x_RI, flat_numbers(values_OI, x_RI.dtype, interpret).T)
+            if has_blocks(matrix):
+                product_RO *= block_scale(matrix, at[:1], at[1].start, i * width)
+            added.append(sum_RO + product_RO)
+        return added
 
     zeros_RO = jnp.zeros((len(row_R), at[1].size), jnp.float32)
-    return lax.fori_loop(0, x_ref.shape[1] // width, step, (zeros_RO,) * len(matrix_refs))
+    sums = lax.fori_loop(0, x_ref.shape[1] // width, step, [zeros_RO] * len(matrices))
+    if matrices[0].scale is None or has_blocks(matrices[0]):
+        return sums
+    scales = (pltriton.load(matrix.scale.at[at]) for matrix in matrices)
+    return [sum_RO * scale_O for sum_RO, scale_O in zip(sums, scales, strict=True)]

@@ -1,7 +1,6 @@
 """Parts that the Triton kernels share: sizes of tiles, their loads, and products in full precision."""
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,15 +46,16 @@ def convert_halves(asm: str, values_YO: jax.Array, dtype: Any) -> list[jax.Array
     """The numbers of `dtype` in both halves of bytes. asm: of the half from bit {shift} on, four bytes at a
     time.
     """
-    kind = jax.ShapeDtypeStruct(values_YO.shape, dtype)
-    convert = partial(
-        pltriton.elementwise_inline_asm,
-        args=[values_YO],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[kind],
+    return [convert_bytes(asm.format(shift=shift), values_YO, dtype) for shift in (0, 4)]
+
+
+def convert_bytes(asm: str, values: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers of `dtype`, of 16 bits, one of each byte. asm: of four bytes at a time."""
+    kind = jax.ShapeDtypeStruct(values.shape, dtype)
+    (numbers,) = pltriton.elementwise_inline_asm(
+        asm, args=[values], constraints="=r,=r,r", pack=4, result_shape_dtypes=[kind]
     )
-    return [convert(asm.format(shift=shift))[0] for shift in (0, 4)]
+    return numbers
 
 
 class Range(NamedTuple):
@@ -87,4 +87,9 @@ def load_tile(ref, *axes):
     """A tile, with zeros outside. axes: ranges and numbers."""
     mask = tile_mask(*axes)
     ref = ref.at[tuple(axis.slice if isinstance(axis, Range) else axis for axis in axes)]
-    return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=0)
+    if mask is None:
+        return pltriton.load(ref)
+    zero: Any = 0
+    if ref.dtype == jnp.float8_e4m3fn:  # Triton casts no number to this type
+        zero = lax.bitcast_convert_type(jnp.zeros(mask.shape, jnp.uint8), ref.dtype)
+    return pltriton.load(ref, mask=mask, other=zero)

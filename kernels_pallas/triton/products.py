@@ -6,9 +6,7 @@ their input, biases, activation and residual.
 - The norm costs no pass of its own: products of x * weight and the sum of squares run in one loop, and each
   row is scaled at the end. x * weight is rounded to 16 bits once, where norm and weight round twice. It must
   not overflow, so float16 takes no norm.
-- A level of int4 becomes 128 + level in bfloat16 (1,024 + level in float16) by putting it into the last bits
-  of that number: seven instructions for eight levels. The product with 128 + zero, the same for a whole
-  group, is subtracted from the group's sum. The sum is scaled in float32.
+- Matrices in groups: `groups`.
 - Up to 16 rows a program reads far more of the weights than of x. With more rows x costs as much, from L2, so
   tiles are wider; then few tiles cover a narrow matrix, and its inputs are divided among programs. That costs
   a launch, and partial sums of at most an eighth of the matrix's bytes. For up to 16 rows the launch would
@@ -29,9 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
-from ..reference_products import ACTIVATIONS, FEW_ROWS
+from ..reference_products import ACTIVATIONS, FEW_ROWS, FP8_BLOCK
 from .adapters import add_adapters, with_inner
-from .parts import Range, convert_halves, dot, load_tile, tile_mask, tile_size
+from .fp8 import block_scale, flat_numbers, has_blocks
+from .groups import Run, add_run, count_runs, group_run
+from .parts import Range, dot, load_tile, tile_mask, tile_size
 
 PROGRAMS = 132  # multiprocessors of an H200
 _STAGE_BYTES = 8192  # of a matrix that one step of the loop reads
@@ -64,7 +64,7 @@ def product(  # noqa: PLR0913
     """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
     x is bfloat16 or float16, or int8 for int8 matrices with a scale per output, whose sums are then exact.
-    Matrices are of x's dtype, int8 or packed, in groups of a multiple of 16 bytes. A norm takes bfloat16
+    Matrices are of x's dtype, int8, FP8 or packed, in groups of a multiple of 16 bytes. A norm takes bfloat16
     only. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     M = len(x_MI)
@@ -158,7 +158,7 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa
     for i, matrix in enumerate(matrices):
         if step_ref is not None:
             ys[i] = ys[i].astype(jnp.float32) * load_tile(step_ref, row)[:, None]
-        if matrix.values.ndim == 2 and matrix.scale is not None:
+        if matrix.values.ndim == 2 and matrix.scale is not None and not has_blocks(matrix):
             ys[i] *= load_tile(matrix.scale, out)
         if matrix.adapters is not None:
             ys[i] = add_adapters(
@@ -180,15 +180,21 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa
     inputs = x_ref.shape[1]
     width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
     width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, max(32, tile_size(inputs)))
+    width = min(width, FP8_BLOCK) if has_blocks(matrices[0]) else width
     multiply = _int8_dot if x_ref.dtype == jnp.int8 else dot
 
     def step(i, state):
         ys, square_M = state
         column = Range.of(i * width, width, inputs)
         x_MI, added_M = _load_x(x_ref, norm_ref, row, column, settings.offset)
-        tiles = [load_tile(matrix.values, out, column).astype(x_MI.dtype) for matrix in matrices]
-        ys = [y + multiply(x_MI, tile.T) for y, tile in zip(ys, tiles, strict=True)]
-        return ys, square_M + added_M
+        sums = []
+        for y_MO, matrix in zip(ys, matrices, strict=True):
+            tile_OI = flat_numbers(load_tile(matrix.values, out, column), x_MI.dtype, settings.interpret)
+            added_MO = multiply(x_MI, tile_OI.T)
+            if has_blocks(matrix):
+                added_MO *= block_scale(matrix, (), out.slice.start, i * width)
+            sums.append(y_MO + added_MO)
+        return sums, square_M + added_M
 
     return pl.cdiv(inputs, width), step
 
@@ -199,48 +205,27 @@ def _int8_dot(a, b):
 
 def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913
     """The steps over the groups of packed matrices, and the function of one step, which reads some runs of
-    bytes. A run is a whole group or a part of one.
+    bytes.
     """
-    (Q, Y, _) = matrices[0].values.shape
-    halves = matrices[0].halves
-    run = group_run(Y)
-    per_group = Y // run
-    runs = Q * per_group
+    values = matrices[0].values
+    runs = count_runs(values)
     at_once = 2 if settings.tiles.rows <= FEW_ROWS and runs % 2 == 0 and len(matrices) == 1 else 1
-    magic = 0 if halves == 1 else _magic(x_ref.dtype)
+    end = runs * group_run(values.shape[1]) * matrices[0].halves  # with the padding of the last group
 
-    def add_run(number, state):
+    def add_one(number, state):
         ys, square_M = state
-        group = lax.div(number, per_group)
-        first = group * (halves * Y) + lax.rem(number, per_group) * run
-        columns = [Range.of(first + half * Y, run, x_ref.shape[1], Q * Y * halves) for half in range(halves)]
+        run = Run.of(number, values)
+        columns = [Range.of(first, run.bytes.slice.size, x_ref.shape[1], end) for first in run.inputs]
         parts = (_load_x(x_ref, norm_ref, row, column, settings.offset) for column in columns)
         xs, added = zip(*parts, strict=True)
-        total_M = sum(x_MY.astype(jnp.float32) for x_MY in xs).sum(1)
-        sums = []
-        for y_MO, matrix in zip(ys, matrices, strict=True):
-            byte = Range.of(lax.rem(number, per_group) * run, run, Y)
-            levels = _levels(load_tile(matrix.values, group, byte, out), x_ref.dtype, settings.interpret)
-            sum_MO = sum(dot(x_MY, level_YO) for x_MY, level_YO in zip(xs, levels, strict=True))
-            zero_O = jnp.full(out.slice.size, magic, jnp.float32)
-            if matrix.zero is not None:
-                zero_O += load_tile(matrix.zero, group, out).astype(jnp.float32)
-            if halves == 2 or matrix.zero is not None:
-                sum_MO -= total_M[:, None] * zero_O
-            sums.append(y_MO + sum_MO * load_tile(matrix.scale, group, out).astype(jnp.float32))
-        return sums, square_M + sum(added)
+        return add_run(ys, xs, matrices, (), run, out, settings.interpret), square_M + sum(added)
 
     def step(i, state):
         for j in range(at_once):
-            state = add_run(i * at_once + j, state)
+            state = add_one(i * at_once + j, state)
         return state
 
     return runs // at_once, step
-
-
-def group_run(Y: int) -> int:
-    """The bytes of a group that one product multiplies: a power of two."""
-    return min(Y & -Y, 32)
 
 
 def _load_x(x_ref, norm_ref, row, column, offset: float):
@@ -255,26 +240,3 @@ def _load_x(x_ref, norm_ref, row, column, offset: float):
     # A sum is never negative. Without the condition every warp would compute the whole tile, in the registers
     # of its product's operand; with it they share the work, and pass the results on in shared memory.
     return jnp.where(sum_M[:, None] >= 0, x32_MI * weight_I, jnp.nan).astype(x_MI.dtype), sum_M
-
-
-def _levels(values_YO, dtype, interpret: bool) -> list[jax.Array]:
-    """Numbers of `dtype` for each half of a group: int8, or int4 plus `_magic`."""
-    if values_YO.dtype != jnp.uint8:
-        return [values_YO.astype(dtype)]
-    if interpret:
-        wide = values_YO.astype(jnp.int32)
-        return [(level + int(_magic(dtype))).astype(dtype) for level in (wide & 15, wide >> 4)]
-    high = {"bfloat16": "0x43434343", "float16": "0x64646464"}[jnp.dtype(dtype).name]
-    asm = f"""{{{{
-        .reg .b32 level;
-        shr.b32 level, $2, {{shift}};
-        and.b32 level, level, 0x0f0f0f0f;
-        prmt.b32 $0, level, {high}, 0x4140;
-        prmt.b32 $1, level, {high}, 0x4342;
-    }}}}"""
-    return convert_halves(asm, values_YO, dtype)
-
-
-def _magic(dtype) -> float:
-    """The number whose last bits are those of a level: 128 with 7 bits, 1,024 with 10."""
-    return float(1 / jnp.finfo(dtype).eps)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import kernels_pallas
 from kernels_pallas import KeyBias, Levels, Mxfp4
 from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
-from kernels_pallas.reference_products import Matrix, RowAdapters
+from kernels_pallas.reference_products import FP8_BLOCK, Matrix, RowAdapters
 
 SD = jax.ShapeDtypeStruct
 _N = 14  # heads
@@ -123,11 +123,26 @@ def _expert_cases() -> Iterator[KernelCase]:
             shapes = SD((tokens, 2880), "bfloat16"), *choices, *(matrix,) * 3, *biases
             name = f"triton gated_experts {tokens} tokens {kind}"
             yield KernelCase(name, "triton", partial(run, limit=7.0), shapes)
+    for kind in ("int8", "int4", "fp8"):
+        gate, down = (
+            jax.tree.map(lambda x: SD((128, *x.shape), x.dtype), _matrix(kind, *shape))
+            for shape in ((768, 2048), (2048, 768))
+        )
+        for tokens, dtype in (
+            (1, "bfloat16"),
+            (8, "bfloat16"),
+            (64, "float16"),
+            (512, "bfloat16"),
+            (2048, "bfloat16"),
+        ):
+            choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
+            shapes = SD((tokens, 2048), dtype), *choices, gate, gate, down
+            yield KernelCase(f"triton gated_experts {tokens} tokens {kind} {dtype}", "triton", run, shapes)
 
 
 def _product_cases() -> Iterator[KernelCase]:
     run = partial(kernels_pallas.run_kernel, "triton", "product")
-    for kind in ("bfloat16", "int8", "int4"):
+    for kind in ("bfloat16", "int8", "int4", "fp8"):
         for rows in (1, 8, 64, 512) if kind != "bfloat16" else (1, 8, 64):
             x_MI = SD((rows, _D), "bfloat16")
             norm_I = SD((_D,), "bfloat16")
@@ -144,6 +159,9 @@ def _product_cases() -> Iterator[KernelCase]:
                 gated = [matrix._replace(adapters=adapters) for matrix in gated]
                 up = (x_MI, gated, norm_I)
                 yield KernelCase(f"{name} adapters", "triton", partial(run, activation="silu", eps=1e-6), up)
+
+    ragged = SD((8, 300), "float16"), [_matrix("fp8", 200, 300)]
+    yield KernelCase("triton product fp8 ragged", "triton", run, ragged)
 
 
 def _append_cases() -> Iterator[KernelCase]:
@@ -193,6 +211,9 @@ def _delta_cases() -> Iterator[KernelCase]:
 def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:
     if kind == "int8":
         return Matrix(SD((outputs, inputs), jnp.int8), SD((outputs,), jnp.float32))
+    if kind == "fp8":
+        blocks = -(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK)
+        return Matrix(SD((outputs, inputs), jnp.float8_e4m3fn), SD(blocks, jnp.float32))
     if kind == "int4":
         groups = SD((inputs // 64, outputs), jnp.float16), SD((inputs // 64, outputs), jnp.uint8)
         return Matrix(SD((inputs // 64, 32, outputs), jnp.uint8), *groups)

@@ -21,6 +21,7 @@ from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.sharding import MODEL, RULES, check_mesh
+from xinfer_jax.weights.fp8_weight import FP8_BLOCK, fp8_struct
 from xinfer_jax.weights.layout import partition_specs
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.params import Params, ParamSpec, param_specs, tree_bytes
@@ -33,7 +34,8 @@ from xinfer_jax.weights.quantization import (
 )
 from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
-WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4")  # mxfp4: experts; the rest is bfloat16
+# mxfp4: experts, fp8: matrices of layers, in blocks; the rest is bfloat16.
+WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4", "fp8")
 MOST_DEVICES = 128
 
 
@@ -124,7 +126,7 @@ def valid_mesh_sizes(job: Job) -> list[int]:
 def device_weights(job: Job, n: int) -> Params:
     """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them."""
     quantize = None if job.weights in ("float32", "bfloat16") else job.weights
-    if quantize != "mxfp4":
+    if quantize not in ("mxfp4", "fp8"):
         check_quantize(job.config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
@@ -134,6 +136,10 @@ def device_weights(job: Job, n: int) -> Params:
             return jax.ShapeDtypeStruct(shape, job.dtype)
         if quantize == "mxfp4":
             return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
+        if quantize == "fp8":
+            is_cut = partition.num_parts > 1 and len(shape) == 2 and shape[partition.axis or 0] % FP8_BLOCK
+            is_float = is_cut or "vocab" in spec.axes
+            return jax.ShapeDtypeStruct(shape, job.dtype) if is_float else fp8_struct(shape, True)
         group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
         whole = device_form(quantized_struct(spec.shape, spec.name, quantize, group))
 
@@ -149,9 +155,10 @@ def device_weights(job: Job, n: int) -> Params:
 
 def dequantized_bytes(job: Job, n: int) -> int:
     """Bytes that each device writes and reads again in a pass to dequantize weights: on a GPU, XLA
-    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul. A kernel reads MXFP4.
+    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul. Kernels read MXFP4
+    and FP8.
     """
-    if job.weights == "mxfp4":
+    if job.weights in ("mxfp4", "fp8"):
         return 0
     leaves = jax.tree.leaves(device_weights(job, n))
     return sum(

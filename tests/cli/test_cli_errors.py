@@ -66,7 +66,7 @@ BAD_FLAGS = {
     "output-xml": (["--output=xml"], "--output=xml: give text or json"),
     "dtype-unknown": (["--dtype=int8"], "--dtype=int8: give float32, bfloat16 or float16"),
     "dtype-empty": (["--dtype="], "--dtype=: give float32"),
-    "quantize-unknown": (["--quantize=int3"], "--quantize=int3: give int8 or int4"),
+    "quantize-unknown": (["--quantize=int3"], "--quantize=int3: give int8, int4 or fp8"),
     "activations-unknown": (["--activations=int4"], "--activations=int4: give int8"),
     "impl-unknown": (
         ["--impl=fast"],

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from random_matrices import quantized_experts
 from small_models import CONFIGS, QWEN, build, prompts
 
 import xinfer_jax as xj
@@ -22,12 +23,16 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, h
     "family, cache_dtype", [("qwen2", None), ("qwen2", "int4"), ("qwen3_moe", "bfloat16")]
 )
 def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtype):
-    """The mixture of experts is in bfloat16, so that products and experts are kernels too."""
+    """The mixture of experts is in bfloat16, so that products and experts are kernels too; experts of one
+    layer are in int4.
+    """
     if family == "qwen2":
         params, config = build("qwen2")
     else:
-        config = from_hf(QWEN | EXPERTS | dict(model_type=family, num_hidden_layers=1))
+        config = from_hf(QWEN | EXPERTS | dict(model_type=family, hidden_size=64))
         params = xj.init_params(config, jax.random.key(1), "bfloat16")
+        first, *others = params["layers"]
+        params["layers"] = quantized_experts(first, "int4", 32), *others
     model = xj.Model(params, config)
     asked = prompts(3, 130)
     options = [xj.GenerateOptions(9), xj.GenerateOptions(6, xj.SamplingConfig(0.8, 20, 0.9), logprobs=2)]

@@ -325,17 +325,19 @@ def gguf_leaves() -> None:
 
 
 def scaled_files() -> None:
-    """Blocks of FP8 that devices and heads of linear attention cross, and a mixture in W4A16."""
+    """Blocks of FP8 that devices and heads of linear attention cross, and that stay; a mixture in W4A16."""
     import scaled_checkpoints as files
 
+    kept = files.fp8_settings([128, 128]), files.fp8((128, 128))
     with tempfile.TemporaryDirectory() as folder:
-        for name, settings, encode, is_fused in (
-            ("qwen3-next-sparse-step", files.fp8_settings([10, 14]), files.fp8((10, 14)), True),
-            ("qwen3-5-moe-no-shared", files.w4(16), files.integers(4, 16), False),
-        ):
+        for i, (name, settings, encode, is_fused, quantize) in enumerate((
+            ("qwen3-next-sparse-step", files.fp8_settings([10, 14]), files.fp8((10, 14)), True, None),
+            ("qwen3-5-moe-no-shared", files.w4(16), files.integers(4, 16), False, None),
+            ("moe-defaults", *kept, False, "fp8"),
+        )):  # fmt: skip
             hf = CASES[name].hf
-            path, _ = files.checkpoint(Path(folder) / name, hf, settings, encode, is_fused, 2)
-            one, over = (xj.load_model(path, "float32", mesh=mesh) for mesh in (None, mesh_of(2)))
+            path, _ = files.checkpoint(Path(folder) / str(i), hf, settings, encode, is_fused, 2)
+            one, over = (xj.load_model(path, "float32", quantize, mesh) for mesh in (None, mesh_of(2)))
             assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(over.params)} == {2}
             wanted, found = (np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over))
             assert_close(found, wanted, 1e-4)

@@ -1,21 +1,29 @@
-"""Random matrices of every format that kernels of products read."""
+"""Random matrices of every format that kernels of products read, and quantized experts."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.reference_products import Matrix
+from xinfer_jax.weights.quantization import quantized_stack
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 INT4 = (4, 64, True)
+FP8 = ["fp8", "fp8 by output"]
 
 
 def matrix(draws, kind, outputs, inputs, dtype, bias):
-    """A random matrix. kind: float, int8 or (bits, J, whether it has zeros)."""
+    """A random matrix. kind: float, int8, of FP8, or (bits, J, whether it has zeros)."""
     bias_O = jnp.asarray(draws.standard_normal(outputs), dtype) if bias else None
     if kind == "float":
         return Matrix(jnp.asarray(draws.standard_normal((outputs, inputs)), dtype), bias=bias_O)
     if kind == "int8":
         values = jnp.asarray(draws.integers(-127, 128, (outputs, inputs)), jnp.int8)
         return Matrix(values, jnp.asarray(draws.random(outputs) / 50, jnp.float32), bias=bias_O)
+    if kind in FP8:
+        values = jnp.asarray(draws.standard_normal((outputs, inputs)) * 2, jnp.float8_e4m3fn)
+        sizes = (-(-outputs // 128), -(-inputs // 128)) if kind == "fp8" else (outputs,)
+        return Matrix(values, jnp.asarray(draws.random(sizes) / 2, jnp.float32), bias=bias_O)
     bits, J, zeros = kind
     Q = -(-inputs // J)
     scale = jnp.asarray(draws.random((Q, outputs)) * 2**-bits, F16)
@@ -24,3 +32,15 @@ def matrix(draws, kind, outputs, inputs, dtype, bias):
     values = jnp.asarray(draws.integers(0, 256, (Q, J // 2, outputs)), jnp.uint8)
     zero = jnp.asarray(draws.integers(0, 16, (Q, outputs)), jnp.uint8) if zeros else None
     return Matrix(values, scale, zero, bias_O)
+
+
+def quantized_experts(layer, quantize, group):
+    """The layer with its experts' matrices in int8 or int4, in groups of this size."""
+
+    def quantized(x_XOI):
+        return jax.device_put(quantized_stack([*np.asarray(x_XOI, np.float32)], "", quantize, group))
+
+    experts = layer["experts"]
+    return layer | {
+        "experts": {name: leaf | {"weight": quantized(leaf["weight"])} for name, leaf in experts.items()}
+    }

@@ -19,7 +19,14 @@ from ..families.conversion import TensorOfLeaves
 from ..families.skipped_tensors import text_name
 from ..weights.grouped_weight import GroupedWeight
 from .compressed_tensors_packing import packed_tensors
-from .fp8_format import FLOAT8, SCALE_TYPES, is_of_activations, read_float8, scale_layout, scaled_numbers
+from .fp8_format import (
+    FLOAT8,
+    SCALE_TYPES,
+    float8_tensor,
+    is_of_activations,
+    scale_layout,
+    scaled_numbers,
+)
 from .mxfp4_format import mxfp4_tensor
 from .nvfp4_format import number_spec, nvfp4_specs, nvfp4_tensor
 from .scaled_tensor import MatrixFormat, Read, ScaledTensor, check_groups, group_of_inputs, read_bytes
@@ -139,7 +146,7 @@ class CompressedTensorsFormat(MatrixFormat):
             return mxfp4_tensor(name, shape, tensors[f"{name}_packed"], scale)
         layout = scale_layout(scale.shape, shape, scheme.block)
         if scheme.is_float:
-            return ScaledTensor(scaled_numbers(name, shape, read_float8(tensors[name]), scale, layout), shape)
+            return float8_tensor(name, shape, tensors[name], scale, layout)
         is_packed = scheme.format == _PACKED_INT
         table = _PACKED[scheme.bits] if is_packed else _INT8
         read = read_bytes(tensors[f"{name}_packed" if is_packed else name], table)

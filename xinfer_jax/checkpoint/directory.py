@@ -15,7 +15,7 @@ from ..weights.quantization import check_quantize
 from .embedding_modules import EmbeddingModules, read_embedding_modules
 from .files import file_exists, read_json
 from .other_formats import describe_files
-from .quantized_formats import quantization_settings, stored_format
+from .quantized_formats import KEEP_FP8, quantization_settings, stored_format
 from .scaled_tensor import MatrixFormat
 from .tensors import QuantizedFormat, open_tensors
 from .text_tensors import text_tensors
@@ -55,9 +55,12 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
     found = stored_format(stored_settings, path, quantize, dequantize)
     quant_format = found if isinstance(found, QuantizedFormat) else None
     matrix_format = found if isinstance(found, MatrixFormat) else None
-    stay = quant_format or matrix_format and matrix_format.stays_quantized and not dequantize
+    keeps = matrix_format and (quantize == KEEP_FP8 or matrix_format.stays_quantized and not dequantize)
+    stay = quant_format or keeps
     kept = found.method if found and stay else None
-    check_quantize(config, quant_format.method if quant_format else quantize)
+    check_quantize(
+        config, quant_format.method if quant_format else None if quantize == KEEP_FP8 else quantize
+    )
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
     check_generation_config(generation, config.vocab_size)

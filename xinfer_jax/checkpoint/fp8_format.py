@@ -5,11 +5,14 @@ X.weight, or X of all experts, has a type of 8 bits; the scale is X.weight_scale
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ..families.conversion import TensorOfLeaves, itself
+from ..weights.fp8_weight import Fp8Weight
 from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, read_bytes, read_rows
 from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec
 
@@ -46,7 +49,18 @@ class Fp8Format(MatrixFormat):
     def open(self, name: str, shape: Shape, tensors: Tensors) -> ScaledTensor:
         scale = tensors[_scale_name(name, tensors)]
         layout = scale_layout(scale.shape, shape, self.block, self.has_block)
-        return ScaledTensor(scaled_numbers(name, shape, read_float8(tensors[name]), scale, layout), shape)
+        return float8_tensor(name, shape, tensors[name], scale, layout)
+
+    def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
+        tensors = {}
+        for name, leaf in leaves.items():
+            is_known = self.method == "fp8" and isinstance(leaf, Fp8Weight) and len(leaf.shape) == 2
+            if not is_known or self.has_block and not leaf.has_blocks:
+                raise self.misfit(name)
+            scale = f"{name}_scale{'_inv' if leaf.has_blocks else ''}"
+            for stored, array in ((name, leaf.values), (scale, leaf.scale)):
+                tensors[stored] = TensorOfLeaves(array.shape, array.dtype, partial(itself, array))
+        return tensors
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         return is_of_activations(name)
@@ -64,6 +78,15 @@ def _scale_name(name: str, tensors: Tensors) -> str:
 def read_float8(stored: StoredTensor) -> Read:
     """Returns a reader of numbers in FP8, float32."""
     return read_bytes(stored, _TABLES[stored.type])
+
+
+def float8_tensor(
+    name: str, shape: Shape, stored: StoredTensor, scale: StoredTensor, layout: Any
+) -> ScaledTensor:
+    """Returns a matrix, or those of experts, in FP8. layout: as in `scaled_numbers`."""
+    kept = stored if stored.type == "F8_E4M3" else None
+    numbers = scaled_numbers(name, shape, read_float8(stored), scale, layout, fp8=kept)
+    return ScaledTensor(numbers, shape)
 
 
 def scaled_numbers(

@@ -1,4 +1,4 @@
-"""Quantized matrices of a file that stay as they are stored: leaves in int8, int4 and MXFP4, to the bit.
+"""Quantized matrices of a file that stay as they are stored: leaves in int8, int4, MXFP4 and FP8, to the bit.
 
 In int8 with a scale for each output, activations keep 15 bits on a CPU. As one group of inputs they stay
 floats there, at 1.3 times the time of a row; GPUs and TPUs have kernels for the former alone.
@@ -17,6 +17,7 @@ import kernels_pallas
 
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
+from ..weights.fp8_weight import FP8_BLOCK, Fp8Weight, fp8_struct
 from ..weights.grouped_weight import GroupedWeight, grouped_struct, pack_int4
 from ..weights.int8_weight import Int8Weight
 from ..weights.mxfp4 import BYTES, GROUP, Mxfp4Weight, mxfp4_struct
@@ -37,12 +38,15 @@ class KeptForm(NamedTuple):
     scale: Any = np.float32  # the type of scales
     order: np.ndarray | None = None  # the inputs of each group
     has_offsets: bool = False
+    has_blocks: bool = False  # of FP8
 
     def struct(self, shape: Shape) -> Any:
         """Shapes and types of a leaf, or of a part of one."""
         (*experts, outputs, inputs) = shape
         if self.kind is Mxfp4Weight:
             return mxfp4_struct(shape)
+        if self.kind is Fp8Weight:
+            return fp8_struct(shape, self.has_blocks)
         struct: Any = jax.ShapeDtypeStruct
         leaf: Any = Int8Weight(struct((outputs, inputs), np.int8), struct((outputs,), np.float32))
         if self.kind is GroupedWeight:
@@ -53,15 +57,19 @@ class KeptForm(NamedTuple):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*experts, *x.shape), x.dtype), leaf)
 
 
-def kept_form(shape: Shape, parts: Sequence[Any], devices: int = 1) -> KeptForm | None:
+def kept_form(
+    shape: Shape, parts: Sequence[Any], devices: int = 1, keeps_fp8: bool = False
+) -> KeptForm | None:
     """Returns the form in which the tensors of a matrix, or of experts, stay; None: they are read as floats.
 
-    devices: over which the inputs are divided.
+    devices: over which the inputs are divided; keeps_fp8: so do those in FP8.
     """
     if not all(isinstance(part, ScaledTensor) for part in parts):
         return None
     numbers = [part.numbers for part in parts]
     inputs = shape[-1]
+    if all(x.fp8 for x in numbers):
+        return _fp8_form(shape, parts) if keeps_fp8 else None
     if all(x.mxfp4 for x in numbers):
         return KeptForm(Mxfp4Weight, _fill_mxfp4) if inputs % GROUP == 0 else None
     fields = ("group_of", "zeros", "offsets")
@@ -84,6 +92,22 @@ def kept_form(shape: Shape, parts: Sequence[Any], devices: int = 1) -> KeptForm 
     scale = np.float16 if all(x.has_float16_scales for x in numbers) else np.float32
     order = None if is_natural else np.argsort(numbers[0].group_of, kind="stable").astype(np.int32)  # type: ignore
     return KeptForm(GroupedWeight, _fill_groups, bits, J, scale, order, not has_no_offsets)
+
+
+def _fp8_form(shape: Shape, parts: Sequence[ScaledTensor]) -> KeptForm | None:
+    """The form of matrices with a scale for blocks that are those of the leaf, or for each output."""
+
+    def keeps_blocks(part: ScaledTensor) -> bool:
+        starts = (part.first_row % part.numbers.shape[0] % FP8_BLOCK, part.first_column % FP8_BLOCK)
+        is_whole = part.shape[0] == shape[-2] or part.shape[0] % FP8_BLOCK == 0
+        return (
+            part.numbers.block == (FP8_BLOCK, FP8_BLOCK) and starts == (0, 0) and part.step == 1 and is_whole
+        )
+
+    if all(map(keeps_blocks, parts)):
+        return KeptForm(Fp8Weight, _fill_fp8, has_blocks=True)
+    is_by_output = all(part.numbers.block[1] >= part.numbers.shape[1] for part in parts)
+    return KeptForm(Fp8Weight, _fill_fp8) if is_by_output else None
 
 
 def read_kept(shape: Shape, parts: Sequence[Any], form: KeptForm) -> Any:
@@ -112,6 +136,24 @@ def _fill_mxfp4(leaf: Any, form: KeptForm, part: ScaledTensor, first: int, at: s
     to = slice(first + at.start, first + at.stop)
     leaf.values[..., to] = values_OY.reshape(-1, Q, BYTES).transpose(1, 2, 0)
     leaf.scale[:, to] = scales.slice_axis(1, group, Q)[rows][:: part.step].T
+
+
+def _fill_fp8(leaf: Any, form: KeptForm, part: ScaledTensor, first: int, at: slice) -> None:
+    rows = part.rows(at)
+    to = np.arange(first + at.start, first + at.stop)
+    inputs = part.shape[1]
+    stored = flat_bytes(part.numbers.fp8)  # type: ignore[arg-type]
+    values_OI = stored.slice_axis(1, part.first_column, inputs)[rows][:: part.step]
+    if ((values_OI & 127) == 127).any():
+        raise InputError(f"{part.numbers.name} holds NaN: fetch the checkpoint again")
+    leaf.values[to] = values_OI.view(leaf.values.dtype)
+    columns = part.first_column + np.arange(0, inputs, FP8_BLOCK if form.has_blocks else inputs)
+    scale_OQ = part.numbers.finite_per_row(part.numbers.scales, rows, columns)[:: part.step]
+    if form.has_blocks:
+        is_first = to % FP8_BLOCK == 0
+        leaf.scale[to[is_first] // FP8_BLOCK] = scale_OQ[is_first]
+    else:
+        leaf.scale[to] = scale_OQ[:, 0]
 
 
 def _fill_int8(leaf: Any, form: KeptForm, part: ScaledTensor, first: int, at: slice) -> None:

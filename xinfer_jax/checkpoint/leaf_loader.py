@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..families.naming import FileSpec
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
+from ..weights.fp8_weight import FP8_BLOCK
 from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import (
     bits_of,
@@ -44,6 +45,7 @@ class LeafLoader:
     quantize: str | None
     quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
     keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
+    keeps_fp8: bool  # those in FP8 too
     mesh: Mesh | None
     int8_activations: bool  # of the matrices that are quantized; those in int8 have a scale per output
     rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
@@ -89,9 +91,12 @@ class LeafLoader:
         partition = leaf_partition(spec, self._num_devices)
         parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
         stored = spec.tensor_parts(self.tensors)
-        return (
-            gguf_form(stored) if isinstance(stored[0], GgufTensor) else kept_form(spec.shape, stored, parts)
-        )
+        if isinstance(stored[0], GgufTensor):
+            return gguf_form(stored)
+        form = kept_form(spec.shape, stored, parts, self.keeps_fp8)
+        is_whole = form is None or not form.has_blocks or len(spec.shape) > 2 or partition.num_parts == 1
+        part = partition.part_spec(spec).shape[partition.axis or 0]
+        return form if is_whole or part % FP8_BLOCK == 0 else None  # devices would cut blocks
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the

@@ -23,6 +23,7 @@ from ..ops.cpu import cpu_features
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
+from ..weights.fp8_weight import Fp8Weight
 from ..weights.hadamard import can_rotate, tensor_rotations
 from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
@@ -35,6 +36,7 @@ from .files import BUNDLED, checkpoint_path, is_gguf
 from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
 from .own_format import OwnFormat
+from .quantized_formats import KEEP_FP8, no_fp8
 from .scaled_tensor import MatrixFormat, quantized_shapes
 from .tensors import Shape, Tensors, TensorSpec
 from .text_tensors import other_tensors, warn_of_other_tensors
@@ -126,11 +128,13 @@ def load_model(
         path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), a hub
             name owner/name, or a GGUF file; None: the bundled checkpoint. Quantized matrices stay as they are
             stored where a leaf has that form: GGUF, AWQ, GPTQ, BitNet, MLX, MXFP4, whole numbers of
-            compressed-tensors. Those in FP8 and NVFP4 become floats on every device.
+            compressed-tensors. Those in FP8 and NVFP4 become floats on every device, unless FP8 is asked for.
         dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16;
             of FP8 and NVFP4 bfloat16.
-        quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; None: they
-            are not.
+        quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; "fp8": those
+            of a checkpoint in FP8 (E4M3; a scale for a matrix, an output, or 128 × 128 numbers) stay as they
+            are stored, and others of it, or whose blocks a mesh cuts, are as without quantize; None: they are
+            not.
         mesh: parameters, and arrays computed from them, are sharded over its axis "model" (`shardings`); each
             process reads only what its devices hold. Where it has more devices than the model has key/value
             heads, the heads are repeated, also in the config.
@@ -162,9 +166,12 @@ def open_checkpoint(
     start = time.perf_counter()
     given_dtype = dtype
     dtype = resolve_dtype(dtype)
-    check_quantize_method(quantize)
+    keeps_fp8 = quantize == KEEP_FP8
+    check_quantize_method(None if keeps_fp8 else quantize)
     check_activations(activations, quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_path(path_or_repo_id)
+    if keeps_fp8 and is_gguf(path):
+        raise no_fp8(path)
     open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
     opened = open_files(path, quantize, dequantize)
     config = opened.config
@@ -188,9 +195,13 @@ def open_checkpoint(
     if opened.embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
-    method = quantize, quant_format, bool(opened.kept)
+    method = None if keeps_fp8 else quantize, quant_format, bool(opened.kept), keeps_fp8
     loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations), rotations)
     structs, read = _open_params(path, config_of_files, loader, matrix_format)
+    if keeps_fp8 and not any(
+        isinstance(x, Fp8Weight) for x in jax.tree.leaves(structs, is_leaf=is_quantized)
+    ):
+        raise no_fp8(path)
     dtype_name = opened.kept or quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
+from ..weights.fp8_weight import Fp8Weight
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.hadamard import input_block_width
 from ..weights.int8_weight import Int8Weight
@@ -68,6 +69,8 @@ class OwnFormat(QuantizedFormat):
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
         tensors = {}
         for name, leaf in leaves.items():
+            if isinstance(leaf, Fp8Weight):
+                raise InputError(f"{name}: FP8 is saved with the quantization_config of its checkpoint alone")
             if len(leaf.shape) > 2:
                 raise InputError(
                     f"{name}: experts in int8 or int4 cannot be saved: save the float model, and load it with"

@@ -23,6 +23,7 @@ from .own_format import VERSIONS, OwnFormat, quantization_config
 from .scaled_tensor import MatrixFormat
 from .tensors import StoredFormat
 
+KEEP_FP8 = "fp8"  # as quantize
 _REMEDY = (
     "awq (gemm, 4 bits), gptq (4, 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
     " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
@@ -32,7 +33,11 @@ OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 Require = Callable[[bool, str], None]  # raises where a setting, by its name, is not supported
 # Of ModelOpt, whose tensors show which of them a matrix has.
 _MODELOPT = ("FP8", "FP8_PB_WO", "FP8_BLOCK_SCALES", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
-_WRITTEN_APART = (AwqGptqFormat, CompressedTensorsFormat)  # not where published files have matrices joined
+_WRITTEN_APART = (
+    AwqGptqFormat,
+    CompressedTensorsFormat,
+    Fp8Format,
+)  # not where published files have matrices joined
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 # The modules of gpt-oss that its files have as float numbers.
 _MXFP4_FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -47,6 +52,14 @@ def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
     if isinstance(mlx, Mapping) and "group_size" in mlx and config in (None, mlx):
         return {**mlx, "quant_method": MlxFormat.method}
     return config or None
+
+
+def no_fp8(path: Path) -> InputError:
+    """The error where quantize="fp8" does not suit a checkpoint."""
+    return InputError(
+        f"quantize={KEEP_FP8!r} keeps matrices in FP8 (E4M3) of a checkpoint, with a scale for a matrix,"
+        f" an output, or 128 × 128 numbers, without dequantize: {path} cannot be loaded so"
+    )
 
 
 def read_format(config: Any) -> StoredFormat | None:
@@ -74,12 +87,19 @@ def stored_format(config: Any, path: Path, quantize: str | None, dequantize: boo
     not supported, or the arguments of `load_model` do not suit it.
     """
     found = read_format(config)
+    if quantize == KEEP_FP8 and (dequantize or not isinstance(found, MatrixFormat)):
+        raise no_fp8(path)
     if dequantize and not isinstance(found, MatrixFormat):
         stored = found.method if found else "float numbers"
         raise InputError(
             f"dequantize is of quantized checkpoints of others, and {path} has {stored}: leave it out"
         )
-    if found and quantize and not dequantize and getattr(found, "stays_quantized", True):
+    if (
+        found
+        and quantize not in (None, KEEP_FP8)
+        and not dequantize
+        and getattr(found, "stays_quantized", True)
+    ):
         raise InputError(
             f"{path} is already quantized ({found.method}), and quantize={quantize!r} is asked for: load it"
             f" without quantize{', or with dequantize' if isinstance(found, MatrixFormat) else ''}"

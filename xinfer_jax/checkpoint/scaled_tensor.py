@@ -34,6 +34,7 @@ class ScaledNumbers:
     # How it can stay as it is: whole numbers of so many bits, and whether scales are float16; 0: as floats.
     bits: int = 0
     has_float16_scales: bool = False
+    fp8: StoredTensor | None = None  # its bytes, if it is E4M3
     mxfp4: tuple[StoredTensor, StoredTensor] | None = None  # its bytes, if it is MXFP4: numbers and scales
 
     def floats(self, rows: slice, columns: slice) -> np.ndarray:

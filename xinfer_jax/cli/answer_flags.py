@@ -47,8 +47,10 @@ def define_model(parser: FlagParser) -> None:
         "float32", "bfloat16", "float16",
     )  # fmt: skip
     parser.add_choice(
-        "quantize", "int8 or int4: weights in fewer bytes. Default: as --dtype says.", "int8", "int4"
-    )
+        "quantize",
+        "int8 or int4: weights in fewer bytes; fp8: a file in FP8 stays so. Default: as --dtype says.",
+        "int8", "int4", "fp8",
+    )  # fmt: skip
     parser.add_switch(
         "dequantize", "Matrices of a quantized checkpoint become numbers of --dtype, or of --quantize."
     )

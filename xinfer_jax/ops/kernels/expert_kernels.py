@@ -11,6 +11,7 @@ from kernels_pallas.reference_products import Matrix
 from ...config.model_config import ModelConfig
 from ...model.experts import swish
 from ...model.layers import activation
+from ...weights.fp8_weight import Fp8Weight
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
 from ...weights.mxfp4 import Mxfp4Weight
@@ -32,6 +33,8 @@ def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pall
 def _obstacle(weight: Any) -> str | None:
     """Why no kernel reads these matrices, or None."""
     if not is_quantized(weight) or isinstance(weight, Mxfp4Weight):
+        return None
+    if isinstance(weight, Fp8Weight):
         return None
     if not isinstance(weight, Int8Weight | GroupedWeight):
         return f"experts of the kind {type(weight).__name__}"

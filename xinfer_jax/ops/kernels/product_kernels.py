@@ -13,6 +13,7 @@ from kernels_pallas.reference_products import FEW_ROWS, Matrix, RowAdapters
 from ...model.layers import finish_products, products, rms_norm
 from ...sharding import abstract_mesh_of
 from ...weights.adapted_weight import AdaptedWeight
+from ...weights.fp8_weight import Fp8Weight
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
 from ...weights.params import Params
@@ -188,10 +189,12 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
     """Why a kernel does not take one matrix; None: it does. normed: x has a norm; several: x is that of other
     matrices too.
     """
-    if is_quantized(matrix) and not isinstance(matrix, Int8Weight | GroupedWeight):
+    if is_quantized(matrix) and not isinstance(matrix, Int8Weight | GroupedWeight | Fp8Weight):
         return _other_kind(matrix)
     if reason := kernels_pallas.support.too_large(getattr(matrix, "values", matrix)):
         return reason
+    if isinstance(matrix, Fp8Weight):
+        return None
     if isinstance(matrix, Int8Weight):
         return "a norm before int8 activations" if normed and matrix.int8_activations else None
     if isinstance(matrix, GroupedWeight):
@@ -206,7 +209,7 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
 
 def _layout(matrix: Any) -> tuple[Any, ...]:
     values = getattr(matrix, "values", matrix)
-    return values.shape, values.dtype
+    return values.shape, values.dtype, getattr(matrix, "has_blocks", False)
 
 
 def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -> list[jax.Array]:
@@ -233,7 +236,7 @@ def _matrix(leaf: Params, B: int, M: int) -> Matrix:
         adapter_B = jnp.zeros(B, jnp.int32) if weight.adapter_B is None else weight.adapter_B
         adapters = RowAdapters(weight.lora_a, weight.lora_b, jnp.repeat(adapter_B, M // B), weight.scale)
         return _matrix(leaf | {"weight": weight.base}, B, M)._replace(adapters=adapters)
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, Int8Weight | Fp8Weight):
         return Matrix(weight.values, weight.scale, None, bias)
     if isinstance(weight, GroupedWeight):
         return Matrix(weight.values, weight.scale, weight.zero, bias)

@@ -1,0 +1,89 @@
+"""Files in FP8 whose matrices stay as they are stored: quantize="fp8"."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+from quick import full_except
+from scaled_checkpoints import BF16, checkpoint, compressed, fp8, fp8_settings, write
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.weights.fp8_weight import Fp8Weight
+from xinfer_jax.weights.quantized_weight import is_quantized
+
+pytestmark = pytest.mark.oldest
+
+HF = tiny.UNTIED | dict(hidden_size=160, intermediate_size=200, num_hidden_layers=1, head_dim=16)
+BLOCKS = fp8_settings([128, 128]), fp8((128, 128))
+CASES = {
+    "blocks": BLOCKS,
+    "tensor": (fp8_settings(), fp8()),
+    "rows": (fp8_settings(), fp8("row", end="_scale", scale_dtype=BF16)),
+    "modelopt": (dict(quant_method="modelopt", quant_algo="FP8"), fp8(end="_scale")),
+    "compressed-tensors": (compressed("float-quantized", 8, kind="float"), fp8("row", end="_scale")),
+}
+
+
+def leaves_of(params):
+    return jax.tree.leaves(params, is_leaf=is_quantized)
+
+
+def check_same(model, wanted):
+    """Every leaf, to the bit, dequantized."""
+    kept = 0
+    for leaf, x in zip(leaves_of(model.params), jax.tree.leaves(wanted.params), strict=True):
+        if is_quantized(leaf):
+            assert isinstance(leaf, Fp8Weight)
+            kept += 1
+            leaf = (jax.vmap(Fp8Weight.dequantize) if leaf.values.ndim > 2 else Fp8Weight.dequantize)(leaf)
+        np.testing.assert_array_equal(leaf, x)
+    return kept
+
+
+@pytest.mark.parametrize("name", full_except(["blocks"], CASES))
+def test_matrices_stay_as_they_are_stored(tmp_path, name):
+    path, equal = checkpoint(tmp_path / "a", HF, *CASES[name])
+    opened = open_checkpoint(path, "float32", "fp8")
+    tiny.assert_same_shapes(opened)
+    model = opened.read()
+    wanted = xj.load_model(write(tmp_path / "b", HF, equal), "float32")
+    assert check_same(model, wanted) == 7 and model.load_stats.dtype in ("fp8", name)
+    tokens = jnp.arange(1, 25).reshape(2, 12)
+    got, want = (
+        jax.jit(xj.forward, static_argnums=1)(x.params, x.config, tokens)[0] for x in (model, wanted)
+    )
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    if name in ("modelopt", "compressed-tensors"):
+        with pytest.raises(xj.InputError, match="cannot be written in the format"):
+            xj.save_model(tmp_path / "c", model.params, model.config, like=path)
+    else:
+        xj.save_model(tmp_path / "c", model.params, model.config, like=path)
+        again = xj.load_model(tmp_path / "c", "float32", "fp8")
+        jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step"])
+def test_experts_stay_and_parts_that_blocks_cross_become_floats(tmp_path, name):
+    hf = cases.CASES[name].hf
+    path, equal = checkpoint(tmp_path / "a", hf, *BLOCKS, name != "moe-defaults")
+    model = xj.load_model(path, "float32", "fp8")
+    check_same(model, xj.load_model(write(tmp_path / "b", hf, equal), "float32"))
+    experts = [leaf for leaf in leaves_of(model.params) if len(leaf.shape) > 2 and is_quantized(leaf)]
+    assert experts
+    tokens = [[1, 2, 3]]
+    xj.generate(model.params, model.config, tokens, xj.GenerateOptions(2))
+
+
+def test_what_cannot_stay(tmp_path):
+    path, _ = checkpoint(tmp_path / "a", HF, *BLOCKS)
+    odd, _ = checkpoint(tmp_path / "b", HF, fp8_settings([24, 40]), fp8((24, 40)))
+    floats = write(tmp_path / "c", HF, {})
+    for files, given in ((path, dict(dequantize=True)), (odd, {}), (floats, {})):
+        with pytest.raises(xj.InputError, match="quantize='fp8' keeps matrices in FP8"):
+            open_checkpoint(files, quantize="fp8", **given)
+    with pytest.raises(xj.InputError, match="activations='int8' needs"):
+        open_checkpoint(path, quantize="fp8", activations="int8")

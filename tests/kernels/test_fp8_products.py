@@ -1,0 +1,74 @@
+"""Matrices in FP8: the product kernel against its reference in Pallas's interpreter, and the numbers of its
+instructions.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from random_matrices import FP8, matrix
+
+from kernels_pallas import reference_products, triton
+from kernels_pallas.triton import fp8
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_moved_bits_are_the_number_times_a_power_of_two(dtype):
+    """Of every byte but NaN, as the kernel's instructions move them."""
+    shift, inverse, _ = fp8._FORMS[dtype]
+    byte = np.delete(np.arange(256), [127, 255])
+    high = (byte << 8).astype(np.uint16)
+    moved = ((high & 0x7F00) >> shift | high & 0x8000).view(dtype).astype(np.float64)
+    factor = np.uint16(int(inverse, 16) & 0xFFFF).view(dtype).astype(np.float64)
+    want = byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_array_equal(moved * factor, want)
+    assert int(inverse, 16) >> 16 == int(inverse, 16) & 0xFFFF
+
+
+def check(seed, rows, inputs, outputs, kind, dtype, options):
+    draws = np.random.default_rng(seed)
+    kinds = [kind] * len(outputs)
+    matrices = [
+        matrix(draws, kind, size, inputs, dtype, True) for kind, size in zip(kinds, outputs, strict=True)
+    ]
+    x_MI = jnp.asarray(draws.standard_normal((rows, inputs)) / 4, dtype)
+    norm_I = jnp.asarray(draws.standard_normal(inputs), dtype) if "eps" in options else None
+    args = (x_MI, matrices, norm_I)
+    got = jax.jit(partial(triton.product, **options, interpret=True))(*args)
+    for have, need in zip(got, reference_products.product(*args, **options), strict=True):
+        have, need = (np.asarray(y, np.float64) for y in (have, need))
+        limit = 2**-7 * np.linalg.norm(need, axis=-1)
+        assert (np.linalg.norm(have - need, axis=-1) <= limit).all(), seed
+
+
+@pytest.mark.full
+def test_gate_and_up_with_a_norm():
+    check(0, 3, 300, (200, 200), "fp8", "bfloat16", dict(eps=1e-6, activation="silu"))
+
+
+@pytest.mark.full
+def test_random_shapes(request):
+    """100 with `--soak`. Errors are those of many outputs: in one alone terms may cancel."""
+    for seed in range(100 if request.config.getoption("soak") else 4):
+        draws = np.random.default_rng(seed)
+        rows = int(draws.choice([1, 8, 20, 40, 64, 130]))
+        dtype = str(draws.choice(["bfloat16", "float16"]))
+        outputs = tuple(int(n) for n in draws.integers(16, 300, draws.integers(1, 4)))
+        normed = rows <= 64 and dtype == "bfloat16" and draws.integers(2)
+        check(
+            seed,
+            rows,
+            int(draws.integers(1, 700)),
+            outputs,
+            FP8[seed % 2],
+            dtype,
+            dict(eps=1e-6) if normed else {},
+        )

@@ -1,0 +1,70 @@
+"""Matrices in FP8 (E4M3), the bytes of a checkpoint, and their products with activations of 16 or 32 bits."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.reference_products import FP8_BLOCK as FP8_BLOCK, spread_blocks
+
+from ..ops.cpu.cpu_products import tiled_product
+from ..ops.product import dot
+from .quantized_weight import QuantizedWeight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fp8Weight(QuantizedWeight):
+    """A matrix [O, I] as `values * scale`, with a scale per output or for each 128 × 128 numbers."""
+
+    values: jax.Array  # float8_e4m3fn [O, I], without NaN
+    scale: jax.Array  # float32 [O], or [⌈O/128⌉, ⌈I/128⌉]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a scale is for a block; False: for an output."""
+        return self.scale.ndim == self.values.ndim
+
+    @property
+    def group(self) -> int:
+        """Inputs that stay on one device."""
+        return FP8_BLOCK if self.has_blocks else 1
+
+    def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
+        return {"values": axes, "scale": axes if self.has_blocks else axes[:-1]}
+
+    def dequantize(self) -> jax.Array:
+        scale = spread_blocks(self.scale, *self.shape) if self.has_blocks else self.scale[:, None]
+        return self.values.astype(jnp.float32) * scale
+
+    def rows(self, index: jax.Array) -> jax.Array:
+        at = index.reshape(-1)
+        rows = self.values[at].astype(jnp.float32)
+        if self.has_blocks:
+            rows *= jnp.repeat(self.scale[at // FP8_BLOCK], FP8_BLOCK, -1)[:, : rows.shape[-1]]
+        else:
+            rows *= self.scale[at][:, None]
+        return rows.reshape(*index.shape, -1)
+
+    def cpu_product(self, x_MI: jax.Array) -> jax.Array:
+        x_MI = x_MI.astype(jnp.float32)
+
+        def multiply_tile(first: jax.Array, size: int, weight: Fp8Weight) -> jax.Array:  # [M, size]
+            start = jnp.clip(first, 0, weight.shape[0] - size)
+            return dot(x_MI, weight.rows(start + jnp.arange(size)))
+
+        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.shape[1], self)
+
+
+def fp8_struct(shape: tuple[int, ...], has_blocks: bool) -> Fp8Weight:
+    """Returns the leaf of matrices [..., O, I] with `jax.ShapeDtypeStruct` instead of arrays."""
+    (*experts, outputs, inputs) = shape
+    struct: Any = jax.ShapeDtypeStruct
+    blocks = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK)) if has_blocks else (outputs,)
+    return Fp8Weight(struct(shape, jnp.float8_e4m3fn), struct((*experts, *blocks), np.float32))
