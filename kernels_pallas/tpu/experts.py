@@ -12,8 +12,7 @@ down. The last part may reach beyond a matrix. What lies there may be anything: 
 to zero, or that nobody reads.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,29 +27,23 @@ from ..key_layouts import LANES
 from ..mxfp4 import Mxfp4
 from ..reference import gated
 from ..reference_products import Matrix
+from .expert_blocks import (
+    ExpertSettings,
+    at_down,
+    at_gate,
+    expert_settings,
+    of_expert,
+    of_groups,
+    of_rows,
+    repeats,
+    shares_groups,
+)
 from .expert_tiles import block_tokens, experts_of_few, tiles_of_blocks
 from .matrices import Form
 from .parts import dot, emulator, keep_in_hbm
 
 _FEW_TOKENS = 64
-_EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
-_PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
 _LIMIT = 60 * 2**20
-
-
-class _Settings(NamedTuple):
-    """What is the same for every grid step."""
-
-    forms: tuple[Form, Form]  # of gate and up, and of down
-    widths: tuple[int, int]  # outputs of a part of them
-    parts: tuple[int, int]
-    activation: Callable
-    limit: float | None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether an expert is read at once."""
-        return self.parts == (1, 1)
 
 
 class _Refs(NamedTuple):
@@ -120,10 +113,10 @@ def _call(  # noqa: PLR0913
     their blocks. rows: of a tile; None: those of a block.
     """
     D = x_MD.shape[1]
-    settings = _settings(x_MD.dtype, rows or block, matrices, activation, limit)
+    settings = expert_settings(x_MD.dtype, rows or block, matrices, activation, limit)
     scalars = [expert_T] if count_A is None else [expert_T, count_A]
     tiles = len(expert_T) // (len(x_MD) // block)
-    indices = [partial(index, settings, tiles) for index in (_at_gate, _at_gate, _at_down)]
+    indices = [partial(index, settings, tiles) for index in (at_gate, at_gate, at_down)]
     arrays = []
     row_arrays = []
     specs = []
@@ -133,12 +126,12 @@ def _call(  # noqa: PLR0913
         width = settings.widths[n // 2]
         arrays.append(form.arrays(matrix))
         row_arrays.append((matrix.scale if form.kind == "int8" else None, bias))
-        of_one = [_of_expert(*shape, index) for shape in form.tile_shapes(width)]
-        if _shares_groups(form):
+        of_one = [of_expert(*shape, index) for shape in form.tile_shapes(width)]
+        if shares_groups(form):
             arrays[-1][1:] = [jnp.swapaxes(x, 0, 1) for x in arrays[-1][1:]]
-            of_one[1:] = [_of_groups(x, width, index) for x in arrays[-1][1:]]
+            of_one[1:] = [of_groups(x, width, index) for x in arrays[-1][1:]]
         specs.append(of_one)
-        row_specs.append(jax.tree.map(partial(_of_rows, width=width, index=index), row_arrays[-1]))
+        row_specs.append(jax.tree.map(partial(of_rows, width=width, index=index), row_arrays[-1]))
     of_block = pl.BlockSpec((block, D), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
     columns = [width * parts for width, parts in zip(settings.widths, settings.parts, strict=True)]
     out_spec = pl.BlockSpec((block, columns[1]), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
@@ -173,110 +166,7 @@ def _call(  # noqa: PLR0913
     return out_MD[:, :D]
 
 
-def _settings(dtype: Any, rows: int, matrices, activation, limit) -> _Settings:
-    forms = []
-    sizes = []
-    for matrix in (matrices[0], matrices[2]):
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), matrix)
-        forms.append(Form.of(one, dtype, rows))
-        sizes.append(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one)))
-    sizes[0] *= 2
-    if sum(sizes) <= _EXPERT_BYTES:
-        widths = [form.outputs for form in forms]
-    else:
-        widths = [_width(form.outputs, size) for form, size in zip(forms, sizes, strict=True)]
-    parts = [pl.cdiv(form.outputs, width) for form, width in zip(forms, widths, strict=True)]
-    return _Settings(tuple(forms), tuple(widths), tuple(parts), activation, limit)
-
-
-def _width(outputs: int, size: int) -> int:
-    """Outputs of a part, all or a multiple of 128: if possible a part of all."""
-    parts = pl.cdiv(size, _PART_BYTES)
-    most = LANES * pl.cdiv(outputs, LANES * parts)
-    if parts == 1 or most >= outputs:
-        return outputs
-    return next((w for w in range(most, most // 2, -LANES) if outputs % w == 0), most)
-
-
-# --- which blocks a grid step has ---------------------------------------------------------------------------
-
-
-def _at_gate(settings: _Settings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
-    """The expert and the part of gate and up. Those of the next tile are read during this one, so a tile that
-    computes nothing keeps the last.
-    """
-    expert = experts[b * tiles + t]
-    last = settings.parts[0] - 1
-    if last == 0:
-        return expert, 0
-    return expert, jnp.where(_is_idle(experts, counts, b, t, tiles), last, jnp.minimum(part, last))
-
-
-def _at_down(settings: _Settings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
-    """The expert and the part of down: while gate and up are computed still the last of the tile before."""
-    at = b * tiles + t
-    if settings.is_whole:
-        return experts[at], 0
-    first, count = settings.parts
-    is_before = (part < first) & (at > 0)
-    expert = experts[jnp.where(is_before, at - 1, at)]
-    is_last = _is_idle(experts, counts, b, t, tiles) | is_before
-    return expert, jnp.where(is_last, count - 1, jnp.maximum(part - first, 0))
-
-
-def _is_idle(experts, counts, b, t, tiles: int) -> Any:
-    """Whether a tile has no rows, or of few tokens the expert of the tile before."""
-    return _repeats(experts, t) if counts is None else t >= counts[b]
-
-
-def _repeats(experts, tile) -> Any:
-    return (tile > 0) & (experts[tile] == experts[jnp.maximum(tile - 1, 0)])
-
-
-def _of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of one expert; axis: of its outputs."""
-
-    def place(*at):
-        expert, part = index(*at)
-        return expert, *(part if n == axis else 0 for n in range(len(shape)))
-
-    return pl.BlockSpec((None, *shape), place)
-
-
-def _shares_groups(form: Form) -> bool:
-    """Whether XLA stores scales of groups with experts beside each other, since the groups of one fill no
-    tile of 8: a block has those of several, and is read once for all of these.
-    """
-    return form.has_groups and form.inputs // form.group % 8 > 0
-
-
-def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
-    Q, X, _ = numbers_QXO.shape
-    size = 32 // numbers_QXO.dtype.itemsize
-    mode = pl.Buffered(1) if X <= size else None  # it is read once
-
-    def place(*at):
-        expert, part = index(*at)
-        return 0, 0 if X <= size else lax.div(expert, size), part
-
-    return pl.BlockSpec((Q, size, width), place, pipeline_mode=mode)
-
-
-def _of_rows(rows_XO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of an array with a row for each expert, with some others beside it that fill a tile."""
-    size = 32 // rows_XO.dtype.itemsize
-
-    def place(*at):
-        expert, part = index(*at)
-        return lax.div(expert, size), part
-
-    return pl.BlockSpec((size, width), place)
-
-
-# --- the kernel ---------------------------------------------------------------------------------------------
-
-
-def _kernel(settings: _Settings, refs: _Refs) -> None:
+def _kernel(settings: ExpertSettings, refs: _Refs) -> None:
     block = pl.program_id(0)
     tile = pl.program_id(1)
     part = pl.program_id(2)
@@ -290,7 +180,7 @@ def _kernel(settings: _Settings, refs: _Refs) -> None:
             refs.x_rows[: len(refs.x)] = refs.x[...].astype(jnp.float32)
             settings.forms[0].prepare(refs.x_rows[...], refs.prepared[0])
 
-    @pl.when(jnp.logical_not(_repeats(refs.experts, tile)) if is_few else tile < refs.counts[block])
+    @pl.when(jnp.logical_not(repeats(refs.experts, tile)) if is_few else tile < refs.counts[block])
     def _compute() -> None:
         if not is_few:
             pl.when(part == 0)(partial(_take_rows, settings, refs))
@@ -305,25 +195,26 @@ def _kernel(settings: _Settings, refs: _Refs) -> None:
             pl.when(part >= first)(partial(phases[1], part - first))
 
 
-def _take_rows(settings: _Settings, refs: _Refs) -> None:
+def _take_rows(settings: ExpertSettings, refs: _Refs) -> None:
     """The tokens of a tile, of many."""
     _, token_ref, _ = refs.choices
     is_token_RM = lax.broadcasted_iota(jnp.int32, (token_ref.shape[1], len(refs.x)), 1) == token_ref[0]
     settings.forms[0].prepare(dot(is_token_RM.astype(refs.x.dtype), refs.x[...], 0), refs.prepared[0])
 
 
-def _gate_and_up(settings: _Settings, refs: _Refs, expert: Any, part: Any) -> None:
+def _gate_and_up(settings: ExpertSettings, refs: _Refs, expert: Any, part: Any) -> None:
     form = settings.forms[0]
     gate_RF, up_RF = (_product(form, refs, n, expert, refs.prepared[0], refs.groups[0]) for n in range(2))
     inner_RF = gated(gate_RF, up_RF, settings.activation, settings.limit)
-    width, count = settings.widths[0], settings.parts[0]
+    width = settings.widths[0]
+    count = settings.parts[0]
     if width * count > form.outputs:
         feature_RF = part * width + lax.broadcasted_iota(jnp.int32, inner_RF.shape, 1)
         inner_RF = jnp.where(feature_RF < form.outputs, inner_RF, 0)
     refs.inner[:, _columns(part, width, count)] = inner_RF
 
 
-def _down(settings: _Settings, refs: _Refs, expert: Any, part: Any) -> None:
+def _down(settings: ExpertSettings, refs: _Refs, expert: Any, part: Any) -> None:
     form = settings.forms[1]
 
     @pl.when(part == 0)
@@ -350,7 +241,7 @@ def _columns(part: Any, width: int, count: int) -> Any:
 
 def _product(form: Form, refs: _Refs, n: int, expert: Any, x: Sequence[Any], groups: Any) -> jax.Array:  # noqa: PLR0913
     """x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
-    read = {"read": partial(_read_groups, expert=expert)} if _shares_groups(form) else {}
+    read = {"read": partial(_read_groups, expert=expert)} if shares_groups(form) else {}
     y_RO = form.multiply(x, refs.matrices[n], groups, **read)
     scale_ref, bias_ref = refs.rows[n]
     if scale_ref is not None:

@@ -17,6 +17,7 @@ from test_kernels_experts import layer_of
 import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import Mxfp4, reference, tpu
+from kernels_pallas.tpu import expert_blocks
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
@@ -68,8 +69,8 @@ def case(draws, kind, tokens, choices, X, of_all, F, D, has_biases):  # noqa: PL
 
 def check(draws, monkeypatch, kind, *sizes, part_bytes):
     if part_bytes:
-        monkeypatch.setattr(tpu.experts, "_EXPERT_BYTES", part_bytes)
-        monkeypatch.setattr(tpu.experts, "_PART_BYTES", part_bytes)
+        monkeypatch.setattr(expert_blocks, "_EXPERT_BYTES", part_bytes)
+        monkeypatch.setattr(expert_blocks, "_PART_BYTES", part_bytes)
     args, options = case(draws, kind, *sizes)
     tokens = len(args[0])
     bad = draws.integers(tokens) if tokens > 1 else None

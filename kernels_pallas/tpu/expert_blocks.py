@@ -1,0 +1,128 @@
+"""What a grid step of a mixture of experts has on a TPU: parts of an expert's matrices, and their blocks."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ..key_layouts import LANES
+from .matrices import Form
+
+_EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
+_PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
+
+
+class ExpertSettings(NamedTuple):
+    """What is the same for every grid step."""
+
+    forms: tuple[Form, ...]  # of gate and up, and of down
+    widths: tuple[int, ...]  # outputs of a part of them
+    parts: tuple[int, ...]
+    activation: Callable
+    limit: float | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether an expert is read at once."""
+        return self.parts == (1, 1)
+
+
+def expert_settings(dtype: Any, rows: int, matrices, activation, limit) -> ExpertSettings:
+    forms = []
+    sizes = []
+    for matrix in (matrices[0], matrices[2]):
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), matrix)
+        forms.append(Form.of(one, dtype, rows))
+        sizes.append(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one)))
+    sizes[0] *= 2
+    if sum(sizes) <= _EXPERT_BYTES:
+        widths = [form.outputs for form in forms]
+    else:
+        widths = [_width(form.outputs, size) for form, size in zip(forms, sizes, strict=True)]
+    parts = [pl.cdiv(form.outputs, width) for form, width in zip(forms, widths, strict=True)]
+    return ExpertSettings(tuple(forms), tuple(widths), tuple(parts), activation, limit)
+
+
+def _width(outputs: int, size: int) -> int:
+    """Outputs of a part, all or a multiple of 128: if possible a part of all."""
+    parts = pl.cdiv(size, _PART_BYTES)
+    most = LANES * pl.cdiv(outputs, LANES * parts)
+    if parts == 1 or most >= outputs:
+        return outputs
+    return next((w for w in range(most, most // 2, -LANES) if outputs % w == 0), most)
+
+
+def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
+    """The expert and the part of gate and up. Those of the next tile are read during this one, so a tile that
+    computes nothing keeps the last.
+    """
+    expert = experts[b * tiles + t]
+    last = settings.parts[0] - 1
+    if last == 0:
+        return expert, 0
+    return expert, jnp.where(_is_idle(experts, counts, b, t, tiles), last, jnp.minimum(part, last))
+
+
+def at_down(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
+    """The expert and the part of down: while gate and up are computed still the last of the tile before."""
+    at = b * tiles + t
+    if settings.is_whole:
+        return experts[at], 0
+    first, count = settings.parts
+    is_before = (part < first) & (at > 0)
+    expert = experts[jnp.where(is_before, at - 1, at)]
+    is_last = _is_idle(experts, counts, b, t, tiles) | is_before
+    return expert, jnp.where(is_last, count - 1, jnp.maximum(part - first, 0))
+
+
+def _is_idle(experts, counts, b, t, tiles: int) -> Any:
+    """Whether a tile has no rows, or of few tokens the expert of the tile before."""
+    return repeats(experts, t) if counts is None else t >= counts[b]
+
+
+def repeats(experts, tile) -> Any:
+    return (tile > 0) & (experts[tile] == experts[jnp.maximum(tile - 1, 0)])
+
+
+def of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpec:
+    """Blocks of one expert; axis: of its outputs."""
+
+    def block_index(*at):
+        expert, part = index(*at)
+        return expert, *(part if n == axis else 0 for n in range(len(shape)))
+
+    return pl.BlockSpec((None, *shape), block_index)
+
+
+def shares_groups(form: Form) -> bool:
+    """Whether XLA stores scales of groups with experts beside each other, since the groups of one fill no
+    tile of 8: a block has those of several, and is read once for all of these.
+    """
+    return form.has_groups and form.inputs // form.group % 8 > 0
+
+
+def of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
+    Q, X, _ = numbers_QXO.shape
+    size = 32 // numbers_QXO.dtype.itemsize
+    mode = pl.Buffered(1) if X <= size else None  # it is read once
+
+    def block_index(*at):
+        expert, part = index(*at)
+        return 0, 0 if X <= size else lax.div(expert, size), part
+
+    return pl.BlockSpec((Q, size, width), block_index, pipeline_mode=mode)
+
+
+def of_rows(rows_XO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
+    """Blocks of an array with a row for each expert, with some others beside it that fill a tile."""
+    size = 32 // rows_XO.dtype.itemsize
+
+    def block_index(*at):
+        expert, part = index(*at)
+        return lax.div(expert, size), part
+
+    return pl.BlockSpec((size, width), block_index)
