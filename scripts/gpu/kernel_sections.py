@@ -326,12 +326,14 @@ def layouts(plan: SimpleNamespace) -> Iterator[Case]:
 
     on_tpu = plan.platform == "tpu"
     triton = emulated(plan) or "triton"
-    widths = (64,) if plan.tiny else (64, 128, 256) if on_tpu else (64, 128)
+    widths = (64,) if plan.tiny else (64, 128, 256, 512) if on_tpu else (64, 128, 512)
     for keys in ("rows", "pages", "ring", "int8") if on_tpu else ("pages", "ring", "int8", "int4"):
         impls = [emulated(plan) or "tpu"] if on_tpu else [triton]
         if not (on_tpu or plan.tiny or keys.startswith("int")):
             impls.append("mosaic")
         for impl, width, T in itertools.product(impls, widths, (2,) if plan.tiny else (1, 5, 17, 300)):
+            if impl == "mosaic" and width > 256:
+                continue
             name = f"{keys} {width}, {T} queries"
             yield case(f"attention {name}", impl, attention_error, keys, width, T)
             if on_tpu and T <= 17:

@@ -93,7 +93,7 @@ def test_attention_of_any_shape(impl, request):
 
 def check_append(impl, draws, dtype, bits):
     K, group, B, T = draws.randint(1, 4), draws.randint(1, 5), draws.randint(1, 4), draws.randint(1, 24)
-    slots, pages = (64, draws.randint(1, 4)) if draws.randint(2) else (64 * draws.randint(1, 3), 0)
+    slots, pages = (PAGE, draws.randint(1, 4)) if draws.randint(2) else (PAGE * draws.randint(1, 5), 0)
     P = 1 + B * pages if pages else B
     normal = lambda *shape: jnp.asarray(draws.standard_normal(shape), dtype)  # noqa: E731
     new = [normal(B, T, heads, WIDTH) for heads in (K * group, K, K)]
@@ -106,7 +106,7 @@ def check_append(impl, draws, dtype, bits):
     options = dict(capacity=most)
     if pages:
         options["table_BP"] = draws.permutation(np.arange(1, P)).reshape(B, pages).astype(np.int32)
-    elif draws.randint(2):
+    elif slots == 4 * PAGE:  # a ring has more than the tokens of a call
         options = dict(capacity=1000, ring=True)
         most = 3 * slots
     counts = (draws.randint(0, n, B).astype(np.int32) for n in (most, T + 1))
