@@ -169,17 +169,17 @@ def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
     full, keys, warps = (128, 64, 8) if width <= 128 else (64, 16, 8)
     if quantized and width <= 128:
         full, keys, warps = (64, 32, 8) if narrow else (32, 32, 8)
-    if width > 256:
-        full = 32
-        keys = 32 if rows > 16 and not quantized else 16
-    if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
+    is_float32 = jnp.dtype(dtype).itemsize == 4
+    if is_float32:  # not for tensor cores: products are unrolled into registers
         full, keys, warps = (32, 32, 8) if narrow else (32, 16, 8)
         if quantized:
             full, keys, warps = (32, 16, 8) if narrow else (16, 16, 8)
-        if width > 256:
-            full, keys, warps = 16, 16, 4 if rows > 256 else 8
+    if width > 256:
+        full = 16 if is_float32 else 32
+        keys = 16 if is_float32 or quantized or rows <= 16 else 32
+        warps = 4 if is_float32 and rows > 256 else 8
     rows = min(tile_size(rows), full)
-    if quantized and narrow and rows == 16 and jnp.dtype(dtype).itemsize == 2:
+    if quantized and narrow and rows == 16 and not is_float32:
         keys = 64  # more bytes in flight; with 32 rows some registers would spill
     wide = jnp.dtype(dtype).itemsize * width > 256
     return rows, keys, warps if rows == full or wide else 4
