@@ -36,7 +36,7 @@ def assert_near(got, want):
     assert (np.linalg.norm(got - want, axis=-1) <= limit * size).all()
 
 
-def shape_of_call(draws, seed):
+def shape_of_call(draws, seed, width):
     """Sizes and options of an attention call with draft tokens, of a prompt or of one token; some rows are
     empty.
     """
@@ -60,7 +60,7 @@ def shape_of_call(draws, seed):
     length = np.where(draws.randint(0, 4, B) == 0, 0, start + draws.randint(1, T + 1, B))
     if place != "ring":
         length = np.minimum(length, most)
-    return (int(T), int(K * group), int(K), slots, WIDTH, start, length), options
+    return (int(T), int(K * group), int(K), slots, width, start, length), options
 
 
 def check_attention(impl, dtype, sizes, options, bits=None):
@@ -84,11 +84,12 @@ def test_attention_of_one_token(impl):
 @pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
 def test_attention_of_any_shape(impl, request):
-    """100 random shapes with `--soak`; float32, bfloat16 and levels of 8 bits."""
+    """100 random shapes with `--soak`; float32, bfloat16 and levels of 8 bits; on GPUs also other widths."""
     draws = np.random.RandomState(7)
     for seed in range(100 if request.config.getoption("soak") else 2):
         bits = 8 if seed % 4 == 1 else None
-        check_attention(impl, F32 if seed % 4 == 0 else BF16, *shape_of_call(draws, seed), bits)
+        width = 320 if impl == "interpret" and seed % 5 == 4 else WIDTH
+        check_attention(impl, F32 if seed % 4 == 0 else BF16, *shape_of_call(draws, seed, width), bits)
 
 
 def check_append(impl, draws, dtype, bits):
@@ -176,9 +177,3 @@ def test_kernels_used_says_which_layers_have_another_one(capability, platform, i
         used = xj.kernels_used(params, GEMMA4, kv_dtype="bfloat16")
     for kernel in ("prefill_attention", "decode_attention"):
         assert used[kernel] == (impl, "here" if others is None else f"here; {others}")
-
-
-def test_wider_heads_have_no_kernel():
-    q, keys = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((2, 1, 4, 640), (2, 1, 64, 640)))
-    with pytest.raises(ValueError, match="head width 640 is above 512"):
-        kernels_pallas.select("decode_attention", "interpret", q, keys, keys)
