@@ -16,6 +16,7 @@ _TPU_IMPLS = ("tpu", "interpret_tpu")
 _OF_KEYS_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
 _ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts", "delta_step")
 _WIDTHS = (64, 128, 256)
+_WIDEST = 512  # of heads in attention
 _TPU_COPY_BYTES = 2**21
 _TPU_STATE_BYTES = 2**22  # of a row
 
@@ -106,8 +107,8 @@ def _unsupported_keys(
     if not isinstance(kv, SideBySide):
         return "TPU kernels read keys and values side by side"
     width = q.shape[-1]
-    if width not in _WIDTHS:
-        return f"head width {width} is not one of {', '.join(map(str, _WIDTHS))}"
+    if width not in (*_WIDTHS, _WIDEST):
+        return f"head width {width} is not one of {', '.join(map(str, (*_WIDTHS, _WIDEST)))}"
     if kv.values.shape[-1] != 2 * width:
         return f"keys and values of {kv.values.shape[-1]} numbers, not of two heads of width {width}"
     quantized = kv.scale is not None
@@ -201,8 +202,9 @@ def _unsupported_attention(
     if (reason := _unsupported_dtypes((q,) if quantized else (q, k, v))) is not None:
         return reason
     heads, width = q.shape[-2:]
-    if width > 256:
-        return f"head width {width} is above 256"
+    widest = 256 if impl == "mosaic" else _WIDEST
+    if width > widest:
+        return f"head width {width} is above {widest}"
     if width > 128 and (quantized and q.dtype == "float32" or key_bias is not None):
         return f"head width {width} is above 128, with quantized keys and float32 queries or a bias of keys"
     if impl != "mosaic":

@@ -34,8 +34,9 @@ def rope_append(  # noqa: PLR0913
     which XLA copies where it is used again. Of prompts XLA computes norms, RoPE and levels, before the
     kernel.
 
-    Arguments and results as in the reference, with a cache `SideBySide`. interpret: emulate a TPU on a CPU,
-    slowly, and raise where accesses to memory race.
+    Arguments and results as in the reference, with a cache `SideBySide`. T tokens may touch no tile of a ring
+    twice: its slots are T rounded up to 64 (int8: 128), and at least one such tile more. interpret: emulate a
+    TPU on a CPU, slowly, and raise where accesses to memory race.
     """
     assert v_PKSH is None
     S = kv_PKSX.values.shape[2]

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES, HeadNorms, SideBySide
-from .parts import Factors, emulator, keep_in_hbm, rotate_lanes, rotation_factors, to_levels
+from .parts import Factors, as_row, emulator, keep_in_hbm, rotate_lanes, rotation_factors, to_levels
 from .tiles import Tile, Tiling, Update, insert, make_tiling, scale_tile, select_type, update_tiles
 
 FEW_TOKENS = 17
@@ -58,8 +58,8 @@ def append_tokens(  # noqa: PLR0913
         inputs |= {name: _in_lanes(x) for name, x in zip(("cos", "sin"), angles, strict=True)}
     specs = [_block(x, settings) for x in inputs.values()]
     if norms is not None:
-        inputs |= {"q_norm": norms.q_H[None], "k_norm": norms.k_H[None]}
-        specs += [pl.BlockSpec((1, H), lambda i, *_: (0, 0))] * 2
+        inputs |= {"q_norm": norms.q_H, "k_norm": norms.k_H}
+        specs += [pl.BlockSpec(memory_space=pltpu.VMEM)] * 2
     scalars = {"start": start_B, "count": count_B}
     if table_BP is not None:
         scalars["table"] = table_BP.reshape(-1)
@@ -244,7 +244,7 @@ def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | Non
     for i in range(x_ref.shape[2] // W):
         x = x_ref[a, :, i * W : (i + 1) * W].astype(jnp.float32)
         if f"{name}_norm" in ref:
-            x = _norm(x, ref[f"{name}_norm"][...].astype(jnp.float32), settings, x_ref.dtype)
+            x = _norm(x, as_row(ref[f"{name}_norm"]), settings, x_ref.dtype)
         if factors is not None:
             x = rotate_lanes(x, factors, settings.pairs)
             x = x.astype(x_ref.dtype).astype(jnp.float32)

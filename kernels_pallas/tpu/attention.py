@@ -39,8 +39,8 @@ def prefill_attention(  # noqa: PLR0913
     """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
     q.
 
-    Arguments as in the reference, with keys and values `SideBySide`; q is float32 or bfloat16, H 64, 128 or
-    256. With a bias of keys S is a multiple of its stride. interpret: emulate a TPU on a CPU, slowly, and
+    Arguments as in the reference, with keys and values `SideBySide`; q is float32 or bfloat16, H 64, 128, 256
+    or 512. With a bias of keys S is a multiple of its stride. interpret: emulate a TPU on a CPU, slowly, and
     raise where accesses to memory race.
     """
     assert v_PKSH is None

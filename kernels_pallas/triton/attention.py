@@ -16,8 +16,9 @@ from .attention_kernel import Settings, attention_kernel
 from .merge import merge_splits
 from .parts import tile_size
 
-STAGES = 3  # of the loop over keys: loads run ahead of the products by two blocks
+STAGES = 3  # of the loop over keys: loads run ahead of the products by two blocks, if memory holds them
 _MOST_STAGES = 8
+_SHARED = 96 * 1024  # bytes of a tile of queries and of blocks of keys: RTX cards have 99 KB
 _NO_LIMIT = 2**31 - 1
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 _ENOUGH = 100  # programs that are not split: three quarters of these, nearly all 108 of an A100
@@ -33,7 +34,7 @@ def prefill_attention(  # noqa: PLR0913
     """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023), in the dtype of
     q.
 
-    Arguments as in the reference. Keys are in the dtype of q, or `Levels`; H is at most 256; a page and a
+    Arguments as in the reference. Keys are in the dtype of q, or `Levels`; H is at most 512; a page and a
     ring have a multiple of 64 slots. interpret: run on any device, slowly, by Pallas's interpreter.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
@@ -67,17 +68,15 @@ def decode_attention(  # noqa: PLR0913
             most = min(most, window + T - 2 + settings.keys)
         wanted = 1 if tiles >= _ENOUGH else pl.cdiv(PROGRAMS, tiles)
         splits = max(1, min(wanted, pl.cdiv(most, settings.keys)))
-    block = 2 * settings.keys * _vector_bytes(k_PKSH)
-    stages = min(max(STAGES, 1 + pl.cdiv(_IN_FLIGHT, block)), _MOST_STAGES)
+    ahead = pl.cdiv(_IN_FLIGHT, _block_bytes(k_PKSH, settings.keys))
+    stages = min(max(settings.stages, 1 + ahead), _MOST_STAGES)
     settings = settings._replace(splits=splits, stages=stages)
     return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings)
 
 
-def _vector_bytes(k: jax.Array | Levels) -> int:
-    """Bytes of a key of one head, with its step and low."""
-    if isinstance(k, Levels):
-        return k.values.shape[-1] * k.values.dtype.itemsize + 2 * k.scale.dtype.itemsize
-    return k.shape[-1] * k.dtype.itemsize
+def _block_bytes(k: jax.Array | Levels, keys: int) -> int:
+    """Bytes of a block of keys and values of one head, with their steps and lows."""
+    return 2 * keys * sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(k))
 
 
 def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Settings:  # noqa: PLR0913
@@ -85,9 +84,11 @@ def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Setti
     B, T, N, H = q_BTNH.shape
     _, K, slots, columns = k.shape
     positions = slots if table_BP is None else slots * table_BP.shape[1]
-    tile = _tiles(q_BTNH.dtype, H, T * N // K, isinstance(k, Levels))
+    rows, keys, warps = _tiles(q_BTNH.dtype, H, T * N // K, isinstance(k, Levels))
+    free = _SHARED - rows * tile_size(H) * q_BTNH.dtype.itemsize
+    stages = min(STAGES, 1 + free // _block_bytes(k, keys))
     sizes = T, slots, _NO_LIMIT if ring else positions, H // columns, columns
-    return Settings(scale, window, soft_cap, ring, *sizes, *tile, STAGES, 1, interpret)
+    return Settings(scale, window, soft_cap, ring, *sizes, rows, keys, warps, stages, 1, interpret)
 
 
 def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) -> jax.Array:
@@ -161,19 +162,24 @@ def _inputs(q_BTNH, layout, start_B, length_B, settings: Settings) -> tuple[dict
 def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
     """Of a program: rows of a tile of queries, rows of a tile of keys, warps. They compile for sm_80 and
     sm_89 with 99 KB of shared memory, without register spills. Dequantized keys pass through registers, so
-    their tiles are smaller.
+    their tiles are smaller; heads above 256 have twice the sums of a row in registers.
     """
     width = tile_size(H)
     narrow = width <= 64
     full, keys, warps = (128, 64, 8) if width <= 128 else (64, 16, 8)
     if quantized and width <= 128:
         full, keys, warps = (64, 32, 8) if narrow else (32, 32, 8)
-    if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
+    is_float32 = jnp.dtype(dtype).itemsize == 4
+    if is_float32:  # not for tensor cores: products are unrolled into registers
         full, keys, warps = (32, 32, 8) if narrow else (32, 16, 8)
         if quantized:
             full, keys, warps = (32, 16, 8) if narrow else (16, 16, 8)
+    if width > 256:
+        full = 16 if is_float32 else 32
+        keys = 16 if is_float32 or quantized or rows <= 16 else 32
+        warps = 4 if is_float32 and rows > 256 else 8
     rows = min(tile_size(rows), full)
-    if quantized and narrow and rows == 16 and jnp.dtype(dtype).itemsize == 2:
+    if quantized and narrow and rows == 16 and not is_float32:
         keys = 64  # more bytes in flight; with 32 rows some registers would spill
     wide = jnp.dtype(dtype).itemsize * width > 256
     return rows, keys, warps if rows == full or wide else 4

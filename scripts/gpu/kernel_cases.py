@@ -35,11 +35,11 @@ class KernelCase(NamedTuple):
 def kernel_cases(gpu: str) -> Iterator[KernelCase]:
     """All cases for a GPU."""
     for impl in ("mosaic", "triton") if gpu == "h200" else ("triton",):
-        more = [(width, "float32") for width in (80, 128, 256)] * (impl == "triton")
-        for width, dtype in _FLOATS + more:
+        more = [(512, "bfloat16"), *((width, "float32") for width in (80, 128, 256, 512))]
+        for width, dtype in _FLOATS + more * (impl == "triton"):
             yield from _attention_cases(impl, width, dtype)
         yield from _greedy_cases(impl)
-    for width in (64, 128, 256):
+    for width in (64, 128, 256, 512):
         for bits in (8, 4):
             yield from _quantized_attention_cases(width, bits)
     yield from _expert_cases()
@@ -52,7 +52,7 @@ def _attention_cases(impl: str, width: int, dtype: str) -> Iterator[KernelCase]:
     row = SD((4,), jnp.int32)
     slots = {"": (4, 4096), " ring": (4, 1152), " pages": (300, 64)}
     for variant, keys in [("", ""), ("", " pages"), ("", " ring"), (" window+cap", "")]:
-        if width not in ((64, 128, 256) if variant else (64, 128) if keys == " ring" else (width,)):
+        if width not in ((64, 128, 256, 512) if variant else (64, 128, 512) if keys == " ring" else (width,)):
             continue
         cache = SD((slots[keys][0], _K, slots[keys][1], width), dtype)
         options = dict(window=1024, soft_cap=30.0) if variant else {}
@@ -171,6 +171,7 @@ def _append_cases() -> Iterator[KernelCase]:
         ("128 bfloat16 64 rows", 64, 1, 28, 4, 128, 64, "bfloat16"),
         ("80 float16 17 tokens", 8, 17, 32, 32, 80, 10, "float16"),
         ("256 float32 64 queries of a key head", 8, 1, 64, 1, 256, 128, "float32"),
+        ("512 bfloat16 8 rows", 8, 1, 8, 2, 512, 256, "bfloat16"),
         ("64 bfloat16 no RoPE", 8, 1, _N, _K, 64, 0, "bfloat16"),
     ):
         new = [SD((rows, T, heads, width), dtype) for heads in (N, K, K)]

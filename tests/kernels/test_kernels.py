@@ -284,8 +284,8 @@ def test_select_states_its_reasons():
         ("triton", (SD(q.shape, jnp.bfloat16), k, k), "different dtypes"),
         (
             "triton",
-            (SD((2, 1, 4, 320), jnp.float32), *[SD((2, 2, 32, 320), jnp.float32)] * 2),
-            "head width 320",
+            (SD((2, 1, 4, 640), jnp.float32), *[SD((2, 2, 32, 640), jnp.float32)] * 2),
+            "head width 640 is above 512",
         ),
         ("cuda", (q, k, k), "must be None or one of"),
         (

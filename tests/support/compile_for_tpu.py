@@ -27,6 +27,7 @@ MODELS = {
     "0.5B": (2, 7, 64, None),
     "7B": (4, 7, 128, None),
     "gemma3": (1, 4, 256, 512),
+    "gemma4": (2, 8, 512, None),
     "MHA": (32, 1, 128, None),
 }
 # Model, rows, tokens of a row, where the cache is, its dtype.
@@ -46,6 +47,12 @@ CASES = [
     ("gemma3", 8, 1, "ring", BF16),
     ("gemma3", 64, 5, "ring", INT8),
     ("gemma3", 1, 512, "ring", BF16),
+    ("gemma4", 8, 1, "contiguous", BF16),
+    ("gemma4", 64, 17, "pages", BF16),
+    ("gemma4", 8, 1, "pages", INT8),
+    ("gemma4", 8, 2, "ring", F32),
+    ("gemma4", 1, 2048, "pages", BF16),
+    ("gemma4", 1, 2048, "contiguous", INT8),
     ("MHA", 8, 1, "pages", BF16),
 ]
 CAPACITY = 4096
@@ -142,9 +149,7 @@ def compile_product(device, rows, inputs, outputs, kind) -> None:
     if kind == "head":
         args = args[0], args[1][0].values
         function = partial(kernels_pallas.run_kernel, "tpu", "lm_head_argmax")
-    mesh = jax.sharding.Mesh([device], ("one",))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(device):
-        jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
 # Rows, key heads, value heads, their widths, dtype.
@@ -229,6 +234,12 @@ def compile_experts(device, tokens, choices, X, features, width, kind) -> list[s
 
 def main(tpu: str) -> int:
     device = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:2x2").devices[0]
+    mesh = jax.sharding.Mesh([device], ("one",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(device):
+        return compile_all(device, tpu)
+
+
+def compile_all(device, tpu: str) -> int:
     failures = 0
     for case in PRODUCTS:
         before = time.monotonic()

@@ -34,9 +34,10 @@ def kernels_used(
     """Returns which implementation serves each kernel in a `generate` call, and why.
 
     `lm_head_argmax` serves greedy rows, or `int8_head_argmax` where the vocabulary matrix is int8; sampled
-    rows take logits. `product` is that of the first layer's matrix "o" in a decode step: kernels of products
-    take no float32 on GPUs. Where some layers use plain jnp, the reason says how many. `gated_experts` is
-    there for models with experts, `delta_step` for those with linear attention.
+    rows take logits. `product` is that of the matrices "o" in a decode step: kernels of products take no
+    float32 on GPUs. Layers may differ, in the width of heads for example: the reason says how many have
+    another implementation, and why. `gated_experts` is there for models with experts, `delta_step` for those
+    with linear attention.
 
     Args:
         params, config: the model.
@@ -54,23 +55,25 @@ def kernels_used(
     dtype = activation_dtype(params)
     leaf = lm_head(params)
     heads = config.num_attention_heads
-    attended = jax.ShapeDtypeStruct((rows, heads * config.head_width(0)), dtype)
-    queries = [
-        jax.ShapeDtypeStruct((rows, 1, heads, config.head_width(layer)), dtype)
-        for layer in config.layers_with_kv
+    attended = [
+        jax.ShapeDtypeStruct((rows, heads * config.head_width(layer)), dtype)
+        for layer in range(config.num_hidden_layers)
     ]
     dtype_of_cache = resolve_cache_dtype(kv_dtype or cache_dtype(params))
     caches = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
-    layers = [caches[layer] for layer in config.layers_with_kv]
+    with_kv = config.layers_with_kv
+    keys = [caches[layer] for layer in with_kv]
+    queries = [jax.ShapeDtypeStruct((rows, 1, heads, config.head_width(layer)), dtype) for layer in with_kv]
     used = {
-        kernel: _by_layer(kernel, impl, queries, layers)
+        kernel: _of_layers([select_attention(kernel, impl, *of) for of in zip(queries, keys, strict=True)])
         for kernel in ("prefill_attention", "decode_attention")
-        if layers
+        if with_kv
     }
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
     used["argmax"] = named("argmax", impl, logits)
     if params["layers"]:
-        used["product"] = select_product(impl, Operands(attended, [params["layers"][0]["o"]]), None)
+        operands = [Operands(x, [of["o"]]) for x, of in zip(attended, params["layers"], strict=True)]
+        used["product"] = _of_layers([select_product(impl, each, None) for each in operands])
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
     head = select_head_kernel(impl, hidden, leaf["weight"])
     if head is not None and "bias" not in leaf:
@@ -79,18 +82,15 @@ def kernels_used(
         used["gated_experts"] = select_experts(impl, hidden, experts)
     if linear := [layer for layer in range(config.num_cached_layers) if config.is_linear(layer)]:
         layer, cache = (of_layer[linear[0]] for of_layer in (params["layers"], caches))
-        used["delta_step"] = select_delta(impl, attended, layer, config, cache)
+        used["delta_step"] = select_delta(impl, attended[linear[0]], layer, config, cache)
     return used
 
 
-def _by_layer(kernel: str, impl: str | None, queries, layers) -> kernels_pallas.Selection:
+def _of_layers(selections: list[kernels_pallas.Selection]) -> kernels_pallas.Selection:
     """The selection of the layers that a kernel serves; the reason mentions other layers."""
-    of_layer = [
-        select_attention(kernel, impl, query, keys) for query, keys in zip(queries, layers, strict=True)
-    ]
-    common = next((s for s in of_layer if s.impl != "xla"), of_layer[0])
-    others = [s for s in of_layer if s.impl != common.impl]
-    if not others:
-        return common
-    some = f"{len(others)} of {len(layers)} layers by {others[0].impl}: {others[0].reason}"
-    return common._replace(reason=f"{common.reason}; {some}")
+    common = next((s for s in selections if s.impl != "xla"), selections[0])
+    reasons = [common.reason]
+    for impl in dict.fromkeys(s.impl for s in selections if s.impl != common.impl):
+        others = [s for s in selections if s.impl == impl]
+        reasons.append(f"{len(others)} of {len(selections)} layers by {impl}: {others[0].reason}")
+    return common._replace(reason="; ".join(reasons))
