@@ -99,7 +99,7 @@ class GridKernel:
     def window(self, operand: int, index: tuple[int, ...]) -> tuple[tuple[int | None, int, bool], ...]:
         """Start, size and whether the axis is dropped, of each axis of a block; start None: unknown."""
         block = self.blocks[operand]
-        starts = Evaluator(Observer()).closed(block.index_map_jaxpr, [*index, *self.scalars], ())
+        starts = KernelEvaluator().closed(block.index_map_jaxpr, [*index, *self.scalars], ())
         window = []
         for start, size in zip(starts, block.block_shape, strict=True):
             dropped = type(size).__name__ == "Squeezed"

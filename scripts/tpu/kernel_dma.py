@@ -67,7 +67,7 @@ def kernel_work(equation: Any, values: list[Any]) -> tuple[float, ...]:
     if equation.primitive.name != "pallas_call":
         raise UncountableError(f"the primitive {equation.primitive.name}")
     work = _TpuEvaluator()
-    kernel = GridKernel(equation, values, work, _MOST_STEPS)
+    kernel = GridKernel(equation, _with_choices(equation, values), work, _MOST_STEPS)
     arrays = [_HbmArray(_tiled(block.array_aval)) for block in kernel.blocks]
     _run(kernel, arrays)
     # Bytes of blocks of SMEM, VMEM and HBM alike.
@@ -75,6 +75,18 @@ def kernel_work(equation: Any, values: list[Any]) -> tuple[float, ...]:
     scalars = (var.aval for var in equation.invars[: len(kernel.scalars)])
     scalar_bytes = [float(math.prod(aval.shape) * aval.dtype.itemsize) for aval in scalars]
     return (*done, *scalar_bytes, *(array.moved for array in arrays))
+
+
+def _with_choices(equation: Any, values: list[Any]) -> list[Any]:
+    """The operands of a kernel; the experts of few tokens, where they are unknown, are all different, as far
+    as there are so many, and as far apart as they can be.
+    """
+    scalars = equation.params["grid_mapping"].num_index_operands
+    if equation.params["name"] != "experts" or scalars != 1 or values[0] is not None:
+        return values
+    tiles = equation.invars[0].aval.size
+    X = next(var.aval.shape[0] for var in equation.invars if len(var.aval.shape) > 2)
+    return [np.arange(tiles, dtype=np.int32) * X // tiles, *values[1:]]
 
 
 @dataclasses.dataclass
