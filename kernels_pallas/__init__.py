@@ -72,6 +72,9 @@ backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences be
   about 1 MiB of it, and rows without a token copy nothing, unless no row has one. Products with the state
   are sums on the vector unit: reading is the limit, and a matrix unit would round float32. XLA stores the
   convolution's inputs [B, heads, W, H] with W before the heads, so the kernel takes them so.
+- Prompts of linear attention go in blocks of 64 tokens. Float32 products are those of three parts in
+  bfloat16, six of them: on TPUs one product, six times as deep, since 64 or 128 numbers fill a part of a
+  matrix unit only. On GPUs what does not read the state is a kernel of its own, for all blocks at once.
 - A bias of keys on TPUs: as above, with one rotation of the queries for each 64 keys.
 - A TPU kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales
   of a small cache to on-chip memory first.

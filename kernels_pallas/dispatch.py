@@ -20,7 +20,7 @@ from .support import backend_of, slower_reason, unsupported_reason, without_kern
 IMPLS = ("mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu")
 KERNELS = (
     "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "int8_head_argmax",
-    "summarize_logits", "gated_experts", "product", "rope_append", "delta_step",
+    "summarize_logits", "gated_experts", "product", "rope_append", "delta_step", "delta_prefill",
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""The operands of the decode step of linear attention (Gated DeltaNet, Yang et al. 2024), and its reference
-in plain jnp.
+"""The operands of linear attention (Gated DeltaNet, Yang et al. 2024) between its products, and its
+reference in plain jnp: a decode step, and the tokens of a prompt one after the other.
 
 K key heads, N value heads (a multiple of K), H width of a key, Y of a value, W tokens before the current one
 that the convolution reads.
@@ -15,7 +15,9 @@ UNIT_EPS = 1e-6  # of the norm of queries and keys
 
 
 class NewToken(NamedTuple):
-    """What products give of one token of each row, in one dtype, numbers of all heads side by side."""
+    """What products give of one token of each row, in one dtype, numbers of all heads side by side; of
+    prompts [B, T, ...].
+    """
 
     q: Any  # [B, K H]
     k: Any
@@ -80,6 +82,23 @@ def delta_step(
     after = DeltaState._make([*(x[:, :, 1:] for x in inputs), state_BNHY])
     kept = jax.tree.map(lambda x, y: choose(has_token_B, x, y), after, old)
     return choose(has_token_B, out_BX, jnp.zeros_like(out_BX)), kept
+
+
+def delta_prefill(
+    new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps: float
+) -> tuple[jax.Array, DeltaState]:
+    """`delta_step` for the first num_tokens_B of T tokens of each row, from position start_B on: results
+    [B, T, N Y], zeros past them, and the state after them.
+    """
+
+    def step(state: DeltaState, token: tuple[Any, NewToken]) -> tuple[DeltaState, jax.Array]:
+        t, of_rows = token
+        args = of_rows, weights, state, start_B + t, (t < num_tokens_B).astype(jnp.int32)
+        return delta_step(*args, eps=eps)[::-1]
+
+    tokens = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), new)
+    state, out_TBX = lax.scan(step, old, (jnp.arange(new.q.shape[1]), tokens))
+    return jnp.swapaxes(out_TBX, 0, 1), state
 
 
 def gated_norm(out: jax.Array, z: jax.Array, norm_Y: jax.Array, eps: float) -> jax.Array:

@@ -9,14 +9,16 @@ from .reference_delta import DeltaState
 from .reference_products import FEW_ROWS, Matrix
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
+_DELTA = ("delta_step", "delta_prefill")
 _TRITON_ONLY = (
-    "int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append", "delta_step",
+    "int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append", *_DELTA,
 )  # fmt: skip
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 _OF_KEYS_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
-_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts", "delta_step")
+_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts", *_DELTA)
 _WIDTHS = (64, 128, 256)
 _WIDEST = 512  # of heads in attention
+_MOST_WALKED = 128  # width of heads of linear attention, whose blocks fit into a GPU's shared memory
 _TPU_COPY_BYTES = 2**21
 _TPU_STATE_BYTES = 2**22  # of a row
 
@@ -38,7 +40,7 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if impl in _TPU_IMPLS:
         if kernel == "gated_experts":
             return _unsupported_experts(*args)
-        if kernel == "delta_step":
+        if kernel in _DELTA:
             return _unsupported_delta(*args) or _unsupported_delta_on_tpu(*args)
         unsupported = _unsupported_keys if kernel in _OF_KEYS_ON_TPU else _unsupported_rows
         return unsupported(kernel, *args)
@@ -52,8 +54,8 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
     if kernel == "gated_experts" and isinstance(args[1], Mxfp4 | Matrix):
         return _unsupported_quantized_experts(*args)
-    if kernel == "delta_step":
-        return _unsupported_delta(*args)
+    if kernel in _DELTA:
+        return _unsupported_delta(*args) or _too_wide(kernel, args[2])
     if reason := next(filter(None, map(too_large, args)), None):
         return reason
     if kernel == "rope_append":  # the cache may have another dtype
@@ -163,6 +165,12 @@ def _unsupported_delta(q: Any, taps: Any, old: DeltaState) -> str | None:
         return reason
     others = {*old.state.shape[2:]} - {*_WIDTHS}
     return f"head width {min(others)} is not one of {', '.join(map(str, _WIDTHS))}" if others else None
+
+
+def _too_wide(kernel: str, old: DeltaState) -> str | None:
+    width = max(old.state.shape[2:])
+    is_prompt = kernel == "delta_prefill"
+    return f"head width {width} is above {_MOST_WALKED}" if is_prompt and width > _MOST_WALKED else None
 
 
 def _unsupported_delta_on_tpu(q: Any, taps: Any, old: DeltaState) -> str | None:

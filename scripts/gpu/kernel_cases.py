@@ -191,22 +191,27 @@ def _append_cases() -> Iterator[KernelCase]:
 
 
 def _delta_cases() -> Iterator[KernelCase]:
-    run = partial(kernels_pallas.run_kernel, "triton", "delta_step", eps=1e-6)
-    for rows, K, N, H, Y, dtype in (
-        (8, 16, 32, 128, 128, "bfloat16"),  # Qwen3.5-9B and 35B-A3B, Qwen3-Next
-        (64, 16, 32, 128, 128, "bfloat16"),
-        (1, 16, 16, 128, 128, "float16"),  # Qwen3.5-0.8B
-        (8, 4, 12, 64, 256, "float32"),
-        (2, 4, 4, 256, 64, "float32"),
+    """T: tokens of a prompt; 1: a decode step."""
+    for rows, T, K, N, H, Y, dtype in (
+        (8, 1, 16, 32, 128, 128, "bfloat16"),  # Qwen3.5-9B and 35B-A3B, Qwen3-Next
+        (64, 1, 16, 32, 128, 128, "bfloat16"),
+        (1, 1, 16, 16, 128, 128, "float16"),  # Qwen3.5-0.8B
+        (8, 1, 4, 12, 64, 256, "float32"),
+        (2, 1, 4, 4, 256, 64, "float32"),
+        (1, 2048, 16, 32, 128, 128, "bfloat16"),
+        (4, 512, 4, 12, 64, 64, "float16"),
+        (4, 512, 8, 8, 128, 128, "float32"),
     ):
-        heads = [rows, K * H], [rows, K * H], [rows, N * Y], [rows, N * Y], [rows, N], [rows, N]
+        sizes = K * H, K * H, N * Y, N * Y, N, N
+        new = NewToken(*(SD((rows, size) if T == 1 else (rows, T, size), dtype) for size in sizes))
         taps = [SD((size, 4), dtype) for size in (K * H, K * H, N * Y)]
         weights = DeltaWeights(*taps, SD((N,), dtype), SD((N,), dtype), SD((Y,), dtype))
         states = (rows, K, 3, H), (rows, K, 3, H), (rows, N, 3, Y), (rows, N, H, Y)
         old = DeltaState(*(SD(shape, "float32") for shape in states))
-        shapes = NewToken(*(SD(shape, dtype) for shape in heads)), weights, old
-        name = f"triton delta_step {rows} rows, {N} heads of {H} and {Y} {dtype}"
-        yield KernelCase(name, None, run, (*shapes, *[SD((rows,), jnp.int32)] * 2))
+        kernel = "delta_step" if T == 1 else "delta_prefill"
+        run = partial(kernels_pallas.run_kernel, "triton", kernel, eps=1e-6)
+        name = f"triton {kernel} {rows} rows, {N} heads of {H} and {Y} {dtype}"
+        yield KernelCase(name, None, run, (new, weights, old, *[SD((rows,), jnp.int32)] * 2))
 
 
 def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:

@@ -29,7 +29,7 @@ def pallas_ptx(folder: str) -> Iterator[tuple[str, Path]]:
     """(name, path) of each PTX file with a Pallas kernel; the others are of XLA itself."""
     for path in sorted(Path(folder).glob("*.ptx")):
         entry = re.search(r"\.entry (\w+)", path.read_text(errors="ignore"))
-        kernels = r"attention|argmax|summarize|experts_|product|rope_append|delta_step|mosaic"
+        kernels = r"attention|argmax|summarize|experts_|product|rope_append|delta_|mosaic"
         if entry and re.search(kernels, entry[1]):
             yield entry[1], path
 

@@ -203,7 +203,8 @@ def _round_up(size: int, multiple: int) -> int:
 
 def _registers(equation: Any) -> float:
     """Vector registers of the largest operand or result, at least one that is no scalar."""
-    avals = [var.aval for var in (*equation.invars, *equation.outvars)]
+    is_gather = equation.primitive.name == "gather"  # of lanes: one instruction, whatever form indices have
+    avals = [var.aval for var in (*equation.invars[: 0 if is_gather else None], *equation.outvars)]
     return max((_registers_of(aval) for aval in avals if getattr(aval, "shape", ())), default=0)
 
 

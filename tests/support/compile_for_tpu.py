@@ -232,6 +232,30 @@ def compile_experts(device, tokens, choices, X, features, width, kind) -> list[s
     return copies(lowered.compile().as_text(), matrices)
 
 
+# Rows, tokens, key heads, value heads, their widths, dtype.
+DELTA_PROMPTS = [
+    (1, 1024, 16, 32, 128, 128, BF16),
+    (3, 70, 16, 16, 128, 128, F32),
+    (2, 300, 8, 24, 128, 256, BF16),
+    (1, 64, 4, 4, 256, 128, F32),
+]
+
+
+def compile_delta_prompts(device, rows, tokens, K, N, H, Y, dtype) -> None:
+    sharding = SingleDeviceSharding(device)
+
+    def shape(*axes, dtype=dtype):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+
+    new = NewToken(*(shape(rows, tokens, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
+    weights = DeltaWeights(*(shape(size, 4) for size in (K * H, K * H, N * Y)), shape(N), shape(N), shape(Y))
+    shapes = (K, 3, H), (K, 3, H), (N, 3, Y), (N, H, Y)
+    old = DeltaState(*(shape(rows, *axes, dtype=F32) for axes in shapes))
+    numbers = [shape(rows, dtype=jnp.int32)] * 2
+    function = jax.jit(partial(kernels_pallas.run_kernel, "tpu", "delta_prefill", eps=1e-6))
+    function.trace(new, weights, old, *numbers).lower(lowering_platforms=("tpu",)).compile()
+
+
 def main(tpu: str) -> int:
     device = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:2x2").devices[0]
     mesh = jax.sharding.Mesh([device], ("one",))
@@ -255,6 +279,10 @@ def compile_all(device, tpu: str) -> int:
         found = compile_delta_step(device, *case)
         failures += bool(found)
         print(f"{tpu} delta step {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found[:2])
+    for case in DELTA_PROMPTS:
+        before = time.monotonic()
+        compile_delta_prompts(device, *case)
+        print(f"{tpu} prompts of linear attention {case}: {time.monotonic() - before:.1f} s")
     for case in CASES:
         model, rows, tokens, place, dtype = case
         new, kv, *rest = arguments(device, *case)

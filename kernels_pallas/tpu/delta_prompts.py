@@ -1,0 +1,273 @@
+"""Prompts in linear attention (Gated DeltaNet) on TPUs, in blocks of 64 tokens: all that is between the
+product for queries, keys and values and the output product.
+
+The grid walks the tokens of a row in order, for some key heads with the value heads that share them; their
+states stay in on-chip memory meanwhile. Products of keys and queries with the states of a key head's value
+heads are one. The triangular system of a block is solved by substitution on the vector unit, beside the
+products of other heads: products that invert it would take longer than all the others.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..delta_blocks import (
+    BLOCK,
+    PAIRS,
+    Parts,
+    gates,
+    inputs_after,
+    inputs_before,
+    pad_tokens,
+    split,
+    system,
+)  # fmt: skip
+from ..dispatch import result_type
+from ..reference_delta import UNIT_EPS, DeltaState, DeltaWeights, NewToken, gated_norm
+from .parts import dot, emulator
+
+_TOKENS = 256  # of a grid step
+_VALUE_HEADS = 16  # of a grid step, if it has more than one key head
+_SUBLANES = 8
+_HALF = BLOCK // 2
+_VMEM_BYTES = 64 * 2**20
+
+
+class _Refs(NamedTuple):
+    """The operands, results and memory of the kernel, in their order."""
+
+    start: Any  # in scalar memory, as the next one
+    count: Any
+    new: Any  # q, k, v and z of a step's tokens and heads, [1, tokens, heads · width]
+    total: Any  # [1, 1, blocks, n, C]: the logarithm of the decay
+    columns: Any  # [1, 1, tokens, 2n]: the same, then beta
+    taps: Any  # of q, k and v, [W + 1, heads · width]
+    norm_Y: Any
+    before: Any  # inputs of q, k and v before the tokens, float32 [1, 8, heads · width]
+    old: Any  # the states, [1, n, H, Y]
+    out: Any
+    after: Any  # the same memory as the old states
+    inputs: Any  # the last 8 of q, k and v, float32 [8, heads · width]
+
+
+def delta_prefill(
+    new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
+) -> tuple[jax.Array, DeltaState]:
+    """`reference_delta.delta_prefill`. The tokens are float32 or bfloat16. interpret: emulate a TPU on a CPU,
+    slowly, and raise where accesses to memory race.
+    """
+    T = new.q.shape[1]
+    B, K, W, H = old.q.shape
+    N, _, Y = old.state.shape[1:]
+    new = pad_tokens(new)
+    before = inputs_before(old, start_B, num_tokens_B)
+    heads = _key_heads(K, N // K)
+    groups = K // heads
+    n = N // groups
+    tokens = min(_TOKENS, new.q.shape[1])
+    total, beta = (x.reshape(B, groups, n, *x.shape[2:]) for x in gates(new, weights, num_tokens_B))
+    columns = jnp.moveaxis(jnp.concatenate([total, beta], 2).reshape(B, groups, 2 * n, -1), 2, 3)
+    rows = [jnp.swapaxes(x, 1, 2).reshape(B, W, -1) for x in before]
+    rows = [jnp.pad(x, ((0, 0), (_SUBLANES - W, 0), (0, 0))) for x in rows]
+    operands = _Refs(
+        start_B, num_tokens_B, new[:4], jnp.moveaxis(total, 2, 3), columns, tuple(x.T for x in weights[:3]),
+        weights.norm_Y[None], rows, old.state, new.z, old.state, None,
+    )  # fmt: skip
+
+    def tile(count: Any, b: Any, t: Any) -> Any:
+        """What is past the length is not copied."""
+        return jnp.minimum(t, jnp.maximum(pl.cdiv(count[b], tokens) - 1, 0))
+
+    def of_tokens(x: Any) -> pl.BlockSpec:
+        index = lambda b, g, t, _, count: (b, tile(count, b, t), g)  # noqa: E731
+        return pl.BlockSpec((1, tokens, x.shape[2] // groups), index)
+
+    def of_lanes(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((x.shape[0], x.shape[1] // groups), lambda b, g, *_: (0, g))
+
+    of_out = pl.BlockSpec((1, tokens, n * Y), lambda b, g, t, *_: (b, t, g))
+    of_before = [pl.BlockSpec((1, _SUBLANES, x.shape[2] // groups), lambda b, g, *_: (b, 0, g)) for x in rows]
+    of_states = pl.BlockSpec((1, n, H, Y), lambda b, g, *_: (b, g, 0, 0))
+    in_specs = _Refs(
+        None,
+        None,
+        tuple(map(of_tokens, operands.new)),
+        pl.BlockSpec(
+            (1, 1, tokens // BLOCK, n, BLOCK), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0, 0)
+        ),
+        pl.BlockSpec((1, 1, tokens, 2 * n), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0)),
+        tuple(map(of_lanes, operands.taps)),
+        pl.BlockSpec((1, Y), lambda *_: (0, 0)),
+        of_before,
+        of_states,
+        None,
+        None,
+        None,
+    )
+    scratch = [pltpu.VMEM((_SUBLANES + BLOCK, x.shape[2] // groups), jnp.float32) for x in rows]
+    structure = jax.tree.structure(operands._replace(inputs=scratch))
+    arrays = jax.tree.leaves(operands._replace(out=None, after=None))
+    out, state = pl.pallas_call(
+        lambda *refs: _kernel(jax.tree.unflatten(structure, refs), (heads, eps)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, groups, pl.cdiv(new.q.shape[1], tokens)),
+            in_specs=jax.tree.leaves(in_specs),
+            out_specs=[of_out, of_states],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[result_type(x.shape, x.dtype, *arrays) for x in (new.z, old.state)],
+        input_output_aliases={len(arrays) - 1: 1},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+        interpret=emulator(interpret),
+        name="delta_prefill",
+    )(*arrays)
+    return out[:, :T], DeltaState._make([*inputs_after(before, new, num_tokens_B), state])
+
+
+def _key_heads(key_heads: int, group: int) -> int:
+    """How many key heads a grid step has, of `group` value heads each."""
+    return max(
+        n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * group <= max(_VALUE_HEADS, group)
+    )
+
+
+def _kernel(refs: _Refs, static: tuple[int, float]) -> None:
+    row = pl.program_id(0)
+    tile = pl.program_id(2)
+    tokens = refs.out.shape[1]
+    left = refs.count[row] - tile * tokens  # tokens
+
+    @pl.when(tile == 0)
+    def _begin() -> None:
+        is_kept = (refs.start[row] > 0) | (refs.count[row] == 0)
+        refs.after[...] = jnp.where(is_kept, refs.old[...], 0)
+        for before, inputs in zip(refs.before, refs.inputs, strict=True):
+            inputs[:_SUBLANES] = before[0]
+
+    def each(i: Any, _: None) -> None:
+        at = pl.ds(pl.multiple_of(i * BLOCK, BLOCK), BLOCK)
+        has_tokens = left > i * BLOCK
+        pl.when(has_tokens)(partial(_block, refs, i, at, left - i * BLOCK, *static))
+
+        @pl.when(jnp.logical_not(has_tokens))
+        def _clear() -> None:
+            refs.out[0, at] = jnp.zeros((BLOCK, refs.out.shape[2]), refs.out.dtype)
+
+    lax.fori_loop(0, tokens // BLOCK, each, None)
+
+
+def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> None:
+    """Block i of a grid step, `left` of whose tokens are valid. Each stage is done for all heads, so that the
+    compiler has other work while products are on their way.
+    """
+    (n, H, Y) = refs.after.shape[1:]
+    is_real_C1 = lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0) < left
+    q, k, v = (_convolve(refs, j, at, is_real_C1) for j in range(3))
+    columns = refs.columns[0, 0, at]
+    group = n // heads
+    keys = [_unit(k[:, h * H : (h + 1) * H]) for h in range(heads)]
+    both = [
+        split(jnp.concatenate([keys[h], _unit(q[:, h * H : (h + 1) * H]) * H**-0.5], 0)) for h in range(heads)
+    ]
+    with_keys = [jnp.split(_dot(x, tuple(part[:BLOCK] for part in x), 1), 2) for x in both]
+    states = [jnp.concatenate([refs.after[0, h * group + m] for m in range(group)], 1) for h in range(heads)]
+    with_states = [_dot(both[h], split(states[h]), 0) for h in range(heads)]
+    lower: list[jax.Array] = []
+    weights: list[jax.Array] = []
+    right = []
+    for m in range(n):
+        h = m // group
+        total_C1, beta_C1 = (columns[:, j : j + 1] for j in (m, n + m))
+        total_1C = refs.total[0, 0, i, m : m + 1]
+        (keys_CC, queries_CC) = with_keys[h]
+        (lower_CC, weights_CC) = system(keys_CC, queries_CC, total_C1, total_1C, beta_C1)
+        lower.append(lower_CC)
+        weights.append(weights_CC)
+        of_state_CY = with_states[h][:BLOCK, m % group * Y : (m % group + 1) * Y]
+        right.append(beta_C1 * (v[:, m * Y : (m + 1) * Y] - jnp.exp(total_C1) * of_state_CY))
+    written = _solve(lower, right)
+    inside = [_dot(split(x), split(y), 0) for x, y in zip(weights, written, strict=True)]
+    for h in range(heads):
+        values = range(h * group, (h + 1) * group)
+        ends = [refs.total[0, 0, i, m : m + 1, BLOCK - 1 :] for m in values]
+        added = [
+            jnp.exp(end - columns[:, m : m + 1]) * written[m] for m, end in zip(values, ends, strict=True)
+        ]
+        more = _dot(tuple(x[:BLOCK].T for x in both[h]), split(jnp.concatenate(added, 1)), 0)
+        for j, m in enumerate(values):
+            lanes = slice(j * Y, (j + 1) * Y)
+            refs.after[0, m] = refs.after[0, m] * jnp.exp(ends[j]) + more[:, lanes]
+            out_CY = jnp.exp(columns[:, m : m + 1]) * with_states[h][BLOCK:, lanes] + inside[m]
+            at_m = slice(m * Y, (m + 1) * Y)
+            normed = gated_norm(out_CY, refs.new[3][0, at, at_m], refs.norm_Y[...], eps)
+            refs.out[0, at, at_m] = jnp.where(is_real_C1, normed, jnp.zeros_like(normed))
+
+
+def _convolve(refs: _Refs, j: int, at: Any, is_real_C1: jax.Array) -> jax.Array:
+    """silu of the convolution, float32 [C, heads · width], of q, k or v; notes its last inputs."""
+    inputs = refs.inputs[j]
+    inputs[_SUBLANES:] = jnp.where(is_real_C1, refs.new[j][0, at].astype(jnp.float32), 0)
+    taps = refs.taps[j][...].astype(jnp.float32)
+    first = _SUBLANES + 1 - len(taps)
+    y: Any = sum(inputs[first + w : first + w + BLOCK] * taps[w : w + 1] for w in range(len(taps)))
+    inputs[:_SUBLANES] = inputs[BLOCK:]
+    return y / (1 + jnp.exp(-y))
+
+
+def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
+    """The solutions of (I + L) x = right side, of strictly lower triangles L, half of the rows after the
+    other.
+    """
+    inverses = _inverses(lower)
+    first = [_dot(a, split(y[:_HALF]), 0) for (a, _), y in zip(inverses, right, strict=True)]
+    taken = [_dot(split(x[_HALF:, :_HALF]), split(y), 0) for x, y in zip(lower, first, strict=True)]
+    second = [_dot(b, split(y[_HALF:] - z), 0) for (_, b), y, z in zip(inverses, right, taken, strict=True)]
+    return [jnp.concatenate(halves, 0) for halves in zip(first, second, strict=True)]
+
+
+def _inverses(lower: list[jax.Array]) -> list[tuple[Parts, Parts]]:
+    """The inverses of I + D, of both squares D [C / 2, C / 2] on the diagonal of each strictly lower
+    triangle, by substitution: each row that is known is taken from those after it, a register of rows after
+    the other. The squares of two triangles are side by side in lanes.
+    """
+    row, lane = (lax.broadcasted_iota(jnp.int32, (_HALF, 2 * BLOCK), axis) for axis in (0, 1))
+    pairs = [
+        jnp.concatenate([lower[i], lower[min(i + 1, len(lower) - 1)]], 1) for i in range(0, len(lower), 2)
+    ]
+    squares = [jnp.where(lane % BLOCK < _HALF, pair[:_HALF], pair[_HALF:]) for pair in pairs]
+    rest = [jnp.where(row == lane % _HALF, 1.0, 0.0)] * len(pairs)
+    done = []
+    for first in range(0, _HALF, _SUBLANES):
+        for j in range(_SUBLANES):
+            index = lane[first:] // _HALF * _HALF + first + j
+            rest = [
+                x - jnp.take_along_axis(square[first:], index, 1) * x[j : j + 1]
+                for x, square in zip(rest, squares, strict=True)
+            ]
+        done.append([x[:_SUBLANES] for x in rest])
+        rest = [x[_SUBLANES:] for x in rest]
+    parts = [split(jnp.concatenate(rows, 0)) for rows in zip(*done, strict=True)]
+    squares_of = [
+        [tuple(x[:, i : i + _HALF] for x in part) for i in range(0, 2 * BLOCK, _HALF)] for part in parts
+    ]
+    found = [(a, b) for four in squares_of for a, b in (four[:2], four[2:])]
+    return found[: len(lower)]
+
+
+def _dot(a: Parts, b: Parts, axis: int) -> jax.Array:
+    """`parts.dot` of float32 operands in parts. All products of parts that count are one, as deep as a matrix
+    unit: of 64 or 128 numbers it would use a part of it six times.
+    """
+    left = jnp.concatenate([a[i] for i, _ in PAIRS], 1)
+    right = jnp.concatenate([b[i] for _, i in PAIRS], axis)
+    return dot(left, right, axis)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPS)

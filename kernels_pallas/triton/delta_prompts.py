@@ -1,0 +1,244 @@
+"""Prompts in linear attention (Gated DeltaNet) on NVIDIA GPUs, in blocks of 64 tokens.
+
+XLA computes the convolution, which is elementwise, and the norms. Of the rest, only what reads the state has
+to wait for the block before, so there are two kernels. Programs of the first take a block of a value head
+each, all at once: the inverse of the triangular system, and the weights of what is written in the results.
+Those of the second walk the blocks of a row in order, for some columns of a value head's state.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ..delta_blocks import (
+    BLOCK,
+    PAIRS,
+    Parts,
+    convolve,
+    gates,
+    inputs_after,
+    inputs_before,
+    pad_tokens,
+    split,
+    system,
+)  # fmt: skip
+from ..dispatch import result_type
+from ..reference_delta import UNIT_EPS, DeltaState, DeltaWeights, NewToken, gated_norm
+
+_SQUARE = BLOCK // 2  # of a triangular system, that a program inverts
+_COLUMNS = 16  # of the state, that a program walks with
+_LEAST = 16  # depth of a product
+_DEPTH = 32  # of products over the width of keys: less of them is in registers at once
+
+
+class _Blocks(NamedTuple):
+    """What both kernels read; T is a multiple of C."""
+
+    count: Any  # int32 [B]
+    queries: Any  # parts (`split`), each [B, T, K, H]
+    keys: Any
+    total: Any  # float32 [B, N, blocks, C]: the logarithm of the decay from the begin of the block
+    beta: Any
+
+
+class _Solved(NamedTuple):
+    """What the second kernel reads of the first one, parts, each [B, N, blocks, C, C]."""
+
+    inverse: Any
+    weights: Any
+
+
+def delta_prefill(
+    new: NewToken, weights: DeltaWeights, old: DeltaState, start_B, num_tokens_B, *, eps, interpret=False
+) -> tuple[jax.Array, DeltaState]:
+    """`reference_delta.delta_prefill`. Widths of heads are powers of two. interpret: run on any device,
+    slowly, by Pallas's interpreter.
+    """
+    B, T = new.z.shape[:2]
+    N, H, Y = old.state.shape[1:]
+    padded = pad_tokens(new)
+    before = inputs_before(old, start_B, num_tokens_B)
+    q, k, v = (
+        convolve(*arrays, num_tokens_B) for arrays in zip(before, padded[:3], weights[:3], strict=True)
+    )
+    q, k = (x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + UNIT_EPS) for x in (q, k))
+    read = _Blocks(num_tokens_B, split(q * H**-0.5), split(k), *gates(padded, weights, num_tokens_B))
+    blocks, C = read.total.shape[2:]
+    call = partial(_call, interpret=interpret)
+    squares = (jax.ShapeDtypeStruct((B, N, blocks, C, C), jnp.bfloat16),) * 3
+    solved = call(
+        partial(_solve, interpret), (blocks, N, B), (read,), _Solved(squares, squares), "delta_blocks", 8
+    )
+    columns = min(Y, _COLUMNS)
+    operands = read, solved, v, start_B, old.state
+    walk = partial(_walk, columns, interpret)
+    out, state = call(walk, (Y // columns, N, B), operands, (v, old.state), "delta_prefill", 4, in_place=1)
+    is_real_BT1 = (jnp.arange(T) < num_tokens_B[:, None])[..., None]
+    normed = gated_norm(out[:, :T], new.z.reshape(B, T, N, Y), weights.norm_Y, eps).reshape(new.z.shape)
+    out = jnp.where(is_real_BT1, normed, jnp.zeros_like(normed))
+    return out, DeltaState._make([*inputs_after(before, new, num_tokens_B), state])
+
+
+def _call(  # noqa: PLR0913
+    kernel: Callable,
+    grid: tuple[int, int, int],
+    operands: Any,
+    outs: Any,
+    name: str,
+    warps: int,
+    interpret: bool,
+    in_place: int | None = None,
+) -> Any:
+    """The results of a kernel of pytrees; `outs` are their types. in_place: the result that has the
+    memory of the last operand.
+    """
+    arrays = jax.tree.leaves(operands)
+    types = jax.tree.leaves(outs)
+    structure: Any = jax.tree.structure((operands, outs))
+
+    def body(*refs: Any) -> None:
+        (of_operands, of_outs) = jax.tree.unflatten(structure, refs)
+        kernel(*of_operands, *of_outs)
+
+    results = pl.pallas_call(
+        body,
+        grid=grid,
+        out_shape=[result_type(x.shape, x.dtype, *arrays) for x in types],
+        input_output_aliases={} if in_place is None else {len(arrays) - 1: in_place},
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+    return jax.tree.unflatten(jax.tree.structure(outs), results)
+
+
+def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
+    """The first kernel: a block of a value head of a row."""
+    out = _Solved(*solved)
+    (i, n, row) = map(pl.program_id, range(3))
+
+    head = lax.div(n, read.total.shape[1] // read.keys[0].shape[2])
+
+    def store(to: Parts, r: int, c: int, x: jax.Array) -> None:
+        for ref, part in zip(to, split(x), strict=True):
+            ref[row, n, i, pl.ds(r * _SQUARE, _SQUARE), pl.ds(c * _SQUARE, _SQUARE)] = part
+
+    def square(r: int, c: int) -> jax.Array:
+        """Its part of the system; stores that of the weights."""
+        rows, columns = (pl.ds(i * BLOCK + half * _SQUARE, _SQUARE) for half in (r, c))
+
+        def add(p: Any, products: tuple[jax.Array, jax.Array]) -> Any:
+            depth = pl.ds(p * _LEAST, _LEAST)
+            keys_PC = _load(read.keys, (row, columns, head, depth), transposed=True)
+            left = (_load(x, (row, rows, head, depth)) for x in (read.keys, read.queries))
+            return tuple(y + _dot(x, keys_PC) for x, y in zip(left, products, strict=True))
+
+        zeros = jnp.zeros((_SQUARE, _SQUARE), jnp.float32)
+        products: Any = lax.fori_loop(0, read.keys[0].shape[3] // _LEAST, add, (zeros, zeros))
+        total_1, total_2 = (read.total[row, n, i, pl.ds(half * _SQUARE, _SQUARE)] for half in (r, c))
+        beta = read.beta[row, n, i, pl.ds(r * _SQUARE, _SQUARE)]
+        lower, weights = system(
+            products[0], products[1], total_1[:, None], total_2[None], beta[:, None], (r - c) * _SQUARE
+        )
+        store(out.weights, r, c, weights)
+        return lower
+
+    @pl.when(i * BLOCK < read.count[row])
+    def _block() -> None:
+        inverses = []
+        for half in range(2):
+            inverse = _inverse(square(half, half))
+            store(out.inverse, half, half, inverse)
+            inverses.append(split(inverse))
+            _wait(interpret)
+        (first, second) = inverses
+        store(out.inverse, 1, 0, -_dot(split(_dot(second, split(square(1, 0)))), first))
+        for to in out:
+            store(to, 0, 1, jnp.zeros((_SQUARE, _SQUARE), jnp.float32))
+
+
+def _walk(  # noqa: PLR0913
+    width: int, interpret: bool, read: _Blocks, solved: _Solved, v_ref, start_ref, old_ref, out_ref, after_ref
+) -> None:
+    """The second kernel: the blocks of a row, for some columns of a value head."""
+    (part, n, row) = map(pl.program_id, range(3))
+    head = lax.div(n, read.total.shape[1] // read.keys[0].shape[2])
+    count = read.count[row]
+    columns = pl.ds(part * width, width)
+    depths = [pl.ds(p, _DEPTH) for p in range(0, read.keys[0].shape[3], _DEPTH)]
+
+    def block(i: Any, state: list[jax.Array]) -> list[jax.Array]:
+        tokens = pl.ds(i * BLOCK, BLOCK)
+        total_C1, beta_C1 = (ref[row, n, i][:, None] for ref in (read.total, read.beta))
+        end = read.total[row, n, i, BLOCK - 1]
+        from_begin_C1 = jnp.exp(total_C1)
+        of_keys_CX: Any = 0
+        of_queries_CX: Any = 0
+        for depth, x_PX in zip(depths, state, strict=True):
+            x_parts = split(x_PX)
+            of_keys_CX += _dot(_load(read.keys, (row, tokens, head, depth)), x_parts)
+            _wait(interpret)
+            of_queries_CX += _dot(_load(read.queries, (row, tokens, head, depth)), x_parts)
+            _wait(interpret)
+        right_CX = beta_C1 * (v_ref[row, tokens, n, columns] - from_begin_C1 * of_keys_CX)
+        written_CX = _dot(_load(solved.inverse, (row, n, i)), split(right_CX))
+        _wait(interpret)
+        inside_CX = _dot(_load(solved.weights, (row, n, i)), split(written_CX))
+        out_ref[row, tokens, n, columns] = from_begin_C1 * of_queries_CX + inside_CX
+        added = split(jnp.exp(end - total_C1) * written_CX)
+        after = []
+        for depth, x_PX in zip(depths, state, strict=True):
+            _wait(interpret)
+            keys_PC = _load(read.keys, (row, tokens, head, depth), transposed=True)
+            after.append(x_PX * jnp.exp(end) + _dot(keys_PC, added))
+        return after
+
+    is_kept = (start_ref[row] > 0) | (count == 0)
+    state = [jnp.where(is_kept, old_ref[row, n, depth, columns], 0) for depth in depths]
+    state = lax.fori_loop(0, lax.div(count + BLOCK - 1, BLOCK), block, state)
+    for depth, x_PX in zip(depths, state, strict=True):
+        after_ref[row, n, depth, columns] = x_PX
+
+
+def _inverse(lower_CC: jax.Array) -> jax.Array:
+    """The inverse of I + a strictly lower triangle, by products of ever larger squares on the diagonal: that
+    of [[A, 0], [L, B]] has -B⁻¹ L A⁻¹ below them.
+    """
+    row, column = (lax.broadcasted_iota(jnp.int32, lower_CC.shape, axis) for axis in (0, 1))
+
+    def below(i: Any) -> jax.Array:
+        """The parts L of squares that have twice 2**i rows."""
+        is_below = (row >> i + 1 == column >> i + 1) & (row >> i != column >> i)
+        return jnp.where(is_below, lower_CC, 0)
+
+    def double(i: Any, inverse_CC: jax.Array) -> jax.Array:
+        inverse = split(inverse_CC)
+        return inverse_CC - _dot(split(_dot(inverse, split(below(i)))), inverse)
+
+    first_CC = jnp.where(row == column, 1.0, 0.0) - below(0)
+    return lax.fori_loop(1, len(lower_CC).bit_length() - 1, double, first_CC)
+
+
+def _wait(interpret: bool) -> None:
+    """Loads that follow stay after it: all of them at once would need more registers than there are."""
+    if not interpret:
+        pltriton.debug_barrier()
+
+
+def _load(refs: Parts, at: Any, transposed: bool = False) -> Parts:
+    (a, b, c) = (ref[at].T if transposed else ref[at] for ref in refs)
+    return a, b, c
+
+
+def _dot(a: Parts, b: Parts) -> jax.Array:
+    """The product of float32 matrices in parts."""
+    total: Any = 0
+    for i, j in PAIRS:
+        total += jnp.dot(a[i], b[j], preferred_element_type=jnp.float32)
+    return total

@@ -1,0 +1,190 @@
+"""Prompts in linear attention: kernels for TPUs (emulated, with race detection) and of Triton (interpreted)
+against their reference, which takes one token after the other, and in models.
+"""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import full_except
+from small_models import QWEN, prompts
+
+import kernels_pallas
+import xinfer_jax as xj
+from kernels_pallas.delta_blocks import PAIRS, split
+from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken, delta_prefill
+from xinfer_jax.cache.recurrent import Recurrent
+from xinfer_jax.families.reading import from_hf
+from xinfer_jax.model.linear_attention import _mix
+from xinfer_jax.ops.kernels.delta_kernels import delta_form
+from xinfer_jax.ops.operation import run
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+F32, BF16 = jnp.float32, jnp.bfloat16
+EMULATED = ("interpret_tpu", "interpret")
+# K, N, H, Y, W, dtype, tokens, positions, valid tokens.
+CASES = {
+    "ragged": (1, 2, 128, 128, 3, F32, 70, (5, 0, 7, 0), (70, 3, 0, 65)),
+    "bf16": (2, 2, 128, 128, 2, BF16, 20, (0, 9), (20, 2)),
+    "grid-steps": (1, 3, 128, 128, 1, F32, 300, (64, 0), (257, 0)),
+    "no-row-has-a-token": (2, 2, 128, 128, 4, F32, 2, (3, 0), (0, 0)),
+    "groups-of-heads": (8, 24, 128, 128, 3, BF16, 64, (64,), (64,)),
+}
+
+
+def arrays(K, N, H, Y, W, dtype, T, start, count, seed=0):  # noqa: PLR0913
+    """The operands; tokens past the length, and the state of rows at position 0, are NaN."""
+    draws = np.random.RandomState(seed)
+    normal = lambda *shape, dtype=dtype: jnp.asarray(draws.standard_normal(shape), dtype)  # noqa: E731
+    B = len(start)
+    is_past_BT1 = (np.arange(T) >= np.array(count)[:, None])[..., None]
+    sizes = K * H, K * H, N * Y, N * Y, N, N
+    new = NewToken(*(jnp.where(is_past_BT1, np.nan, normal(B, T, size)).astype(dtype) for size in sizes))
+    taps = (normal(size, W + 1) for size in (K * H, K * H, N * Y))
+    weights = DeltaWeights(*taps, normal(N), normal(N), normal(Y))
+    shapes = (B, K, W, H), (B, K, W, H), (B, N, W, Y), (B, N, H, Y)
+    begins_B111 = (np.array(start) == 0)[:, None, None, None]
+    old = DeltaState(*(jnp.where(begins_B111, np.nan, normal(*shape, dtype=F32)) for shape in shapes))
+    return new, weights, old, np.array(start, np.int32), np.array(count, np.int32)
+
+
+@cache
+def program(impl):
+    """The kernel; None: the reference."""
+    kernel = partial(kernels_pallas.run_kernel, impl, "delta_prefill") if impl else delta_prefill
+    return jax.jit(partial(kernel, eps=1e-6))
+
+
+def assert_equals_reference(impl, args):
+    """States are near, inputs of the convolution equal; past the length are zeros. The order of sums is
+    another one: results of float32 are as near, by the largest, as logits are elsewhere.
+    """
+    out, state = program(impl)(*args)
+    want, wanted = program(None)(*args)
+    assert out.dtype == args[0].z.dtype
+    out, want = (np.asarray(x, np.float32) for x in (out, want))
+    limit = 1e-5 if args[0].z.dtype == F32 else 2e-2
+    np.testing.assert_allclose(out, want, rtol=limit, atol=limit * max(1, np.abs(want).max()))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
+    jax.tree.map(np.testing.assert_array_equal, state[:3], wanted[:3])
+    np.testing.assert_allclose(state.state, wanted.state, atol=1e-5)
+    count = args[-1]
+    assert not out[np.arange(out.shape[1]) >= count[:, None]].any()
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[count == 0], y[count == 0]), state, args[2])
+
+
+@pytest.mark.parametrize("impl", EMULATED)
+@pytest.mark.parametrize("name", full_except(["ragged"], CASES))
+def test_prompts(name, impl):
+    assert_equals_reference(impl, arrays(*CASES[name]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
+def test_chunks_of_whole_blocks_give_the_bits_of_the_whole(impl):
+    """The second one goes on from the state after the first."""
+    new, weights, old, _, _ = arrays(1, 2, 128, 128, 3, F32, 192, (0,), (192,))
+    call = program(impl)
+    start, whole, first = (np.array([x], np.int32) for x in (0, 192, 128))
+    want, wanted = call(new, weights, old, start, whole)
+    out, state = call(jax.tree.map(lambda x: x[:, :128], new), weights, old, start, first)
+    more, state = call(jax.tree.map(lambda x: x[:, 128:], new), weights, state, first, whole - first)
+    np.testing.assert_array_equal(np.concatenate([out, more], 1), want)
+    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
+def test_another_row_changes_no_bit(impl):
+    new, weights, old, start, count = arrays(*CASES["ragged"])
+    before = program(impl)(new, weights, old, start, count)
+    poison = partial(jax.tree.map, lambda x: x.at[3].set(np.nan))
+    after = program(impl)(poison(new), weights, poison(old), start, count)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:3], y[:3]), before, after)
+    assert np.isnan(after[0][3]).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
+def test_any_shape(impl, request):
+    """Random shapes: 100 with `--soak`."""
+    draws = np.random.RandomState(5)
+    for seed in range(100 if request.config.getoption("soak") else 1):
+        K, group, B, T = draws.randint(1, 4), draws.randint(1, 4), draws.randint(1, 4), draws.randint(2, 300)
+        H, Y = draws.choice([128, 256] if "tpu" in impl else [64, 128], 2)
+        case = K, K * group, H, Y, draws.randint(1, 5), (F32, BF16)[seed % 2], T
+        args = arrays(*case, draws.randint(0, 3, B), draws.randint(0, T + 1, B), seed)
+        assert_equals_reference(impl, args)
+
+
+def test_products_of_parts_drop_no_digit_of_float32():
+    draws = np.random.RandomState(0)
+    a, b = (draws.standard_normal(shape).astype(np.float32) for shape in ((64, 64), (64, 64)))
+    parts = [[np.asarray(x, np.float64) for x in jax.jit(split)(x)] for x in (a, b)]
+    np.testing.assert_array_equal(sum(parts[0]), a)
+    want = a.astype(np.float64) @ b
+    got = sum(parts[0][i] @ parts[1][j] for i, j in PAIRS)
+    assert np.abs(got - want).max() < 2**-24 * np.abs(want).max()
+
+
+HYBRID = from_hf(
+    QWEN
+    | dict(model_type="qwen3_next", num_hidden_layers=1, full_attention_interval=2, num_experts=0)
+    | dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128)
+    | dict(linear_value_head_dim=128)
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_layer_equals_plain_jnp(impl, dtype):
+    """Between its products, which takes blocks too."""
+    case = (1, 2, 128, 128, 3, dtype, 70, (5, 0), (70, 66))
+    new, (*taps, log_rate_N, bias_N, norm_Y), old, start_B, count_B = arrays(*case)
+    new = jax.tree.map(jnp.nan_to_num, new)
+    layer = dict(zip(("conv_q", "conv_k", "conv_v"), taps, strict=True))
+    layer |= dict(A_log=log_rate_N, dt_bias=bias_N, gated_norm=norm_Y)
+    state = Recurrent(tuple(old[:3]), old.state, 128)
+    operands = list(new), layer, state, start_B, count_B, None
+    plain = partial(_mix, config=HYBRID)
+    out, after = jax.jit(partial(run, "delta_step", plain, impl=impl, config=HYBRID))(*operands)
+    want, wanted = jax.jit(plain)(*operands)
+    is_real = np.arange(70) < count_B[:, None]
+    limit = 1e-5 if dtype == F32 else 2e-2
+    out, want = (np.asarray(x, np.float32)[is_real] for x in (out, want))
+    np.testing.assert_allclose(out, want, rtol=limit, atol=limit)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), after, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
+def test_prompts_of_a_model_are_those_of_xla(impl):
+    params = xj.init_params(HYBRID, jax.random.key(1), "float32")
+    tokens_BT = np.array(prompts(70, 70))
+
+    def logits(impl):
+        cache = xj.init_cache(HYBRID, 2, 128)
+        first_BV, cache = xj.prefill(params, HYBRID, tokens_BT, np.array([70, 9]), cache, impl=impl)
+        return np.stack([first_BV, xj.decode_step(params, HYBRID, np.full(2, 8), cache, impl="xla")[0]])
+
+    got, want = logits(impl), logits("xla")
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def test_which_prompts_have_the_kernel():
+    layer = {"conv_q": jnp.zeros((128, 4))}
+    q_BTX = jnp.zeros((2, 3, 128))
+    state = xj.init_cache(HYBRID, 2, 64).layers[0]
+    form = partial(delta_form, None, "tpu", static=dict(config=HYBRID))
+    assert form(([q_BTX], layer, state, None, None, None))
+    assert form(([q_BTX], layer, state, None, None, jnp.zeros((2, 3), jnp.int32))) is None  # segments
+    assert form(([q_BTX], layer, None, None, None, None)) is None
+    wide = DeltaState(None, None, None, jax.ShapeDtypeStruct((2, 1, 256, 128), F32))
+    with pytest.raises(ValueError, match="head width 256 is above 128"):
+        kernels_pallas.select("delta_prefill", "triton", q_BTX, layer["conv_q"], wide)
