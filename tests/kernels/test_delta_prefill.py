@@ -88,12 +88,12 @@ def test_prompts(name, impl):
 @pytest.mark.parametrize("impl", EMULATED)
 def test_chunks_of_whole_blocks_give_the_bits_of_the_whole(impl):
     """The second one goes on from the state after the first."""
-    new, weights, old, _, _ = arrays(1, 2, 128, 128, 3, F32, 192, (0,), (192,))
+    new, weights, old, _, _ = arrays(1, 2, 128, 128, 3, F32, 128, (0,), (128,))
     call = program(impl)
-    start, whole, first = (np.array([x], np.int32) for x in (0, 192, 128))
+    start, whole, first = (np.array([x], np.int32) for x in (0, 128, 64))
     want, wanted = call(new, weights, old, start, whole)
-    out, state = call(jax.tree.map(lambda x: x[:, :128], new), weights, old, start, first)
-    more, state = call(jax.tree.map(lambda x: x[:, 128:], new), weights, state, first, whole - first)
+    out, state = call(jax.tree.map(lambda x: x[:, :64], new), weights, old, start, first)
+    more, state = call(jax.tree.map(lambda x: x[:, 64:], new), weights, state, first, whole - first)
     np.testing.assert_array_equal(np.concatenate([out, more], 1), want)
     jax.tree.map(np.testing.assert_array_equal, state, wanted)
 
@@ -175,6 +175,21 @@ def test_prompts_of_a_model_are_those_of_xla(impl):
 
     got, want = logits(impl), logits("xla")
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.full
+def test_engine_of_a_hybrid():
+    """Greedy tokens are those of plain jnp, of prompts longer than a chunk."""
+    params = xj.init_params(HYBRID, jax.random.key(1), "float32")
+    asked = prompts(3, 70)
+    want = xj.generate(params, HYBRID, asked, xj.GenerateOptions(3, capacity=128)).tokens
+    settings = dict(rows=2, capacity=128, chunk=64, impl="interpret_tpu")
+    with (
+        kernels_pallas.assume_device(None, "a TPU", platform="tpu"),
+        xj.Engine(xj.Model(params, HYBRID), **settings) as engine,
+    ):
+        requests = [engine.submit(prompt, xj.GenerateOptions(3)) for prompt in asked]
+        assert [request.result().tokens[0] for request in requests] == want
 
 
 def test_which_prompts_have_the_kernel():
