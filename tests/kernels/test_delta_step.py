@@ -183,7 +183,7 @@ def test_kernels_used_has_the_step():
     params = xj.init_params(HYBRID, jax.random.key(1), "bfloat16")
     with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
         used = xj.kernels_used(params, HYBRID)
-    assert used["delta_step"] == ("tpu", "a TPU")
+    assert used["delta_step"] == used["delta_prefill"] == ("tpu", "a TPU")
     assert "decode_attention" not in used
     assert xj.kernels_used(params, HYBRID)["delta_step"].impl == "xla"
 
