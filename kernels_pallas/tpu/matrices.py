@@ -126,6 +126,8 @@ class Form:
             return
         max_R1 = jnp.abs(x_RI).max(1, keepdims=True)
         step_R1 = jnp.where(max_R1 == 0, 1, max_R1) / 127
+        is_real_R1 = jnp.abs(x_RI).sum(1, keepdims=True) < jnp.inf  # a maximum may leave out a NaN
+        step_R1 = jnp.where(is_real_R1, step_R1, jnp.nan)
         exact_RI = x_RI / step_R1
         high_RI = jnp.round(exact_RI)
         low_RI = jnp.round((exact_RI - high_RI) * _SPLIT)
