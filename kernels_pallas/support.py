@@ -141,6 +141,8 @@ def _unsupported_quantized_experts(x: Any, *others: Any) -> str | None:
 
 
 def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
+    if reason := _stored_by_experts(gate, *others[:2]):
+        return reason
     if isinstance(gate, Mxfp4 | Matrix):
         if x.dtype != "bfloat16":
             return f"quantized experts with activations of {x.dtype.name}"
@@ -154,9 +156,22 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
             if is_grouped and not is_served
             else None
         )
-    if reason := _unsupported_dtypes((x, gate, *others[:1])):
+    if reason := _unsupported_dtypes((x, gate, *others[:2])):
         return reason
     return "dtype float16" if x.dtype == "float16" else None
+
+
+def _stored_by_experts(gate: Any, up: Any, down: Any) -> str | None:
+    """Why XLA would copy experts before a kernel reads them, or None: it has their axis in lanes, where their
+    number fills these and no other axis does.
+    """
+    for matrix in (gate, down):
+        values = getattr(matrix, "values", matrix)
+        outputs = values.shape[1 if values.ndim == 3 else 3]
+        lanes = [outputs, *values.shape[2:3]] if values.ndim == 3 else [outputs]
+        if len(values) % LANES == 0 and all(size % LANES for size in lanes):
+            return f"{len(values)} experts of {outputs} outputs, which XLA stores by expert"
+    return None
 
 
 def _unsupported_delta(q: Any, taps: Any, old: DeltaState) -> str | None:

@@ -14,6 +14,7 @@ from .matrices import Form
 
 _EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
 _PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
+_SHARED_BYTES = 2 * 2**20  # of scales of several experts, of which there may be two in VMEM
 
 
 class ExpertSettings(NamedTuple):
@@ -105,16 +106,44 @@ def shares_groups(form: Form) -> bool:
     return form.has_groups and form.inputs // form.group % 8 > 0
 
 
-def of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
+def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
     Q, X, _ = numbers_QXO.shape
     size = 32 // numbers_QXO.dtype.itemsize
-    mode = pl.Buffered(1) if X <= size else None  # it is read once
+    # One buffer where the block stays, or is large: it changes only once for so many experts.
+    is_single = X <= size or Q * size * width * numbers_QXO.dtype.itemsize > _SHARED_BYTES
+    mode = pl.Buffered(1) if is_single else None
 
     def block_index(*at):
         expert, part = index(*at)
         return 0, 0 if X <= size else lax.div(expert, size), part
 
     return pl.BlockSpec((Q, size, width), block_index, pipeline_mode=mode)
+
+
+def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tuple[list[Any], list[Any]]:
+    """The operands and their blocks for gate, up and down. indices: of the expert and part of a grid step."""
+    arrays = []
+    specs = []
+    for n, (matrix, index) in enumerate(zip(matrices, indices, strict=True)):
+        form = settings.forms[n // 2]
+        width = settings.widths[n // 2]
+        arrays.append(form.arrays(matrix))
+        specs.append([of_expert(*shape, index) for shape in form.tile_shapes(width)])
+        if shares_groups(form):
+            arrays[-1][1:] = [jnp.swapaxes(x, 0, 1) for x in arrays[-1][1:]]
+            specs[-1][1:] = [_of_groups(x, width, index) for x in arrays[-1][1:]]
+    return arrays, specs
+
+
+def blocks_bytes(settings: ExpertSettings, matrices: Any) -> int:
+    """Of the blocks of matrices in VMEM, of most of which there are two."""
+    total = 0
+    arrays, specs = matrix_blocks(settings, matrices, (at_gate, at_gate, at_down))
+    for array, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True):
+        *rows, lanes = [size or 1 for size in spec.block_shape]
+        buffers = spec.pipeline_mode.buffer_count if spec.pipeline_mode else 2
+        total += buffers * math.prod(rows) * LANES * pl.cdiv(lanes, LANES) * array.dtype.itemsize
+    return total
 
 
 def of_rows(rows_XO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:

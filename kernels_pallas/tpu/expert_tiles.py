@@ -38,9 +38,10 @@ def experts_of_few(expert_MU: jax.Array, X: int, is_sharded: bool) -> jax.Array:
     return lax.cummax(jnp.where(is_used_X, jnp.arange(X), 0))
 
 
-def block_tokens(tokens: int, width: int) -> int:
-    """The tokens of a block, a multiple of 128."""
-    most = max(LANES, min(_MOST_TOKENS, _BLOCK_BYTES // (4 * width) // LANES * LANES))
+def block_tokens(tokens: int, width: int, numbers: int) -> int:
+    """The tokens of a block, a multiple of 128. numbers: that fit into VMEM."""
+    most = min(_BLOCK_BYTES // 4, numbers) // width // LANES * LANES
+    most = max(LANES, min(_MOST_TOKENS, most))
     return min(most, LANES * pl.cdiv(tokens, LANES))
 
 

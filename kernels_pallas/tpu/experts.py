@@ -31,19 +31,20 @@ from .expert_blocks import (
     ExpertSettings,
     at_down,
     at_gate,
+    blocks_bytes,
     expert_settings,
-    of_expert,
-    of_groups,
+    matrix_blocks,
     of_rows,
     repeats,
     shares_groups,
 )
-from .expert_tiles import block_tokens, experts_of_few, tiles_of_blocks
+from .expert_tiles import TILE_ROWS, block_tokens, experts_of_few, tiles_of_blocks
 from .matrices import Form
 from .parts import dot, emulator, keep_in_hbm
 
 _FEW_TOKENS = 64
 _LIMIT = 60 * 2**20
+_OTHER_BYTES = 6 * 2**20  # beside the blocks of matrices, of tokens and of their results
 
 
 class _Refs(NamedTuple):
@@ -84,7 +85,9 @@ def gated_experts(  # noqa: PLR0913
         expert_T = experts_of_few(expert_MU, X, num_experts not in (None, X))
         spec = pl.BlockSpec((M, U), lambda *_: (0, 0))
         return call(expert_T, None, [(weight_MU.astype(jnp.float32), spec), (expert_MU, spec)], x_MD, M)
-    block = block_tokens(M, x_MD.shape[1])
+    settings = expert_settings(x_MD.dtype, TILE_ROWS, matrices, activation, limit)
+    free = _LIMIT - blocks_bytes(settings, matrices) - _OTHER_BYTES
+    block = block_tokens(M, x_MD.shape[1], free // (4 + x_MD.dtype.itemsize))
     padding = ((0, -M % block), (0, 0))
     x_MD, weight_MU = (jnp.pad(x, padding) for x in (x_MD, weight_MU))
     # Products with zeros would spread a NaN to other tokens.
@@ -117,21 +120,13 @@ def _call(  # noqa: PLR0913
     scalars = [expert_T] if count_A is None else [expert_T, count_A]
     tiles = len(expert_T) // (len(x_MD) // block)
     indices = [partial(index, settings, tiles) for index in (at_gate, at_gate, at_down)]
-    arrays = []
+    arrays, specs = matrix_blocks(settings, matrices, indices)
     row_arrays = []
-    specs = []
     row_specs = []
     for n, (matrix, bias, index) in enumerate(zip(matrices, biases, indices, strict=True)):
-        form = settings.forms[n // 2]
-        width = settings.widths[n // 2]
-        arrays.append(form.arrays(matrix))
-        row_arrays.append((matrix.scale if form.kind == "int8" else None, bias))
-        of_one = [of_expert(*shape, index) for shape in form.tile_shapes(width)]
-        if shares_groups(form):
-            arrays[-1][1:] = [jnp.swapaxes(x, 0, 1) for x in arrays[-1][1:]]
-            of_one[1:] = [of_groups(x, width, index) for x in arrays[-1][1:]]
-        specs.append(of_one)
-        row_specs.append(jax.tree.map(partial(of_rows, width=width, index=index), row_arrays[-1]))
+        row_arrays.append((matrix.scale if settings.forms[n // 2].kind == "int8" else None, bias))
+        of_one = partial(of_rows, width=settings.widths[n // 2], index=index)
+        row_specs.append(jax.tree.map(of_one, row_arrays[-1]))
     of_block = pl.BlockSpec((block, D), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
     columns = [width * parts for width, parts in zip(settings.widths, settings.parts, strict=True)]
     out_spec = pl.BlockSpec((block, columns[1]), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))

@@ -163,8 +163,11 @@ class Form:
             self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory], read)
             pieces = []
             size = LANES * pl.cdiv(outputs, LANES * pl.cdiv(outputs, _PIECE))
-            for first in range(0, outputs, size):
-                columns = slice(first, min(first + size, outputs))
+            starts = range(
+                0, max(1, outputs - LANES + 1), size
+            )  # a rest of less than 128 is in the last piece
+            for first in starts:
+                columns = slice(first, first + size if first < starts[-1] else outputs)
                 of_groups = [ref.at[:, columns] for ref in memory]
                 pieces.append(self._multiply_groups(x, refs[0].at[:, :, columns], of_groups))
             return jnp.concatenate(pieces, 1)

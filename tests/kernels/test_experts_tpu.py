@@ -117,6 +117,9 @@ def check_random(draws, monkeypatch):
 
 def test_which_experts_it_takes():
     draws = np.random.default_rng(0)
+    wide = jax.ShapeDtypeStruct((128, 1, 16, 2880), np.uint8), jax.ShapeDtypeStruct((128, 1, 2880), np.uint8)
+    with pytest.raises(ValueError, match="128 experts of 2880 outputs, which XLA stores by expert"):
+        kernels_pallas.select("gated_experts", "interpret_tpu", jnp.zeros((1, 32), BF16), *[Mxfp4(*wide)] * 3)
     for kind, dtype, reason in (
         ("mxfp4", BF16, None),
         ("int8", BF16, None),

@@ -125,6 +125,7 @@ PRODUCTS = [
     (64, 18944, (3584,), "int8"),
     (8, 3584, (18944, 18944), "int4"),
     (64, 896, (4864, 4864), "int4"),
+    (8, 2816, (2112, 2112), "int4"),
     (8, 896, (151936,), "head"),
 ]
 
@@ -198,6 +199,8 @@ EXPERTS = [
     (8, 8, 128, 704, 2816, "bfloat16"),
     (8, 4, 32, 2880, 2880, "bfloat16"),
     (8, 4, 32, 2880, 2880, "mxfp4"),
+    (1024, 4, 32, 2880, 2880, "mxfp4"),
+    (8, 4, 32, 2880, 2880, "int4"),
 ]
 
 
@@ -299,4 +302,5 @@ def compile_all(device, tpu: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    with kernels_pallas.assume_device(None, f"TPU {sys.argv[1]}", "tpu"):
+        sys.exit(main(sys.argv[1]))

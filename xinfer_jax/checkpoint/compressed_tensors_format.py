@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import InputError, format_value
 from ..families.conversion import TensorOfLeaves
 from ..families.skipped_tensors import text_name
+from ..weights.fp8_weight import Fp8Weight
 from ..weights.grouped_weight import GroupedWeight
 from .compressed_tensors_packing import packed_tensors
 from .fp8_format import (
@@ -24,6 +25,7 @@ from .fp8_format import (
     SCALE_TYPES,
     float8_tensor,
     is_of_activations,
+    not_saved,
     scale_layout,
     scaled_numbers,
 )
@@ -175,7 +177,7 @@ class CompressedTensorsFormat(MatrixFormat):
             J = min(scheme.block[1], even) if scheme.block else even
             is_int4 = isinstance(leaf, GroupedWeight) and leaf.zero is not None and leaf.group == J
             if not is_int4 or leaf.int8_activations or scheme.format != _PACKED_INT or scheme.bits != 4:
-                raise self.misfit(name)
+                raise not_saved(name) if isinstance(leaf, Fp8Weight) else self.misfit(name)
             check = partial(self._check_symmetric, name) if scheme.is_symmetric else None
             kind = np.float32 if np.dtype(dtype) == np.float32 else leaf.scale.dtype
             experts = range(leaf.shape[0]) if "{}" in name else (None,)

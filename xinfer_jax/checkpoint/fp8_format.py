@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
 from ..weights.fp8_weight import Fp8Weight
 from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, read_bytes, read_rows
@@ -56,7 +57,7 @@ class Fp8Format(MatrixFormat):
         for name, leaf in leaves.items():
             is_known = self.method == "fp8" and isinstance(leaf, Fp8Weight) and len(leaf.shape) == 2
             if not is_known or self.has_block and not leaf.has_blocks:
-                raise self.misfit(name)
+                raise not_saved(name) if isinstance(leaf, Fp8Weight) else self.misfit(name)
             scale = f"{name}_scale{'_inv' if leaf.has_blocks else ''}"
             for stored, array in ((name, leaf.values), (scale, leaf.scale)):
                 tensors[stored] = TensorOfLeaves(array.shape, array.dtype, partial(itself, array))
@@ -64,6 +65,14 @@ class Fp8Format(MatrixFormat):
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         return is_of_activations(name)
+
+
+def not_saved(name: str) -> InputError:
+    """The error where a matrix in FP8 has no place in the files to be written."""
+    return InputError(
+        f"{name.replace('{}', '*')} is kept in FP8, which is saved only in the files of a checkpoint with"
+        " quant_method fp8, without experts: load the model without quantize='fp8', and save that"
+    )
 
 
 def is_of_activations(name: str) -> bool:

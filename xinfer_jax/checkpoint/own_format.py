@@ -18,6 +18,7 @@ from ..weights.int8_weight import Int8Weight
 from ..weights.mxfp4 import Mxfp4Weight, mxfp4_struct
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
+from .fp8_format import not_saved
 from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
 
 VERSIONS = (1, 2, 3, 4)  # 2: rotated weights or int8 activations; 3: inputs rotated in blocks; 4: steps
@@ -70,7 +71,7 @@ class OwnFormat(QuantizedFormat):
         tensors = {}
         for name, leaf in leaves.items():
             if isinstance(leaf, Fp8Weight):
-                raise InputError(f"{name}: FP8 is saved with the quantization_config of its checkpoint alone")
+                raise not_saved(name)
             if len(leaf.shape) > 2:
                 raise InputError(
                     f"{name}: experts in int8 or int4 cannot be saved: save the float model, and load it with"
