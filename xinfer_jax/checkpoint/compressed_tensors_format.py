@@ -25,14 +25,13 @@ from .fp8_format import (
     SCALE_TYPES,
     float8_tensor,
     is_of_activations,
-    not_saved,
     scale_layout,
     scaled_numbers,
 )
 from .mxfp4_format import mxfp4_tensor
 from .nvfp4_format import number_spec, nvfp4_specs, nvfp4_tensor
 from .scaled_tensor import MatrixFormat, Read, ScaledTensor, check_groups, group_of_inputs, read_bytes
-from .tensors import Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import Shape, StoredTensor, Tensors, TensorSpec, not_saved
 
 _BYTES = np.arange(256)[:, None]
 # The whole numbers of a byte: packed ones by their bits, around the middle, and int8.

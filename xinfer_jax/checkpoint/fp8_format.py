@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
 from ..weights.fp8_weight import Fp8Weight
 from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, read_bytes, read_rows
-from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec, not_saved
 
 FLOAT8 = {"F8_E4M3", "F8_E5M2"}
 SCALE_TYPES = {"F32", "BF16", "F16", "F8_E8M0"}
@@ -65,14 +64,6 @@ class Fp8Format(MatrixFormat):
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         return is_of_activations(name)
-
-
-def not_saved(name: str) -> InputError:
-    """The error where a matrix in FP8 has no place in the files to be written."""
-    return InputError(
-        f"{name.replace('{}', '*')} is kept in FP8, which is saved only in the files of a checkpoint with"
-        " quant_method fp8, without experts: load the model without quantize='fp8', and save that"
-    )
 
 
 def is_of_activations(name: str) -> bool:

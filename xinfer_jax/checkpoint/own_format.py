@@ -18,8 +18,7 @@ from ..weights.int8_weight import Int8Weight
 from ..weights.mxfp4 import Mxfp4Weight, mxfp4_struct
 from ..weights.quantized_weight import QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_struct
-from .fp8_format import not_saved
-from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec, not_saved
 
 VERSIONS = (1, 2, 3, 4)  # 2: rotated weights or int8 activations; 3: inputs rotated in blocks; 4: steps
 _FIELDS = ("values", "scale", "zero", "order", "offset", "step")

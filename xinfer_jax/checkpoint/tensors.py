@@ -195,6 +195,14 @@ class StoredFormat:
         return False
 
 
+def not_saved(name: str) -> InputError:
+    """The error where a matrix in FP8 has no place in the files to be written."""
+    return InputError(
+        f"{name.replace('{}', '*')} is kept in FP8, which is saved only in the files of a checkpoint with"
+        " quant_method fp8, without experts: load the model without quantize='fp8', and save that"
+    )
+
+
 class QuantizedFormat(StoredFormat):
     """A format whose matrices are leaves, and are read as such only."""
 
