@@ -88,7 +88,7 @@ def test_continue_and_recompute(engine, versions):
 
 def test_replay(engine, versions):
     request = start(engine, [7] * 20, 20, xj.GenerateOptions(60, eos_token_ids=(), n=2))
-    other = start(engine, [8, 9], 3)
+    other = start(engine, [8, 9], 3, xj.GenerateOptions(300, LONG.sampling, eos_token_ids=()))
     running = len(other.answers[0].sampled)
     first = request.result()
     assert len(other.answers[0].sampled) > running
