@@ -29,7 +29,7 @@ _DIGITS = 0x0F0F0F0F
 _SIGNS = -0x7F7F7F80  # 0x80808080
 _REPEAT = 0x01010101  # puts a byte into all four of a word
 _SHIFTS = (0, 8, 4, 12)  # of the low halves of a word's bytes 0 and 2, of bytes 1 and 3, and of the high ones
-_MAGIC = 128.0  # a level in the last bits of this bfloat16 number adds itself
+_EIGHTS = -0x77777778  # 0x88888888
 
 
 def _read(ref: Any, memory: Any) -> jax.Array:
@@ -135,11 +135,16 @@ class Form:
         refs[0][...] = jnp.concatenate([high_RI, low_RI]).astype(jnp.int8)
 
     def _order(self, size: int) -> jax.Array:
-        """[C, C] of zeros and ones: column (h, p, k) takes the input of half h of byte 2 k + p of a chunk."""
+        """[C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix has: the two
+        halves of a byte one after the other; of MXFP4 half h of byte 2 k + p at (h, p, k).
+        """
         Y = self.group // 2
         column, row = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (1, 0))
-        half = lax.div(column, size // 2)
-        byte = 2 * lax.rem(column, size // 4) + lax.rem(lax.div(column, size // 4), 2)
+        half = lax.rem(column, 2)
+        byte = lax.div(column, 2)
+        if self.kind == "mxfp4":
+            half = lax.div(column, size // 2)
+            byte = 2 * lax.rem(column, size // 4) + lax.rem(lax.div(column, size // 4), 2)
         in_group = lax.rem(byte, Y)
         place = 2 * in_group + half if self.kind == "mxfp4" else half * Y + in_group
         return (row == lax.div(byte, Y) * self.group + place).astype(self.dtype)
@@ -184,7 +189,7 @@ class Form:
         memory[0][:Q] = _pair(scale) if self.halves else scale
         if self.has_zero:
             zero = read(refs[1], memory[1]).astype(jnp.int32)
-            offset = _pair(_MAGIC + zero.astype(jnp.float32)) if self.halves else _SIGNS - zero * _REPEAT
+            offset = _pair((zero - 8).astype(jnp.float32)) if self.halves else _SIGNS - zero * _REPEAT
             memory[1][:Q] = offset
 
     def _multiply_groups(self, x: Sequence[Any], values: Any, of_groups: Sequence[Any]) -> jax.Array:
@@ -224,10 +229,11 @@ class Form:
         self, values: jax.Array, scales: list[jax.Array], zeros: Sequence[jax.Array] = ()
     ) -> jax.Array:
         """The bfloat16 matrix of a chunk, its inputs in the order of `_order`: bytes [Y ..., O], and pairs of
-        each group's scale and magic zero point [1, O].
+        each group's scale and zero point minus 8 [1, O].
         """
         words = pltpu.bitcast(values, jnp.int32)
-        rows = self.group // 8  # of pairs, of a group in a quarter of the chunk
+        parts = 4 if self.kind == "mxfp4" else 1  # of the chunk, which have all groups
+        rows = self.group // 2 // parts  # of pairs, of a group
 
         def of_rows(pairs: Sequence[jax.Array]) -> jax.Array:
             wide = [jnp.broadcast_to(pair, (rows, pair.shape[1])) for pair in pairs]
@@ -236,19 +242,13 @@ class Form:
         scale = of_rows(scales)
         if self.kind == "mxfp4":
             return jnp.concatenate([_mxfp4(words, shift) * scale for shift in _SHIFTS])
-        zero = of_rows(zeros) if zeros else _MAGIC
-        return jnp.concatenate([(_magic_levels(words, shift) - zero) * scale for shift in _SHIFTS])
-
-
-def _magic_levels(words: jax.Array, shift: int) -> jax.Array:
-    """bfloat16 numbers `_MAGIC` + level of the halves of bytes at this place in words and 16 bits above."""
-    bits = (lax.shift_right_logical(words, shift) & 0x000F000F) | 0x43004300
-    return pltpu.bitcast(bits, jnp.bfloat16)
+        signed = pltpu.bitcast(words ^ _EIGHTS, jnp.int4).astype(jnp.bfloat16)  # levels minus 8
+        return (signed - (of_rows(zeros) if zeros else -8.0)) * scale
 
 
 def _mxfp4(words: jax.Array, shift: int) -> jax.Array:
-    """bfloat16 numbers of such halves in E2M1. 0 and 0.5 have no leading one: it is subtracted where that
-    gives less.
+    """bfloat16 numbers in E2M1 of the halves of bytes at this place in words, and 16 bits above. 0 and 0.5
+    have no leading one: it is subtracted where that gives less.
     """
     moved = words << (6 - shift) if shift < 6 else lax.shift_right_logical(words, shift - 6)
     magnitude = moved & 0x01C001C0
