@@ -192,10 +192,8 @@ def compile_delta_step(device, rows, K, N, H, Y, dtype) -> list[str]:
 
 # Tokens, choices of one, experts, their features, hidden size, format.
 EXPERTS = [
-    (8, 8, 128, 768, 2048, "bfloat16"),
     (64, 8, 128, 768, 2048, "int8"),
     (8, 8, 128, 768, 2048, "int4"),
-    (200, 8, 128, 768, 2048, "int4"),
     (8, 8, 128, 704, 2816, "bfloat16"),
     (8, 4, 32, 2880, 2880, "bfloat16"),
     (8, 4, 32, 2880, 2880, "mxfp4"),
