@@ -69,7 +69,7 @@ def delta_step(
     ]
     q_BKH, k_BKH, v_BNY = map(_convolve, inputs, weights[:3])
     groups = v_BNY.shape[1] // k_BKH.shape[1]
-    q_BNH, k_BNH = (jnp.repeat(_unit(x), groups, 1) for x in (q_BKH, k_BKH))
+    q_BNH, k_BNH = (jnp.repeat(unit(x), groups, 1) for x in (q_BKH, k_BKH))
     q_BNH *= q_BNH.shape[-1] ** -0.5
     rate_N, bias_N = (x.astype(jnp.float32) for x in weights[3:5])
     decay_BN = jnp.exp(-jnp.exp(rate_N) * jax.nn.softplus(new.a.astype(jnp.float32) + bias_N))
@@ -118,5 +118,6 @@ def _convolve(x_BKSH: jax.Array, taps_XS: jax.Array) -> jax.Array:
     return y_BKH * jax.nn.sigmoid(y_BKH)
 
 
-def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + UNIT_EPS)
+def unit(x: jax.Array) -> jax.Array:
+    """Vectors, the last axis of x, of length 1."""
+    return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPS)

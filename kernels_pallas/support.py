@@ -161,11 +161,11 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
     return "dtype float16" if x.dtype == "float16" else None
 
 
-def _stored_by_experts(gate: Any, up: Any, down: Any) -> str | None:
+def _stored_by_experts(*matrices: Any) -> str | None:
     """Why XLA would copy experts before a kernel reads them, or None: it has their axis in lanes, where their
     number fills these and no other axis does.
     """
-    for matrix in (gate, down):
+    for matrix in matrices:
         values = getattr(matrix, "values", matrix)
         outputs = values.shape[1 if values.ndim == 3 else 3]
         lanes = [outputs, *values.shape[2:3]] if values.ndim == 3 else [outputs]

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from ..reference_delta import UNIT_EPS, DeltaState, DeltaWeights, NewToken, gated_norm
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
 from .parts import emulator, keep_in_hbm
 
 _STEP_BYTES = 2**20  # of the state that a grid step takes
@@ -169,8 +168,8 @@ def _step(refs: _Refs, group: Any, r: Any, begins: Any) -> None:
     q_KH, k_KH, v_NY = (_convolve(refs, i, r, begins) for i in range(3))
     K = len(k_KH)
     groups = len(v_NY) // K
-    q_KH = _unit(q_KH) * q_KH.shape[1] ** -0.5
-    k_KH = _unit(k_KH)
+    q_KH = unit(q_KH) * q_KH.shape[1] ** -0.5
+    k_KH = unit(k_KH)
     agreement_K1 = (q_KH * k_KH).sum(-1, keepdims=True)
     padding = [jnp.zeros((-2 * K % _SUBLANES, q_KH.shape[1]), jnp.float32)] * (2 * K % _SUBLANES > 0)
     columns = jnp.concatenate([q_KH, k_KH, *padding], 0).T
@@ -215,7 +214,3 @@ def _finish(refs: _Refs, eps: float) -> None:
 
 def _sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPS)

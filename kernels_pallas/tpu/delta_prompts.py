@@ -28,7 +28,7 @@ from ..delta_blocks import (
     system,
 )  # fmt: skip
 from ..dispatch import result_type
-from ..reference_delta import UNIT_EPS, DeltaState, DeltaWeights, NewToken, gated_norm
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
 from .parts import dot, emulator
 
 _TOKENS = 256  # of a grid step
@@ -171,9 +171,9 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
     q, k, v = (_convolve(refs, j, at, is_real_C1) for j in range(3))
     columns = refs.columns[0, 0, at]
     group = n // heads
-    keys = [_unit(k[:, h * H : (h + 1) * H]) for h in range(heads)]
+    keys = [unit(k[:, h * H : (h + 1) * H]) for h in range(heads)]
     both = [
-        split(jnp.concatenate([keys[h], _unit(q[:, h * H : (h + 1) * H]) * H**-0.5], 0)) for h in range(heads)
+        split(jnp.concatenate([keys[h], unit(q[:, h * H : (h + 1) * H]) * H**-0.5], 0)) for h in range(heads)
     ]
     with_keys = [jnp.split(_dot(x, tuple(part[:BLOCK] for part in x), 1), 2) for x in both]
     states = [jnp.concatenate([refs.after[0, h * group + m] for m in range(group)], 1) for h in range(heads)]
@@ -267,7 +267,3 @@ def _dot(a: Parts, b: Parts, axis: int) -> jax.Array:
     left = jnp.concatenate([a[i] for i, _ in PAIRS], 1)
     right = jnp.concatenate([b[i] for _, i in PAIRS], axis)
     return dot(left, right, axis)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPS)

@@ -57,7 +57,7 @@ class _Refs(NamedTuple):
     matrices: Any  # of gate, up and down: `Form.arrays`
     rows: Any  # of each: a scale per output and a bias, or None
     out: Any
-    x_rows: Any  # float32 [R, D]
+    x_rows: Any  # of few tokens: float32 [R, D]
     prepared: Any  # `Form.prepared` for x, and for what gate and up give
     inner: Any  # float32 [R, all parts of F]: what gate and up give
     groups: Any  # `Form.group_memory` for gate or up, and for down
@@ -135,7 +135,7 @@ def _call(  # noqa: PLR0913
     operands = [x for x, _ in choices], x_MD, keep_in_hbm(arrays, interpret), row_arrays
     out_type = result_type((len(x_MD), columns[1]), jnp.float32, *jax.tree.leaves((scalars, operands)))
     memory = (
-        pltpu.VMEM((of_x.rows, D), jnp.float32),
+        pltpu.VMEM((of_x.rows, D), jnp.float32) if count_A is None else None,
         [of_x.prepared(), of_inner.prepared()],
         pltpu.VMEM((of_x.rows, columns[0]), jnp.float32),
         [form.group_memory(width) for form, width in zip(settings.forms, settings.widths, strict=True)],

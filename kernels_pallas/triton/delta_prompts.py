@@ -29,7 +29,7 @@ from ..delta_blocks import (
     system,
 )  # fmt: skip
 from ..dispatch import result_type
-from ..reference_delta import UNIT_EPS, DeltaState, DeltaWeights, NewToken, gated_norm
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
 
 _SQUARE = BLOCK // 2  # of a triangular system, that a program inverts
 _COLUMNS = 16  # of the state, that a program walks with
@@ -67,7 +67,7 @@ def delta_prefill(
     q, k, v = (
         convolve(*arrays, num_tokens_B) for arrays in zip(before, padded[:3], weights[:3], strict=True)
     )
-    q, k = (x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + UNIT_EPS) for x in (q, k))
+    q, k = map(unit, (q, k))
     read = _Blocks(num_tokens_B, split(q * H**-0.5), split(k), *gates(padded, weights, num_tokens_B))
     blocks, C = read.total.shape[2:]
     call = partial(_call, interpret=interpret)

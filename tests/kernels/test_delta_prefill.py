@@ -2,21 +2,22 @@
 against their reference, which takes one token after the other, and in models.
 """
 
-from functools import cache, partial
+from functools import partial
 
+import delta_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from delta_cases import BF16, EMULATED, F32, HYBRID, arrays
 from quick import full_except
-from small_models import QWEN, prompts
+from small_models import prompts
 
 import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas.delta_blocks import PAIRS, split
-from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken, delta_prefill
+from kernels_pallas.reference_delta import DeltaState
 from xinfer_jax.cache.recurrent import Recurrent
-from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.linear_attention import _mix
 from xinfer_jax.ops.kernels.delta_kernels import delta_form
 from xinfer_jax.ops.operation import run
@@ -25,57 +26,23 @@ pytestmark = [
     pytest.mark.newest,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
-F32, BF16 = jnp.float32, jnp.bfloat16
-EMULATED = ("interpret_tpu", "interpret")
-# K, N, H, Y, W, dtype, tokens, positions, valid tokens.
+# K, N, H, Y, W, dtype, positions, valid tokens, tokens.
 CASES = {
-    "ragged": (1, 2, 128, 128, 3, F32, 70, (5, 0, 7, 0), (70, 3, 0, 65)),
-    "bf16": (2, 2, 128, 128, 2, BF16, 20, (0, 9), (20, 2)),
-    "grid-steps": (1, 3, 128, 128, 1, F32, 300, (64, 0), (257, 0)),
-    "no-row-has-a-token": (2, 2, 128, 128, 4, F32, 2, (3, 0), (0, 0)),
-    "groups-of-heads": (8, 24, 128, 128, 3, BF16, 64, (64,), (64,)),
+    "ragged": (1, 2, 128, 128, 3, F32, (5, 0, 7, 0), (70, 3, 0, 65), 70),
+    "bf16": (2, 2, 128, 128, 2, BF16, (0, 9), (20, 2), 20),
+    "grid-steps": (1, 3, 128, 128, 1, F32, (64, 0), (257, 0), 300),
+    "no-row-has-a-token": (2, 2, 128, 128, 4, F32, (3, 0), (0, 0), 2),
+    "groups-of-heads": (8, 24, 128, 128, 3, BF16, (64,), (64,), 64),
 }
 
 
-def arrays(K, N, H, Y, W, dtype, T, start, count, seed=0):  # noqa: PLR0913
-    """The operands; tokens past the length, and the state of rows at position 0, are NaN."""
-    draws = np.random.RandomState(seed)
-    normal = lambda *shape, dtype=dtype: jnp.asarray(draws.standard_normal(shape), dtype)  # noqa: E731
-    B = len(start)
-    is_past_BT1 = (np.arange(T) >= np.array(count)[:, None])[..., None]
-    sizes = K * H, K * H, N * Y, N * Y, N, N
-    new = NewToken(*(jnp.where(is_past_BT1, np.nan, normal(B, T, size)).astype(dtype) for size in sizes))
-    taps = (normal(size, W + 1) for size in (K * H, K * H, N * Y))
-    weights = DeltaWeights(*taps, normal(N), normal(N), normal(Y))
-    shapes = (B, K, W, H), (B, K, W, H), (B, N, W, Y), (B, N, H, Y)
-    begins_B111 = (np.array(start) == 0)[:, None, None, None]
-    old = DeltaState(*(jnp.where(begins_B111, np.nan, normal(*shape, dtype=F32)) for shape in shapes))
-    return new, weights, old, np.array(start, np.int32), np.array(count, np.int32)
-
-
-@cache
-def program(impl):
-    """The kernel; None: the reference."""
-    kernel = partial(kernels_pallas.run_kernel, impl, "delta_prefill") if impl else delta_prefill
-    return jax.jit(partial(kernel, eps=1e-6))
+program = partial(delta_cases.program, "delta_prefill")
 
 
 def assert_equals_reference(impl, args):
-    """States are near, inputs of the convolution equal; past the length are zeros. The order of sums is
-    another one: results of float32 are as near, by the largest, as logits are elsewhere.
-    """
-    out, state = program(impl)(*args)
-    want, wanted = program(None)(*args)
-    assert out.dtype == args[0].z.dtype
-    out, want = (np.asarray(x, np.float32) for x in (out, want))
-    limit = 1e-5 if args[0].z.dtype == F32 else 2e-2
-    np.testing.assert_allclose(out, want, rtol=limit, atol=limit * max(1, np.abs(want).max()))
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
-    jax.tree.map(np.testing.assert_array_equal, state[:3], wanted[:3])
-    np.testing.assert_allclose(state.state, wanted.state, atol=1e-5)
-    count = args[-1]
-    assert not out[np.arange(out.shape[1]) >= count[:, None]].any()
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[count == 0], y[count == 0]), state, args[2])
+    """The order of sums is another one than that of the reference. Past the length are zeros."""
+    out = delta_cases.assert_equals_reference("delta_prefill", impl, args, by_largest=True)
+    assert not out[np.arange(out.shape[1]) >= args[-1][:, None]].any()
 
 
 @pytest.mark.parametrize("impl", EMULATED)
@@ -88,7 +55,7 @@ def test_prompts(name, impl):
 @pytest.mark.parametrize("impl", EMULATED)
 def test_chunks_of_whole_blocks_give_the_bits_of_the_whole(impl):
     """The second one goes on from the state after the first."""
-    new, weights, old, _, _ = arrays(1, 2, 128, 128, 3, F32, 128, (0,), (128,))
+    new, weights, old, _, _ = arrays(1, 2, 128, 128, 3, F32, (0,), (128,), 128)
     call = program(impl)
     start, whole, first = (np.array([x], np.int32) for x in (0, 128, 64))
     want, wanted = call(new, weights, old, start, whole)
@@ -119,8 +86,8 @@ def test_any_shape(impl, request):
     for seed in range(100):
         K, group, B, T = draws.randint(1, 4), draws.randint(1, 4), draws.randint(1, 4), draws.randint(2, 300)
         H, Y = draws.choice([128, 256] if "tpu" in impl else [64, 128], 2)
-        case = K, K * group, H, Y, draws.randint(1, 5), (F32, BF16)[seed % 2], T
-        args = arrays(*case, draws.randint(0, 3, B), draws.randint(0, T + 1, B), seed)
+        case = K, K * group, H, Y, draws.randint(1, 5), (F32, BF16)[seed % 2]
+        args = arrays(*case, draws.randint(0, 3, B), draws.randint(0, T + 1, B), T, seed)
         assert_equals_reference(impl, args)
         jax.clear_caches()  # a process cannot hold so many programs
 
@@ -135,20 +102,12 @@ def test_products_of_parts_drop_no_digit_of_float32():
     assert np.abs(got - want).max() < 2**-24 * np.abs(want).max()
 
 
-HYBRID = from_hf(
-    QWEN
-    | dict(model_type="qwen3_next", num_hidden_layers=1, full_attention_interval=2, num_experts=0)
-    | dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128)
-    | dict(linear_value_head_dim=128)
-)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_layer_equals_plain_jnp(impl, dtype):
     """Between its products, which takes blocks too."""
-    case = (1, 2, 128, 128, 3, dtype, 70, (5, 0), (70, 66))
+    case = (1, 2, 128, 128, 3, dtype, (5, 0), (70, 66), 70)
     new, (*taps, log_rate_N, bias_N, norm_Y), old, start_B, count_B = arrays(*case)
     new = jax.tree.map(jnp.nan_to_num, new)
     layer = dict(zip(("conv_q", "conv_k", "conv_v"), taps, strict=True))

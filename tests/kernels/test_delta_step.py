@@ -3,21 +3,22 @@
 """
 
 import dataclasses
-from functools import cache, partial
+from functools import partial
 
+import delta_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from delta_cases import BF16, EMULATED, F32, HYBRID, arrays
 from quick import full_except
-from small_models import QWEN, prompts
+from small_models import prompts
 
 import kernels_pallas
 import xinfer_jax as xj
-from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken, delta_step
+from kernels_pallas.reference_delta import DeltaState
 from kernels_pallas.tpu import delta as delta_tpu
 from xinfer_jax.cache.recurrent import Recurrent
-from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.linear_attention import _mix
 from xinfer_jax.ops.kernels.delta_kernels import delta_form, select_delta
 from xinfer_jax.ops.operation import run
@@ -26,8 +27,6 @@ pytestmark = [
     pytest.mark.newest,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
-F32, BF16 = jnp.float32, jnp.bfloat16
-EMULATED = ("interpret_tpu", "interpret")
 # K, N, H, Y, W, dtype, positions, and which rows have a token.
 CASES = {
     "ragged": (1, 2, 128, 128, 3, F32, (5, 0, 7, 2, 0), (0, 1, 0, 1, 0)),
@@ -38,41 +37,12 @@ CASES = {
 }
 
 
-def arrays(K, N, H, Y, W, dtype, start, count, seed=0):  # noqa: PLR0913
-    """The operands of a step; the state of rows at position 0 is NaN."""
-    draws = np.random.RandomState(seed)
-    normal = lambda *shape, dtype=dtype: jnp.asarray(draws.standard_normal(shape), dtype)  # noqa: E731
-    B = len(start)
-    new = NewToken(*(normal(B, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
-    taps = (normal(size, W + 1) for size in (K * H, K * H, N * Y))
-    weights = DeltaWeights(*taps, normal(N), normal(N), normal(Y))
-    shapes = (B, K, W, H), (B, K, W, H), (B, N, W, Y), (B, N, H, Y)
-    begins_B111 = (np.array(start) == 0)[:, None, None, None]
-    old = DeltaState(*(jnp.where(begins_B111, np.nan, normal(*shape, dtype=F32)) for shape in shapes))
-    return new, weights, old, np.array(start, np.int32), np.array(count, np.int32)
-
-
-@cache
-def program(impl):
-    """The kernel; None: the reference."""
-    kernel = partial(kernels_pallas.run_kernel, impl, "delta_step") if impl else delta_step
-    return jax.jit(partial(kernel, eps=1e-6))
+program = partial(delta_cases.program, "delta_step")
 
 
 def assert_equals_reference(impl, args):
-    """States are near, inputs of the convolution equal, and rows without a token as they were."""
-    out, state = program(impl)(*args)
-    want, wanted = program(None)(*args)
-    assert out.dtype == args[0].z.dtype
-    out, want = (np.asarray(x, np.float32) for x in (out, want))
-    limit = 1e-5 if args[0].z.dtype == F32 else 2e-2
-    np.testing.assert_allclose(out, want, rtol=limit, atol=limit)
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
-    jax.tree.map(np.testing.assert_array_equal, state[:3], wanted[:3])
-    np.testing.assert_allclose(state.state, wanted.state, atol=1e-5)
-    is_empty = args[-1] == 0
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[is_empty], y[is_empty]), state, args[2])
-    assert not out[is_empty].any()
+    out = delta_cases.assert_equals_reference("delta_step", impl, args)
+    assert not out[args[-1] == 0].any()
 
 
 @pytest.mark.parametrize("impl", EMULATED)
@@ -113,16 +83,8 @@ def test_any_shape(impl, request):
         K, group, B = draws.randint(1, 5), draws.randint(1, 4), draws.randint(1, 6)
         H, Y = draws.choice([128, 256] if "tpu" in impl else [64, 128, 256], 2)
         case = K, K * group, H, Y, draws.randint(1, 5), (F32, BF16)[seed % 2]
-        args = arrays(*case, draws.randint(0, 3, B), draws.randint(0, 2, B), seed)
+        args = arrays(*case, draws.randint(0, 3, B), draws.randint(0, 2, B), seed=seed)
         assert_equals_reference(impl, args)
-
-
-HYBRID = from_hf(
-    QWEN
-    | dict(model_type="qwen3_next", num_hidden_layers=1, full_attention_interval=2, num_experts=0)
-    | dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128)
-    | dict(linear_value_head_dim=128)
-)
 
 
 @pytest.mark.parametrize("impl", EMULATED)

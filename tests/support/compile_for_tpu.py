@@ -173,21 +173,26 @@ def delta_step(new, weights, old, start_B, count_B):
     return lax.fori_loop(0, 2, once, (old, start_B, new.q))
 
 
-def compile_delta_step(device, rows, K, N, H, Y, dtype) -> list[str]:
-    """Two steps in a loop; returns the copies of the state."""
+def delta_shapes(device, rows: tuple[int, ...], K, N, H, Y, dtype):
+    """The shapes of the operands for [rows] or [rows, tokens]."""
     sharding = SingleDeviceSharding(device)
 
     def shape(*axes, dtype=dtype):
         return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
 
-    new = NewToken(*(shape(rows, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
+    new = NewToken(*(shape(*rows, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
     weights = DeltaWeights(*(shape(size, 4) for size in (K * H, K * H, N * Y)), shape(N), shape(N), shape(Y))
     shapes = (K, 3, H), (K, 3, H), (N, 3, Y), (N, H, Y)
-    old = DeltaState(*(shape(rows, *axes, dtype=F32) for axes in shapes))
-    numbers = [shape(rows, dtype=jnp.int32)] * 2
+    old = DeltaState(*(shape(rows[0], *axes, dtype=F32) for axes in shapes))
+    return new, weights, old, *[shape(rows[0], dtype=jnp.int32)] * 2
+
+
+def compile_delta_step(device, rows, *sizes) -> list[str]:
+    """Two steps in a loop; returns the copies of the state."""
+    args = delta_shapes(device, (rows,), *sizes)
     function = jax.jit(delta_step, donate_argnums=2)
-    compiled = function.trace(new, weights, old, *numbers).lower(lowering_platforms=("tpu",)).compile()
-    return copies(compiled.as_text(), old)
+    compiled = function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    return copies(compiled.as_text(), args[2])
 
 
 # Tokens, choices of one, experts, their features, hidden size, format.
@@ -242,19 +247,10 @@ DELTA_PROMPTS = [
 ]
 
 
-def compile_delta_prompts(device, rows, tokens, K, N, H, Y, dtype) -> None:
-    sharding = SingleDeviceSharding(device)
-
-    def shape(*axes, dtype=dtype):
-        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
-
-    new = NewToken(*(shape(rows, tokens, size) for size in (K * H, K * H, N * Y, N * Y, N, N)))
-    weights = DeltaWeights(*(shape(size, 4) for size in (K * H, K * H, N * Y)), shape(N), shape(N), shape(Y))
-    shapes = (K, 3, H), (K, 3, H), (N, 3, Y), (N, H, Y)
-    old = DeltaState(*(shape(rows, *axes, dtype=F32) for axes in shapes))
-    numbers = [shape(rows, dtype=jnp.int32)] * 2
+def compile_delta_prompts(device, rows, tokens, *sizes) -> None:
+    args = delta_shapes(device, (rows, tokens), *sizes)
     function = jax.jit(partial(kernels_pallas.run_kernel, "tpu", "delta_prefill", eps=1e-6))
-    function.trace(new, weights, old, *numbers).lower(lowering_platforms=("tpu",)).compile()
+    function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
 def main(tpu: str) -> int:
