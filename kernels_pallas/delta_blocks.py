@@ -17,6 +17,11 @@ BLOCK = 64  # tokens
 PAIRS = ((1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
 
 Parts = tuple[Any, Any, Any]
+# Two numbers whose sum is the logarithm of the decay up to a token: differences of the first are exact.
+Total = tuple[Any, Any]
+
+_COARSE = 2**-10  # the first one is a multiple of it: 64 tokens of at most 128 have 23 bits
+_MOST = 128  # of a token's decay, whose exponential is 0 in float32
 
 
 def split(x: jax.Array) -> Parts:
@@ -41,17 +46,25 @@ def pad_tokens(new: NewToken) -> NewToken:
     return NewToken(*(jnp.pad(x, ((0, 0), (0, missing), (0, 0))) for x in new)) if missing else new
 
 
-def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[Total, jax.Array]:
     """float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and beta.
     Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
     """
     a_BTN, b_BTN, rate_N, bias_N = (x.astype(jnp.float32) for x in (new.a, new.b, *weights[3:5]))
     B, T, N = a_BTN.shape
     is_real_BT1 = (jnp.arange(T) < num_tokens_B[:, None])[..., None]
-    decay_BTN = -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N)
+    decay_BTN = jnp.maximum(-jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), -_MOST)
     steps = (jnp.where(is_real_BT1, x, 0) for x in (decay_BTN, jax.nn.sigmoid(b_BTN)))
     decay, beta = (jnp.moveaxis(x, 2, 1).reshape(B, N, T // BLOCK, BLOCK) for x in steps)
-    return jnp.cumsum(decay, -1), beta
+    coarse = jnp.round(decay / _COARSE) * _COARSE
+    return (jnp.cumsum(coarse, -1), jnp.cumsum(decay - coarse, -1)), beta
+
+
+def decay_between(later: Total, earlier: Total) -> jax.Array:
+    """The logarithm of the decay. It may be small where that from the block's begin is large: what float32
+    rounds off from the latter would be a large part of it.
+    """
+    return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
 
 def inputs_before(old: DeltaState, start_B: jax.Array, num_tokens_B: jax.Array) -> list[jax.Array]:
@@ -91,7 +104,7 @@ def convolve(
 
 
 def system(  # noqa: PLR0913
-    keys_CC: jax.Array, queries_CC: jax.Array, total_C1: jax.Array, total_1C: jax.Array, beta_C1: jax.Array,
+    keys_CC: jax.Array, queries_CC: jax.Array, total_C1: Total, total_1C: Total, beta_C1: jax.Array,
     offset: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The strictly lower triangle L of I + L, whose solution for β (v − Γ Sᵀk) a block writes, where Γ is the
@@ -105,5 +118,5 @@ def system(  # noqa: PLR0913
     """
     row, column = (lax.broadcasted_iota(jnp.int32, keys_CC.shape, axis) for axis in (0, 1))
     row += offset
-    between_CC = jnp.exp(jnp.where(row >= column, total_C1 - total_1C, -jnp.inf))
+    between_CC = jnp.exp(jnp.where(row >= column, decay_between(total_C1, total_1C), -jnp.inf))
     return jnp.where(row > column, beta_C1 * keys_CC * between_CC, 0), queries_CC * between_CC

@@ -20,6 +20,8 @@ from ..delta_blocks import (
     BLOCK,
     PAIRS,
     Parts,
+    Total,
+    decay_between,
     gates,
     inputs_after,
     inputs_before,
@@ -44,8 +46,8 @@ class _Refs(NamedTuple):
     start: Any  # in scalar memory, as the next one
     count: Any
     new: Any  # q, k, v and z of a step's tokens and heads, [1, tokens, heads · width]
-    total: Any  # [1, 1, blocks, n, C]: the logarithm of the decay
-    columns: Any  # [1, 1, tokens, 2n]: the same, then beta
+    total: Total  # [1, 1, blocks, n, C]: of the decay
+    columns: Any  # [1, 1, tokens, 3n]: the same, then beta
     taps: Any  # of q, k and v, [W + 1, heads · width]
     norm_Y: Any
     before: Any  # inputs of q, k and v before the tokens, float32 [1, 8, heads · width]
@@ -70,12 +72,15 @@ def delta_prefill(
     groups = K // heads
     n = N // groups
     tokens = min(_TOKENS, new.q.shape[1])
-    total, beta = (x.reshape(B, groups, n, *x.shape[2:]) for x in gates(new, weights, num_tokens_B))
-    columns = jnp.moveaxis(jnp.concatenate([total, beta], 2).reshape(B, groups, 2 * n, -1), 2, 3)
+    steps = [
+        x.reshape(B, groups, n, *x.shape[2:]) for x in jax.tree.leaves(gates(new, weights, num_tokens_B))
+    ]
+    columns = jnp.moveaxis(jnp.concatenate(steps, 2).reshape(B, groups, 3 * n, -1), 2, 3)
+    total = tuple(jnp.moveaxis(x, 2, 3) for x in steps[:2])
     rows = [jnp.swapaxes(x, 1, 2).reshape(B, W, -1) for x in before]
     rows = [jnp.pad(x, ((0, 0), (_SUBLANES - W, 0), (0, 0))) for x in rows]
     operands = _Refs(
-        start_B, num_tokens_B, new[:4], jnp.moveaxis(total, 2, 3), columns, tuple(x.T for x in weights[:3]),
+        start_B, num_tokens_B, new[:4], total, columns, tuple(x.T for x in weights[:3]),
         weights.norm_Y[None], rows, old.state, new.z, old.state, None,
     )  # fmt: skip
 
@@ -90,6 +95,9 @@ def delta_prefill(
     def of_lanes(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((x.shape[0], x.shape[1] // groups), lambda b, g, *_: (0, g))
 
+    of_total = pl.BlockSpec(
+        (1, 1, tokens // BLOCK, n, BLOCK), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0, 0)
+    )
     of_out = pl.BlockSpec((1, tokens, n * Y), lambda b, g, t, *_: (b, t, g))
     of_before = [pl.BlockSpec((1, _SUBLANES, x.shape[2] // groups), lambda b, g, *_: (b, 0, g)) for x in rows]
     of_states = pl.BlockSpec((1, n, H, Y), lambda b, g, *_: (b, g, 0, 0))
@@ -97,10 +105,8 @@ def delta_prefill(
         None,
         None,
         tuple(map(of_tokens, operands.new)),
-        pl.BlockSpec(
-            (1, 1, tokens // BLOCK, n, BLOCK), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0, 0)
-        ),
-        pl.BlockSpec((1, 1, tokens, 2 * n), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0)),
+        (of_total, of_total),
+        pl.BlockSpec((1, 1, tokens, 3 * n), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0)),
         tuple(map(of_lanes, operands.taps)),
         pl.BlockSpec((1, Y), lambda *_: (0, 0)),
         of_before,
@@ -169,7 +175,9 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
     (n, H, Y) = refs.after.shape[1:]
     is_real_C1 = lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0) < left
     q, k, v = (_convolve(refs, j, at, is_real_C1) for j in range(3))
-    columns = refs.columns[0, 0, at]
+    coarse, fine, beta = (refs.columns[0, 0, at, j * n : (j + 1) * n] for j in range(3))
+    from_begin = jnp.exp(coarse + fine)
+    to_end = jnp.exp(decay_between((coarse[-1:], fine[-1:]), (coarse, fine)))
     group = n // heads
     keys = [unit(k[:, h * H : (h + 1) * H]) for h in range(heads)]
     both = [
@@ -183,27 +191,26 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
     right = []
     for m in range(n):
         h = m // group
-        total_C1, beta_C1 = (columns[:, j : j + 1] for j in (m, n + m))
-        total_1C = refs.total[0, 0, i, m : m + 1]
-        (keys_CC, queries_CC) = with_keys[h]
-        (lower_CC, weights_CC) = system(keys_CC, queries_CC, total_C1, total_1C, beta_C1)
+        column = slice(m, m + 1)
+        total_C1 = coarse[:, column], fine[:, column]
+        total_1C = [x[0, 0, i, column] for x in refs.total]
+        beta_C1 = beta[:, column]
+        (lower_CC, weights_CC) = system(*with_keys[h], total_C1, total_1C, beta_C1)
         lower.append(lower_CC)
         weights.append(weights_CC)
         of_state_CY = with_states[h][:BLOCK, m % group * Y : (m % group + 1) * Y]
-        right.append(beta_C1 * (v[:, m * Y : (m + 1) * Y] - jnp.exp(total_C1) * of_state_CY))
+        right.append(beta_C1 * (v[:, m * Y : (m + 1) * Y] - from_begin[:, column] * of_state_CY))
     written = _solve(lower, right)
     inside = [_dot(split(x), split(y), 0) for x, y in zip(weights, written, strict=True)]
     for h in range(heads):
         values = range(h * group, (h + 1) * group)
-        ends = [refs.total[0, 0, i, m : m + 1, BLOCK - 1 :] for m in values]
-        added = [
-            jnp.exp(end - columns[:, m : m + 1]) * written[m] for m, end in zip(values, ends, strict=True)
-        ]
+        added = [to_end[:, m : m + 1] * written[m] for m in values]
         more = _dot(tuple(x[:BLOCK].T for x in both[h]), split(jnp.concatenate(added, 1)), 0)
         for j, m in enumerate(values):
             lanes = slice(j * Y, (j + 1) * Y)
-            refs.after[0, m] = refs.after[0, m] * jnp.exp(ends[j]) + more[:, lanes]
-            out_CY = jnp.exp(columns[:, m : m + 1]) * with_states[h][BLOCK:, lanes] + inside[m]
+            decay_C1 = from_begin[:, m : m + 1]
+            refs.after[0, m] = refs.after[0, m] * decay_C1[-1:] + more[:, lanes]
+            out_CY = decay_C1 * with_states[h][BLOCK:, lanes] + inside[m]
             at_m = slice(m * Y, (m + 1) * Y)
             normed = gated_norm(out_CY, refs.new[3][0, at, at_m], refs.norm_Y[...], eps)
             refs.out[0, at, at_m] = jnp.where(is_real_C1, normed, jnp.zeros_like(normed))

@@ -20,7 +20,9 @@ from ..delta_blocks import (
     BLOCK,
     PAIRS,
     Parts,
+    Total,
     convolve,
+    decay_between,
     gates,
     inputs_after,
     inputs_before,
@@ -33,8 +35,9 @@ from ..reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, un
 
 _SQUARE = BLOCK // 2  # of a triangular system, that a program inverts
 _COLUMNS = 16  # of the state, that a program walks with
-_LEAST = 16  # depth of a product
-_DEPTH = 32  # of products over the width of keys: less of them is in registers at once
+# Depths of products over the width of keys: less of them is in registers at once.
+_SOLVE_DEPTH = 32
+_WALK_DEPTH = 64
 
 
 class _Blocks(NamedTuple):
@@ -43,7 +46,7 @@ class _Blocks(NamedTuple):
     count: Any  # int32 [B]
     queries: Any  # parts (`split`), each [B, T, K, H]
     keys: Any
-    total: Any  # float32 [B, N, blocks, C]: the logarithm of the decay from the begin of the block
+    total: Total  # float32 [B, N, blocks, C]: of the decay from the begin of the block
     beta: Any
 
 
@@ -69,11 +72,11 @@ def delta_prefill(
     )
     q, k = map(unit, (q, k))
     read = _Blocks(num_tokens_B, split(q * H**-0.5), split(k), *gates(padded, weights, num_tokens_B))
-    blocks, C = read.total.shape[2:]
+    blocks, C = read.beta.shape[2:]
     call = partial(_call, interpret=interpret)
     squares = (jax.ShapeDtypeStruct((B, N, blocks, C, C), jnp.bfloat16),) * 3
     solved = call(
-        partial(_solve, interpret), (blocks, N, B), (read,), _Solved(squares, squares), "delta_blocks", 8
+        partial(_solve, interpret), (blocks, N, B), (read,), _Solved(squares, squares), "delta_blocks", 4
     )
     columns = min(Y, _COLUMNS)
     operands = read, solved, v, start_B, old.state
@@ -123,7 +126,7 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
     out = _Solved(*solved)
     (i, n, row) = map(pl.program_id, range(3))
 
-    head = lax.div(n, read.total.shape[1] // read.keys[0].shape[2])
+    head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
 
     def store(to: Parts, r: int, c: int, x: jax.Array) -> None:
         for ref, part in zip(to, split(x), strict=True):
@@ -134,17 +137,23 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
         rows, columns = (pl.ds(i * BLOCK + half * _SQUARE, _SQUARE) for half in (r, c))
 
         def add(p: Any, products: tuple[jax.Array, jax.Array]) -> Any:
-            depth = pl.ds(p * _LEAST, _LEAST)
+            depth = pl.ds(p * _SOLVE_DEPTH, _SOLVE_DEPTH)
             keys_PC = _load(read.keys, (row, columns, head, depth), transposed=True)
             left = (_load(x, (row, rows, head, depth)) for x in (read.keys, read.queries))
             return tuple(y + _dot(x, keys_PC) for x, y in zip(left, products, strict=True))
 
         zeros = jnp.zeros((_SQUARE, _SQUARE), jnp.float32)
-        products: Any = lax.fori_loop(0, read.keys[0].shape[3] // _LEAST, add, (zeros, zeros))
-        total_1, total_2 = (read.total[row, n, i, pl.ds(half * _SQUARE, _SQUARE)] for half in (r, c))
+        products: Any = lax.fori_loop(0, read.keys[0].shape[3] // _SOLVE_DEPTH, add, (zeros, zeros))
+        later, earlier = (
+            [ref[row, n, i, pl.ds(half * _SQUARE, _SQUARE)] for ref in read.total] for half in (r, c)
+        )
         beta = read.beta[row, n, i, pl.ds(r * _SQUARE, _SQUARE)]
         lower, weights = system(
-            products[0], products[1], total_1[:, None], total_2[None], beta[:, None], (r - c) * _SQUARE
+            *products,
+            [x[:, None] for x in later],
+            [x[None] for x in earlier],
+            beta[:, None],
+            (r - c) * _SQUARE,
         )
         store(out.weights, r, c, weights)
         return lower
@@ -168,16 +177,16 @@ def _walk(  # noqa: PLR0913
 ) -> None:
     """The second kernel: the blocks of a row, for some columns of a value head."""
     (part, n, row) = map(pl.program_id, range(3))
-    head = lax.div(n, read.total.shape[1] // read.keys[0].shape[2])
+    head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
     count = read.count[row]
     columns = pl.ds(part * width, width)
-    depths = [pl.ds(p, _DEPTH) for p in range(0, read.keys[0].shape[3], _DEPTH)]
+    depths = [pl.ds(p, _WALK_DEPTH) for p in range(0, read.keys[0].shape[3], _WALK_DEPTH)]
 
     def block(i: Any, state: list[jax.Array]) -> list[jax.Array]:
         tokens = pl.ds(i * BLOCK, BLOCK)
-        total_C1, beta_C1 = (ref[row, n, i][:, None] for ref in (read.total, read.beta))
-        end = read.total[row, n, i, BLOCK - 1]
-        from_begin_C1 = jnp.exp(total_C1)
+        *total_C1, beta_C1 = (ref[row, n, i][:, None] for ref in (*read.total, read.beta))
+        end = [ref[row, n, i, BLOCK - 1] for ref in read.total]
+        from_begin_C1 = jnp.exp(sum(total_C1))
         of_keys_CX: Any = 0
         of_queries_CX: Any = 0
         for depth, x_PX in zip(depths, state, strict=True):
@@ -191,12 +200,12 @@ def _walk(  # noqa: PLR0913
         _wait(interpret)
         inside_CX = _dot(_load(solved.weights, (row, n, i)), split(written_CX))
         out_ref[row, tokens, n, columns] = from_begin_C1 * of_queries_CX + inside_CX
-        added = split(jnp.exp(end - total_C1) * written_CX)
+        added = split(jnp.exp(decay_between(end, total_C1)) * written_CX)
         after = []
         for depth, x_PX in zip(depths, state, strict=True):
             _wait(interpret)
             keys_PC = _load(read.keys, (row, tokens, head, depth), transposed=True)
-            after.append(x_PX * jnp.exp(end) + _dot(keys_PC, added))
+            after.append(x_PX * jnp.exp(sum(end)) + _dot(keys_PC, added))
         return after
 
     is_kept = (start_ref[row] > 0) | (count == 0)

@@ -67,6 +67,15 @@ def test_chunks_of_whole_blocks_give_the_bits_of_the_whole(impl):
 
 @pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
+def test_weak_decays_between_strong_ones(impl):
+    """A decay between two tokens is no difference of large rounded sums: states would be 4e-5 off."""
+    new, weights, *others = arrays(1, 2, 128, 128, 3, F32, (0,), (64,), 64)
+    weights = weights._replace(log_rate_N=weights.log_rate_N + 1)
+    assert_equals_reference(impl, (new._replace(a=8 * new.a), weights, *others))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", EMULATED)
 def test_another_row_changes_no_bit(impl):
     new, weights, old, start, count = arrays(*CASES["ragged"])
     before = program(impl)(new, weights, old, start, count)
