@@ -84,6 +84,14 @@ def test_blocks_equal_single_steps_and_so_do_their_gradients():
 
 
 @pytest.mark.full
+def test_weak_decays_between_strong_ones_lose_no_digits():
+    tokens, state = random_tokens(128)
+    tokens = tokens._replace(decay_BNT=-np.exp(40 * -tokens.decay_BNT - 4))
+    for a, b in zip(jax.jit(delta_rule)(tokens, state), jax.jit(single_steps)(tokens, state), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.full
 def test_equal_keys_lose_no_digits():
     (q, k, v, _, beta, _), state = random_tokens(128)
     k = np.broadcast_to(k[:, :, :1], k.shape)

@@ -27,6 +27,7 @@ from .layers import Norm, activation, linear, products, rms_norm
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
 _INVERSE_BLOCK = 8
 _NORM_EPS = 1e-6  # of queries and keys
+_MOST_DECAY = 128  # of a token, whose exponential is 0 in float32
 _BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_norm")
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -152,12 +153,15 @@ def _block(carry: tuple[jax.Array, Any], tokens: _Tokens) -> tuple[tuple[jax.Arr
     """
     state_BNHY, first_B1 = carry
     q, k, v, decay_BNC, beta_BNC, first_B1C = tokens
-    total_BNC = jnp.cumsum(decay_BNC, -1)
-    C = total_BNC.shape[-1]
-    between_BNCC = total_BNC[..., :, None] - total_BNC[..., None, :]
+    # In two parts: differences of the first are exact, so a small one of large sums loses no digits.
+    decay_BNC = jnp.maximum(decay_BNC, -_MOST_DECAY)
+    coarse_BNC = jnp.round(decay_BNC * 1024) / 1024
+    total_2BNC = jnp.cumsum(jnp.stack([coarse_BNC, decay_BNC - coarse_BNC]), -1)
+    C = decay_BNC.shape[-1]
+    between_BNCC = (total_2BNC[..., :, None] - total_2BNC[..., None, :]).sum(0)
     between_BNCC = jnp.exp(jnp.where(jnp.tri(C, dtype=bool), between_BNCC, -jnp.inf))
-    from_begin = jnp.exp(total_BNC)[..., None]
-    to_end = jnp.exp(total_BNC[..., -1:] - total_BNC)[..., None]
+    from_begin = jnp.exp(total_2BNC.sum(0))[..., None]
+    to_end = jnp.exp((total_2BNC[..., -1:] - total_2BNC).sum(0))[..., None]
     if first_B1C is not None:  # nothing passes from one segment to another
         between_BNCC *= first_B1C[..., :, None] == first_B1C[..., None, :]
         from_begin *= (first_B1C == first_B1[..., None])[..., None]
