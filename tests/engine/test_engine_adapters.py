@@ -10,6 +10,8 @@ from soak.engine_requests import answer_of as answer
 
 import xinfer_jax as xj
 
+pytestmark = [pytest.mark.full, pytest.mark.oldest]  # else test_serve_adapters.py
+
 LONG = xj.GenerateOptions(40, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24, max_adapters=3, max_rank=4)
 PROMPT = [i % 50 + 3 for i in range(150)]

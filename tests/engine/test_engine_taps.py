@@ -10,6 +10,8 @@ from soak.engine_requests import answer_of as answer
 import xinfer_jax as xj
 from xinfer_jax.engine.held_vectors import HeldVectors
 
+pytestmark = [pytest.mark.full, pytest.mark.oldest]  # else test_taps.py
+
 SAMPLED = xj.SamplingConfig(1.0)
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
 PROMPT = [i % 50 + 3 for i in range(150)]

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import full_except
 from small_models import build, prompts
 
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError
 from xinfer_jax.generation import functional
+
+pytestmark = pytest.mark.oldest
 
 B, N, V = 3, 8, 120
 KEY = jax.random.key(7)
@@ -60,7 +63,7 @@ def same(one, other):
     np.testing.assert_allclose(one.logprobs_BT, other.logprobs_BT, rtol=1e-6)
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, xj.SamplingConfig()], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("sampling", full_except([SAMPLED], [SAMPLED, xj.SamplingConfig()]), ids=str)
 def test_processors_equal_settings(decode, sampling):
     bias_BV = np.random.RandomState(0).standard_normal((B, V)).astype(np.float32) * 3
     bias = {i: float(bias_BV[0, i]) for i in range(V)}
@@ -83,6 +86,7 @@ def test_last_processors_get_what_is_sampled_from(decode):
     np.testing.assert_array_equal(got.alternatives.processed_BT, 0)
 
 
+@pytest.mark.full
 def test_forbidden_tokens_stay_forbidden(decode):
     """Before a processor and after it."""
     prefer = np.zeros((B, V), np.float32)
@@ -219,6 +223,19 @@ def test_each_function_has_keys_of_its_own(decode):
         assert (np.asarray(of_functions[i]) == np.asarray(of_functions[i - 1])).sum() < B * N / 4
 
 
+def force(_, logits_BV, context):
+    return logits_BV.at[:, 5].set(jnp.inf).at[:, 0].set(jnp.nan)
+
+
+def only_forbidden(_, logits_BV, context):
+    return jnp.where(jnp.arange(V) == 5, logits_BV, -jnp.inf)
+
+
+def no_number(_, logits_BV, context):
+    return logits_BV * jnp.nan
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
     "sampling", [SAMPLED, xj.SamplingConfig(1.0, min_p=0.1), xj.SamplingConfig()], ids=str
@@ -227,16 +244,9 @@ def test_numbers_that_are_not_finite(decode, sampling, last):
     """+inf forces a token; a row keeps its logits where no token that is allowed is left. NaN is a mistake,
     but where a token is forbidden already.
     """
-
-    def force(_, logits_BV, context):
-        return logits_BV.at[:, 5].set(jnp.inf).at[:, 0].set(jnp.nan)
-
-    def only_forbidden(_, logits_BV, context):
-        return jnp.where(jnp.arange(V) == 5, logits_BV, -jnp.inf)
-
     forbidden = dataclasses.replace(sampling, forbidden_token_ids=(0, 5))
     without = dataclasses.replace(sampling, forbidden_token_ids=(0,))
-    broken = [(IDENTITY, ()), (xj.Processor(None, lambda *args: args[1] * jnp.nan, last=last), ())]
+    broken = [(IDENTITY, ()), (xj.Processor(None, no_number, last=last), ())]
     forced = [(xj.Processor(None, force, last=last), ())]
     done = decode(sampling, processors=broken)
     assert np.all(np.asarray(done.tokens_BT) == -2) and np.all(np.isnan(done.logprobs_BT))
@@ -263,6 +273,7 @@ def test_processors_beside_a_grammar_and_donated(decode):
     assert text in (" Madrid", " Havana") and got.finished_B.all()
 
 
+@pytest.mark.full
 def test_generate_and_stream_take_processors(decode):
     """Arguments of each prompt, for all its answers; with the prompts' tokens; both ways to decode."""
     params, config = build("qwen2")
@@ -301,6 +312,7 @@ def test_generate_and_stream_take_processors(decode):
             run(**dict(processors=given) | how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", [xj.SamplingConfig(), SAMPLED], ids=["best", "sampled"])
 def test_beams_take_processors(sampling):
     """Their states follow the beams: one with counts of tokens equals the setting."""

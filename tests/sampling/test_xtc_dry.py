@@ -115,6 +115,7 @@ def generated(model, prompts, sampling, **options):
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 9, 9], [11, 12, 13, 14, 11, 12, 13, 14, 11, 12]]
 
 
+@pytest.mark.full
 def test_settings_equal_the_examples(model, monkeypatch):
     """Where XTC always happens, and DRY without breakers and window."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "examples")
@@ -207,6 +208,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_an_engine_equals_generate(model):
     """Beside other rows: each request is that prompt alone. Draft tokens change nothing."""
     params, config = model
