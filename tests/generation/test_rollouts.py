@@ -45,6 +45,8 @@ def test_recorded_log_probabilities_are_those_that_were_sampled_from():
     assert (out.alternatives.processed_id_BTA == out.tokens_BT[..., None]).any(-1).all()
 
 
+@pytest.mark.full
+@pytest.mark.oldest
 def test_each_row_has_its_limit():
     alone = rollout(6)
     out = rollout(np.array([2, 6], np.int32))
@@ -71,6 +73,8 @@ def test_bad_arguments_of_packing_and_going_on_raise():
         xj.continue_rows(PARAMS, CONFIG, out, PROMPTS, np.array([1, -1]))
 
 
+@pytest.mark.full
+@pytest.mark.oldest
 def test_a_row_that_fills_its_cache_ends():
     whole = rollout(8)
     out = jax.jit(lambda: rollout(8, capacity=6))()
@@ -81,6 +85,8 @@ def test_a_row_that_fills_its_cache_ends():
     assert not whole.at_capacity_B.any()
 
 
+@pytest.mark.full
+@pytest.mark.oldest
 def test_answers_go_on_after_the_result_of_a_tool():
     out = rollout(3)
     result_BT = np.array([[1, 2], [3, 0]], np.int32)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.generation.speculation import prompt_lookup
@@ -46,7 +45,8 @@ def run(model, prompts=PROMPTS, **given) -> xj.GenerateOutput:
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
 
-@pytest.mark.parametrize("draft", full_except(["lookup"], ["lookup", "small", "function"]))
+@pytest.mark.full
+@pytest.mark.parametrize("draft", ["lookup", "small", "function"])
 def test_tokens_equal_plain_decoding(model, drafts, draft):
     eos = tuple(run(model).tokens[0][9:10])
     for settings in (MIXED,) if draft == "lookup" else (xj.SamplingConfig(),):

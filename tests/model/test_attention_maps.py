@@ -38,6 +38,7 @@ def test_they_are_those_of_transformers(name):
         np.testing.assert_allclose(got[layer], want[layer].numpy()[..., :19], atol=2e-5)
 
 
+@pytest.mark.full
 def test_rows_sum_to_one():
     """Of a text with padding; chosen heads; a window; and a gradient."""
     params, config = build("windows-nope-untied")

@@ -182,6 +182,7 @@ def test_taps_of_score(model):
         xj.score(params, config, tokens_BT, taps=[add])
 
 
+@pytest.mark.full
 def test_taps_of_prefill_and_the_loop(model):
     """Greedy tokens of a steered model are those of `forward` with the tap."""
     params, config, tokens_BT = model
@@ -208,6 +209,7 @@ def test_taps_of_prefill_and_the_loop(model):
         xj.prefill(params, config, tokens_BT, np.full(B, T), cache, taps={0: xj.Tap(read=True)})
 
 
+@pytest.mark.full
 def test_taps_of_generate_and_streams(model):
     """Tokens are those of `decode_loop`; other arguments compile nothing; an identity changes nothing; what
     does not combine is rejected by name.
@@ -270,6 +272,7 @@ def test_a_tap_has_a_function(how):
         xj.Tap(**how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixtral-old", "qwen3-next-sparse-step"])
 def test_taps_beside_routes(name):
     """Of mixtures, in the loop and in a prompt of several chunks: those of `forward`."""
