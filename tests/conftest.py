@@ -36,16 +36,21 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run all tests, also those marked `full`")
-    parser.addoption("--soak", action="store_true", help="run all tests, of which some then sweep every case")
+    parser.addoption(
+        "--soak", action="store_true", help="run all tests, also those marked `soak`; some sweep"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests marked `full`, unless --full or --soak asks for them."""
-    if config.getoption("full") or config.getoption("soak"):
+    """Leaves out the tests marked `soak`, unless --soak asks for them, and those marked `full`, unless --full
+    or --soak.
+    """
+    if config.getoption("soak"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    marks = ("soak",) if config.getoption("full") else ("soak", "full")
+    left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, marks))]
     config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist: the main process prints the summary
         config.workeroutput["left_out"] = len(left_out)
@@ -65,7 +70,8 @@ def pytest_testnodedown(node):
 
 def pytest_terminal_summary(terminalreporter, config):
     if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{count} more tests run with `pytest --full`")
+        flag = "--soak" if config.getoption("full") else "--full"
+        terminalreporter.write_line(f"{count} more tests run with `pytest {flag}`")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import full_except
 from soak import engine_requests
 from soak.engine_requests import answer_of as answer
 
@@ -201,13 +202,15 @@ def test_states_may_be_keys_of_any_kind():
     assert jax.random.key_data(keys_B).tolist() == jax.random.key_data(key_1).tolist() * 2
 
 
-@pytest.mark.full
-def test_states_follow_drafts(model):
+@pytest.mark.parametrize("draft", full_except((), ["lookup", "itself"], soak=["itself"]))
+def test_states_follow_drafts(model, draft):
     """The state after each accepted token, in `generate` and in an engine, is that of plain decoding."""
     want = {i: generated(model, NAMED[i]) for i in (1, 4)}
+    assert generated(model, NAMED[4], draft=model if draft == "itself" else draft) == want[4]
+    if draft == "itself":
+        return
     engine = xj.Engine(model, **SHAPE, processors=PROCESSORS, draft="lookup")
     requests = {i: submit(engine, NAMED[i]) for i in (1, 4, 0)}
-    for i, draft in ((4, "lookup"), (1, model)):
-        assert generated(model, NAMED[i], draft=draft) == want[i]
-        assert answer(requests[i])[0] == want[i]
+    for i, tokens in want.items():
+        assert answer(requests[i])[0] == tokens
     assert answer(requests[0])[0] == generated(model, None)

@@ -14,7 +14,7 @@ import xinfer_jax as xj
 from xinfer_jax.layerwise import layerwise_executor
 from xinfer_jax.layerwise.layer_programs import layer_groups
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 LONG = xj.GenerateOptions(100, eos_token_ids=())
 

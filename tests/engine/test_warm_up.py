@@ -14,7 +14,7 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.layerwise import precompile
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 SHAPE = dict(rows=3, capacity=256, chunk=64, pages=12)
 NO_END = dict(eos_token_ids=())

@@ -11,6 +11,8 @@ from xinfer_jax.weights import device_quantization, params_like as params_like_m
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.resharding import with_repeated_kv_heads
 
+pytestmark = pytest.mark.oldest
+
 LONG = xj.GenerateOptions(100, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
 SHAPE = dict(rows=3, capacity=384, chunk=128, pages=24)
 

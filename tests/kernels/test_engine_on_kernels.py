@@ -10,7 +10,7 @@ import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 
 pytestmark = [
-    pytest.mark.oldest,  # other tests of kernels run on the newest
+    pytest.mark.oldest,  # attention, append and compiling run on the newest
     pytest.mark.full,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
