@@ -15,6 +15,7 @@ import tiny
 import tokenizers
 from parity_cases import CASES, Case, params_from, random_tensors
 from paths import STORIES
+from quick import full_except
 from train import tiny_data as data
 
 import xinfer_jax as xj
@@ -242,8 +243,11 @@ def stories() -> Text:
     return Text(model, rows[:48], rows[48:], [[True] * 128] * 16)
 
 
+TEXTS = full_except((), [conversations, stories], soak=[conversations])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("text", [conversations, stories], ids=lambda text: text.__name__)
+@pytest.mark.parametrize("text", TEXTS, ids=["conversations", "stories"])
 def test_int8_loses_almost_nothing(text):
     """Stories have many near ties."""
     change, same = text().loss(awq.quantized_params(text().model.params, "int8"))
@@ -251,7 +255,7 @@ def test_int8_loses_almost_nothing(text):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("text", [conversations, stories], ids=lambda text: text.__name__)
+@pytest.mark.parametrize("text", TEXTS, ids=["conversations", "stories"])
 def test_int4_with_awq(text):
     """Perplexity within 5%, and better than rounding to nearest."""
     evaluation = text()

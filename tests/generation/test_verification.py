@@ -97,7 +97,7 @@ def accepted_drafts(run, logits, state) -> np.ndarray:
     "settings, logprobs, wanted",
     [
         (PLAIN, True, True),
-        (ALL, True, True),
+        pytest.param(ALL, True, True, marks=pytest.mark.soak),
         (ALL, True, False),
         (COMMON, False, False),
     ],

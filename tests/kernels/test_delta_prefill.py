@@ -46,7 +46,7 @@ def assert_equals_reference(impl, args):
 
 
 @pytest.mark.parametrize("impl", EMULATED)
-@pytest.mark.parametrize("name", full_except(["ragged"], CASES))
+@pytest.mark.parametrize("name", full_except(["ragged"], CASES, soak=["bf16"]))
 def test_prompts(name, impl):
     assert_equals_reference(impl, arrays(*CASES[name]))
 
@@ -111,9 +111,8 @@ def test_products_of_parts_drop_no_digit_of_float32():
     assert np.abs(got - want).max() < 2**-24 * np.abs(want).max()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", full_except((), [F32, BF16], soak=[BF16]))
 def test_a_layer_equals_plain_jnp(impl, dtype):
     """Between its products, which takes blocks too."""
     case = (1, 2, 128, 128, 3, dtype, (5, 0), (70, 66), 70)
@@ -133,8 +132,7 @@ def test_a_layer_equals_plain_jnp(impl, dtype):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), after, wanted)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("impl", EMULATED)
+@pytest.mark.parametrize("impl", full_except((), EMULATED, soak=["interpret_tpu"]))  # test_engine_of_a_hybrid
 def test_prompts_of_a_model_are_those_of_xla(impl):
     params = xj.init_params(HYBRID, jax.random.key(1), "float32")
     tokens_BT = np.array(prompts(70, 70))

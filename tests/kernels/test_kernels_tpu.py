@@ -149,8 +149,10 @@ def test_append(name):
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-7 * largest)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family, cache_dtype", [("qwen2", "int8"), ("qwen3", "float32")])
+@pytest.mark.parametrize(
+    "family, cache_dtype",
+    full_except((), [("qwen2", "int8"), ("qwen3", "float32")], soak=[("qwen2", "int8")]),
+)
 def test_logits_of_a_model_are_those_of_xla(family, cache_dtype):
     """A prompt and a decode step, with a bias of keys (qwen2) or norms of heads (qwen3)."""
     config = from_hf(QWEN | dict(model_type=family, head_dim=64, num_hidden_layers=1))
@@ -207,7 +209,7 @@ def test_select_states_its_reasons():
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_kernels_compile_for_a_tpu():
-    """For v6e, without copies of the cache; `compile_for_tpu.py v5e` compiles them for v5e. In a process
+    """For v6e, without copies of the cache; `compile_for_tpu.py v5e more` compiles more for v5e. In a process
     of its own, which may load libtpu beside another one.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}

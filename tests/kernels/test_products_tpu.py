@@ -168,8 +168,7 @@ def test_derivatives_and_vmap_are_those_of_plain_jnp():
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("method", [None, "int4"])
+@pytest.mark.parametrize("method", full_except((), [None, "int4"], soak=[None]))
 def test_a_model_on_the_kernels_equals_plain_jnp(method):
     config = from_hf(QWEN | dict(num_hidden_layers=1, hidden_size=128, intermediate_size=192, head_dim=64))
     params = xj.init_params(config, jax.random.key(0), "bfloat16")

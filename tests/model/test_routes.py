@@ -32,7 +32,7 @@ def mixtures(config):
     return sum(layer.experts is not None for layer in config.layers)
 
 
-@pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES))
+@pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES, soak=NAMES[1:2]))
 def model(request):
     return build(request.param)
 
@@ -64,6 +64,7 @@ def assert_close(got, want, bound=2e-5, least=0.1):
         np.testing.assert_allclose(x, y, atol=bound * max(at_least, float(np.max(np.abs(y)))), rtol=0)
 
 
+@pytest.mark.full
 def test_given_experts_are_used_in_every_way_to_score(model, others):
     params, config = model
     batch = cases.pad_prompts(TEXTS)

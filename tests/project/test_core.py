@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from closure import FUNCTIONAL, GENERATE, Size
 from paths import ROOT
+from quick import full_except
 from small_models import QWEN
 
 import xinfer_jax as xj
@@ -67,10 +68,9 @@ ALONE = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
-    ["llama", *(pytest.param(family, marks=pytest.mark.oldest) for family in ALONE if family != "llama")],
+    full_except((), ALONE, soak=["llama"]),  # its path is a part of the others'
 )
 def test_core_runs_alone(family, tmp_path):
     """Where nothing else can be imported it gives the tokens of the library, and its logits. With nothing

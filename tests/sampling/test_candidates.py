@@ -158,7 +158,7 @@ def sampled(rows: list, logits: np.ndarray, on_gpu: bool, impl: str = "xla"):
 
 @pytest.mark.full
 @pytest.mark.parametrize("rows", [SETTINGS[:2], SETTINGS, ALL_SETTINGS + RARE], ids=len)
-@pytest.mark.parametrize("size", [50, V])
+@pytest.mark.parametrize("size", full_except((), [50, V], soak=[50]))
 def test_one_branch_equals_branches(rows, size):
     """Rows that are sampled from candidates, from the vocabulary, and greedy; infinite logits. No NaN: the
     maximum of a CPU may lose it.
@@ -172,8 +172,7 @@ def test_one_branch_equals_branches(rows, size):
     np.testing.assert_array_equal(got[2], want[2])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("name", full_except((), ["plain", "all"], soak=["plain"]))
 def test_one_pass_of_a_kernel_equals_the_passes_of_xla(name):
     """In the interpreter. Rows with and without a bias and a repetition penalty, greedy rows, infinite
     logits.
