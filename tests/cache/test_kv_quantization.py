@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.cache.stored_kv import cache_dtype_of, dequantize_kv
@@ -183,8 +184,9 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
         np.testing.assert_allclose(logits_V, found[0], atol=1e-3)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "int4", "gear", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", full_except((), ["int8", "int4", "gear", "float8_e4m3fn"], soak=["int4", "float8_e4m3fn"])
+)
 def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
     model = shallow
     keys = jax.random.split(jax.random.key(3), 2)
@@ -199,8 +201,10 @@ def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
         assert [ids[0] for ids in steps] == batch.tokens[i]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "gear", "float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    full_except((), ["int8", "gear", "float8_e4m3fn", "bfloat16"], soak=["float8_e4m3fn", "bfloat16"]),
+)
 def test_quantized_caches_with_drafts_several_answers_and_prefix_files(shallow, dtype, tmp_path):
     """Draft tokens, several answers, a prefix in a file: the same tokens as with this cache alone."""
     model = shallow

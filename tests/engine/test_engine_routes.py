@@ -44,6 +44,7 @@ def test_answers_have_the_routes_of_their_tokens(name, how):
     assert plain.answers[0].tokens == requests[2].answers[0].tokens
 
 
+@pytest.mark.full
 def test_what_has_no_routes():
     model = build(NAMES[0])
     with xj.Engine(model, **SHAPE) as engine:

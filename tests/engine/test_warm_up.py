@@ -82,6 +82,7 @@ def hold(monkeypatch, name: str) -> threading.Event:
     return released
 
 
+@pytest.mark.full
 def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
     released = hold(monkeypatch, "_sample")
     with xj.Engine(model, **SHAPE) as engine:

@@ -214,6 +214,7 @@ def test_an_int8_engine_quantizes(model, versions):
     assert engine.version == 3
 
 
+@pytest.mark.full
 def test_quantizing_on_an_accelerator(model, monkeypatch):
     """By programs that are compiled once, a part at a time."""
     monkeypatch.setattr(params_like_module, "is_on_host", lambda x: False)

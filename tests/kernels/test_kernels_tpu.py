@@ -77,7 +77,11 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(["pages-sink"], ATTENTION))
+# Other cases have windows of groups, rings of int8 with a bias, pages of int8 and sinks, and as many heads.
+AGAIN = ("group-4-window", "int8-ring", "int8-pages-sink-bf16", "nine-heads")
+
+
+@pytest.mark.parametrize("name", full_except(["pages-sink"], ATTENTION, soak=AGAIN))
 def test_attention(name):
     *shape, start, length, options = (*ATTENTION[name], {})[:9]
     args, options = attention_case(*shape, start, length, **options)
@@ -135,7 +139,7 @@ APPEND = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(["pages-17-tokens"], APPEND))
+@pytest.mark.parametrize("name", full_except(["pages-17-tokens"], APPEND, soak=["one-token-int8"]))
 def test_append(name):
     *case, options = APPEND[name]
     args, options = append_case(*case, **options)

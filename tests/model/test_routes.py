@@ -109,8 +109,7 @@ def test_tokens_without_a_route_choose_freely(model, others):
     np.testing.assert_array_equal(again.routes, first.routes)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("chunk", [16, 4])
+@pytest.mark.parametrize("chunk", full_except((), [16, 4], soak=[16]))
 def test_a_rollout_is_scored_with_its_routes(chunk, monkeypatch):
     """Also where the scoring model's router would choose others; and after the result of a tool."""
     monkeypatch.setattr("xinfer_jax.generation.executor._CHUNK", chunk)

@@ -235,11 +235,11 @@ def no_number(_, logits_BV, context):
     return logits_BV * jnp.nan
 
 
-@pytest.mark.full
+OTHERS = [xj.SamplingConfig(1.0, min_p=0.1), xj.SamplingConfig()]
+
+
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(
-    "sampling", [SAMPLED, xj.SamplingConfig(1.0, min_p=0.1), xj.SamplingConfig()], ids=str
-)
+@pytest.mark.parametrize("sampling", full_except((), [SAMPLED, *OTHERS], soak=OTHERS), ids=str)
 def test_numbers_that_are_not_finite(decode, sampling, last):
     """+inf forces a token; a row keeps its logits where no token that is allowed is left. NaN is a mistake,
     but where a token is forbidden already.
