@@ -243,6 +243,7 @@ def test_forms_of_devices_draw_the_same():
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_settings_that_are_off_change_nothing():
     """Unset settings leave the plain structure; settings that are off the bits."""
     for off in (
