@@ -83,6 +83,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("decoder_layer", "any"): ("ops.mesh", "mesh_layer_form"),
     ("embed_tokens", "any"): ("ops.mesh", "mesh_embedding_form"),
     ("embedding", "cpu"): ("ops.cpu.cpu_products", "embedding_form"),
+    ("embedding", "tpu"): ("ops.tpu.tpu_embedding", "tpu_embedding_form"),
     ("expert_at", "any"): ("ops.cpu.layer_forms", "expert_at_form"),
     ("experts", "gradient"): ("ops.expert_tiles", "with_tiled_gradient"),
     ("experts", "cpu"): ("ops.cpu.layer_forms", "experts_form"),

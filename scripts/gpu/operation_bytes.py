@@ -124,9 +124,15 @@ def _users(body: Computation, instruction: Instruction) -> list[Instruction]:
     """The instructions that use a value as it is, those that only rename it left out."""
     found = []
     for user in body.users(instruction.name):
-        same = user.opcode == "bitcast" and user.arrays[0].dims == instruction.arrays[0].dims
+        is_view = user.opcode == "bitcast" or _is_view(user)
+        same = is_view and user.arrays[0].dims == instruction.arrays[0].dims
         found += _users(body, user) if same else [user]
     return found
+
+
+def _is_view(inner: Instruction) -> bool:
+    """Whether a fusion inside a fusion only reads an operand in other tiles."""
+    return inner.opcode == "fusion" and "output_to_operand_aliasing" in inner.attributes
 
 
 def _through(body: Computation, instruction: Instruction) -> Instruction:
@@ -159,7 +165,7 @@ def _needed_elements(module: Module, body: Computation) -> dict[str, float]:
             operand = body.by_name.get(name)
             if operand is None:
                 continue
-            if user.opcode == "fusion":
+            if user.opcode == "fusion" and not _is_view(user):
                 demand = _needed_inside(module, user, at)
             elif user.name in in_place:
                 demand = 0 if at == 0 else operand.size

@@ -28,7 +28,7 @@ PACKAGES = {
     "sharding": (),
     "ops": ("operation", "largest", "product", "forms", "row_groups"),
     "ops.cpu": ("cpu_features", "product_table", "cpu_products", "cpu_sampler"),
-    "ops.tpu": ("tpu_products",),
+    "ops.tpu": ("tpu_products", "tpu_embedding"),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "hadamard", "layout", "stacking",

@@ -9,6 +9,7 @@ import kernels_pallas
 
 from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import INT8_DOTS, int8_activation_product, upcast_product
+from ..ops.operation import run
 from ..ops.product import dot
 from .rotated_weight import RotatedWeight
 
@@ -42,7 +43,8 @@ class Int8Weight(RotatedWeight):
         if index.size == 1 and kernels_pallas.device_impl().impl == "tpu":
             # For a single row XLA would copy the matrix into another layout.
             return self.rows(jnp.repeat(index.reshape(1), 2))[:1].reshape(*index.shape, -1)
-        return self.unrotated(self.values[index].astype(jnp.float32) * self.scale[index][..., None])
+        values = run("embedding", lambda index, values: values[index], index, self.values)
+        return self.unrotated(values.astype(jnp.float32) * self.scale[index][..., None])
 
     def plain_product(self, x_MI: jax.Array) -> jax.Array:
         """The scale is applied to the result."""

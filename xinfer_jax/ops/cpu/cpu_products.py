@@ -144,8 +144,8 @@ def tiled_product(
 
 
 def embedding_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
-    """A form of `embedding`, which converts only the rows that it takes; None: of a float32 table."""
-    return None if operands[1].dtype == jnp.float32 else _embed_row_by_row
+    """A form of `embedding`, which converts only the rows that it takes; None: of a float32 table, or int8 numbers."""
+    return None if operands[1].dtype in (jnp.float32, jnp.int8) else _embed_row_by_row
 
 
 def _embed_row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]
