@@ -43,7 +43,8 @@ from .matrices import Form
 from .parts import dot, emulator, keep_in_hbm
 
 _FEW_TOKENS = 64
-_LIMIT = 60 * 2**20
+_LIMIT = 60 * 2**20  # of VMEM, by the sizes here
+_SLACK = 2 * 2**20  # that the compiler may need beyond
 _OTHER_BYTES = 6 * 2**20  # beside the blocks of matrices, of tokens and of their results
 
 
@@ -153,7 +154,9 @@ def _call(  # noqa: PLR0913
         ),
         out_shape=out_type,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True, vmem_limit_bytes=_LIMIT
+            dimension_semantics=("arbitrary",) * 3,
+            disable_bounds_checks=True,
+            vmem_limit_bytes=_LIMIT + _SLACK,
         ),
         interpret=emulator(interpret),
         name="experts",

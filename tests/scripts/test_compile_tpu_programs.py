@@ -83,6 +83,18 @@ TEXT = """HloModule jit_f, is_scheduled=true
   ROOT %conv = f32[8,128]{1,0:T(8,128)S(1)} convolution(%a, %w), dim_labels=bf_io->bf
 }
 
+%tiles_of (u: f32[1024,128]) -> f32[1024,128] {
+  %u = f32[1024,128]{1,0:T(8,128)} parameter(0)
+  ROOT %other = f32[1024,128]{1,0:T(4,128)} copy(%u)
+}
+
+%view_of (v: f32[1024,128], m: s32[]) -> f32[8,128] {
+  %v = f32[1024,128]{1,0:T(8,128)} parameter(0)
+  %m = s32[]{:T(128)} parameter(1)
+  %view = f32[1024,128]{1,0:T(4,128)} fusion(%v), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%tiles_of
+  ROOT %of_view = f32[8,128]{1,0:T(8,128)} dynamic-slice(%view, %m, %m), dynamic_slice_sizes={8,128}
+}
+
 %nested_of (t: f32[1024,128], k: s32[]) -> f32[8,128] {
   %t = f32[1024,128]{1,0:T(8,128)} parameter(0)
   %k = s32[]{:T(128)} parameter(1)
@@ -119,6 +131,7 @@ ENTRY %main (a.1: f32[8,1024], w.1: f32[1024,128], kv: bf16[8,2,4096,64], rows.1
   %slice-start.1 = ((f32[1024,128]{1,0:T(8,128)}), f32[256,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%w.1), slice={[0:256], [0:128]}
   %slice-done.1 = f32[256,128]{1,0:T(8,128)S(1)} slice-done(%slice-start.1)
   %nested = f32[8,128]{1,0:T(8,128)S(1)} fusion(%w.1, %zero), kind=kOutput, calls=%nested_of
+  %viewed = f32[8,128]{1,0:T(8,128)S(1)} fusion(%w.1, %zero), kind=kLoop, calls=%view_of
   %state = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) tuple(%zero, %w.1)
   %fixed = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) while(%state), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %loop = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) while(%fixed), condition=%test, body=%body
@@ -148,7 +161,7 @@ def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
     assert moved["appended"] == (0, 8 * 2 * 128 * 2)  # rows of both heads, in place
     assert moved["relaid"] == (2 * CACHE, CACHE)
     assert moved["slice-start.1"] == (256 * 128 * 4, 0)
-    assert moved["row"] == moved["nested"] == (ROWS, 0)
+    assert moved["row"] == moved["nested"] == moved["viewed"] == (ROWS, 0)
     assert moved["written"] == (0, ROWS)
     assert sum(o.times for o in counts.operations if o.name == "row") == 3 + 5
     assert not counts.unknown_loops

@@ -1,5 +1,6 @@
 """Compiles the TPU kernels for a TPU that is not here, at the shapes of models, and checks that no program
-copies a cache. Prints a line for each; the exit code is 1 where one fails. CI leaves out what `more` adds.
+copies a cache, or weights. Prints a line for each; the exit code is 1 where one fails. CI leaves out what `more`
+adds.
 
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/support/compile_for_tpu.py v5e more
 """
@@ -20,6 +21,7 @@ from kernels_pallas import HeadNorms, Mxfp4, SideBySide
 from kernels_pallas.key_layouts import scale_rows
 from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from kernels_pallas.reference_products import Matrix
+from xinfer_jax.ops.operation import run
 
 BF16, F32, INT8 = jnp.bfloat16, jnp.float32, jnp.uint8
 # Key heads, query heads of each, their width, window.
@@ -155,6 +157,28 @@ def compile_product(device, rows, inputs, outputs, kind) -> None:
     jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
+# Tokens, dtype of an embedding that XLA stores by inputs.
+EMBEDDINGS = [(1, BF16), (8, jnp.int8), (1024, BF16)]
+
+
+def compile_embedding(device, tokens, dtype) -> list[str]:
+    """A loop of steps that take rows of gpt-oss's table; returns the temporaries that are as large as it."""
+
+    def steps(token_B, table):
+        def once(_, token_B):
+            rows = run("embedding", lambda token, table: table[token], token_B, table)
+            return token_B + rows.astype(F32).sum(1).astype(jnp.int32)
+
+        return lax.fori_loop(0, 2, once, token_B)
+
+    sharding = SingleDeviceSharding(device)
+    table = jax.ShapeDtypeStruct((201_088, 2880), dtype, sharding=sharding)
+    args = jax.ShapeDtypeStruct((tokens,), jnp.int32, sharding=sharding), table
+    compiled = jax.jit(steps).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    size = compiled.memory_analysis().temp_size_in_bytes
+    return [f"{size} bytes"] if size > table.size // 8 else []
+
+
 # Rows, key heads, value heads, their widths, dtype.
 DELTA_STEPS = [
     (8, 16, 32, 128, 128, BF16),
@@ -276,6 +300,11 @@ def compile_all(device, tpu: str) -> int:
         found = compile_experts(device, *case)
         failures += bool(found)
         print(f"{tpu} experts {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found[:2])
+    for case in EMBEDDINGS:
+        before = time.monotonic()
+        found = compile_embedding(device, *case)
+        failures += bool(found)
+        print(f"{tpu} embedding {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found)
     for case in DELTA_STEPS:
         before = time.monotonic()
         found = compile_delta_step(device, *case)

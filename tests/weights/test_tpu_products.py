@@ -1,4 +1,4 @@
-"""Products in the form for TPUs are those of other devices."""
+"""Products and embeddings in the form for TPUs are those of other devices."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 
 import kernels_pallas
 from xinfer_jax.ops.product import dot
+from xinfer_jax.ops.tpu.tpu_embedding import tpu_embedding_form
 from xinfer_jax.ops.tpu.tpu_products import tpu_forms
 from xinfer_jax.weights.grouped_weight import GroupedWeight, tpu_grouped_product
 from xinfer_jax.weights.int8_weight import Int8Weight
@@ -56,3 +57,23 @@ def test_a_single_row_of_an_int8_embedding():
         wanted = weight.rows(index)
         with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
             np.testing.assert_array_equal(weight.rows(index), wanted)
+
+
+def test_rows_of_an_embedding_that_a_tpu_stores_by_inputs():
+    """They are those of indexing, also of tokens outside the table, and beside rows that are NaN."""
+    table = jax.random.normal(jax.random.key(0), (1024, 24)).at[3].set(jnp.nan)
+    token = jnp.array([[3, 5, -1024], [-1025, 130, 1023], [1024, 3, 2]])
+
+    def form(token, table):
+        return tpu_embedding_form(None, "xla", (token, table), {})
+
+    assert form(token, table[:1000]) is None  # stored by rows
+    assert form(token, table[:512]) is None  # a copy takes less time
+    for tokens in (token, token[0, 1]):
+        np.testing.assert_array_equal(jax.jit(form(tokens, table))(tokens, table), table[tokens])
+    weight = Int8Weight(jnp.arange(1024 * 24).reshape(1024, 24).astype(jnp.int8), jnp.ones(1024))
+    levels = jax.jit(form(token, weight.values))(token, weight.values)
+    np.testing.assert_array_equal(levels, weight.values[token])
+    with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
+        text = jax.jit(weight.rows).trace(token).lower(lowering_platforms=("tpu",)).as_text()
+    assert "stablehlo.dynamic_slice" in text and "24x128xi8" in text

@@ -144,7 +144,7 @@ def tiled_product(
 
 
 def embedding_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
-    """A form of `embedding`, which converts only the rows that it takes; None: of a float32 table, or int8 numbers."""
+    """A form of `embedding`, which converts only the rows that it takes; None: of float32 or int8."""
     return None if operands[1].dtype in (jnp.float32, jnp.int8) else _embed_row_by_row
 
 

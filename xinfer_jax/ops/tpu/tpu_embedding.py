@@ -16,9 +16,9 @@ _TOKENS = 4  # that one operation reads
 
 
 def tpu_embedding_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
-    """A form of `embedding`. XLA stores a table [V, D] by inputs if V fills tiles of 128 lanes and D does not.
-    It would copy such a table to take rows of it: gpt-oss's in 6.6 ms on a v6e. None: it stores rows; or the
-    tiles of all tokens have more bytes than a copy reads and writes.
+    """A form of `embedding`. XLA stores a table [V, D] by inputs if V fills tiles of 128 lanes, and D does
+    not. It would copy such a table to take rows of it: gpt-oss's in 6.6 ms on a v6e. None: it stores rows; or
+    the tiles of all tokens have more bytes than a copy reads and writes.
     """
     token, table = operands
     V, D = table.shape
