@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..dispatch import result_type
+from ..dispatch import device_impl, result_type
 from ..key_layouts import LANES
 from ..mxfp4 import Mxfp4
 from ..reference import gated
@@ -43,7 +43,8 @@ from .matrices import Form
 from .parts import dot, emulator, keep_in_hbm
 
 _FEW_TOKENS = 64
-_LIMIT = 60 * 2**20  # of VMEM, by the sizes here
+_LIMIT = 60 * 2**20  # of VMEM: a TPU7x has 64 MiB, others 128
+_LARGER_LIMIT = 100 * 2**20
 _SLACK = 2 * 2**20  # that the compiler may need beyond
 _OTHER_BYTES = 6 * 2**20  # beside the blocks of matrices, of tokens and of their results
 
@@ -87,7 +88,8 @@ def gated_experts(  # noqa: PLR0913
         spec = pl.BlockSpec((M, U), lambda *_: (0, 0))
         return call(expert_T, None, [(weight_MU.astype(jnp.float32), spec), (expert_MU, spec)], x_MD, M)
     settings = expert_settings(x_MD.dtype, TILE_ROWS, matrices, activation, limit)
-    free = _LIMIT - blocks_bytes(settings, matrices) - _OTHER_BYTES
+    most = _LIMIT if "TPU7" in device_impl().reason else _LARGER_LIMIT
+    free = most - blocks_bytes(settings, matrices) - _OTHER_BYTES
     block = block_tokens(M, x_MD.shape[1], free // (4 + x_MD.dtype.itemsize))
     padding = ((0, -M % block), (0, 0))
     x_MD, weight_MU = (jnp.pad(x, padding) for x in (x_MD, weight_MU))
@@ -118,6 +120,7 @@ def _call(  # noqa: PLR0913
     """
     D = x_MD.shape[1]
     settings = expert_settings(x_MD.dtype, rows or block, matrices, activation, limit)
+    size = blocks_bytes(settings, matrices) + _OTHER_BYTES + block * D * (4 + x_MD.dtype.itemsize)
     scalars = [expert_T] if count_A is None else [expert_T, count_A]
     tiles = len(expert_T) // (len(x_MD) // block)
     indices = [partial(index, settings, tiles) for index in (at_gate, at_gate, at_down)]
@@ -156,7 +159,7 @@ def _call(  # noqa: PLR0913
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3,
             disable_bounds_checks=True,
-            vmem_limit_bytes=_LIMIT + _SLACK,
+            vmem_limit_bytes=max(_LIMIT, size) + _SLACK,
         ),
         interpret=emulator(interpret),
         name="experts",
