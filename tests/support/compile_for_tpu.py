@@ -304,7 +304,8 @@ def compile_all(device, tpu: str) -> int:
         before = time.monotonic()
         found = compile_embedding(device, *case)
         failures += bool(found)
-        print(f"{tpu} embedding {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found)
+        name = f"{case[0]} tokens, {jnp.dtype(case[1]).name}"
+        print(f"{tpu} embedding of {name}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found)
     for case in DELTA_STEPS:
         before = time.monotonic()
         found = compile_delta_step(device, *case)
