@@ -1,6 +1,6 @@
 """Compiles the TPU kernels for a TPU that is not here, at the shapes of models, and checks that no program
-copies a cache, or weights. Prints a line for each; the exit code is 1 where one fails. CI leaves out what `more`
-adds.
+copies a cache, or weights. Prints a line for each; the exit code is 1 where one fails. CI leaves out what
+`more` adds.
 
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/support/compile_for_tpu.py v5e more
 """
