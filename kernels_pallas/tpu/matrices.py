@@ -18,12 +18,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..key_layouts import LANES
 from ..mxfp4 import power
-from ..reference_products import Matrix
-from .parts import dot, has_bfloat16_vectors
+from ..reference_products import FP8_BLOCK, Matrix
+from . import fp8
+from .parts import dot, has_bfloat16_vectors, pieces
 
 _SPLIT = 254  # steps of the lower int8 number of x in one of the higher
 _DEPTH = 256  # inputs that a product of int4 sums up at once: those of a matrix unit
-_PIECE = 512  # outputs that are computed at once: of more, registers would be spilled
 _ROWS = 8  # groups whose scales are loaded at once
 _DIGITS = 0x0F0F0F0F
 _SIGNS = -0x7F7F7F80  # 0x80808080
@@ -40,7 +40,7 @@ def _read(ref: Any, memory: Any) -> jax.Array:
 class Form:
     """What is static about a matrix and the few rows that it is multiplied with."""
 
-    kind: str  # "float", "int8", "int4" or "mxfp4"
+    kind: str  # "float", "int8", "fp8", "int4" or "mxfp4"
     dtype: Any  # of x
     rows: int  # R
     inputs: int  # with those that fill the last group
@@ -48,6 +48,7 @@ class Form:
     group: int = 1  # J
     has_zero: bool = False
     halves: bool = False  # the vector unit computes with pairs of bfloat16 numbers
+    has_blocks: bool = False  # of FP8, with a scale each
 
     @classmethod
     def of(cls, matrix: Matrix, dtype: Any, rows: int) -> "Form":
@@ -59,8 +60,9 @@ class Form:
             kind = "mxfp4" if matrix.scale.dtype == jnp.uint8 else "int4"
             halves = kind == "mxfp4" or has_bfloat16_vectors()
             return cls(kind, dtype, rows, 2 * Y * Q, outputs, 2 * Y, matrix.zero is not None, halves)
-        kind = "float" if matrix.scale is None else "int8"
-        return cls(kind, dtype, rows, values.shape[1], values.shape[0])
+        kind = {"int8": "int8", "float8_e4m3fn": "fp8"}.get(values.dtype.name, "float")
+        has_blocks = kind == "fp8" and matrix.scale.ndim == 2
+        return cls(kind, dtype, rows, values.shape[1], values.shape[0], has_blocks=has_blocks)
 
     @property
     def has_groups(self) -> bool:
@@ -76,21 +78,35 @@ class Form:
         """C; the last chunk may be smaller."""
         return self.group * math.gcd(_ROWS, max(1, _DEPTH // self.group))
 
+    @property
+    def block_counts(self) -> tuple[int, int]:
+        """Those of outputs and of inputs."""
+        return pl.cdiv(self.outputs, FP8_BLOCK), pl.cdiv(self.inputs, FP8_BLOCK)
+
+    def output_scale(self, matrix: Matrix) -> jax.Array | None:
+        """The scale per output, or None."""
+        return None if self.has_groups or self.has_blocks else matrix.scale
+
     def arrays(self, matrix: Matrix) -> list[jax.Array]:
         """The operands of a kernel, without a scale per output."""
         if not self.has_groups:
-            return [jnp.swapaxes(matrix.values, -1, -2) if self.has_outputs_last else matrix.values]
+            values = jnp.swapaxes(matrix.values, -1, -2) if self.has_outputs_last else matrix.values
+            return [values, matrix.scale] if self.has_blocks else [values]
         return [matrix.values, _readable(matrix.scale)] + ([matrix.zero] if self.has_zero else [])
 
     def tile_shapes(self, tile: int) -> list[tuple[tuple[int, ...], int]]:
-        """For each operand the shape of a tile of outputs, and which axis has these."""
+        """For each operand the shape of a tile of outputs, and which axis has these; -1: a tile has all."""
         if not self.has_groups:
-            return [((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)]
+            values = ((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)
+            return [values, (self.block_counts, -1)] if self.has_blocks else [values]
         Q = self.inputs // self.group
         return [((Q, self.group // 2, tile), 2)] + [((Q, tile), 1)] * (1 + self.has_zero)
 
     def group_memory(self, tile: int) -> list[Any]:
         """Memory for scales and zero points of a tile, as products take them."""
+        if self.has_blocks:
+            shape = 8 * pl.cdiv(self.block_counts[1], 8), FP8_BLOCK * pl.cdiv(tile, FP8_BLOCK)
+            return [pltpu.VMEM(shape, jnp.float32)]
         shape = (8 * pl.cdiv(self.inputs // self.group, 8), tile)
         kinds = [jnp.int32 if self.halves else jnp.float32] + [jnp.int32] * self.has_zero
         return [pltpu.VMEM(shape, kind) for kind in kinds] if self.has_groups else []
@@ -101,8 +117,8 @@ class Form:
         """Memory for the results of `prepare`."""
         R = self.rows
         step = pltpu.VMEM((R, LANES), jnp.float32)
-        if self.kind == "float":
-            return [pltpu.VMEM((R, self.inputs), self.dtype)]
+        if self.kind in ("float", "fp8"):
+            return [pltpu.VMEM((R * fp8.blocks_at_once() if self.has_blocks else R, self.inputs), self.dtype)]
         if self.kind == "int8":
             return [pltpu.VMEM((2 * R, self.inputs), jnp.int8), step]
         C = self._chunk
@@ -110,8 +126,9 @@ class Form:
 
     def prepare(self, x_RI: jax.Array, refs: Sequence[Any]) -> None:
         """Stores x, float32 [R, I], in the form that `multiply` takes."""
-        if self.kind == "float":
-            refs[0][...] = x_RI.astype(self.dtype)
+        if self.kind in ("float", "fp8"):
+            rows = fp8.rows_of_blocks(x_RI) if self.has_blocks else x_RI
+            refs[0][...] = rows.astype(self.dtype)
             return
         if self.has_groups:
             orders: dict[int, jax.Array] = {}
@@ -161,24 +178,24 @@ class Form:
             refs: to the block of each operand.
             memory: `group_memory` for at least so many outputs.
             read: of a reference to scales or zero points the numbers [Q, O], of integers perhaps as int32;
-                and of such memory, which it may use.
+                and of such memory, which it may use. With blocks: of the scales the column [Q, 1] of a block
+                of outputs.
         """
         if self.has_groups:
             outputs = refs[0].shape[2]
             self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory], read)
-            pieces = []
-            size = LANES * pl.cdiv(outputs, LANES * pl.cdiv(outputs, _PIECE))
-            starts = range(
-                0, max(1, outputs - LANES + 1), size
-            )  # a rest of less than 128 is in the last piece
-            for first in starts:
-                columns = slice(first, first + size if first < starts[-1] else outputs)
+            products = []
+            for columns in pieces(outputs):
                 of_groups = [ref.at[:, columns] for ref in memory]
-                pieces.append(self._multiply_groups(x, refs[0].at[:, :, columns], of_groups))
-            return jnp.concatenate(pieces, 1)
+                products.append(self._multiply_groups(x, refs[0].at[:, :, columns], of_groups))
+            return jnp.concatenate(products, 1)
         axis = 0 if self.has_outputs_last else 1
         if self.kind == "float":
             return dot(x[0][...], refs[0][...], axis)
+        if self.kind == "fp8":
+            if self.has_blocks:
+                fp8.store_scales(partial(read, refs[1]), refs[0].shape[1 - axis], memory[0])
+            return fp8.multiply(x[0], refs[0], self.rows, axis, memory[0] if self.has_blocks else None)
         sums = dot(x[0][...], refs[0][...], axis, jnp.int32).astype(jnp.float32)
         # The sum of both would not fit in 32 bits.
         return (sums[: self.rows] * _SPLIT + sums[self.rows :]) * x[1][:, :1]

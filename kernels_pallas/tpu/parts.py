@@ -16,6 +16,7 @@ from ..dispatch import device_impl
 from ..key_layouts import LANES
 
 Factors = tuple[jax.Array, jax.Array, jax.Array]  # float32 [R or 1, W]
+_PIECE = 512  # outputs of a product that are computed at once: of more, registers would be spilled
 _TOP = 255
 _SMALLEST = 2.0**-14  # normal float16
 _LARGEST = 65504.0
@@ -29,6 +30,11 @@ def emulator(interpret: bool) -> Any:
 def has_bfloat16_vectors() -> bool:
     """Whether this process's TPUs compute with vectors of bfloat16 numbers: from v6e on."""
     return re.search(r"v[2-5]", device_impl().reason) is None
+
+
+def has_e4m3() -> bool:
+    """Whether this process's TPUs convert numbers in FP8 as checkpoints have them: from TPU7x on."""
+    return "TPU7" in device_impl().reason
 
 
 def keep_in_hbm(arrays: Any, interpret: bool) -> Any:
@@ -45,6 +51,13 @@ def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=dtype)
+
+
+def pieces(outputs: int) -> list[slice]:
+    """The outputs that are computed at once; a rest of less than 128 is in the last piece."""
+    size = LANES * pl.cdiv(outputs, LANES * pl.cdiv(outputs, _PIECE))
+    starts = range(0, max(1, outputs - LANES + 1), size)
+    return [slice(first, first + size if first < starts[-1] else outputs) for first in starts]
 
 
 def as_row(ref: Any) -> jax.Array:

@@ -10,8 +10,10 @@ activation and residual.
 - int4 becomes bfloat16: from v6e on, whose units unpack it and compute with pairs of such numbers, by a
   scale that is rounded to bfloat16. Inputs are then in another order, into which products with zeros and ones
   put x. Before v6e zero points are subtracted from four levels of a word at once, and scaled as float32.
+- FP8: `fp8`.
 - Nothing was measured on a TPU; the schedules that libtpu prints of compiled kernels take less time than the
-  copies for bfloat16 and int8 up to 64 rows. Of int4 a v6e's takes 1.1 times the copies up to 16 rows.
+  copies for bfloat16 and int8 up to 64 rows, and for FP8 up to 16. Of int4 a v6e's takes 1.1 times the copies
+  up to 16 rows.
 """
 
 from functools import partial
@@ -32,7 +34,8 @@ def product(  # noqa: PLR0913
     """The products of `reference_products.product` in one launch, in the dtype of x if none is given.
 
     x is bfloat16, or float32 with matrices of float32, of at most 64 rows; step_M is None. Matrices are all
-    floats of x's dtype, all int8 with a scale per output, or all int4 in groups of a multiple of 64 inputs.
+    floats of x's dtype, all int8 or FP8 with scales of one kind, or all int4 in groups of a multiple of 64
+    inputs.
     interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
     """
     assert step_M is None

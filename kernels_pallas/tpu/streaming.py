@@ -12,7 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES
-from ..reference_products import Matrix
+from ..reference_products import FP8_BLOCK, Matrix
+from .fp8 import column_of
 from .matrices import Form
 from .parts import as_row, emulator, keep_in_hbm, rows_after_norm
 
@@ -80,9 +81,7 @@ def operands_and_blocks(  # noqa: PLR0913
     """
     forms = settings.forms
     arrays = [form.arrays(matrix) for form, matrix in zip(forms, matrices, strict=True)]
-    scales = [
-        matrix.scale if form.kind == "int8" else None for form, matrix in zip(forms, matrices, strict=True)
-    ]
+    scales = [form.output_scale(matrix) for form, matrix in zip(forms, matrices, strict=True)]
     operands = Operands(
         x_MI, arrays, scales, [matrix.bias for matrix in matrices], norm_I, residual_MO, added
     )
@@ -185,7 +184,14 @@ def multiply_tile(step: Any, n: int, settings: Settings, operands: Operands, mem
     """x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
     tile = settings.tiles[n]
     columns = slice(0, tile) if settings.counts[n] == 1 else pl.ds(pl.multiple_of(step * tile, LANES), tile)
-    y_RO = settings.forms[n].multiply(memory.x, operands.matrices[n], memory.groups[n])
+    form = settings.forms[n]
+
+    def block_scale(ref: Any, i: int) -> jax.Array:
+        block = jnp.minimum(step * pl.cdiv(tile, FP8_BLOCK) + i, len(ref) - 1)
+        return column_of(ref[pl.ds(block, 1)])
+
+    read = {"read": block_scale} if form.has_blocks else {}
+    y_RO = form.multiply(memory.x, operands.matrices[n], memory.groups[n], **read)
     if memory.scales[n] is not None:
         y_RO *= memory.scales[n][:, columns]
     return y_RO if memory.biases[n] is None else y_RO + memory.biases[n][:, columns]

@@ -20,6 +20,7 @@ from kernels_pallas.tpu import streaming
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.layers import Norm, products
 from xinfer_jax.ops.kernels.product_kernels import Operands, select_product
+from xinfer_jax.weights.fp8_weight import Fp8Weight
 from xinfer_jax.weights.quantization import device_form, quantize_matrix
 
 pytestmark = pytest.mark.newest
@@ -135,6 +136,9 @@ def test_what_the_kernel_takes():
     small = jax.tree.map(jnp.asarray, quantize_matrix(np.ones((16, 64), np.float32), 4, 32))
     assert kernels(x, w, w, w) == kernels(x, int4, int4) == kernels(x, int8) == 1
     assert kernels(x.astype(F32), w.astype(F32)) == 1
+    blocks, by_output = (Fp8Weight(w.astype(jnp.float8_e4m3fn), jnp.ones(axes)) for axes in ((1, 1), 16))
+    assert kernels(x, blocks, blocks) == 1 and kernels(x, blocks, by_output) == 2
+    assert kernels(x.astype(F32), blocks) == 0
     assert kernels(x, w, int4) == kernels(x, w, int4, activation="silu") == 2
     assert kernels(x, small) == kernels(x.astype(F32), w) == kernels(jnp.ones((65, 64), BF16), w) == 0
     ordered = dataclasses.replace(int4, order=jnp.arange(64, dtype=jnp.int32)[::-1])

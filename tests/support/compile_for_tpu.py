@@ -130,6 +130,8 @@ PRODUCTS = [
     (8, 3584, (18944, 18944), "int4"),
     (64, 896, (4864, 4864), "int4"),
     (8, 2816, (2112, 2112), "int4"),
+    (64, 18944, (3584,), "fp8"),
+    (8, 3584, (3584, 512, 512), "fp8"),
     (8, 896, (151936,), "head"),
 ]
 
@@ -147,6 +149,9 @@ def compile_product(device, rows, inputs, outputs, kind) -> None:
             return Matrix(shape(groups, 32, size, dtype=INT8), scale, zero)
         if kind == "int8":
             return Matrix(shape(size, inputs, dtype=jnp.int8), shape(size, dtype=F32))
+        if kind == "fp8":
+            blocks = -(-size // 128), -(-inputs // 128)
+            return Matrix(shape(size, inputs, dtype=jnp.float8_e4m3fn), shape(*blocks, dtype=F32))
         return Matrix(shape(size, inputs), bias=shape(size))
 
     args = shape(rows, inputs), [matrix(size) for size in outputs], shape(inputs)

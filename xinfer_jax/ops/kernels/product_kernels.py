@@ -148,7 +148,8 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
         return f"{rows} rows of {x.shape[-1]} numbers"
     if any(map(_has_int8_activations, matrices)):
         return "int8 activations"
-    return None if isinstance(matrices[0], Int8Weight) else _unsupported_groups(matrices, norm_weight)
+    is_flat = isinstance(matrices[0], Int8Weight | Fp8Weight)
+    return None if is_flat else _unsupported_groups(matrices, norm_weight)
 
 
 def _unsupported_groups(matrices, norm_weight) -> str | None:
