@@ -147,8 +147,6 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
         if x.dtype != "bfloat16":
             return f"quantized experts with activations of {x.dtype.name}"
         values = gate.values
-        if values.dtype == "float8_e4m3fn":
-            return "experts in FP8"
         is_grouped = isinstance(gate, Matrix) and values.ndim == 4
         is_served = values.dtype == "uint8" and values.shape[2] % 32 == 0
         return (

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..key_layouts import LANES
+from ..reference_products import FP8_BLOCK
 from .matrices import Form
 
 _EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
@@ -120,6 +121,34 @@ def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockS
     return pl.BlockSpec((Q, size, width), block_index, pipeline_mode=mode)
 
 
+def scales_by_inputs(form: Form, width: int) -> bool:
+    """Whether scales of blocks are by inputs, then outputs, as XLA stores them where that fills tiles better.
+    A block of some outputs could not be taken from such ones.
+    """
+    outputs, inputs = form.block_counts
+
+    def padded(count: int) -> int:
+        return 8 * pl.cdiv(count, 8) if count > 4 else pl.next_power_of_2(count)
+
+    return width == form.outputs and inputs * padded(outputs) < outputs * padded(inputs)
+
+
+def _block_scales(scale_XOQ: jax.Array, form: Form, width: int, index: Callable) -> tuple[Any, Any]:
+    """Scales of blocks of FP8 with experts in lanes, as XLA stores 128 of them; and their blocks."""
+    lanes = min(len(scale_XOQ), LANES)
+    inputs = form.block_counts[1]
+
+    def block_index(*at):
+        expert, part = index(*at)
+        return part, 0, lax.div(expert, lanes)
+
+    if scales_by_inputs(form, width):
+        shape = inputs, form.block_counts[0], lanes
+        return jnp.transpose(scale_XOQ, (2, 1, 0)), pl.BlockSpec(shape, block_index)
+    shape = pl.cdiv(width, FP8_BLOCK), inputs, lanes
+    return jnp.transpose(scale_XOQ, (1, 2, 0)), pl.BlockSpec(shape, block_index)
+
+
 def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tuple[list[Any], list[Any]]:
     """The operands and their blocks for gate, up and down. indices: of the expert and part of a grid step."""
     arrays = []
@@ -132,6 +161,8 @@ def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tupl
         if shares_groups(form):
             arrays[-1][1:] = [jnp.swapaxes(x, 0, 1) for x in arrays[-1][1:]]
             specs[-1][1:] = [_of_groups(x, width, index) for x in arrays[-1][1:]]
+        if form.has_blocks:
+            arrays[-1][1], specs[-1][1] = _block_scales(arrays[-1][1], form, width, index)
     return arrays, specs
 
 

@@ -12,7 +12,6 @@ down. The last part may reach beyond a matrix. What lies there may be anything: 
 to zero, or that nobody reads.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,10 +35,10 @@ from .expert_blocks import (
     matrix_blocks,
     of_rows,
     repeats,
+    scales_by_inputs,
     shares_groups,
 )
 from .expert_tiles import TILE_ROWS, block_tokens, experts_of_few, tiles_of_blocks
-from .matrices import Form
 from .parts import dot, emulator, keep_in_hbm
 
 _FEW_TOKENS = 64
@@ -128,7 +127,7 @@ def _call(  # noqa: PLR0913
     row_arrays = []
     row_specs = []
     for n, (matrix, bias, index) in enumerate(zip(matrices, biases, indices, strict=True)):
-        row_arrays.append((matrix.scale if settings.forms[n // 2].kind == "int8" else None, bias))
+        row_arrays.append((settings.forms[n // 2].output_scale(matrix), bias))
         of_one = partial(of_rows, width=settings.widths[n // 2], index=index)
         row_specs.append(jax.tree.map(of_one, row_arrays[-1]))
     of_block = pl.BlockSpec((block, D), lambda b, *_: (b, 0), pipeline_mode=pl.Buffered(1))
@@ -205,7 +204,7 @@ def _take_rows(settings: ExpertSettings, refs: _Refs) -> None:
 
 def _gate_and_up(settings: ExpertSettings, refs: _Refs, expert: Any, part: Any) -> None:
     form = settings.forms[0]
-    gate_RF, up_RF = (_product(form, refs, n, expert, refs.prepared[0], refs.groups[0]) for n in range(2))
+    gate_RF, up_RF = (_product(settings, refs, n, expert) for n in range(2))
     inner_RF = gated(gate_RF, up_RF, settings.activation, settings.limit)
     width = settings.widths[0]
     count = settings.parts[0]
@@ -222,7 +221,7 @@ def _down(settings: ExpertSettings, refs: _Refs, expert: Any, part: Any) -> None
     def _prepare() -> None:
         form.prepare(refs.inner[:, : form.inputs], refs.prepared[1])
 
-    out_RD = _product(form, refs, 2, expert, refs.prepared[1], refs.groups[1])
+    out_RD = _product(settings, refs, 2, expert)
     columns = _columns(part, settings.widths[1], settings.parts[1])
     if refs.counts is None:
         weight_ref, chosen_ref = refs.choices
@@ -240,10 +239,14 @@ def _columns(part: Any, width: int, count: int) -> Any:
     return slice(None) if count == 1 else pl.ds(pl.multiple_of(part * width, LANES), width)
 
 
-def _product(form: Form, refs: _Refs, n: int, expert: Any, x: Sequence[Any], groups: Any) -> jax.Array:  # noqa: PLR0913
+def _product(settings: ExpertSettings, refs: _Refs, n: int, expert: Any) -> jax.Array:
     """x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
+    form = settings.forms[n // 2]
     read = {"read": partial(_read_groups, expert=expert)} if shares_groups(form) else {}
-    y_RO = form.multiply(x, refs.matrices[n], groups, **read)
+    if form.has_blocks:
+        by_inputs = scales_by_inputs(form, settings.widths[n // 2])
+        read = {"read": partial(_read_block_scale, expert=expert, by_inputs=by_inputs)}
+    y_RO = form.multiply(refs.prepared[n // 2], refs.matrices[n], refs.groups[n // 2], **read)
     scale_ref, bias_ref = refs.rows[n]
     if scale_ref is not None:
         y_RO *= _row(scale_ref, expert)
@@ -268,6 +271,13 @@ def _read_groups(ref: Any, memory: Any, expert: Any) -> jax.Array:
         return lax.bitcast_convert_type(memory[:Q], ref.dtype)
     words = lax.bitcast_convert_type(memory[:Q], jnp.int32)
     return lax.shift_right_logical(words, lax.rem(place, 32)) & (1 << bits) - 1
+
+
+def _read_block_scale(ref: Any, i: int, expert: Any, by_inputs: bool) -> jax.Array:
+    """float32 [Q, 1], of block i of outputs of an expert."""
+    scale_QX = ref[:, i] if by_inputs else ref[i]
+    lane = lax.broadcasted_iota(jnp.int32, scale_QX.shape, 1)
+    return jnp.where(lane == lax.rem(expert, scale_QX.shape[1]), scale_QX, 0).sum(1, keepdims=True)
 
 
 def _row(ref: Any, expert: Any) -> jax.Array:

@@ -42,10 +42,10 @@ def column_of(row_1Q: jax.Array) -> jax.Array:
 
 def store_scales(read: Callable[[int], jax.Array], outputs: int, memory: Any) -> None:
     """Stores the scale of each block of inputs [Q] for each output. read: of a block of outputs [Q, 1]."""
-    for i in range(pl.cdiv(outputs, FP8_BLOCK)):
+    for i, first in enumerate(range(0, outputs, FP8_BLOCK)):
         scale_Q1 = read(i)
-        wide = jnp.broadcast_to(scale_Q1, (len(scale_Q1), FP8_BLOCK))
-        memory[: len(wide), i * FP8_BLOCK : (i + 1) * FP8_BLOCK] = wide
+        shape = len(scale_Q1), min(FP8_BLOCK, outputs - first)
+        memory[: shape[0], first : first + shape[1]] = jnp.broadcast_to(scale_Q1, shape)
 
 
 def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any) -> jax.Array:

@@ -105,8 +105,7 @@ class Form:
     def group_memory(self, tile: int) -> list[Any]:
         """Memory for scales and zero points of a tile, as products take them."""
         if self.has_blocks:
-            shape = 8 * pl.cdiv(self.block_counts[1], 8), FP8_BLOCK * pl.cdiv(tile, FP8_BLOCK)
-            return [pltpu.VMEM(shape, jnp.float32)]
+            return [pltpu.VMEM((8 * pl.cdiv(self.block_counts[1], 8), tile), jnp.float32)]
         shape = (8 * pl.cdiv(self.inputs // self.group, 8), tile)
         kinds = [jnp.int32 if self.halves else jnp.float32] + [jnp.int32] * self.has_zero
         return [pltpu.VMEM(shape, kind) for kind in kinds] if self.has_groups else []

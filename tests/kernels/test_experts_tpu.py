@@ -10,7 +10,7 @@ import mxfp4_checkpoints
 import numpy as np
 import pytest
 from quick import full_except
-from random_matrices import BF16, INT4, matrix
+from random_matrices import BF16, FP8, INT4, matrix
 from small_models import prompts
 from test_kernels_experts import layer_of
 
@@ -34,6 +34,8 @@ CASES = {
     "int4": (INT4, 3, 2, 6, 6, 512, 128, False, None),
     "int4-one-group": ((4, 128, False), 33, 1, 40, 50, 128, 384, True, None),
     "int4-many-in-parts": (INT4, 70, 2, 4, 4, 192, 640, False, 2**16),
+    "fp8-scales-by-inputs": (FP8[0], 3, 1, 130, 130, 48, 600, True, None),
+    "fp8-many-in-ragged-parts": (FP8[0], 70, 2, 3, 6, 300, 160, False, 2**14),
     "mxfp4": ("mxfp4", 5, 2, 6, 6, 96, 288, True, None),
     "mxfp4-in-ragged-parts": ("mxfp4", 70, 1, 3, 5, 288, 320, True, 2**16),
 }
@@ -104,7 +106,7 @@ def test_equals_its_reference_at_random_shapes(monkeypatch, request):
 
 
 def check_random(draws, monkeypatch):
-    kinds = "float", F32, "int8", INT4, (4, 128, True), (4, 64, False), "mxfp4"
+    kinds = "float", F32, "int8", INT4, (4, 128, True), (4, 64, False), "mxfp4", *FP8
     kind = kinds[draws.integers(len(kinds))]
     unit = kind[1] if isinstance(kind, tuple) else 32 if kind == "mxfp4" else 8
     F, D = (int(unit * draws.integers(1, 640 // unit)) for _ in range(2))
@@ -125,6 +127,7 @@ def test_which_experts_it_takes():
     for kind, dtype, reason in (
         ("mxfp4", BF16, None),
         ("int8", BF16, None),
+        ("fp8", BF16, None),
         ("int8", F32, "quantized experts with activations of float32"),
         ((4, 32, True), BF16, "experts in int8 groups, or groups that are no multiple of 64"),
         ((8, 64, True), BF16, "experts in int8 groups, or groups that are no multiple of 64"),

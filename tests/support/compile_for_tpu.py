@@ -230,6 +230,7 @@ def compile_delta_step(device, rows, *sizes) -> list[str]:
 EXPERTS = [
     (64, 8, 128, 768, 2048, "int8"),
     (8, 8, 128, 768, 2048, "int4"),
+    (8, 8, 128, 768, 2048, "fp8"),
     (8, 8, 128, 704, 2816, "bfloat16"),
     (8, 4, 32, 2880, 2880, "bfloat16"),
     (8, 4, 32, 2880, 2880, "mxfp4"),
@@ -250,6 +251,9 @@ def compile_experts(device, tokens, choices, X, features, width, kind) -> list[s
             return Mxfp4(shape(X, I // 32, 16, O, dtype=INT8), shape(X, I // 32, O, dtype=INT8))
         if kind == "int8":
             return Matrix(shape(X, O, I, dtype=jnp.int8), shape(X, O, dtype=F32))
+        if kind == "fp8":
+            scale = shape(X, -(-O // 128), -(-I // 128), dtype=F32)
+            return Matrix(shape(X, O, I, dtype=jnp.float8_e4m3fn), scale)
         if kind == "int4":
             scale, zero = (shape(X, I // 64, O, dtype=dtype) for dtype in (F32, INT8))
             return Matrix(shape(X, I // 64, 32, O, dtype=INT8), scale, zero)
