@@ -135,18 +135,14 @@ def scales_by_inputs(form: Form, width: int) -> bool:
 
 def _block_scales(scale_XOQ: jax.Array, form: Form, width: int, index: Callable) -> tuple[Any, Any]:
     """Scales of blocks of FP8 with experts in lanes, as XLA stores 128 of them; and their blocks."""
-    lanes = min(len(scale_XOQ), LANES)
-    inputs = form.block_counts[1]
+    shape = min(len(scale_XOQ), LANES), pl.cdiv(width, FP8_BLOCK), form.block_counts[1]
+    axes = (2, 1, 0) if scales_by_inputs(form, width) else (1, 2, 0)
 
     def block_index(*at):
         expert, part = index(*at)
-        return part, 0, lax.div(expert, lanes)
+        return part, 0, lax.div(expert, shape[0])
 
-    if scales_by_inputs(form, width):
-        shape = inputs, form.block_counts[0], lanes
-        return jnp.transpose(scale_XOQ, (2, 1, 0)), pl.BlockSpec(shape, block_index)
-    shape = pl.cdiv(width, FP8_BLOCK), inputs, lanes
-    return jnp.transpose(scale_XOQ, (1, 2, 0)), pl.BlockSpec(shape, block_index)
+    return jnp.transpose(scale_XOQ, axes), pl.BlockSpec([shape[axis] for axis in axes], block_index)
 
 
 def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tuple[list[Any], list[Any]]:

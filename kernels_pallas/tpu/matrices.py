@@ -98,14 +98,14 @@ class Form:
         """For each operand the shape of a tile of outputs, and which axis has these; -1: a tile has all."""
         if not self.has_groups:
             values = ((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)
-            return [values, (self.block_counts, -1)] if self.has_blocks else [values]
+            return [values] + [(self.block_counts, -1)] * self.has_blocks
         Q = self.inputs // self.group
         return [((Q, self.group // 2, tile), 2)] + [((Q, tile), 1)] * (1 + self.has_zero)
 
     def group_memory(self, tile: int) -> list[Any]:
         """Memory for scales and zero points of a tile, as products take them."""
         if self.has_blocks:
-            return [pltpu.VMEM((8 * pl.cdiv(self.block_counts[1], 8), tile), jnp.float32)]
+            return [pltpu.VMEM((self.block_counts[1], LANES * pl.cdiv(tile, LANES)), jnp.float32)]
         shape = (8 * pl.cdiv(self.inputs // self.group, 8), tile)
         kinds = [jnp.int32 if self.halves else jnp.float32] + [jnp.int32] * self.has_zero
         return [pltpu.VMEM(shape, kind) for kind in kinds] if self.has_groups else []
@@ -117,7 +117,8 @@ class Form:
         R = self.rows
         step = pltpu.VMEM((R, LANES), jnp.float32)
         if self.kind in ("float", "fp8"):
-            return [pltpu.VMEM((R * fp8.blocks_at_once() if self.has_blocks else R, self.inputs), self.dtype)]
+            copies = fp8.blocks_at_once() if self.has_blocks else 1
+            return [pltpu.VMEM((copies * R, self.inputs), self.dtype)]
         if self.kind == "int8":
             return [pltpu.VMEM((2 * R, self.inputs), jnp.int8), step]
         C = self._chunk
@@ -192,9 +193,8 @@ class Form:
         if self.kind == "float":
             return dot(x[0][...], refs[0][...], axis)
         if self.kind == "fp8":
-            if self.has_blocks:
-                fp8.store_scales(partial(read, refs[1]), refs[0].shape[1 - axis], memory[0])
-            return fp8.multiply(x[0], refs[0], self.rows, axis, memory[0] if self.has_blocks else None)
+            scales = memory[0] if memory else None
+            return fp8.multiply(x[0], refs[0], self.rows, axis, scales, partial(read, *refs[1:]))
         sums = dot(x[0][...], refs[0][...], axis, jnp.int32).astype(jnp.float32)
         # The sum of both would not fit in 32 bits.
         return (sums[: self.rows] * _SPLIT + sums[self.rows :]) * x[1][:, :1]
