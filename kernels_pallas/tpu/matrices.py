@@ -98,7 +98,7 @@ class Form:
         """For each operand the shape of a tile of outputs, and which axis has these; -1: a tile has all."""
         if not self.has_groups:
             values = ((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)
-            return [values] + [(self.block_counts, -1)] * self.has_blocks
+            return [values, (self.block_counts, -1)] if self.has_blocks else [values]
         Q = self.inputs // self.group
         return [((Q, self.group // 2, tile), 2)] + [((Q, tile), 1)] * (1 + self.has_zero)
 
