@@ -40,7 +40,8 @@ def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Calla
     to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no blocks).
     read: of a block of outputs the scales [Q, 1].
     """
-    inputs, outputs = values.shape[axis], values.shape[1 - axis]
+    inputs = values.shape[axis]
+    outputs = values.shape[1 - axis]
     for first in range(0, 0 if scales is None else outputs, FP8_BLOCK):
         scale_Q1 = read(first // FP8_BLOCK)
         Q = len(scale_Q1)
