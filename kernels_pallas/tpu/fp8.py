@@ -16,6 +16,9 @@ from jax.experimental import pallas as pl
 from ..reference_products import FP8_BLOCK
 from .parts import dot, has_bfloat16_vectors, has_e4m3, pieces
 
+_UNROLLED = 2**23  # numbers of a matrix that are multiplied without a loop, which takes long to compile
+_STEP = 1024  # inputs of a step of the loop
+
 
 def blocks_at_once() -> int:
     """Blocks of an output that are multiplied at once: as many inputs as a matrix unit sums up."""
@@ -47,19 +50,28 @@ def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Calla
         Q = len(scale_Q1)
         scales[:Q, first : first + FP8_BLOCK] = jnp.broadcast_to(scale_Q1, (Q, FP8_BLOCK))
     depth = FP8_BLOCK * blocks_at_once()
+    step = inputs if inputs * outputs <= _UNROLLED else _STEP
     sums = []
     for piece in pieces(outputs):
+
+        def add(first: Any, size: int, y_RO: jax.Array, piece: slice = piece) -> jax.Array:
+            """Adds the products of some inputs."""
+            for start in range(0, size, depth):
+                width = min(depth, size - start)
+                columns = pl.ds(pl.multiple_of(first + start, FP8_BLOCK), width)
+                matrix = _numbers(values[(columns, piece) if axis == 0 else (piece, columns)])
+                products = dot(x[:, columns], matrix, axis)
+                if scales is None:
+                    y_RO += products
+                    continue
+                for i in range(pl.cdiv(width, FP8_BLOCK)):
+                    scale_1O = scales[pl.ds(lax.div(first + start, FP8_BLOCK) + i, 1), piece]
+                    y_RO += products[i * rows : (i + 1) * rows] * scale_1O
+            return y_RO
+
         y_RO = jnp.zeros((rows, piece.stop - piece.start), jnp.float32)
-        for first in range(0, inputs, depth):
-            columns = slice(first, min(first + depth, inputs))
-            matrix = _numbers(values[(columns, piece) if axis == 0 else (piece, columns)])
-            products = dot(x[:, columns], matrix, axis)
-            if scales is None:
-                y_RO += products
-                continue
-            for i, q in enumerate(range(first // FP8_BLOCK, pl.cdiv(columns.stop, FP8_BLOCK))):
-                y_RO += products[i * rows : (i + 1) * rows] * scales[q : q + 1, piece]
-        sums.append(y_RO)
+        y_RO = lax.fori_loop(0, inputs // step, lambda i, y, add=add: add(i * step, step, y), y_RO)
+        sums.append(add(inputs // step * step, inputs % step, y_RO))
     return jnp.concatenate(sums, 1) * (1 if has_e4m3() else 16)
 
 

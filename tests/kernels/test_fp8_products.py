@@ -77,6 +77,8 @@ def test_tiles_and_loops_of_a_tpu(kind, monkeypatch):
 def in_parts(monkeypatch):
     monkeypatch.setattr(streaming, "RESIDENT_BYTES", 0)
     monkeypatch.setattr(streaming, "STEP_BYTES", 2**15)
+    monkeypatch.setattr(tpu_fp8, "_UNROLLED", 0)
+    monkeypatch.setattr(tpu_fp8, "_STEP", 256)
 
 
 @pytest.mark.full
