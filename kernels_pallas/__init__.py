@@ -72,6 +72,8 @@ backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences be
   about 1 MiB of it, and rows without a token copy nothing, unless no row has one. Products with the state
   are sums on the vector unit: reading is the limit, and a matrix unit would round float32. XLA stores the
   convolution's inputs [B, heads, W, H] with W before the heads, so the kernel takes them so.
+- Draft tokens of linear attention (`delta_drafts`): a call applies the accepted ones of the call before and
+  then its own, one after the other, with the state on the chip; XLA computes convolution and norms.
 - Prompts of linear attention go in blocks of 64 tokens. Float32 products are those of three parts in
   bfloat16, six of them: on TPUs one product, six times as deep, since 64 or 128 numbers fill a part of a
   matrix unit only. On GPUs what does not read the state is a kernel of its own, for all blocks at once.

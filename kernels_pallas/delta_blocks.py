@@ -4,6 +4,7 @@ al. 2024, "Parallelizing linear transformers with the delta rule").
 C tokens of a block; other letters as in `reference_delta`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ PAIRS = ((1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
 
 Parts = tuple[Any, Any, Any]
 # Two numbers whose sum is the logarithm of the decay up to a token: differences of the first are exact.
-Total = tuple[Any, Any]
+Total = Sequence[Any]
 
 _COARSE = 2**-10  # the first one is a multiple of it: 64 tokens of at most 128 have 23 bits
 _MOST = 128  # of a token's decay, whose exponential is 0 in float32
@@ -50,14 +51,19 @@ def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tupl
     """float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and beta.
     Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
     """
-    a_BTN, b_BTN, rate_N, bias_N = (x.astype(jnp.float32) for x in (new.a, new.b, *weights[3:5]))
-    B, T, N = a_BTN.shape
-    is_real_BT1 = (jnp.arange(T) < num_tokens_B[:, None])[..., None]
-    decay_BTN = jnp.maximum(-jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), -_MOST)
-    steps = (jnp.where(is_real_BT1, x, 0) for x in (decay_BTN, jax.nn.sigmoid(b_BTN)))
+    steps = log_steps(new, weights, num_tokens_B)
+    B, T, N = steps[0].shape
     decay, beta = (jnp.moveaxis(x, 2, 1).reshape(B, N, T // BLOCK, BLOCK) for x in steps)
     coarse = jnp.round(decay / _COARSE) * _COARSE
     return (jnp.cumsum(coarse, -1), jnp.cumsum(decay - coarse, -1)), beta
+
+
+def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 [B, T, N]: the logarithm of the decay of each token, and beta; 0 past the length."""
+    a_BTN, b_BTN, rate_N, bias_N = (x.astype(jnp.float32) for x in (new.a, new.b, *weights[3:5]))
+    is_real_BT1 = (jnp.arange(a_BTN.shape[1]) < num_tokens_B[:, None])[..., None]
+    decay_BTN = jnp.maximum(-jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), -_MOST)
+    return jnp.where(is_real_BT1, decay_BTN, 0), jnp.where(is_real_BT1, jax.nn.sigmoid(b_BTN), 0)
 
 
 def decay_between(later: Total, earlier: Total) -> jax.Array:

@@ -21,6 +21,7 @@ IMPLS = ("mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu")
 KERNELS = (
     "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "int8_head_argmax",
     "summarize_logits", "gated_experts", "product", "rope_append", "delta_step", "delta_prefill",
+    "delta_drafts",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from .reference_delta import DeltaState
 from .reference_products import FEW_ROWS, Matrix
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
-_DELTA = ("delta_step", "delta_prefill")
+_DELTA = ("delta_step", "delta_prefill", "delta_drafts")
 _TRITON_ONLY = (
     "int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append", *_DELTA,
 )  # fmt: skip

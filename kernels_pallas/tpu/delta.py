@@ -8,6 +8,7 @@ heads of a step: their numbers are then in sublanes, as the state has them, and 
 multiplication and a sum of registers.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from .parts import emulator, keep_in_hbm
 _STEP_BYTES = 2**20  # of the state that a grid step takes
 _ROWS = 64  # whose tokens are on the chip at once
 _SUBLANES = 8
-_VMEM_BYTES = 48 * 2**20
+VMEM_BYTES = 48 * 2**20
 
 
 class _Refs(NamedTuple):
@@ -53,7 +54,7 @@ def delta_step(
     """
     B, K, W, H = old.q.shape
     N, _, Y = old.state.shape[1:]
-    groups = _groups(K, 4 * N * H * Y)
+    groups = groups_of_heads(K, 4 * N * H * Y)
     # XLA stores inputs in this order of axes, so that heads fill tiles: nothing is copied.
     old = DeltaState._make([*(jnp.swapaxes(x, 1, 2) for x in old[:3]), old.state])
     R = min(B, _ROWS)
@@ -101,7 +102,7 @@ def delta_step(
         ),
         out_shape=out_types,
         input_output_aliases={len(arrays) + i: 1 + i for i in range(len(old))},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         interpret=emulator(interpret),
         name="delta_step",
     )(*arrays, *keep_in_hbm(old, interpret))
@@ -109,7 +110,7 @@ def delta_step(
     return out, DeltaState._make([*(jnp.swapaxes(x, 1, 2) for x in inputs), state])
 
 
-def _groups(key_heads: int, size: int) -> int:
+def groups_of_heads(key_heads: int, size: int) -> int:
     """Into how many groups of key heads, which fill tiles, a row is divided; `size`: bytes of its state."""
     most = min(size // _STEP_BYTES, key_heads // _SUBLANES)
     return max((n for n in range(1, most + 1) if key_heads % (n * _SUBLANES) == 0), default=1)
@@ -166,26 +167,45 @@ def _prepare(refs: _Refs) -> None:
 def _step(refs: _Refs, group: Any, r: Any, begins: Any) -> None:
     """Row r of a tile."""
     q_KH, k_KH, v_NY = (_convolve(refs, i, r, begins) for i in range(3))
+    shrink_1N, beta_1N = (ref[group, pl.ds(r, 1)] for ref in (refs.shrink, refs.beta))
+
+    def old_state(n: int) -> jax.Array:
+        return jnp.where(begins, 0, refs.old.state[0, n])
+
+    q_KH = unit(q_KH) * q_KH.shape[1] ** -0.5
+    token = q_KH, unit(k_KH), v_NY, shrink_1N, beta_1N
+    take_token(token, old_state, refs.after.state.at[0], refs.results.at[r])
+
+
+def take_token(
+    token: tuple[jax.Array, ...], old_state: Callable[[int], jax.Array], after: Any, results: Any
+) -> None:
+    """Writes the states of heads after a token, [N, H, Y], and its results [N, Y].
+
+    Args:
+        token: its query over the square root of H, and key, of length 1, [K, H]; values [N, Y]; exp of the
+            decay, and beta, [1, N].
+        old_state: gives the state of a head before it.
+        after, results: references.
+    """
+    q_KH, k_KH, v_NY, shrink_1N, beta_1N = token
     K = len(k_KH)
     groups = len(v_NY) // K
-    q_KH = unit(q_KH) * q_KH.shape[1] ** -0.5
-    k_KH = unit(k_KH)
     agreement_K1 = (q_KH * k_KH).sum(-1, keepdims=True)
     padding = [jnp.zeros((-2 * K % _SUBLANES, q_KH.shape[1]), jnp.float32)] * (2 * K % _SUBLANES > 0)
     columns = jnp.concatenate([q_KH, k_KH, *padding], 0).T
-    shrink_1N, beta_1N = (ref[group, pl.ds(r, 1)] for ref in (refs.shrink, refs.beta))
     for n in range(len(v_NY)):
         head = n // groups
         q_H1 = columns[:, head : head + 1]
         k_H1 = columns[:, K + head : K + head + 1]
         shrink = shrink_1N[:, n : n + 1]
         beta = beta_1N[:, n : n + 1]
-        state_HY = jnp.where(begins, 0, refs.old.state[0, n])
+        state_HY = old_state(n)
         of_key_1Y = (state_HY * k_H1).sum(0, keepdims=True)
         of_query_1Y = (state_HY * q_H1).sum(0, keepdims=True)
         added_1Y = beta * (v_NY[n : n + 1] - shrink * of_key_1Y)
-        refs.results[r, n : n + 1] = shrink * of_query_1Y + agreement_K1[head : head + 1] * added_1Y
-        refs.after.state[0, n] = state_HY * shrink + k_H1 * added_1Y
+        results[n : n + 1] = shrink * of_query_1Y + agreement_K1[head : head + 1] * added_1Y
+        after[n] = state_HY * shrink + k_H1 * added_1Y
 
 
 def _convolve(refs: _Refs, i: int, r: Any, begins: Any) -> jax.Array:

@@ -195,7 +195,8 @@ def _block(refs: _Refs, i: Any, at: Any, left: Any, heads: int, eps: float) -> N
         total_C1 = coarse[:, column], fine[:, column]
         total_1C = [x[0, 0, i, column] for x in refs.total]
         beta_C1 = beta[:, column]
-        (lower_CC, weights_CC) = system(*with_keys[h], total_C1, total_1C, beta_C1)
+        (keys_CC, queries_CC) = with_keys[h]
+        (lower_CC, weights_CC) = system(keys_CC, queries_CC, total_C1, total_1C, beta_C1)
         lower.append(lower_CC)
         weights.append(weights_CC)
         of_state_CY = with_states[h][:BLOCK, m % group * Y : (m % group + 1) * Y]

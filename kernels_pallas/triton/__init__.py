@@ -4,6 +4,7 @@ from .append import rope_append as rope_append
 from .argmax import argmax as argmax, int8_head_argmax as int8_head_argmax, lm_head_argmax as lm_head_argmax
 from .attention import decode_attention as decode_attention, prefill_attention as prefill_attention
 from .delta import delta_step as delta_step
+from .delta_drafts import delta_drafts as delta_drafts
 from .delta_prompts import delta_prefill as delta_prefill
 from .experts import gated_experts as gated_experts
 from .logits import summarize_logits as summarize_logits

@@ -30,8 +30,9 @@ from ..delta_blocks import (
     split,
     system,
 )  # fmt: skip
+from ..delta_drafts import normed_results
 from ..dispatch import result_type
-from ..reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, unit
 
 _SQUARE = BLOCK // 2  # of a triangular system, that a program inverts
 _COLUMNS = 16  # of the state, that a program walks with
@@ -73,7 +74,7 @@ def delta_prefill(
     q, k = map(unit, (q, k))
     read = _Blocks(num_tokens_B, split(q * H**-0.5), split(k), *gates(padded, weights, num_tokens_B))
     blocks, C = read.beta.shape[2:]
-    call = partial(_call, interpret=interpret)
+    call = partial(call_kernel, interpret=interpret)
     squares = (jax.ShapeDtypeStruct((B, N, blocks, C, C), jnp.bfloat16),) * 3
     solved = call(
         partial(_solve, interpret), (blocks, N, B), (read,), _Solved(squares, squares), "delta_blocks", 4
@@ -82,13 +83,11 @@ def delta_prefill(
     operands = read, solved, v, start_B, old.state
     walk = partial(_walk, columns, interpret)
     out, state = call(walk, (Y // columns, N, B), operands, (v, old.state), "delta_prefill", 4, in_place=1)
-    is_real_BT1 = (jnp.arange(T) < num_tokens_B[:, None])[..., None]
-    normed = gated_norm(out[:, :T], new.z.reshape(B, T, N, Y), weights.norm_Y, eps).reshape(new.z.shape)
-    out = jnp.where(is_real_BT1, normed, jnp.zeros_like(normed))
+    out = normed_results(out[:, :T], new, weights, num_tokens_B, eps)
     return out, DeltaState._make([*inputs_after(before, new, num_tokens_B), state])
 
 
-def _call(  # noqa: PLR0913
+def call_kernel(  # noqa: PLR0913
     kernel: Callable,
     grid: tuple[int, int, int],
     operands: Any,
@@ -148,13 +147,10 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
             [ref[row, n, i, pl.ds(half * _SQUARE, _SQUARE)] for ref in read.total] for half in (r, c)
         )
         beta = read.beta[row, n, i, pl.ds(r * _SQUARE, _SQUARE)]
-        lower, weights = system(
-            *products,
-            [x[:, None] for x in later],
-            [x[None] for x in earlier],
-            beta[:, None],
-            (r - c) * _SQUARE,
-        )
+        total_C1 = [x[:, None] for x in later]
+        total_1C = [x[None] for x in earlier]
+        offset = (r - c) * _SQUARE
+        lower, weights = system(products[0], products[1], total_C1, total_1C, beta[:, None], offset)
         store(out.weights, r, c, weights)
         return lower
 

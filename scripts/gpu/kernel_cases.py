@@ -191,13 +191,15 @@ def _append_cases() -> Iterator[KernelCase]:
 
 
 def _delta_cases() -> Iterator[KernelCase]:
-    """T: tokens of a prompt; 1: a decode step."""
+    """T: tokens of a prompt; 1: a decode step; few: with as many draft slots."""
     for rows, T, K, N, H, Y, dtype in (
         (8, 1, 16, 32, 128, 128, "bfloat16"),  # Qwen3.5-9B and 35B-A3B, Qwen3-Next
         (64, 1, 16, 32, 128, 128, "bfloat16"),
         (1, 1, 16, 16, 128, 128, "float16"),  # Qwen3.5-0.8B
         (8, 1, 4, 12, 64, 256, "float32"),
         (2, 1, 4, 4, 256, 64, "float32"),
+        (8, 5, 16, 32, 128, 128, "bfloat16"),
+        (2, 3, 4, 4, 256, 64, "float32"),
         (1, 2048, 16, 32, 128, 128, "bfloat16"),
         (4, 512, 4, 12, 64, 64, "float16"),
         (4, 512, 8, 8, 128, 128, "float32"),
@@ -206,12 +208,18 @@ def _delta_cases() -> Iterator[KernelCase]:
         new = NewToken(*(SD((rows, size) if T == 1 else (rows, T, size), dtype) for size in sizes))
         taps = [SD((size, 4), dtype) for size in (K * H, K * H, N * Y)]
         weights = DeltaWeights(*taps, SD((N,), dtype), SD((N,), dtype), SD((Y,), dtype))
-        states = (rows, K, 3, H), (rows, K, 3, H), (rows, N, 3, Y), (rows, N, H, Y)
+        is_draft = 1 < T < 64
+        slots = 3 + T * is_draft
+        states = (rows, K, slots, H), (rows, K, slots, H), (rows, N, slots, Y), (rows, N, H, Y)
         old = DeltaState(*(SD(shape, "float32") for shape in states))
-        kernel = "delta_step" if T == 1 else "delta_prefill"
+        numbers = [SD((rows,), jnp.int32)] * 2
+        kernel = "delta_step" if T == 1 else "delta_drafts" if is_draft else "delta_prefill"
         run = partial(kernels_pallas.run_kernel, "triton", kernel, eps=1e-6)
+        if is_draft:
+            numbers = [SD((rows, N, T, 2), "float32"), *numbers, numbers[0]]
+            run = partial(run, holds=True)
         name = f"triton {kernel} {rows} rows, {N} heads of {H} and {Y} {dtype}"
-        yield KernelCase(name, None, run, (new, weights, old, *[SD((rows,), jnp.int32)] * 2))
+        yield KernelCase(name, None, run, (new, weights, old, *numbers))
 
 
 def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:

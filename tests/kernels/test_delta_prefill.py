@@ -147,12 +147,13 @@ def test_prompts_of_a_model_are_those_of_xla(impl):
 
 
 @pytest.mark.full
-def test_engine_of_a_hybrid():
+@pytest.mark.parametrize("drafting", [{}, dict(draft="lookup", draft_tokens=2)])
+def test_engine_of_a_hybrid(drafting):
     """Greedy tokens are those of plain jnp, of prompts longer than a chunk."""
     params = xj.init_params(HYBRID, jax.random.key(1), "float32")
     asked = prompts(3, 70)
     want = xj.generate(params, HYBRID, asked, xj.GenerateOptions(3, capacity=128)).tokens
-    settings = dict(rows=2, capacity=128, chunk=64, impl="interpret_tpu")
+    settings = dict(rows=2, capacity=128, chunk=64, impl="interpret_tpu") | drafting
     with (
         kernels_pallas.assume_device(None, "a TPU", platform="tpu"),
         xj.Engine(xj.Model(params, HYBRID), **settings) as engine,

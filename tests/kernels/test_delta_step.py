@@ -55,7 +55,7 @@ def test_which_state_is_on_the_chip():
     """Of a row without a token that of the row before it; of the first rows that of the first with one."""
     for count, want in [((0, 1, 0, 0, 1), [1, 1, 1, 1, 4]), ((0, 0), [0, 0]), ((1, 1, 0), [0, 1, 1])]:
         assert delta_tpu._blocks(jnp.array(count)).tolist() == want
-    assert [delta_tpu._groups(*case) for case in ((16, 2**21), (4, 2**21), (48, 2**22), (16, 9))] == [
+    assert [delta_tpu.groups_of_heads(*case) for case in ((16, 2**21), (4, 2**21), (48, 2**22), (16, 9))] == [
         2,
         1,
         3,
@@ -162,5 +162,3 @@ def test_layers_without_a_kernel_stay_with_xla():
     operands = [q_BTX], layer, state, None, None, None
     form = partial(delta_form, None, "tpu", static=dict(config=HYBRID))
     assert form(operands)
-    drafting = state.with_draft_slots(2, jnp.zeros(2, jnp.int32))
-    assert form(([q_BTX], layer, drafting, *[None] * 3)) is None

@@ -290,6 +290,25 @@ def compile_delta_prompts(device, rows, tokens, *sizes) -> None:
     function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
+DELTA_DRAFTS = [(8, 5, 16, 32, 128, 128, BF16)]
+
+
+def compile_delta_drafts(device, rows, tokens, *sizes) -> list[str]:
+    """A call of as many tokens as there are draft slots; returns the copies of the state."""
+    new, weights, old, *numbers = delta_shapes(device, (rows, tokens), *sizes)
+    state = old.state
+
+    def resized(x, *axes):
+        return jax.ShapeDtypeStruct(axes, x.dtype, sharding=x.sharding)
+
+    held = (resized(x, *x.shape[:2], x.shape[2] + tokens, x.shape[3]) for x in old[:3])
+    old = DeltaState(*held, state)
+    args = new, weights, old, resized(state, *state.shape[:2], tokens, 2), numbers[0], *numbers
+    kernel = partial(kernels_pallas.run_kernel, "tpu", "delta_drafts", eps=1e-6, holds=True)
+    compiled = jax.jit(kernel, donate_argnums=2).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    return copies(compiled.as_text(), state)
+
+
 def main(tpu: str) -> int:
     device = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:2x2").devices[0]
     mesh = jax.sharding.Mesh([device], ("one",))
@@ -324,6 +343,13 @@ def compile_all(device, tpu: str) -> int:
         before = time.monotonic()
         compile_delta_prompts(device, *case)
         print(f"{tpu} prompts of linear attention {case}: {time.monotonic() - before:.1f} s")
+    for case in DELTA_DRAFTS:
+        before = time.monotonic()
+        found = compile_delta_drafts(device, *case)
+        failures += bool(found)
+        print(
+            f"{tpu} drafts of linear attention {case}: {time.monotonic() - before:.1f} s, {len(found)} copies"
+        )
     for case in CASES + (MORE if more else []):
         model, rows, tokens, place, dtype = case
         new, kv, *rest = arguments(device, *case)

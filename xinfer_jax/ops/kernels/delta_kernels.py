@@ -1,5 +1,5 @@
-"""Linear attention by one kernel on GPUs and TPUs, of a decode step or of prompts: all that is between its
-products.
+"""Linear attention by kernels on GPUs and TPUs, of a decode step, of draft tokens or of prompts: all that is
+between its products.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import kernels_pallas
 from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
@@ -27,9 +28,13 @@ def delta_form(
     """A form of `delta_step`; None: there is no kernel for it."""
     (q_BTX, *_), layer, cache, _, _, first_BT = operands
     config = static["config"]
-    if cache is None or first_BT is not None or cache.draft_slots:
+    if cache is None or first_BT is not None:
         return None
-    name = "delta_step" if q_BTX.shape[1] == 1 else "delta_prefill"
+    T = q_BTX.shape[1]
+    if cache.draft_slots:
+        name = "delta_drafts" if T <= cache.draft_slots else "delta_prefill"
+    else:
+        name = "delta_step" if T == 1 else "delta_prefill"
     chosen = select_delta(impl, q_BTX, layer, config, cache, name).impl
     if chosen == "xla":
         return None
@@ -64,13 +69,35 @@ def _by_kernel(  # noqa: PLR0913
     new, layer: Params, cache: Recurrent, start_B, num_tokens_B, _, name: str, impl: str, eps: float
 ) -> tuple[jax.Array, Recurrent]:
     weights = DeltaWeights(*(layer[f"conv_{name}"] for name in "qkv"), *(layer[name] for name in _OTHERS))
+    run = partial(kernels_pallas.run_kernel, impl, eps=eps)
+    args = NewToken(*new), weights, cache, start_B, num_tokens_B
+    if cache.draft_slots:
+        return _with_drafts(run, name, *args)
+    return _without_drafts(run, name, *args)
+
+
+def _without_drafts(  # noqa: PLR0913
+    run: Callable, name: str, new: NewToken, weights: DeltaWeights, cache: Recurrent, start_B, num_tokens_B
+) -> tuple[jax.Array, Recurrent]:
     is_step = name == "delta_step"
-    args = (
-        NewToken(*(x_BTX[:, 0] if is_step else x_BTX for x_BTX in new)),
-        weights,
-        _kernel_state(cache),
-        start_B,
-        num_tokens_B,
-    )
-    out, (*inputs, state) = kernels_pallas.run_kernel(impl, name, *args, eps=eps)
+    tokens = jax.tree.map(lambda x: x[:, 0], new) if is_step else new
+    out, (*inputs, state) = run(name, tokens, weights, _kernel_state(cache), start_B, num_tokens_B)
     return out[:, None] if is_step else out, dataclasses.replace(cache, inputs=tuple(inputs), state=state)
+
+
+def _with_drafts(  # noqa: PLR0913
+    run: Callable, name: str, new: NewToken, weights: DeltaWeights, cache: Recurrent, start_B, num_tokens_B
+) -> tuple[jax.Array, Recurrent]:
+    """Applies the draft tokens that were accepted, then those of the call; a prompt's by its own kernel."""
+    is_prompt = name == "delta_prefill"
+    tokens = jax.tree.map(lambda x: x[:, :0], new) if is_prompt else new
+    accepted_B = jnp.clip(start_B - cache.base_B, 0, cache.draft_slots)
+    accepted_B = jnp.where(num_tokens_B > 0, accepted_B, 0)
+    counts = accepted_B, start_B, jnp.zeros_like(num_tokens_B) if is_prompt else num_tokens_B
+    operands = tokens, weights, _kernel_state(cache), cache.steps, *counts
+    out, call, state = run("delta_drafts", *operands, holds=cache.holds_drafts(new.q.shape[1]))
+    after = dataclasses.replace(cache, inputs=call.inputs, state=state)
+    if is_prompt:
+        out, after = _without_drafts(run, name, new, weights, after, start_B, num_tokens_B)
+    kept = cache.after(after.inputs, cache.state, call.steps, start_B, num_tokens_B)
+    return out, dataclasses.replace(kept, state=after.state)

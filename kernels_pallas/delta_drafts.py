@@ -1,0 +1,80 @@
+"""What the kernels for draft tokens of linear attention (Gated DeltaNet) share.
+
+The state of a cache with draft slots is that before the last call of at most P tokens, which lie beside it.
+A call first applies those that were accepted, then its own T tokens, one after the other: the state is read
+and written once. S = P + T; other letters as in `reference_delta`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .delta_blocks import convolve, log_steps
+from .reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
+
+
+class DraftTokens(NamedTuple):
+    """What the kernels read of S tokens, float32. A token with decay 1 and beta 0 changes no state."""
+
+    q: Any  # [B, S, K, H]
+    k: Any
+    v: Any  # [B, S, N, Y]
+    shrink: Any  # [B, S, N]: exp of the decay
+    beta: Any
+
+
+class DraftCall(NamedTuple):
+    """A call, as its kernel gets it."""
+
+    tokens: DraftTokens
+    inputs: tuple[
+        Any, ...
+    ]  # of the convolution: the W before the T tokens, and theirs [B, heads, W + T, width]
+    steps: Any  # of the T tokens: the logarithm of the decay, and beta [B, N, T, 2]; 0 past the length
+
+
+def draft_call(  # noqa: PLR0913
+    new: NewToken, weights: DeltaWeights, old: DeltaState, steps, accepted_B, start_B, num_tokens_B
+) -> DraftCall:
+    """The tokens in draft slots and those of the call [B, T, ...], side by side.
+
+    Args:
+        new, weights: of T tokens; of the layer.
+        old: with P draft slots after the W inputs of the convolution.
+        steps: of the draft slots, [B, N, P, 2].
+        accepted_B: how many of the draft slots are applied.
+        start_B, num_tokens_B: position of the first of the T tokens, and how many there are.
+    """
+    B, T = new.q.shape[:2]
+    P = steps.shape[2]
+    W = old.q.shape[2] - P
+    begins_B111 = ((start_B == 0) & (num_tokens_B > 0))[:, None, None, None]
+    inputs = []
+    convolved = []
+    for x_BKSH, new_BTX, taps in zip(old[:3], new[:3], weights[:3], strict=True):
+        before_BKWH = jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, W, 1))(x_BKSH, accepted_B)
+        before_BKWH = jnp.where(begins_B111, 0, before_BKWH)
+        (_, K, _, H) = x_BKSH.shape
+        added_BKTH = jnp.swapaxes(new_BTX.astype(jnp.float32).reshape(B, T, K, H), 1, 2)
+        inputs.append(jnp.concatenate([before_BKWH, added_BKTH], 2))
+        held_BPX = jnp.swapaxes(x_BKSH[:, :, W:], 1, 2).reshape(B, P, -1)
+        held = convolve(x_BKSH[:, :, :W], held_BPX, taps, accepted_B)
+        convolved.append(jnp.concatenate([held, convolve(before_BKWH, new_BTX, taps, num_tokens_B)], 1))
+    q, k, v = convolved
+    is_accepted_BP1 = (jnp.arange(P) < accepted_B[:, None])[..., None]
+    of_call = jnp.stack(log_steps(new, weights, num_tokens_B), -1)
+    held = jnp.where(is_accepted_BP1[..., None], jnp.swapaxes(steps, 1, 2), 0)
+    decay, beta = jnp.moveaxis(jnp.concatenate([held, of_call], 1), 3, 0)
+    tokens = DraftTokens(unit(q) * q.shape[-1] ** -0.5, unit(k), v, jnp.exp(decay), beta)
+    return DraftCall(tokens, tuple(inputs), jnp.swapaxes(of_call, 1, 2))
+
+
+def normed_results(
+    out_BTNY: jax.Array, new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array, eps: float
+) -> jax.Array:
+    """The normed and gated results [B, T, N Y] in the dtype of the tokens; zeros past the length."""
+    is_real_BT1 = (jnp.arange(out_BTNY.shape[1]) < num_tokens_B[:, None])[..., None]
+    normed = gated_norm(out_BTNY, new.z.reshape(out_BTNY.shape), weights.norm_Y, eps).reshape(new.z.shape)
+    return jnp.where(is_real_BT1, normed, jnp.zeros_like(normed))
