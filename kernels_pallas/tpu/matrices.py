@@ -28,7 +28,8 @@ _ROWS = 8  # groups whose scales are loaded at once
 _DIGITS = 0x0F0F0F0F
 _SIGNS = -0x7F7F7F80  # 0x80808080
 _REPEAT = 0x01010101  # puts a byte into all four of a word
-_SHIFTS = (0, 8, 4, 12)  # of the low halves of a word's bytes 0 and 2, of bytes 1 and 3, and of the high ones
+_E2M1 = 0x0E0E0E0E  # where E5M2 has the bits of E2M1 in each byte of a word
+_E2M1_SCALE = 2**14  # of a number in E2M1 to that one: exponents are larger by 14
 _EIGHTS = -0x77777778  # 0x88888888
 
 
@@ -153,7 +154,7 @@ class Form:
 
     def _order(self, size: int) -> jax.Array:
         """[C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix has: the two
-        halves of a byte one after the other; of MXFP4 half h of byte 2 k + p at (h, p, k).
+        halves of a byte one after the other, of MXFP4 the low halves of all bytes before the high ones.
         """
         Y = self.group // 2
         column, row = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (1, 0))
@@ -161,7 +162,7 @@ class Form:
         byte = lax.div(column, 2)
         if self.kind == "mxfp4":
             half = lax.div(column, size // 2)
-            byte = 2 * lax.rem(column, size // 4) + lax.rem(lax.div(column, size // 4), 2)
+            byte = lax.rem(column, size // 2)
         in_group = lax.rem(byte, Y)
         place = 2 * in_group + half if self.kind == "mxfp4" else half * Y + in_group
         return (row == lax.div(byte, Y) * self.group + place).astype(self.dtype)
@@ -188,7 +189,8 @@ class Form:
             for columns in pieces(outputs):
                 of_groups = [ref.at[:, columns] for ref in memory]
                 products.append(self._multiply_groups(x, refs[0].at[:, :, columns], of_groups))
-            return jnp.concatenate(products, 1)
+            y_RO = jnp.concatenate(products, 1)
+            return y_RO * _E2M1_SCALE if self.kind == "mxfp4" else y_RO
         axis = 0 if self.has_outputs_last else 1
         if self.kind == "float":
             return dot(x[0][...], refs[0][...], axis)
@@ -229,13 +231,13 @@ class Form:
             groups = range(g, min(g + count, size))
             inputs = len(groups) * self.group
             x_RC = x[0][lax.div(first, count) + i][:, :inputs]
-            values = [values_ref[first + j] for j in groups]
             scales, *offsets = ([ref[pl.ds(first + j, 1)] for j in groups] for ref in of_groups)
             if self.halves:
-                matrix = self._by_halves(jnp.concatenate(values), scales, *offsets)
+                block = values_ref[pl.ds(first + g, len(groups))]
+                matrix = self._by_halves(block.reshape(-1, block.shape[2]), scales, *offsets)
             else:
                 of_group = offsets[0] if offsets else [None] * len(groups)
-                levels = map(_levels, values, of_group)
+                levels = map(_levels, [values_ref[first + j] for j in groups], of_group)
                 floats = [x.astype(jnp.float32) * scale for x, scale in zip(levels, scales, strict=True)]
                 matrix = jnp.concatenate(floats).astype(self.dtype)
             y_RO += dot(x_RC, matrix, 0)
@@ -248,7 +250,7 @@ class Form:
         each group's scale and zero point minus 8 [1, O].
         """
         words = pltpu.bitcast(values, jnp.int32)
-        parts = 4 if self.kind == "mxfp4" else 1  # of the chunk, which have all groups
+        parts = 2 if self.kind == "mxfp4" else 1  # of the chunk, which have all groups
         rows = self.group // 2 // parts  # of pairs, of a group
 
         def of_rows(pairs: Sequence[jax.Array]) -> jax.Array:
@@ -257,20 +259,18 @@ class Form:
 
         scale = of_rows(scales)
         if self.kind == "mxfp4":
-            return jnp.concatenate([_mxfp4(words, shift) * scale for shift in _SHIFTS])
+            return jnp.concatenate([_mxfp4(words, is_high) * scale for is_high in (False, True)])
         signed = pltpu.bitcast(words ^ _EIGHTS, jnp.int4).astype(jnp.bfloat16)  # levels minus 8
         return (signed - (of_rows(zeros) if zeros else -8.0)) * scale
 
 
-def _mxfp4(words: jax.Array, shift: int) -> jax.Array:
-    """bfloat16 numbers in E2M1 of the halves of bytes at this place in words, and 16 bits above. 0 and 0.5
-    have no leading one: it is subtracted where that gives less.
+def _mxfp4(words: jax.Array, is_high: bool) -> jax.Array:
+    """bfloat16 numbers in E2M1 of the low or the high halves of bytes, over `_E2M1_SCALE`: in FP8 of type
+    E5M2, which chips convert, they have the same bits, and smaller exponents.
     """
-    moved = words << (6 - shift) if shift < 6 else lax.shift_right_logical(words, shift - 6)
-    magnitude = moved & 0x01C001C0
-    with_one = pltpu.bitcast(magnitude + 0x3F003F00, jnp.bfloat16)
-    size = pltpu.bitcast(jnp.minimum(with_one, with_one + with_one - 1), jnp.int32)
-    return pltpu.bitcast(size | (words << (12 - shift)) & -0x7FFF8000, jnp.bfloat16)
+    size = (lax.shift_right_logical(words, 3) if is_high else words << 1) & _E2M1
+    sign = (words if is_high else words << 4) & _SIGNS
+    return pltpu.bitcast(size | sign, jnp.float8_e5m2).astype(jnp.bfloat16)
 
 
 def _levels(values_YO: jax.Array, offset_1O: jax.Array | None) -> jax.Array:
