@@ -1,7 +1,7 @@
 """Pallas kernels for attention, the append to a cache, matrix products, steps of linear attention, the greedy
 token and a sampler's pass over the logits. Each has a plain jnp reference of the same name in `reference`,
-`reference_products`, `reference_append` or `reference_delta`. This package does not import the library that
-uses it.
+`reference_products`, `reference_append` or `reference_delta`, but `delta_drafts`, whose reference is a layer
+of the library that uses this package. The package does not import that library.
 
 `dispatch` chooses the implementation of a call (`select`, `run_kernel`, and `assume_device`, to compile for a
 GPU or TPU that is not here), `support` says what each kernel takes; `key_layouts` and `mxfp4` have the forms

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .reference_delta import DeltaState, DeltaWeights, NewToken
+from .reference_delta import DeltaWeights, NewToken, gated_norm
 
 BLOCK = 64  # tokens
 # Which parts (`split`) of two factors are multiplied, the smallest products first; others are below float32.
@@ -19,10 +19,10 @@ PAIRS = ((1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
 
 Parts = tuple[Any, Any, Any]
 # Two numbers whose sum is the logarithm of the decay up to a token: differences of the first are exact.
-Total = Sequence[Any]
+LogDecay = Sequence[Any]
 
 _COARSE = 2**-10  # the first one is a multiple of it: 64 tokens of at most 128 have 23 bits
-_MOST = 128  # of a token's decay, whose exponential is 0 in float32
+_MOST_DECAY = 128  # of a token's decay, whose exponential is 0 in float32
 
 
 def split(x: jax.Array) -> Parts:
@@ -47,7 +47,7 @@ def pad_tokens(new: NewToken) -> NewToken:
     return NewToken(*(jnp.pad(x, ((0, 0), (0, missing), (0, 0))) for x in new)) if missing else new
 
 
-def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[Total, jax.Array]:
+def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[LogDecay, jax.Array]:
     """float32 [B, N, blocks, C]: the logarithm of the decay from before a block up to each token, and beta.
     Of tokens past the length, which may be NaN, both change nothing: no decay, and beta 0.
     """
@@ -62,18 +62,18 @@ def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> 
     """float32 [B, T, N]: the logarithm of the decay of each token, and beta; 0 past the length."""
     a_BTN, b_BTN, rate_N, bias_N = (x.astype(jnp.float32) for x in (new.a, new.b, *weights[3:5]))
     is_real_BT1 = (jnp.arange(a_BTN.shape[1]) < num_tokens_B[:, None])[..., None]
-    decay_BTN = jnp.maximum(-jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), -_MOST)
+    decay_BTN = jnp.maximum(-jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), -_MOST_DECAY)
     return jnp.where(is_real_BT1, decay_BTN, 0), jnp.where(is_real_BT1, jax.nn.sigmoid(b_BTN), 0)
 
 
-def decay_between(later: Total, earlier: Total) -> jax.Array:
+def decay_between(later: LogDecay, earlier: LogDecay) -> jax.Array:
     """The logarithm of the decay. It may be small where that from the block's begin is large: what float32
     rounds off from the latter would be a large part of it.
     """
     return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
 
-def inputs_before(old: DeltaState, start_B: jax.Array, num_tokens_B: jax.Array) -> list[jax.Array]:
+def inputs_before(old: Sequence[Any], start_B: jax.Array, num_tokens_B: jax.Array) -> list[jax.Array]:
     """Inputs of the convolution before the tokens, [B, heads, W, width]: zeros where a row begins."""
     begins_B111 = ((start_B == 0) & (num_tokens_B > 0))[:, None, None, None]
     return [jnp.where(begins_B111, 0, x) for x in old[:3]]
@@ -109,8 +109,17 @@ def convolve(
     return (y * jax.nn.sigmoid(y)).reshape(B, T, *before_BKWH.shape[1::2])
 
 
+def normed_results(
+    out_BTNY: jax.Array, new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array, eps: float
+) -> jax.Array:
+    """The normed and gated results [B, T, N Y] in the dtype of the tokens; zeros past the length."""
+    is_real_BT1 = (jnp.arange(out_BTNY.shape[1]) < num_tokens_B[:, None])[..., None]
+    normed = gated_norm(out_BTNY, new.z.reshape(out_BTNY.shape), weights.norm_Y, eps).reshape(new.z.shape)
+    return jnp.where(is_real_BT1, normed, jnp.zeros_like(normed))
+
+
 def system(  # noqa: PLR0913
-    keys_CC: jax.Array, queries_CC: jax.Array, total_C1: Total, total_1C: Total, beta_C1: jax.Array,
+    keys_CC: jax.Array, queries_CC: jax.Array, total_C1: LogDecay, total_1C: LogDecay, beta_C1: jax.Array,
     offset: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The strictly lower triangle L of I + L, whose solution for β (v − Γ Sᵀk) a block writes, where Γ is the

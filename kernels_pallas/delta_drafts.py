@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .delta_blocks import convolve, log_steps
-from .reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
+from .delta_blocks import convolve, inputs_before, log_steps
+from .reference_delta import DeltaState, DeltaWeights, NewToken, unit
 
 
 class DraftTokens(NamedTuple):
@@ -26,12 +26,12 @@ class DraftTokens(NamedTuple):
 
 
 class DraftCall(NamedTuple):
-    """A call, as its kernel gets it."""
+    """A call, as its kernel gets it. The inputs of the convolution, [B, heads, W + T, width], are the W
+    before the T tokens, and theirs.
+    """
 
     tokens: DraftTokens
-    inputs: tuple[
-        Any, ...
-    ]  # of the convolution: the W before the T tokens, and theirs [B, heads, W + T, width]
+    inputs: tuple[Any, ...]
     steps: Any  # of the T tokens: the logarithm of the decay, and beta [B, N, T, 2]; 0 past the length
 
 
@@ -50,12 +50,11 @@ def draft_call(  # noqa: PLR0913
     B, T = new.q.shape[:2]
     P = steps.shape[2]
     W = old.q.shape[2] - P
-    begins_B111 = ((start_B == 0) & (num_tokens_B > 0))[:, None, None, None]
+    of_row = jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, W, 1))
+    before = inputs_before([of_row(x, accepted_B) for x in old[:3]], start_B, num_tokens_B)
     inputs = []
     convolved = []
-    for x_BKSH, new_BTX, taps in zip(old[:3], new[:3], weights[:3], strict=True):
-        before_BKWH = jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, W, 1))(x_BKSH, accepted_B)
-        before_BKWH = jnp.where(begins_B111, 0, before_BKWH)
+    for x_BKSH, before_BKWH, new_BTX, taps in zip(old[:3], before, new[:3], weights[:3], strict=True):
         (_, K, _, H) = x_BKSH.shape
         added_BKTH = jnp.swapaxes(new_BTX.astype(jnp.float32).reshape(B, T, K, H), 1, 2)
         inputs.append(jnp.concatenate([before_BKWH, added_BKTH], 2))
@@ -69,12 +68,3 @@ def draft_call(  # noqa: PLR0913
     decay, beta = jnp.moveaxis(jnp.concatenate([held, of_call], 1), 3, 0)
     tokens = DraftTokens(unit(q) * q.shape[-1] ** -0.5, unit(k), v, jnp.exp(decay), beta)
     return DraftCall(tokens, tuple(inputs), jnp.swapaxes(of_call, 1, 2))
-
-
-def normed_results(
-    out_BTNY: jax.Array, new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array, eps: float
-) -> jax.Array:
-    """The normed and gated results [B, T, N Y] in the dtype of the tokens; zeros past the length."""
-    is_real_BT1 = (jnp.arange(out_BTNY.shape[1]) < num_tokens_B[:, None])[..., None]
-    normed = gated_norm(out_BTNY, new.z.reshape(out_BTNY.shape), weights.norm_Y, eps).reshape(new.z.shape)
-    return jnp.where(is_real_BT1, normed, jnp.zeros_like(normed))

@@ -167,7 +167,7 @@ def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None)
 
 
 def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
-    """Runs a kernel of any implementation but "xla" with the arguments of its reference."""
+    """Runs a kernel of any implementation but "xla", with the arguments of its reference if it has one."""
     if impl in ("interpret", "interpret_tpu"):
         impl = "triton" if impl == "interpret" else "tpu"
         kwargs = kwargs | {"interpret": True}

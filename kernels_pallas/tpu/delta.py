@@ -60,7 +60,7 @@ def delta_step(
     R = min(B, _ROWS)
     tiles = pl.cdiv(B, R)
     count_B = jnp.pad(num_tokens_B, (0, tiles * R - B))
-    scalars = _blocks(count_B), jnp.pad(start_B, (0, tiles * R - B)), count_B
+    scalars = rows_on_chip(count_B), jnp.pad(start_B, (0, tiles * R - B)), count_B
     weights = DeltaWeights(*(x.T for x in weights[:3]), *(x[None] for x in weights[3:]))
     heads = (K // groups, K // groups, N // groups)
     widths = (H, H, Y)
@@ -116,7 +116,7 @@ def groups_of_heads(key_heads: int, size: int) -> int:
     return max((n for n in range(1, most + 1) if key_heads % (n * _SUBLANES) == 0), default=1)
 
 
-def _blocks(count_B: jax.Array) -> jax.Array:
+def rows_on_chip(count_B: jax.Array) -> jax.Array:
     """int32 [B]: the row whose state the step of each row has on the chip: itself, or the last one with a
     token before it; of the first rows the first with a token; 0 where there is none.
     """

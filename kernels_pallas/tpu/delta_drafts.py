@@ -10,17 +10,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..delta_drafts import DraftTokens, draft_call, normed_results
+from ..delta_blocks import normed_results
+from ..delta_drafts import DraftTokens, draft_call
 from ..dispatch import result_type
 from ..reference_delta import DeltaState, DeltaWeights, NewToken
-from .delta import VMEM_BYTES, groups_of_heads, take_token
+from .delta import VMEM_BYTES, groups_of_heads, rows_on_chip, take_token
 from .parts import emulator, keep_in_hbm
 
 
 class _Refs(NamedTuple):
     """The operands, results and memory of the kernel, in their order."""
 
-    accepted: Any  # in scalar memory, as the next two
+    block: Any  # the row whose state each step has; in scalar memory, as the next three
+    accepted: Any
     start: Any
     count: Any
     tokens: DraftTokens  # of a row, [1, S, heads, width]; the last two [1, 1, S, n]
@@ -50,9 +52,9 @@ def delta_drafts(  # noqa: PLR0913
         return pl.BlockSpec((1, S, x.shape[2] // groups, x.shape[3]), lambda g, b, *_: (b, 0, g, 0))
 
     of_group = pl.BlockSpec((1, 1, S, n), lambda g, b, *_: (b, g, 0, 0))
-    of_state = pl.BlockSpec((1, n, H, Y), lambda g, b, *_: (b, g, 0, 0))
+    of_state = pl.BlockSpec((1, n, H, Y), lambda g, b, block, *_: (block[b], g, 0, 0))
     memory = pltpu.VMEM((n, H, Y), jnp.float32)
-    scalars = accepted_B, start_B, num_tokens_B
+    scalars = rows_on_chip(accepted_B + num_tokens_B), accepted_B, start_B, num_tokens_B
     structure = jax.tree.structure(_Refs(*scalars, tokens, old.state, tokens.v, old.state, memory))
     arrays = jax.tree.leaves((scalars, tokens))
     out, state = pl.pallas_call(
@@ -75,18 +77,25 @@ def delta_drafts(  # noqa: PLR0913
 
 def _kernel(refs: _Refs, P: int, holds: bool) -> None:
     row = pl.program_id(1)
-    count = refs.count[row]
-    is_kept = (refs.start[row] > 0) | (count == 0)
+    accepted, count = refs.accepted[row], refs.count[row]
+    first = refs.block[0]
     after = refs.after.at[0]
-    after[...] = jnp.where(is_kept, refs.old[0], 0)
+
+    @pl.when((row == 0) & (refs.accepted[first] + refs.count[first] == 0))
+    def _keep() -> None:  # no row has a token: the block is written back all the same
+        after[...] = refs.old[0]
 
     def apply(first: Any, count: Any, state: Any) -> None:
         lax.fori_loop(first, first + count, lambda s, _: _step(refs, s, state), None)
 
-    apply(0, refs.accepted[row], after)
-    if holds:
-        refs.state[...] = after[...]
-    apply(P, count, refs.state if holds else after)
+    @pl.when(accepted + count > 0)
+    def _steps() -> None:
+        is_kept = (refs.start[row] > 0) | (count == 0)
+        after[...] = jnp.where(is_kept, refs.old[0], 0)
+        apply(0, accepted, after)
+        if holds:
+            refs.state[...] = after[...]
+        apply(P, count, refs.state if holds else after)
 
 
 def _step(refs: _Refs, s: Any, state: Any) -> None:

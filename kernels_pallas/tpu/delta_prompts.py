@@ -19,8 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ..delta_blocks import (
     BLOCK,
     PAIRS,
+    LogDecay,
     Parts,
-    Total,
     decay_between,
     gates,
     inputs_after,
@@ -46,7 +46,7 @@ class _Refs(NamedTuple):
     start: Any  # in scalar memory, as the next one
     count: Any
     new: Any  # q, k, v and z of a step's tokens and heads, [1, tokens, heads · width]
-    total: Total  # [1, 1, blocks, n, C]: of the decay
+    total: LogDecay  # [1, 1, blocks, n, C]: of the decay
     columns: Any  # [1, 1, tokens, 3n]: the same, then beta
     taps: Any  # of q, k and v, [W + 1, heads · width]
     norm_Y: Any

@@ -12,6 +12,7 @@ down. The last part may reach beyond a matrix. What lies there may be anything: 
 to zero, or that nobody reads.
 """
 
+import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,8 +43,8 @@ from .expert_tiles import TILE_ROWS, block_tokens, experts_of_few, tiles_of_bloc
 from .parts import dot, emulator, keep_in_hbm
 
 _FEW_TOKENS = 64
-_LIMIT = 60 * 2**20  # of VMEM: a TPU7x has 64 MiB, others 128
-_LARGER_LIMIT = 100 * 2**20
+_LIMIT = 60 * 2**20  # of VMEM: v5p and TPU7x have 64 MiB
+_LARGER_LIMIT = 100 * 2**20  # v5e and v6e have 128
 _SLACK = 2 * 2**20  # that the compiler may need beyond
 _OTHER_BYTES = 6 * 2**20  # beside the blocks of matrices, of tokens and of their results
 
@@ -87,7 +88,7 @@ def gated_experts(  # noqa: PLR0913
         spec = pl.BlockSpec((M, U), lambda *_: (0, 0))
         return call(expert_T, None, [(weight_MU.astype(jnp.float32), spec), (expert_MU, spec)], x_MD, M)
     settings = expert_settings(x_MD.dtype, TILE_ROWS, matrices, activation, limit)
-    most = _LIMIT if "TPU7" in device_impl().reason else _LARGER_LIMIT
+    most = _LARGER_LIMIT if re.search("v5 lite|v5e|v6", device_impl().reason) else _LIMIT
     free = most - blocks_bytes(settings, matrices) - _OTHER_BYTES
     block = block_tokens(M, x_MD.shape[1], free // (4 + x_MD.dtype.itemsize))
     padding = ((0, -M % block), (0, 0))

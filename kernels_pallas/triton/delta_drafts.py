@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..delta_drafts import DraftTokens, draft_call, normed_results
+from ..delta_blocks import normed_results
+from ..delta_drafts import DraftTokens, draft_call
 from ..reference_delta import DeltaState, DeltaWeights, NewToken
 from .delta_prompts import call_kernel
 
@@ -41,6 +42,7 @@ def _kernel(  # noqa: PLR0913
     part, n, row = map(pl.program_id, range(3))
     head = lax.div(n, tokens.v.shape[2] // tokens.k.shape[2])
     place = row, n, slice(None), pl.ds(part * width, width)
+    accepted = accepted_ref[row]
     count = count_ref[row]
 
     def step(s, state_HC):
@@ -52,11 +54,13 @@ def _kernel(  # noqa: PLR0913
         out_ref[columns] = (state_HC * q_H1).sum(0)
         return state_HC
 
-    is_kept = (start_ref[row] > 0) | (count == 0)
-    state_HC = jnp.where(is_kept, old_ref[place], 0)
-    state_HC = lax.fori_loop(0, accepted_ref[row], step, state_HC)
-    if holds:
-        after_ref[place] = state_HC
-    state_HC = lax.fori_loop(P, P + count, step, state_HC)
-    if not holds:
-        after_ref[place] = state_HC
+    @pl.when(accepted + count > 0)  # of other rows the state stays where it is
+    def _steps() -> None:
+        is_kept = (start_ref[row] > 0) | (count == 0)
+        state_HC = jnp.where(is_kept, old_ref[place], 0)
+        state_HC = lax.fori_loop(0, accepted, step, state_HC)
+        if holds:
+            after_ref[place] = state_HC
+        state_HC = lax.fori_loop(P, P + count, step, state_HC)
+        if not holds:
+            after_ref[place] = state_HC

@@ -19,18 +19,18 @@ from jax.experimental.pallas import triton as pltriton
 from ..delta_blocks import (
     BLOCK,
     PAIRS,
+    LogDecay,
     Parts,
-    Total,
     convolve,
     decay_between,
     gates,
     inputs_after,
     inputs_before,
+    normed_results,
     pad_tokens,
     split,
     system,
 )  # fmt: skip
-from ..delta_drafts import normed_results
 from ..dispatch import result_type
 from ..reference_delta import DeltaState, DeltaWeights, NewToken, unit
 
@@ -47,7 +47,7 @@ class _Blocks(NamedTuple):
     count: Any  # int32 [B]
     queries: Any  # parts (`split`), each [B, T, K, H]
     keys: Any
-    total: Total  # float32 [B, N, blocks, C]: of the decay from the begin of the block
+    total: LogDecay  # float32 [B, N, blocks, C]: of the decay from the begin of the block
     beta: Any
 
 

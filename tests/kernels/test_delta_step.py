@@ -54,7 +54,7 @@ def test_step(name, impl):
 def test_which_state_is_on_the_chip():
     """Of a row without a token that of the row before it; of the first rows that of the first with one."""
     for count, want in [((0, 1, 0, 0, 1), [1, 1, 1, 1, 4]), ((0, 0), [0, 0]), ((1, 1, 0), [0, 1, 1])]:
-        assert delta_tpu._blocks(jnp.array(count)).tolist() == want
+        assert delta_tpu.rows_on_chip(jnp.array(count)).tolist() == want
     assert [delta_tpu.groups_of_heads(*case) for case in ((16, 2**21), (4, 2**21), (48, 2**22), (16, 9))] == [
         2,
         1,

@@ -290,21 +290,22 @@ def compile_delta_prompts(device, rows, tokens, *sizes) -> None:
     function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
-DELTA_DRAFTS = [(8, 5, 16, 32, 128, 128, BF16)]
+SLOTS = 5
+DELTA_DRAFTS = [(8, tokens, 16, 32, 128, 128, BF16) for tokens in (SLOTS, 0)]  # 0: before those of a prompt
 
 
 def compile_delta_drafts(device, rows, tokens, *sizes) -> list[str]:
-    """A call of as many tokens as there are draft slots; returns the copies of the state."""
+    """A call of so many tokens; returns the copies of the state."""
     new, weights, old, *numbers = delta_shapes(device, (rows, tokens), *sizes)
     state = old.state
 
     def resized(x, *axes):
         return jax.ShapeDtypeStruct(axes, x.dtype, sharding=x.sharding)
 
-    held = (resized(x, *x.shape[:2], x.shape[2] + tokens, x.shape[3]) for x in old[:3])
+    held = (resized(x, *x.shape[:2], x.shape[2] + SLOTS, x.shape[3]) for x in old[:3])
     old = DeltaState(*held, state)
-    args = new, weights, old, resized(state, *state.shape[:2], tokens, 2), numbers[0], *numbers
-    kernel = partial(kernels_pallas.run_kernel, "tpu", "delta_drafts", eps=1e-6, holds=True)
+    args = new, weights, old, resized(state, *state.shape[:2], SLOTS, 2), numbers[0], *numbers
+    kernel = partial(kernels_pallas.run_kernel, "tpu", "delta_drafts", eps=1e-6, holds=tokens > 0)
     compiled = jax.jit(kernel, donate_argnums=2).trace(*args).lower(lowering_platforms=("tpu",)).compile()
     return copies(compiled.as_text(), state)
 

@@ -14,12 +14,19 @@ from xinfer_jax.families.reading import from_hf
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 EMULATED = ("interpret_tpu", "interpret")
-HYBRID = from_hf(
-    QWEN
-    | dict(model_type="qwen3_next", num_hidden_layers=1, full_attention_interval=2, num_experts=0)
-    | dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=128)
-    | dict(linear_value_head_dim=128)
-)
+
+
+def hybrid(K: int, N: int, H: int, Y: int):
+    """The config of a layer of linear attention."""
+    return from_hf(
+        QWEN
+        | dict(model_type="qwen3_next", num_hidden_layers=1, full_attention_interval=2, num_experts=0)
+        | dict(linear_num_key_heads=K, linear_num_value_heads=N, linear_key_head_dim=H)
+        | dict(linear_value_head_dim=Y)
+    )
+
+
+HYBRID = hybrid(1, 2, 128, 128)
 
 
 def arrays(K, N, H, Y, W, dtype, start, count, tokens=None, seed=0):  # noqa: PLR0913

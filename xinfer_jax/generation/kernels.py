@@ -36,8 +36,8 @@ def kernels_used(
     `lm_head_argmax` serves greedy rows, or `int8_head_argmax` where the vocabulary matrix is int8; sampled
     rows take logits. `product` is that of the matrices "o" in a decode step: kernels of products take no
     float32 on GPUs. Layers may differ, in the width of heads for example: the reason says how many have
-    another implementation, and why. `gated_experts` is there for models with experts, `delta_step` and
-    `delta_prefill` for those with linear attention.
+    another implementation, and why. `gated_experts` is there for models with experts, `delta_step`,
+    `delta_prefill` and `delta_drafts` (calls with draft tokens) for those with linear attention.
 
     Args:
         params, config: the model.
@@ -82,7 +82,7 @@ def kernels_used(
         used["gated_experts"] = select_experts(impl, hidden, experts)
     if linear := [layer for layer in range(config.num_cached_layers) if config.is_linear(layer)]:
         layer, cache = (of_layer[linear[0]] for of_layer in (params["layers"], caches))
-        for kernel in ("delta_step", "delta_prefill"):
+        for kernel in ("delta_step", "delta_prefill", "delta_drafts"):
             used[kernel] = select_delta(impl, attended[linear[0]], layer, config, cache, kernel)
     return used
 

@@ -32,9 +32,7 @@ def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pall
 
 def _obstacle(weight: Any) -> str | None:
     """Why no kernel reads these matrices, or None."""
-    if not is_quantized(weight) or isinstance(weight, Mxfp4Weight):
-        return None
-    if isinstance(weight, Fp8Weight):
+    if not is_quantized(weight) or isinstance(weight, Mxfp4Weight | Fp8Weight):
         return None
     if not isinstance(weight, Int8Weight | GroupedWeight):
         return f"experts of the kind {type(weight).__name__}"

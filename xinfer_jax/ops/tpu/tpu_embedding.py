@@ -23,7 +23,7 @@ def tpu_embedding_form(plain: Any, impl: str | None, operands: Any, static: Any)
     token, table = operands
     V, D = table.shape
     has_rows = V % LANES > 0 or D % LANES == 0
-    if has_rows or token.size * LANES > 2 * V or abstract_mesh_of(table):
+    if has_rows or not token.size or token.size * LANES > 2 * V or abstract_mesh_of(table):
         return None
     return _rows_of_columns
 
