@@ -77,7 +77,8 @@ def delta_drafts(  # noqa: PLR0913
 
 def _kernel(refs: _Refs, P: int, holds: bool) -> None:
     row = pl.program_id(1)
-    accepted, count = refs.accepted[row], refs.count[row]
+    accepted = refs.accepted[row]
+    count = refs.count[row]
     first = refs.block[0]
     after = refs.after.at[0]
 
