@@ -46,7 +46,7 @@ _FEW_TOKENS = 64
 _LIMIT = 60 * 2**20  # of VMEM: v5p and TPU7x have 64 MiB
 _LARGER_LIMIT = 100 * 2**20  # v5e and v6e have 128
 _SLACK = 2 * 2**20  # that the compiler may need beyond
-_OTHER_BYTES = 6 * 2**20  # beside the blocks of matrices, of tokens and of their results
+_OTHER_BYTES = 8 * 2**20  # beside the blocks of matrices, of tokens and of their results
 
 
 class _Refs(NamedTuple):
