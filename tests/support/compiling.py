@@ -15,9 +15,7 @@ def events() -> Iterator[list[str]]:
     """Collects one entry for each trace, lowering and compilation inside the block, in any thread. It first
     waits for the background of engines of other tests.
     """
-    for thread in threading.enumerate():
-        if thread.name == "xinfer_jax warm-up":
-            thread.join(120)
+    _wait_for_engines()
     seen: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -34,9 +32,10 @@ def events() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def programs() -> Iterator[Counter]:
     """Counts the programs that are compiled inside the block, by name, in any thread. It first waits for
-    compilations that are already running, which do not count.
+    compilations that are already running, and for the background of engines of other tests.
     """
     stop_compiling()
+    _wait_for_engines()
     seen: Counter[str] = Counter()
 
     def listen(event: str, duration: float, **of: object) -> None:
@@ -48,3 +47,9 @@ def programs() -> Iterator[Counter]:
         yield seen
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _wait_for_engines() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "xinfer_jax warm-up":
+            thread.join(120)
