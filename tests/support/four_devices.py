@@ -167,7 +167,7 @@ def test_update_changes_the_weights_of_all_engines(several, model):
 def test_update_of_running_engines(several, model, mode):
     """All switch or none, and any of them replays."""
     trees = {several.version: several.model.params, 100: jax.tree.map(lambda x: x * 1.5, model.params)}
-    requests = [several.submit(prompt(30 + i, 70), options(100)) for i in range(6)]
+    requests = [several.submit(prompt(30 + i, 70), options(300)) for i in range(6)]
     for request in requests[:2]:
         next(iter(request))
     with compiling.events() as seen:
