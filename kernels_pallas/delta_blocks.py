@@ -54,6 +54,7 @@ def gates(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tupl
     steps = log_steps(new, weights, num_tokens_B)
     B, T, N = steps[0].shape
     decay, beta = (jnp.moveaxis(x, 2, 1).reshape(B, N, T // BLOCK, BLOCK) for x in steps)
+    decay = jnp.maximum(decay, -_MOST_DECAY)
     coarse = jnp.round(decay / _COARSE) * _COARSE
     return (jnp.cumsum(coarse, -1), jnp.cumsum(decay - coarse, -1)), beta
 
@@ -62,7 +63,7 @@ def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> 
     """float32 [B, T, N]: the logarithm of the decay of each token, and beta; 0 past the length."""
     a_BTN, b_BTN, rate_N, bias_N = (x.astype(jnp.float32) for x in (new.a, new.b, *weights[3:5]))
     is_real_BT1 = (jnp.arange(a_BTN.shape[1]) < num_tokens_B[:, None])[..., None]
-    decay_BTN = jnp.maximum(-jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), -_MOST_DECAY)
+    decay_BTN = -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N)
     return jnp.where(is_real_BT1, decay_BTN, 0), jnp.where(is_real_BT1, jax.nn.sigmoid(b_BTN), 0)
 
 

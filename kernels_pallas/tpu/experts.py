@@ -12,7 +12,6 @@ down. The last part may reach beyond a matrix. What lies there may be anything: 
 to zero, or that nobody reads.
 """
 
-import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..dispatch import device_impl, result_type
+from ..dispatch import result_type
 from ..key_layouts import LANES
 from ..mxfp4 import Mxfp4
 from ..reference import gated
@@ -40,11 +39,11 @@ from .expert_blocks import (
     shares_groups,
 )
 from .expert_tiles import TILE_ROWS, block_tokens, experts_of_few, tiles_of_blocks
-from .parts import dot, emulator, keep_in_hbm
+from .parts import dot, emulator, has_large_vmem, keep_in_hbm
 
 _FEW_TOKENS = 64
-_LIMIT = 60 * 2**20  # of VMEM: v5p and TPU7x have 64 MiB
-_LARGER_LIMIT = 100 * 2**20  # v5e and v6e have 128
+_LIMIT = 60 * 2**20  # of VMEM
+_LARGER_LIMIT = 100 * 2**20  # with `has_large_vmem`
 _SLACK = 2 * 2**20  # that the compiler may need beyond
 _OTHER_BYTES = 8 * 2**20  # beside the blocks of matrices, of tokens and of their results
 
@@ -88,7 +87,7 @@ def gated_experts(  # noqa: PLR0913
         spec = pl.BlockSpec((M, U), lambda *_: (0, 0))
         return call(expert_T, None, [(weight_MU.astype(jnp.float32), spec), (expert_MU, spec)], x_MD, M)
     settings = expert_settings(x_MD.dtype, TILE_ROWS, matrices, activation, limit)
-    most = _LARGER_LIMIT if re.search("v5 lite|v5e|v6", device_impl().reason) else _LIMIT
+    most = _LARGER_LIMIT if has_large_vmem() else _LIMIT
     free = most - blocks_bytes(settings, matrices) - _OTHER_BYTES
     block = block_tokens(M, x_MD.shape[1], free // (4 + x_MD.dtype.itemsize))
     padding = ((0, -M % block), (0, 0))

@@ -37,6 +37,11 @@ def has_e4m3() -> bool:
     return "TPU7" in device_impl().reason
 
 
+def has_large_vmem() -> bool:
+    """Whether this process's TPUs have 128 MiB of VMEM, as v5e and v6e; v5p and TPU7x have 64."""
+    return re.search("v5 lite|v5e|v6", device_impl().reason) is not None
+
+
 def keep_in_hbm(arrays: Any, interpret: bool) -> Any:
     """Operands that XLA does not copy to on-chip memory before the call, as it may with small ones. The
     emulator has no such memory.

@@ -87,12 +87,9 @@ def test_another_row_changes_no_bit(impl):
     assert np.isnan(after[0][3]).any()
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.parametrize("impl", EMULATED)
-def test_any_shape(impl, request):
-    """Random shapes, with `--soak`."""
-    if not request.config.getoption("soak"):
-        pytest.skip("--soak runs it")
+def test_any_shape(impl):
     draws = np.random.RandomState(5)
     for seed in range(100):
         K, group, B, T = draws.randint(1, 4), draws.randint(1, 4), draws.randint(1, 4), draws.randint(2, 300)

@@ -95,11 +95,8 @@ def test_equals_its_reference(name, monkeypatch):
     check(np.random.default_rng(0), monkeypatch, *sizes, part_bytes=part_bytes)
 
 
-@pytest.mark.full
-def test_equals_its_reference_at_random_shapes(monkeypatch, request):
-    """100, with `--soak`."""
-    if not request.config.getoption("soak"):
-        pytest.skip("--soak runs it")
+@pytest.mark.soak
+def test_equals_its_reference_at_random_shapes(monkeypatch):
     for seed in range(100):
         with monkeypatch.context() as patches:
             check_random(np.random.default_rng(seed), patches)

@@ -97,11 +97,9 @@ def test_random_shapes(request):
         check("interpret", seed, rows, inputs, outputs, FP8[seed % 2], dtype, options)
 
 
-@pytest.mark.full
-def test_random_shapes_on_tpus(request, monkeypatch):
-    """100, with `--soak`; resident ones and in parts."""
-    if not request.config.getoption("soak"):
-        pytest.skip("--soak runs it")
+@pytest.mark.soak
+def test_random_shapes_on_tpus(monkeypatch):
+    """Resident ones and in parts."""
     for seed in range(100):
         draws = np.random.default_rng(seed)
         outputs = tuple(int(n) for n in draws.choice([24, 100, 128, 256, 330], draws.integers(1, 4)))

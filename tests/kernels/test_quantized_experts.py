@@ -73,12 +73,9 @@ def test_many_experts_and_those_of_other_devices(kind, name):
     check(KERNELS[name], case(2, kind, 9, 8, 128, 64, 64))
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.parametrize("name", KERNELS)
-def test_random_shapes(name, request):
-    """100, with `--soak`."""
-    if not request.config.getoption("soak"):
-        pytest.skip("--soak runs it")
+def test_random_shapes(name):
     for seed in range(100):
         draws = np.random.default_rng(seed)
         kind = KINDS[seed % len(KINDS)]

@@ -317,52 +317,34 @@ def main(tpu: str) -> int:
         return compile_all(device, tpu)
 
 
+def compile_step(device, model, rows, tokens, place, dtype) -> list[str]:
+    """Append and attention; returns the copies of the cache."""
+    new, kv, *rest = arguments(device, model, rows, tokens, place, dtype)
+    function = jax.jit(step, static_argnums=(0, 1), donate_argnums=3)
+    compiled = function.trace(model, place, new, kv, *rest).lower(lowering_platforms=("tpu",)).compile()
+    return copies(compiled.as_text(), kv)
+
+
 def compile_all(device, tpu: str) -> int:
     more = sys.argv[2:] == ["more"]
+    kinds = [
+        ("product", compile_product, PRODUCTS),
+        ("experts", compile_experts, EXPERTS),
+        ("embedding", compile_embedding, EMBEDDINGS),
+        ("delta_step", compile_delta_step, DELTA_STEPS),
+        ("delta_prefill", compile_delta_prompts, DELTA_PROMPTS + MORE_PROMPTS * more),
+        ("delta_drafts", compile_delta_drafts, DELTA_DRAFTS),
+        ("append and attention", compile_step, CASES + MORE * more),
+    ]
     failures = 0
-    for case in PRODUCTS:
-        before = time.monotonic()
-        compile_product(device, *case)
-        print(f"{tpu} product {case}: {time.monotonic() - before:.1f} s")
-    for case in EXPERTS:
-        before = time.monotonic()
-        found = compile_experts(device, *case)
-        failures += bool(found)
-        print(f"{tpu} experts {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found[:2])
-    for case in EMBEDDINGS:
-        before = time.monotonic()
-        found = compile_embedding(device, *case)
-        failures += bool(found)
-        name = f"{case[0]} tokens, {jnp.dtype(case[1]).name}"
-        print(f"{tpu} embedding of {name}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found)
-    for case in DELTA_STEPS:
-        before = time.monotonic()
-        found = compile_delta_step(device, *case)
-        failures += bool(found)
-        print(f"{tpu} delta step {case}: {time.monotonic() - before:.1f} s, {len(found)} copies", *found[:2])
-    for case in DELTA_PROMPTS + (MORE_PROMPTS if more else []):
-        before = time.monotonic()
-        compile_delta_prompts(device, *case)
-        print(f"{tpu} prompts of linear attention {case}: {time.monotonic() - before:.1f} s")
-    for case in DELTA_DRAFTS:
-        before = time.monotonic()
-        found = compile_delta_drafts(device, *case)
-        failures += bool(found)
-        print(
-            f"{tpu} drafts of linear attention {case}: {time.monotonic() - before:.1f} s, {len(found)} copies"
-        )
-    for case in CASES + (MORE if more else []):
-        model, rows, tokens, place, dtype = case
-        new, kv, *rest = arguments(device, *case)
-        before = time.monotonic()
-        function = jax.jit(step, static_argnums=(0, 1), donate_argnums=3)
-        compiled = function.trace(model, place, new, kv, *rest).lower(lowering_platforms=("tpu",)).compile()
-        found = copies(compiled.as_text(), kv)
-        failures += bool(found)
-        name = f"{model} {rows} × {tokens} {place} {jnp.dtype(dtype).name}"
-        print(
-            f"{tpu} {name}: {time.monotonic() - before:.1f} s, {len(found)} copies of the cache", *found[:2]
-        )
+    for name, compile_one, cases in kinds:
+        for case in cases:
+            before = time.monotonic()
+            found = compile_one(device, *case)
+            failures += bool(found)
+            numbers = ", ".join(jnp.dtype(x).name if isinstance(x, type) else str(x) for x in case)
+            counted = [] if found is None else [f"{len(found)} copies", *found[:2]]
+            print(f"{tpu} {name} {numbers}: {time.monotonic() - before:.1f} s", *counted)
     return int(failures > 0)
 
 

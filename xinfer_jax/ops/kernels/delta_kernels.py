@@ -30,11 +30,10 @@ def delta_form(
     config = static["config"]
     if cache is None or first_BT is not None:
         return None
-    T = q_BTX.shape[1]
-    if cache.draft_slots:
-        name = "delta_drafts" if T <= cache.draft_slots else "delta_prefill"
+    if q_BTX.shape[1] > max(1, cache.draft_slots):
+        name = "delta_prefill"
     else:
-        name = "delta_step" if T == 1 else "delta_prefill"
+        name = "delta_drafts" if cache.draft_slots else "delta_step"
     chosen = select_delta(impl, q_BTX, layer, config, cache, name).impl
     if chosen == "xla":
         return None
@@ -70,10 +69,8 @@ def _by_kernel(  # noqa: PLR0913
 ) -> tuple[jax.Array, Recurrent]:
     weights = DeltaWeights(*(layer[f"conv_{name}"] for name in "qkv"), *(layer[name] for name in _OTHERS))
     run = partial(kernels_pallas.run_kernel, impl, eps=eps)
-    args = NewToken(*new), weights, cache, start_B, num_tokens_B
-    if cache.draft_slots:
-        return _with_drafts(run, name, *args)
-    return _without_drafts(run, name, *args)
+    call = _with_drafts if cache.draft_slots else _without_drafts
+    return call(run, name, NewToken(*new), weights, cache, start_B, num_tokens_B)
 
 
 def _without_drafts(  # noqa: PLR0913
