@@ -1,7 +1,5 @@
 """The greedy token of a vocabulary product on TPUs, whose logits stay on the chip."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,46 +35,34 @@ def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.A
         results = [_head_argmax(part, matrix, soft_cap, interpret) for part in parts]
         return tuple(map(jnp.concatenate, zip(*results, strict=True)))  # type: ignore[return-value]
     settings = streaming.settings_of(x_BD, [matrix], soft_cap=soft_cap)
-    operands, blocks = streaming.operands_and_blocks(settings, x_BD, [matrix], interpret)
     shape = (settings.forms[0].rows, LANES)
     scratch = [pltpu.VMEM(shape, dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32, jnp.float32)]
-    dtypes = (jnp.int32, jnp.float32)
-    out_blocks = [pl.BlockSpec((B, 1), lambda i: (0, 0))] * 2
-    kernel = partial(_kernel, outputs=matrix.outputs)
-    of_results = [(B, 1)] * 2, dtypes, out_blocks
+    outs = [((B, 1), dtype, pl.BlockSpec((B, 1), lambda i: (0, 0))) for dtype in (jnp.int32, jnp.float32)]
     id_B1, logprob_B1 = streaming.call(
-        kernel, settings, operands, blocks, *of_results, scratch, interpret, "head_argmax"
+        _kernel, settings, x_BD, [matrix], outs, "head_argmax", interpret, scratch=scratch
     )
     return id_B1[:, 0], logprob_B1[:, 0]
 
 
-def _kernel(  # noqa: PLR0913
-    step,
-    settings: streaming.Settings,
-    operands: streaming.Operands,
-    results,
-    memory: streaming.Memory,
-    scratch,
-    *,
-    outputs: int,
-) -> None:
-    """scratch: the largest logit so far, its token, the first token whose logit is NaN, and the sum of
+def _kernel(step: streaming.Step) -> None:
+    """Scratch: the largest logit so far, its token, the first token whose logit is NaN, and the sum of
     exponentials relative to the largest logit; the same in all lanes.
     """
+    number, settings, operands, results, _, scratch = step
     max_ref, id_ref, nan_ref, sum_ref = scratch
 
-    @pl.when(step == 0)
+    @pl.when(number == 0)
     def _start() -> None:
-        streaming.prepare(settings, operands, memory)
+        streaming.prepare(step)
         for ref, value in zip(scratch, (-jnp.inf, 0, _NONE, 0), strict=True):
             ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
-    first = step * settings.tiles[0]
-    logits_RO = streaming.multiply_tile(step, 0, settings, operands, memory)
+    first = number * settings.tiles[0]
+    logits_RO = streaming.multiply_tile(step, 0)
     if settings.soft_cap is not None:
         logits_RO = settings.soft_cap * jnp.tanh(logits_RO / settings.soft_cap)
     token_RO = first + lax.broadcasted_iota(jnp.int32, logits_RO.shape, 1)
-    logits_RO = jnp.where(token_RO < outputs, logits_RO, -jnp.inf)
+    logits_RO = jnp.where(token_RO < settings.forms[0].outputs, logits_RO, -jnp.inf)
     is_nan_RO = logits_RO != logits_RO
     nan_ref[...] = jnp.minimum(nan_ref[...], _first(is_nan_RO, token_RO))
     max_R1 = jnp.where(is_nan_RO, -jnp.inf, logits_RO).max(-1, keepdims=True)
@@ -84,10 +70,10 @@ def _kernel(  # noqa: PLR0913
     id_ref[...] = jnp.where(max_R1 > before_RL, _first(logits_RO == max_R1, token_RO), id_ref[...])
     max_RL = jnp.maximum(before_RL, max_R1)
     sum_R1 = jnp.exp(logits_RO - max_RL[:, :1]).sum(-1, keepdims=True)
-    sum_ref[...] = jnp.where(step == 0, 0, sum_ref[...] * jnp.exp(before_RL - max_RL)) + sum_R1
+    sum_ref[...] = jnp.where(number == 0, 0, sum_ref[...] * jnp.exp(before_RL - max_RL)) + sum_R1
     max_ref[...] = max_RL
 
-    @pl.when(step == settings.counts[0] - 1)
+    @pl.when(number == settings.counts[0] - 1)
     def _store() -> None:
         rows = slice(0, len(operands.x))
         nan_B1 = nan_ref[rows, :1]

@@ -44,30 +44,20 @@ def product(  # noqa: PLR0913
     adapters = [matrix.adapters for matrix in matrices if matrix.adapters is not None]
     sums = iter(adapters and added_by_adapters(x_MI, adapters, norm_I, eps, offset, interpret))
     added = [None if matrix.adapters is None else next(sums) for matrix in matrices]
-    operands, blocks = streaming.operands_and_blocks(
-        settings, x_MI, matrices, interpret, norm_I, residual_MO, added
-    )
-    results = range(1 if activation else len(matrices))
-    shapes = [(M, matrices[n].outputs) for n in results]
-    out_blocks = [streaming.rows_of_tile(M, settings, n) for n in results]
-    dtypes = [dtype or x_MI.dtype] * len(shapes)
-    return streaming.call(
-        _kernel, settings, operands, blocks, shapes, dtypes, out_blocks, [], interpret, "product"
-    )
+    results = [
+        ((M, matrices[n].outputs), dtype or x_MI.dtype, streaming.rows_of_tile(M, settings, n))
+        for n in range(1 if activation else len(matrices))
+    ]
+    around = norm_I, residual_MO, added
+    return streaming.call(_kernel, settings, x_MI, matrices, results, "product", interpret, *around)
 
 
-def _kernel(
-    step,
-    settings: streaming.Settings,
-    operands: streaming.Operands,
-    results,
-    memory: streaming.Memory,
-    _scratch,
-) -> None:
-    pl.when(step == 0)(partial(streaming.prepare, settings, operands, memory))
+def _kernel(step: streaming.Step) -> None:
+    number, settings, operands, results, *_ = step
+    pl.when(number == 0)(partial(streaming.prepare, step))
 
     def tile(n: int) -> jax.Array:
-        y_MO = streaming.multiply_tile(step, n, settings, operands, memory)[: len(operands.x)]
+        y_MO = streaming.multiply_tile(step, n)[: len(operands.x)]
         return y_MO if operands.added[n] is None else y_MO + operands.added[n][...]
 
     def store(n: int) -> None:
@@ -82,4 +72,4 @@ def _kernel(
         if settings.counts[n] == max(settings.counts):
             store(n)
         else:
-            pl.when(step < settings.counts[n])(partial(store, n))
+            pl.when(number < settings.counts[n])(partial(store, n))

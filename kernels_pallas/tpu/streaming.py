@@ -40,8 +40,7 @@ class Operands(NamedTuple):
 
     x: Any
     matrices: Any  # a list for each
-    scales: Any  # per output; None where there are none
-    biases: Any  # the same
+    of_outputs: Any  # for each a scale per output and a bias; None where there is none
     norm: Any
     residual: Any
     added: Any = ()  # to the product of each matrix, float32 [M, O]; None: nothing
@@ -52,9 +51,19 @@ class Memory(NamedTuple):
 
     rows: Any  # float32 [R, I]: x after its norm
     x: Any  # what `Form.prepare` makes of it
-    scales: Any  # float32 [1, outputs of all tiles]
-    biases: Any
+    of_outputs: Any  # those of the operands, float32 [1, outputs of all tiles]
     groups: Any  # `Form.group_memory` for each matrix
+
+
+class Step(NamedTuple):
+    """A grid step of a kernel: references, but for its number and the settings."""
+
+    number: Any
+    settings: Settings
+    operands: Operands
+    results: Any
+    memory: Memory
+    scratch: Any
 
 
 def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:  # noqa: PLR0913
@@ -65,37 +74,6 @@ def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=N
     tiles = tuple(min(form.outputs, LANES * pl.cdiv(form.outputs, LANES * steps)) for form in forms)
     counts = tuple(pl.cdiv(form.outputs, tile) for form, tile in zip(forms, tiles, strict=True))
     return Settings(forms, tiles, counts, eps, offset, activation, soft_cap, is_resident)
-
-
-def operands_and_blocks(  # noqa: PLR0913
-    settings: Settings,
-    x_MI,
-    matrices: Sequence[Matrix],
-    interpret: bool,
-    norm_I=None,
-    residual_MO=None,
-    added=(),
-) -> tuple[Operands, Operands]:
-    """The operands of a kernel, and their blocks. XLA leaves streamed matrices in HBM: a kernel that waits
-    for them to be copied could not compute meanwhile.
-    """
-    forms = settings.forms
-    arrays = [form.arrays(matrix) for form, matrix in zip(forms, matrices, strict=True)]
-    scales = [form.output_scale(matrix) for form, matrix in zip(forms, matrices, strict=True)]
-    operands = Operands(
-        x_MI, arrays, scales, [matrix.bias for matrix in matrices], norm_I, residual_MO, added
-    )
-    blocks = jax.tree.map(_whole, operands)._replace(
-        matrices=[
-            [_tile(*shape, _tile_number(settings, n)) for shape in form.tile_shapes(settings.tiles[n])]
-            for n, form in enumerate(forms)
-        ],
-        residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
-        added=[None if y is None else rows_of_tile(len(x_MI), settings, n) for n, y in enumerate(added)],
-    )
-    if not settings.is_resident:
-        operands = operands._replace(matrices=keep_in_hbm(arrays, interpret))
-    return operands, blocks
 
 
 def _whole(array: jax.Array) -> pl.BlockSpec:
@@ -117,29 +95,44 @@ def rows_of_tile(rows: int, settings: Settings, n: int) -> pl.BlockSpec:
 
 
 def call(  # noqa: PLR0913
-    kernel, settings: Settings, operands, blocks, shapes, dtypes, out_blocks, scratch, interpret: bool,
-    name: str,
+    kernel, settings: Settings, x_MI, matrices: Sequence[Matrix], results, name: str, interpret: bool,
+    norm_I=None, residual_MO=None, added=(), scratch=(),
 ) -> list[jax.Array]:  # fmt: skip
-    """Runs a kernel of (settings, operands, results, memory, *scratch) for each step."""
-    form = settings.forms[0]
-    sizes = zip(settings.tiles, settings.counts, strict=True)
-    rows = [pltpu.VMEM((1, tile * count), jnp.float32) for tile, count in sizes]
-    scales, biases = (
-        [None if array is None else row for array, row in zip(arrays, rows, strict=True)]
-        for arrays in (operands.scales, operands.biases)
+    """Runs a kernel of a `Step` for each. results: shapes, dtypes and blocks. XLA leaves streamed matrices in
+    HBM: a kernel that waits for them to be copied could not compute meanwhile.
+    """
+    forms = settings.forms
+    arrays = [form.arrays(matrix) for form, matrix in zip(forms, matrices, strict=True)]
+    of_outputs = [
+        (form.output_scale(matrix), matrix.bias) for form, matrix in zip(forms, matrices, strict=True)
+    ]
+    operands = Operands(x_MI, arrays, of_outputs, norm_I, residual_MO, added)
+    blocks = jax.tree.map(_whole, operands)._replace(
+        matrices=[
+            [_tile(*shape, _tile_number(settings, n)) for shape in form.tile_shapes(settings.tiles[n])]
+            for n, form in enumerate(forms)
+        ],
+        residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
+        added=[None if y is None else rows_of_tile(len(x_MI), settings, n) for n, y in enumerate(added)],
     )
-    x_RI = pltpu.VMEM((form.rows, form.inputs), jnp.float32)
-    groups = [form.group_memory(tile) for form, tile in zip(settings.forms, settings.tiles, strict=True)]
-    memory = Memory(x_RI, form.prepared(), scales, biases, groups)
+    if not settings.is_resident:
+        operands = operands._replace(matrices=keep_in_hbm(arrays, interpret))
+    rows = [
+        jax.tree.map(lambda _, size=tile * count: pltpu.VMEM((1, size), jnp.float32), pair)
+        for pair, tile, count in zip(of_outputs, settings.tiles, settings.counts, strict=True)
+    ]
+    x_RI = pltpu.VMEM((forms[0].rows, forms[0].inputs), jnp.float32)
+    groups = [form.group_memory(tile) for form, tile in zip(forms, settings.tiles, strict=True)]
+    memory = Memory(x_RI, forms[0].prepared(), rows, groups)
     leaves = jax.tree.leaves(operands)
-    outs = [result_type(shape, dtype, *leaves) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    structure = jax.tree.structure((operands, outs, memory, scratch))
+    outs = [result_type(shape, dtype, *leaves) for shape, dtype, _ in results]
+    structure = jax.tree.structure((operands, outs, memory, list(scratch)))
 
     def run(*refs):
-        step = 0 if settings.is_resident else pl.program_id(0)
-        kernel(step, settings, *jax.tree.unflatten(structure, refs))
+        number = 0 if settings.is_resident else pl.program_id(0)
+        kernel(Step(number, settings, *jax.tree.unflatten(structure, refs)))
 
-    specs = jax.tree.leaves(blocks), out_blocks
+    specs = jax.tree.leaves(blocks), [block for _, _, block in results]
     if settings.is_resident:
         specs = jax.tree.map(lambda block: pl.BlockSpec(memory_space=pltpu.VMEM), specs)
     return pl.pallas_call(
@@ -166,32 +159,34 @@ def _cost(rows: int, matrices: Any) -> pl.CostEstimate:
     )
 
 
-def prepare(settings: Settings, operands: Operands, memory: Memory) -> None:
+def prepare(step: Step) -> None:
     """Stores x after its norm, in the form of the matrices. Rows past M may be anything."""
+    _, settings, operands, _, memory, _ = step
     M, inputs = operands.x.shape
     x_MI = rows_after_norm(operands.x, operands.norm, settings.eps, settings.offset)
     if inputs < memory.rows.shape[1]:
         memory.rows[...] = jnp.zeros(memory.rows.shape, jnp.float32)
     memory.rows[:M, :inputs] = x_MI
     settings.forms[0].prepare(memory.rows[...], memory.x)
-    of_outputs = zip([*memory.scales, *memory.biases], [*operands.scales, *operands.biases], strict=True)
-    for ref, array in of_outputs:
-        if array is not None:
-            ref[:, : len(array)] = as_row(array)
+    for ref, array in zip(*map(jax.tree.leaves, (memory.of_outputs, operands.of_outputs)), strict=True):
+        ref[:, : len(array)] = as_row(array)
 
 
-def multiply_tile(step: Any, n: int, settings: Settings, operands: Operands, memory: Memory) -> jax.Array:
+def multiply_tile(step: Step, n: int) -> jax.Array:
     """x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
+    number, settings, operands, _, memory, _ = step
     tile = settings.tiles[n]
-    columns = slice(0, tile) if settings.counts[n] == 1 else pl.ds(pl.multiple_of(step * tile, LANES), tile)
+    first = 0 if settings.counts[n] == 1 else pl.multiple_of(number * tile, LANES)
+    columns = pl.ds(first, tile)
     form = settings.forms[n]
 
     def block_scale(ref: Any, i: int) -> jax.Array:
-        block = jnp.minimum(step * pl.cdiv(tile, FP8_BLOCK) + i, len(ref) - 1)
+        block = jnp.minimum(number * pl.cdiv(tile, FP8_BLOCK) + i, len(ref) - 1)
         return column_of(ref[pl.ds(block, 1)])
 
     read = {"read": block_scale} if form.has_blocks else {}
     y_RO = form.multiply(memory.x, operands.matrices[n], memory.groups[n], **read)
-    if memory.scales[n] is not None:
-        y_RO *= memory.scales[n][:, columns]
-    return y_RO if memory.biases[n] is None else y_RO + memory.biases[n][:, columns]
+    scale, bias = memory.of_outputs[n]
+    if scale is not None:
+        y_RO *= scale[:, columns]
+    return y_RO if bias is None else y_RO + bias[:, columns]
