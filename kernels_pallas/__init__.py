@@ -1,7 +1,7 @@
 """Pallas kernels for attention, the append to a cache, matrix products, steps of linear attention, the greedy
 token and a sampler's pass over the logits. Each has a plain jnp reference of the same name in `reference`,
-`reference_products`, `reference_append` or `reference_delta`, but `delta_drafts`, whose reference is a layer
-of the library that uses this package. The package does not import that library.
+`reference_products`, `reference_append` or `reference_delta`, but `delta_drafts` and `route`, whose reference
+is a layer of the library that uses this package. The package does not import that library.
 
 `dispatch` chooses the implementation of a call (`select`, `run_kernel`, and `assume_device`, to compile for a
 GPU or TPU that is not here), `support` says what each kernel takes; `key_layouts` and `mxfp4` have the forms
@@ -65,7 +65,7 @@ backend that JAX has deprecated, `tpu` for TPUs; `compat` has the differences be
 - Between a layer's products XLA has nothing to do in a decode step: each small operation of it would cost
   about 2,100 cycles. So the append reads queries, keys and values as products leave them, with the numbers of
   all heads in lanes, and the attention kernel reads and writes this form too. It puts the heads of a key head
-  into rows itself.
+  into rows itself. The choice of experts is a kernel with the norm before it (`tpu/route.py`).
 - The scale of int8 pages on TPUs is [P, K, 2, 128], not [P, K, 4, 64], whose lanes would be half empty.
 - A decode step of linear attention is one kernel (`delta_step`) for all that is between products: the
   convolution, norms, decay, delta rule, gated norm. It writes the state in place. On TPUs a grid step has

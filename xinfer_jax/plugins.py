@@ -92,6 +92,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("choose_tokens", "cuda"): ("ops.gpu.gpu_sampler", "choice_form"),
     ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
     ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),
+    ("route", "kernel"): ("ops.kernels.expert_kernels", "ROUTE"),
     ("sample_from_hidden", "kernels"): ("ops.kernels.head", "sampling_form"),
     ("sample_rows", "any"): ("ops.mesh", "mesh_sampling_form"),
     ("sampled_from", "cuda"): ("ops.gpu.gpu_sampler", "sampled_from_form"),

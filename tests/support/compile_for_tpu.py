@@ -162,6 +162,19 @@ def compile_product(device, rows, inputs, outputs, kind) -> None:
     jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
 
+# Rows, experts, choices of a row, hidden size, outputs of the gate of a shared expert.
+ROUTES = [(8, 256, 8, 2048, 1), (64, 32, 4, 2880, 0)]
+
+
+def compile_route(device, rows, X, count, width, shared) -> None:
+    shapes = [(rows, width), [Matrix((X, width), bias=(X,))] + [Matrix((1, width))] * shared, (width,)]
+    of = partial(jax.ShapeDtypeStruct, dtype=BF16, sharding=SingleDeviceSharding(device))
+    is_shape = lambda x: isinstance(x, tuple) and not isinstance(x, Matrix)  # noqa: E731
+    args = jax.tree.map(of, shapes, is_leaf=is_shape)
+    function = jax.jit(partial(kernels_pallas.run_kernel, "tpu", "route", count=count, eps=1e-6))
+    function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
+
+
 # Tokens, dtype of an embedding that XLA stores by inputs.
 EMBEDDINGS = [(1, BF16), (8, jnp.int8), (1024, BF16)]
 
@@ -329,6 +342,7 @@ def compile_all(device, tpu: str) -> int:
     more = sys.argv[2:] == ["more"]
     kinds = [
         ("product", compile_product, PRODUCTS),
+        ("route", compile_route, ROUTES),
         ("experts", compile_experts, EXPERTS),
         ("embedding", compile_embedding, EMBEDDINGS),
         ("delta_step", compile_delta_step, DELTA_STEPS),

@@ -268,16 +268,7 @@ def head_norms(layer: Params, config: ModelConfig, spec: AttentionSpec) -> HeadN
     return (layer["q_norm"], layer["k_norm"]), (config.rms_norm_eps, config.norm_offset)
 
 
-def _feed_forward(  # noqa: PLR0913
-    x_BTD: jax.Array,
-    residual: jax.Array | None,
-    layer: Params,
-    config: ModelConfig,
-    spec: LayerSpec,
-    over: str | None,
-    impl: str | None,
-    route_BTU: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
+def _feed_forward(x_BTD, residual, layer: Params, config, spec: LayerSpec, over, impl, route_BTU):  # noqa: PLR0913
     """The MLP, experts or both for x after its norm, with the residual added if there is one; and the experts
     of each token, [M, U], if there are any.
     """
@@ -287,9 +278,10 @@ def _feed_forward(  # noqa: PLR0913
         around |= dict(down_norm=spec.mlp.down_norm, before=before)
     if not spec.experts:
         return gated_mlp(x_BTD, layer, config, **around, residual=residual), None
-    if spec.pre_norm and not spec.mlp:
-        x_BTD = norm(x_BTD, layer, "mlp_norm", config)
-    chosen = choose_experts(x_BTD, layer["router"], config, route_BTU)
+    names = ("router", "shared_gate") if spec.mlp else ("router", "shared_gate", "mlp_norm")
+    operands = x_BTD, {name: layer[name] for name in names if name in layer}, route_BTU
+    plain = functools.partial(_route, config=config)
+    x_BTD, gate_BTD, *chosen = run("route", plain, *operands, impl=impl, derivative=plain, config=config)
     routed_BTD = norm(x_BTD, layer, "experts_norm", config) if spec.mlp else x_BTD
     out_BTD = mixture_of_experts(routed_BTD, layer, config, over, impl, chosen=chosen)
     if spec.mlp:
@@ -298,5 +290,13 @@ def _feed_forward(  # noqa: PLR0913
         out_BTD = norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
     elif spec.experts.shared_intermediate_size:  # an expert that all tokens use
         shared_BTD = gated_mlp(x_BTD, layer["shared"], config, **around)
-        out_BTD = out_BTD + jax.nn.sigmoid(linear(x_BTD, layer["shared_gate"])) * shared_BTD
+        out_BTD = out_BTD + gate_BTD * shared_BTD
     return out_BTD if residual is None else residual + out_BTD, chosen[1]
+
+
+def _route(x_BTD, layer: Params, given_BTU, config: ModelConfig) -> tuple:
+    """x after its norm, the factor of the shared expert for each feature, and the choice of experts."""
+    x_BTD = norm(x_BTD, layer, "mlp_norm", config) if "mlp_norm" in layer else x_BTD
+    gate = layer.get("shared_gate")
+    gate_BTD = gate and jnp.broadcast_to(jax.nn.sigmoid(linear(x_BTD, gate)), x_BTD.shape)
+    return x_BTD, gate_BTD, *choose_experts(x_BTD, layer["router"], config, given_BTU)

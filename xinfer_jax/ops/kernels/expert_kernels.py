@@ -1,4 +1,4 @@
-"""A mixture of experts by a kernel."""
+"""A mixture of experts by a kernel, and what comes before it by another."""
 
 from functools import partial
 from typing import Any
@@ -15,9 +15,12 @@ from ...weights.fp8_weight import Fp8Weight
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
 from ...weights.mxfp4 import Mxfp4Weight
-from ...weights.params import Params
+from ...weights.params import AnyArray, Params
 from ...weights.quantized_weight import is_quantized
 from ..forms import Kernel, named
+from .product_kernels import Operands, select_product
+
+_MOST_NUMBERS = 2**22  # of a router
 
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
@@ -75,3 +78,44 @@ def _run(impl: str, x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
 
 
 EXPERTS = Kernel(_select, _run)
+
+
+def _select_route(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
+    """The implementation of what comes before experts, in one launch; "xla" where there is no kernel for it,
+    under every name.
+    """
+    x, layer, given = operands
+    experts = static["config"].experts
+    reason = None
+    if (impl or kernels_pallas.dispatch.device_impl().impl) not in ("tpu", "interpret_tpu"):
+        reason = "a kernel for TPUs"
+    elif given is not None or "scale" in layer["router"]:
+        reason = "experts that are given, or a router with a norm of its own"
+    elif not (experts and experts.norm_topk_prob):
+        reason = "weights that do not sum to 1"
+    elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(layer)):
+        reason = "a router that is no array"
+    elif layer["router"]["weight"].size > _MOST_NUMBERS:
+        reason = "a router too large for on-chip memory"
+    if reason:
+        return kernels_pallas.Selection("xla", reason)
+    return select_product(impl, Operands(x, _route_leaves(layer), layer.get("mlp_norm")), None)
+
+
+def _route_leaves(layer: Params) -> list[Params]:
+    return [layer[name] for name in ("router", "shared_gate") if name in layer]
+
+
+def _run_route(impl: str, x_BTD, layer: Params, _, config: ModelConfig) -> tuple:
+    matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(layer)]
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    of_norm = dict(eps=config.rms_norm_eps, offset=config.norm_offset or 0.0)
+    args = x_MD, matrices, layer.get("mlp_norm")
+    x_MD, weight_MU, expert_MU, *gates = kernels_pallas.run_kernel(
+        impl, "route", *args, count=config.num_experts_per_tok, **of_norm
+    )
+    x_BTD, *gates = (y_MD.reshape(x_BTD.shape) for y_MD in (x_MD, *gates))
+    return x_BTD, gates[0] if gates else None, weight_MU, expert_MU
+
+
+ROUTE = Kernel(_select_route, _run_route)
