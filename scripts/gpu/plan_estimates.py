@@ -132,10 +132,10 @@ def device_weights(job: Job, n: int) -> Params:
     def struct(spec: ParamSpec) -> Any:
         partition = leaf_partition(spec, n)
         shape = partition.part_spec(spec).shape
-        if not quantize or not spec.is_quantizable:
+        if not quantize or not spec.is_quantizable or quantize == "mxfp4" and len(shape) == 2:
             return jax.ShapeDtypeStruct(shape, job.dtype)
         if quantize == "mxfp4":
-            return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
+            return device_form(mxfp4_struct(shape))
         if quantize == "fp8":
             is_cut = partition.num_parts > 1 and len(shape) == 2 and shape[partition.axis or 0] % FP8_BLOCK
             is_float = is_cut or "vocab" in spec.axes

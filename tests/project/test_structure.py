@@ -33,7 +33,8 @@ PACKAGES = {
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "hadamard", "layout", "stacking",
         "quantized_weight", "adapted_weight", "ternary", "mxfp4", "rotated_weight", "int8_weight",
-        "grouped_weight", "fp8_weight", "quantization", "device_quantization", "resharding", "params_like",
+        "grouped_weight", "padded_weight", "fp8_weight", "quantization", "device_quantization", "resharding",
+        "params_like",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",

@@ -242,12 +242,12 @@ def compile_delta_step(device, rows, *sizes) -> list[str]:
 # Tokens, choices of one, experts, their features, hidden size, format.
 EXPERTS = [
     (64, 8, 128, 768, 2048, "int8"),
-    (8, 8, 128, 768, 2048, "int4"),
+    (8, 8, 128, 704, 2816, "int4"),
     (8, 8, 128, 768, 2048, "fp8"),
     (8, 8, 128, 704, 2816, "bfloat16"),
     (8, 4, 32, 2880, 2880, "bfloat16"),
-    (8, 4, 32, 2880, 2880, "mxfp4"),
-    (1024, 4, 32, 2880, 2880, "mxfp4"),
+    (8, 4, 128, 2880, 2880, "mxfp4"),
+    (1024, 4, 128, 2880, 2880, "mxfp4"),
     (8, 4, 32, 2880, 2880, "int4"),
 ]
 
@@ -260,6 +260,8 @@ def compile_experts(device, tokens, choices, X, features, width, kind) -> list[s
         return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
 
     def matrix(O, I):  # noqa: E741
+        if kind in ("mxfp4", "int4"):
+            O += -O % 128  # as those of a `PaddedWeight`  # noqa: E741
         if kind == "mxfp4":
             return Mxfp4(shape(X, I // 32, 16, O, dtype=INT8), shape(X, I // 32, O, dtype=INT8))
         if kind == "int8":

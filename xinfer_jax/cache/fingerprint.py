@@ -14,6 +14,7 @@ import numpy as np
 
 from ..config.model_config import ModelConfig
 from ..weights.adapted_weight import AdaptedWeight
+from ..weights.padded_weight import without_padding
 from ..weights.params import Params
 
 _SAMPLES = 64  # numbers of a leaf, evenly spaced, with the first and the last
@@ -51,11 +52,14 @@ def _digest(params: Params) -> str:
         if known_tree == tree and all(ref() is leaf for ref, leaf in zip(known, leaves, strict=True)):
             return digest
     sha = hashlib.sha256()
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    for path, leaf, sample in zip(paths, leaves, jax.device_get(list(map(_sample, leaves))), strict=True):
-        if path.endswith(".scale") and leaf.ndim > 1:  # of groups
+    found = jax.tree_util.tree_leaves_with_path(jax.eval_shape(without_padding, params))
+    shapes = [leaf.shape for _, leaf in found]
+    samples = jax.device_get(list(map(_sample, leaves, shapes)))
+    for (keys, _), shape, sample in zip(found, shapes, samples, strict=True):
+        path = jax.tree_util.keystr(keys)
+        if path.endswith(".scale") and len(shape) > 1:  # of groups
             sample = _stored_form(sample)
-        sha.update(f"{path} {leaf.shape} {sample.dtype}\n".encode() + sample.tobytes())
+        sha.update(f"{path} {shape} {sample.dtype}\n".encode() + sample.tobytes())
     adapted = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, AdaptedWeight))
     if scales := [leaf.scale for leaf in adapted if isinstance(leaf, AdaptedWeight)]:
         sha.update(repr(scales).encode())
@@ -71,15 +75,16 @@ def _stored_form(sample: np.ndarray) -> np.ndarray:
     return half if np.array_equal(half, sample) else sample
 
 
-def _sample(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+def _sample(leaf: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array | np.ndarray:
+    """Numbers of an array that has this shape without padding."""
     if isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] != ["cpu"]:
-        return _gather(leaf)
-    return np.asarray(leaf)[_sample_indices(leaf.shape)]  # on CPU a view, and nothing to compile
+        return _gather(leaf, shape)
+    return np.asarray(leaf)[_sample_indices(shape)]  # on CPU a view, and nothing to compile
 
 
-@jax.jit
-def _gather(leaf: jax.Array) -> jax.Array:
-    return leaf[_sample_indices(leaf.shape)]
+@functools.partial(jax.jit, static_argnums=1)
+def _gather(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return leaf[_sample_indices(shape)]
 
 
 @functools.lru_cache(maxsize=256)

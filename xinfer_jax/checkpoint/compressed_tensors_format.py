@@ -19,6 +19,7 @@ from ..families.conversion import TensorOfLeaves
 from ..families.skipped_tensors import text_name
 from ..weights.fp8_weight import Fp8Weight
 from ..weights.grouped_weight import GroupedWeight
+from ..weights.padded_weight import stored_weight
 from .compressed_tensors_packing import packed_tensors
 from .fp8_format import (
     FLOAT8,
@@ -174,11 +175,12 @@ class CompressedTensorsFormat(MatrixFormat):
             scheme = self._scheme(name.removesuffix(".weight").format(0))
             even = leaf.shape[-1] + leaf.shape[-1] % 2
             J = min(scheme.block[1], even) if scheme.block else even
-            is_int4 = isinstance(leaf, GroupedWeight) and leaf.zero is not None and leaf.group == J
-            if not is_int4 or leaf.int8_activations or scheme.format != _PACKED_INT or scheme.bits != 4:
+            stored: Any = stored_weight(leaf)
+            is_int4 = isinstance(stored, GroupedWeight) and stored.zero is not None and stored.group == J
+            if not is_int4 or stored.int8_activations or scheme.format != _PACKED_INT or scheme.bits != 4:
                 raise not_saved(name) if isinstance(leaf, Fp8Weight) else self.misfit(name)
             check = partial(self._check_symmetric, name) if scheme.is_symmetric else None
-            kind = np.float32 if np.dtype(dtype) == np.float32 else leaf.scale.dtype
+            kind = np.float32 if np.dtype(dtype) == np.float32 else stored.scale.dtype
             experts = range(leaf.shape[0]) if "{}" in name else (None,)
             for expert in experts:
                 tensors |= packed_tensors(name.format(expert), leaf, expert, kind, check)

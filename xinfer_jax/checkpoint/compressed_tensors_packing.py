@@ -9,25 +9,27 @@ import numpy as np
 
 from ..families.conversion import TensorOfLeaves
 from ..weights.grouped_weight import GroupedWeight, unpack_int4
+from ..weights.padded_weight import stored_weight, without_padding
 from .tensors import Shape
 
 _PER_WORD = 8
 
 
 def packed_tensors(
-    name: str, leaf: GroupedWeight, expert: int | None, dtype: Any, check: Callable[[Any], None] | None
+    name: str, leaf: Any, expert: int | None, dtype: Any, check: Callable[[Any], None] | None
 ) -> dict[str, TensorOfLeaves]:
     """Returns the tensors of a matrix, X.weight_packed and so on.
 
     Args:
         name: X.weight.
-        leaf: the matrix, or those of experts.
+        leaf: the matrix, or those of experts; a `PaddedWeight` may hold it.
         expert: which of them; None: there is one.
         dtype: of scales.
         check: gets the zero points of a symmetric matrix, which are not written; None: it is not symmetric.
     """
     (outputs, inputs) = leaf.shape[-2:]
-    Q = leaf.scale.shape[-2]
+    stored: GroupedWeight = stored_weight(leaf)
+    Q = stored.scale.shape[-2]
     tensors: dict[str, tuple[Shape, Any, Callable]] = {
         "packed": ((outputs, -(-inputs // _PER_WORD)), np.int32, partial(_pack_numbers, check)),
         "scale": ((outputs, Q), dtype, lambda part, convert: convert(part.scale).T),
@@ -35,12 +37,12 @@ def packed_tensors(
     }
     if check is None:
         tensors["zero_point"] = ((-(-outputs // _PER_WORD), Q), np.int32, _pack_zeros)
-    if leaf.order is not None:
+    if stored.order is not None:
         tensors["g_idx"] = ((inputs,), np.int32, _group_of_inputs)
 
     def make(of_part: Callable, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
         part = leaf if expert is None else jax.tree.map(lambda x: x[expert], leaf)
-        return of_part(part, convert)
+        return of_part(without_padding(part), convert)
 
     return {
         f"{name}_{field}": TensorOfLeaves(shape, dtype, partial(make, of_part))

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..families.conversion import TensorOfLeaves
 from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight
+from ..weights.padded_weight import stored_weight
 from .scaled_tensor import (
     MatrixFormat,
     ScaledNumbers,
@@ -48,7 +49,7 @@ class Mxfp4Format(MatrixFormat):
         for name, leaf in leaves.items():
             (prefix, projection, _) = name.rsplit(".", 2)
             others = _JOINED.get(projection, ())
-            parts: list[Any] = [leaves.get(f"{prefix}.{other}.weight") for other in others]
+            parts: list[Any] = [stored_weight(leaves.get(f"{prefix}.{other}.weight")) for other in others]
             if not parts or not all(isinstance(x, Mxfp4Weight) and len(x.shape) > 2 for x in parts):
                 raise self.misfit(name)
             (experts, outputs, inputs) = leaf.shape
@@ -67,8 +68,9 @@ class Mxfp4Format(MatrixFormat):
 
 
 def _by_turns(parts: tuple[Any, ...], shape: Shape, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """A stored tensor: the outputs of its leaves, which they have last, by turns."""
-    return np.stack([np.moveaxis(convert(x), -1, 1) for x in parts], 2).reshape(shape)
+    """A stored tensor: the outputs of its leaves, which they have last, without padding, by turns."""
+    outputs = shape[1] // len(parts)
+    return np.stack([np.moveaxis(convert(x)[..., :outputs], -1, 1) for x in parts], 2).reshape(shape)
 
 
 def mxfp4_tensor(name: str, shape: Shape, values: StoredTensor, scales: StoredTensor) -> ScaledTensor:

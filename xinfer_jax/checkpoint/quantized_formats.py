@@ -10,6 +10,7 @@ from ..errors import InputError, format_value
 from ..families.naming import TIED, FileSpec
 from ..families.skipped_tensors import text_name
 from ..weights.mxfp4 import Mxfp4Weight
+from ..weights.padded_weight import stored_weight
 from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
 from .bitnet_format import BitNetFormat, is_listed
@@ -117,7 +118,7 @@ def format_to_write(
     if not settings:
         return None, {}
     stored = config.quantization_config
-    quantized = filter(is_quantized, leaves)
+    quantized = map(stored_weight, filter(is_quantized, leaves))
     if stored is None and all(isinstance(leaf, Mxfp4Weight) and len(leaf.shape) > 2 for leaf in quantized):
         stored = dict(quant_method=Mxfp4Format.method, modules_to_not_convert=_MXFP4_FLOATS)
     if stored and stored.get("quant_method") not in (OwnFormat.method, MlxFormat.method):

@@ -16,6 +16,7 @@ from .device_quantization import quantized_on_device
 from .grouped_weight import GroupedWeight
 from .hadamard import hadamard_rotate, rotate_on_host
 from .int8_weight import Int8Weight
+from .padded_weight import stored_weight
 from .param_specs import leaf_name
 from .params import AnyArray, Params, ParamSpec, param_specs
 from .quantization import device_form, quantized_leaf, quantized_stack, with_int8_activations
@@ -120,18 +121,19 @@ def is_on_host(x: Any) -> bool:
 def _quantized(matrix: Any, name: str, old: Any) -> Any:
     """The matrix, quantized as `old` is, where it lies."""
     new: Any = None
-    if isinstance(old, Int8Weight | GroupedWeight):
-        method = "int4" if old.values.dtype == np.uint8 else "int8"
-        group = old.group if isinstance(old, GroupedWeight) else matrix.shape[-1]
-        if block := old.input_block:
+    stored = stored_weight(old)
+    if isinstance(stored, Int8Weight | GroupedWeight):
+        method = "int4" if stored.values.dtype == np.uint8 else "int8"
+        group = stored.group if isinstance(stored, GroupedWeight) else matrix.shape[-1]
+        if block := stored.input_block:
             rotate: Any = rotate_on_host if is_on_host(matrix) else hadamard_rotate
             matrix = rotate(matrix.astype(np.float32), block)
         quantize: Any = quantized_leaf if matrix.ndim == 2 else quantized_stack
         quantize = quantize if is_on_host(matrix) else quantized_on_device
-        new = device_form(quantize(matrix, name, method, group))
-        if old.int8_activations:
+        new = quantize(matrix, name, method, group)
+        if stored.int8_activations:
             new = with_int8_activations(new)
-        new = dataclasses.replace(new, input_block=old.input_block)
+        new = device_form(dataclasses.replace(new, input_block=block))
     forms = [jax.tree.map(lambda x: (x.shape, x.dtype), leaf) for leaf in (new, old)]
     if forms[0] != forms[1]:
         raise InputError(f"{name} has a format of its checkpoint, {old}: give it in that, not as floats")

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 import kernels_pallas
+from kernels_pallas.key_layouts import LANES
 
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
@@ -18,6 +19,8 @@ from ..host import aligned_empty, run_in_blocks
 from .grouped_weight import STEP_BITS, GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
 from .hadamard import RotatedRows, input_block_width
 from .int8_weight import Int8Weight
+from .mxfp4 import Mxfp4Weight
+from .padded_weight import PaddedWeight
 from .quantized_weight import QuantizedWeight, is_quantized
 from .ternary import ternary_leaf
 
@@ -28,14 +31,17 @@ _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without cli
 
 def device_form(weight: Any) -> Any:
     """Returns a leaf, or its shapes, as this process's devices read it: on TPUs scales of packed groups are
-    float32, since no kernel there reads float16. Other leaves stay, those with steps too.
+    float32, since no kernel there reads float16, and packed experts are a `PaddedWeight`, if need be. Other
+    leaves stay, those with steps too.
     """
     is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8 and weight.step is None
-    if not is_packed or kernels_pallas.device_impl().impl != "tpu":
+    if not (is_packed or isinstance(weight, Mxfp4Weight)) or kernels_pallas.device_impl().impl != "tpu":
         return weight
-    if isinstance(weight.scale, jax.ShapeDtypeStruct):
-        return dataclasses.replace(weight, scale=jax.ShapeDtypeStruct(weight.scale.shape, np.float32))
-    return dataclasses.replace(weight, scale=weight.scale.astype(np.float32))
+    if is_packed and isinstance(weight.scale, jax.ShapeDtypeStruct):
+        weight = dataclasses.replace(weight, scale=jax.ShapeDtypeStruct(weight.scale.shape, np.float32))
+    elif is_packed:
+        weight = dataclasses.replace(weight, scale=weight.scale.astype(np.float32))
+    return PaddedWeight.padded(weight, LANES) if len(weight.shape) > 2 else weight
 
 
 def check_quantize_method(quantize: str | None) -> None:

@@ -15,6 +15,7 @@ from ...weights.fp8_weight import Fp8Weight
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
 from ...weights.mxfp4 import Mxfp4Weight
+from ...weights.padded_weight import stored_weight
 from ...weights.params import AnyArray, Params
 from ...weights.quantized_weight import is_quantized
 from ..forms import Kernel, named
@@ -35,6 +36,7 @@ def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pall
 
 def _obstacle(weight: Any) -> str | None:
     """Why no kernel reads these matrices, or None."""
+    weight = stored_weight(weight)
     if not is_quantized(weight) or isinstance(weight, Mxfp4Weight | Fp8Weight):
         return None
     if not isinstance(weight, Int8Weight | GroupedWeight):
@@ -47,6 +49,7 @@ def _obstacle(weight: Any) -> str | None:
 
 
 def _layout(weight: Any) -> tuple[Any, ...]:
+    weight = stored_weight(weight)
     fields = [getattr(weight, name, None) for name in ("values", "zero")]
     return type(weight), getattr(weight, "group", None), *(getattr(x, "dtype", None) for x in fields)
 
@@ -60,6 +63,7 @@ def _arrays(experts: Params) -> list[Any]:
 
 def _operand(x: Any) -> Any:
     """Matrices of experts, or biases, as kernels take them."""
+    x = stored_weight(x)
     if isinstance(x, Mxfp4Weight):
         return kernels_pallas.Mxfp4(x.values, x.scale)
     return Matrix(x.values, x.scale, getattr(x, "zero", None)) if is_quantized(x) else x
