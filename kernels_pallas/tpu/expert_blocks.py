@@ -109,7 +109,7 @@ def shares_groups(form: Form) -> bool:
 
 def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
     Q, X, _ = numbers_QXO.shape
-    size = 32 // numbers_QXO.dtype.itemsize
+    size = 8  # experts, also of a tile of 32: the compiler copies parts of tiles
     # One buffer where the block stays, or is large: it changes only once for so many experts.
     is_single = X <= size or Q * size * width * numbers_QXO.dtype.itemsize > _SHARED_BYTES
     mode = pl.Buffered(1) if is_single else None

@@ -15,7 +15,13 @@ from ..errors import InputError
 from ..sharding import MODEL, RULES, check_divisible, check_mesh
 from .layout import shardings
 from .params import Params, ParamSpec, check_params, param_specs, resolve_dtype
-from .quantization import check_quantize_method, group_size_for_shards, quantized_leaf, quantized_stack
+from .quantization import (
+    check_quantize_method,
+    device_form,
+    group_size_for_shards,
+    quantized_leaf,
+    quantized_stack,
+)
 from .quantized_weight import is_quantized
 
 
@@ -65,10 +71,10 @@ def reshard(
         if quantize is None or not spec.is_quantizable:
             return x
         if x.ndim > 2:
-            return quantized_stack([*np.asarray(x)], spec.name, quantize)
+            return device_form(quantized_stack([*np.asarray(x)], spec.name, quantize))
         parts = devices if RULES[spec.axes[-1] or "embed"] else 1  # of the groups of an output
         group = group_size_for_shards(x.shape, spec.name, quantize, parts)
-        return quantized_leaf(np.asarray(x), spec.name, quantize, group)
+        return device_form(quantized_leaf(np.asarray(x), spec.name, quantize, group))
 
     specs = param_specs(config), param_specs(new_config)
     tree = jax.tree.map(convert, *specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
