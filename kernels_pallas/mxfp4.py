@@ -14,28 +14,54 @@ class Mxfp4(NamedTuple):
     """Matrices [X, O, I] of numbers of 4 bits (E2M1) times powers of two.
 
     Attributes:
-        values: uint8 [X, Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high one.
-        scale: uint8 [X, Q, O]: exponent + 127; 0 counts as 0.
+        values: uint8 [X, Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high one. Or
+            `values_for_tpu`.
+        scale: uint8 [X, Q, O]: exponent + 127; 0 counts as 0. With `values_for_tpu` there may be more groups.
     """
 
     values: Any
     scale: Any
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """X, O and I."""
-        (experts, groups, outputs) = self.scale.shape
-        return experts, outputs, groups * GROUP
-
 
 def dequantize_mxfp4(matrix: Any) -> jax.Array:
-    """Returns matrices, exact: float32 [..., O, I], of `Mxfp4`, or of what has its fields and `shape`; the
-    axis of experts may be absent.
+    """Returns matrices, exact: float32 [..., O, I], of `Mxfp4`, or of what has its fields; the axis of
+    experts may be absent.
     """
-    halves_QYO = [number(matrix.values, shift) for shift in (0, 4)]
-    matrix_QY2O = jnp.stack(halves_QYO, -2) * power(matrix.scale)[..., None, None, :]
-    (*experts, outputs, inputs) = matrix.shape
-    return jnp.swapaxes(matrix_QY2O.reshape(*experts, inputs, outputs), -1, -2)
+    values = matrix.values
+    if is_for_tpu(matrix):
+        values = values_from_tpu(values)
+    (*experts, groups, _, outputs) = values.shape
+    halves_QYO = [number(values, shift) for shift in (0, 4)]
+    matrix_QY2O = jnp.stack(halves_QYO, -2) * power(matrix.scale)[..., :groups, None, None, :]
+    return jnp.swapaxes(matrix_QY2O.reshape(*experts, groups * GROUP, outputs), -1, -2)
+
+
+def is_for_tpu(matrix: Any) -> bool:
+    """Whether numbers are in the order of `values_for_tpu`."""
+    return matrix.values.ndim == matrix.scale.ndim
+
+
+def values_for_tpu(values: Any) -> Any:
+    """Numbers [..., Q, 16, O], of an even Q, in the order of TPU kernels: uint8 [..., 16 Q, O]. Two groups
+    have 32 bytes: of the first a sign in bit 7 and a size in bits 3 to 1, of the second in bits 0 and 6 to 4.
+    """
+    xp = values.__array_namespace__()
+    (*experts, groups, _, outputs) = values.shape
+    numbers = xp.stack([values & 15, values >> 4], -2)
+    numbers = numbers.reshape(*experts, groups // 2, 2, GROUP, outputs)
+    first, second = numbers[..., 0, :, :], numbers[..., 1, :, :]
+    bits = (first & 8) << 4 | (first & 7) << 1 | second >> 3 | (second & 7) << 4
+    return bits.reshape(*experts, groups * _HALF, outputs)
+
+
+def values_from_tpu(values: Any) -> Any:
+    """The numbers [..., Q, 16, O] of `values_for_tpu`."""
+    xp = values.__array_namespace__()
+    (*experts, size, outputs) = values.shape
+    bits = values.reshape(*experts, -1, GROUP, outputs)
+    numbers = [bits >> 4 & 8 | bits >> 1 & 7, (bits & 1) << 3 | bits >> 4 & 7]
+    numbers = xp.stack(numbers, -3).reshape(*experts, size // _HALF, _HALF, 2, outputs)
+    return numbers[..., 0, :] | numbers[..., 1, :] << 4
 
 
 def number(values: jax.Array, shift: int) -> jax.Array:

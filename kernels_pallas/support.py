@@ -147,6 +147,9 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
         if x.dtype != "bfloat16":
             return f"quantized experts with activations of {x.dtype.name}"
         values = gate.values
+        if isinstance(gate, Mxfp4):
+            sizes = [matrix.scale.shape[1] for matrix in (gate, *others[:2])]
+            return "MXFP4 of inputs that are no multiple of 64" if any(size % 2 for size in sizes) else None
         is_grouped = isinstance(gate, Matrix) and values.ndim == 4
         is_served = values.dtype == "uint8" and values.shape[2] % 32 == 0
         return (
@@ -165,8 +168,9 @@ def _stored_by_experts(*matrices: Any) -> str | None:
     """
     for matrix in matrices:
         values = getattr(matrix, "values", matrix)
-        outputs = values.shape[1 if values.ndim == 3 else 3]
-        lanes = [outputs, *values.shape[2:3]] if values.ndim == 3 else [outputs]
+        is_plain = values.ndim == 3 and not isinstance(matrix, Mxfp4)
+        outputs = values.shape[1 if is_plain else -1]
+        lanes = [outputs, *values.shape[2:3]] if is_plain else [outputs]
         if len(values) % LANES == 0 and all(size % LANES for size in lanes):
             return f"{len(values)} experts of {outputs} outputs, which XLA stores by expert"
     return None

@@ -15,7 +15,6 @@ from .matrices import Form
 
 _EXPERT_BYTES = 14 * 2**20  # of three matrices that are read at once, of which there are two in VMEM
 _PART_BYTES = 8 * 2**20  # of a part of gate and up, or of down
-_SHARED_BYTES = 2 * 2**20  # of scales of several experts, of which there may be two in VMEM
 
 
 class ExpertSettings(NamedTuple):
@@ -100,27 +99,6 @@ def of_expert(shape: tuple[int, ...], axis: int, index: Callable) -> pl.BlockSpe
     return pl.BlockSpec((None, *shape), block_index)
 
 
-def shares_groups(form: Form) -> bool:
-    """Whether XLA stores scales of groups with experts beside each other, since the groups of one fill no
-    tile of 8: a block has those of several, and is read once for all of these.
-    """
-    return form.has_groups and form.inputs // form.group % 8 > 0
-
-
-def _of_groups(numbers_QXO: jax.Array, width: int, index: Callable) -> pl.BlockSpec:
-    Q, X, _ = numbers_QXO.shape
-    size = 8  # experts, also of a tile of 32: the compiler copies parts of tiles
-    # One buffer where the block stays, or is large: it changes only once for so many experts.
-    is_single = X <= size or Q * size * width * numbers_QXO.dtype.itemsize > _SHARED_BYTES
-    mode = pl.Buffered(1) if is_single else None
-
-    def block_index(*at):
-        expert, part = index(*at)
-        return 0, 0 if X <= size else lax.div(expert, size), part
-
-    return pl.BlockSpec((Q, size, width), block_index, pipeline_mode=mode)
-
-
 def scales_by_inputs(form: Form, width: int) -> bool:
     """Whether scales of blocks are by inputs, then outputs, as XLA stores them where that fills tiles better.
     A block of some outputs could not be taken from such ones.
@@ -154,9 +132,6 @@ def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tupl
         width = settings.widths[n // 2]
         arrays.append(form.arrays(matrix))
         specs.append([of_expert(*shape, index) for shape in form.tile_shapes(width)])
-        if shares_groups(form):
-            arrays[-1][1:] = [jnp.swapaxes(x, 0, 1) for x in arrays[-1][1:]]
-            specs[-1][1:] = [_of_groups(x, width, index) for x in arrays[-1][1:]]
         if form.has_blocks:
             arrays[-1][1], specs[-1][1] = _block_scales(arrays[-1][1], form, width, index)
     return arrays, specs

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES
-from ..mxfp4 import Mxfp4
+from ..mxfp4 import Mxfp4, is_for_tpu, values_for_tpu
 from ..reference import gated
 from ..reference_products import Matrix
 from .expert_blocks import (
@@ -36,7 +36,6 @@ from .expert_blocks import (
     of_rows,
     repeats,
     scales_by_inputs,
-    shares_groups,
 )
 from .expert_tiles import TILE_ROWS, block_tokens, experts_of_few, tiles_of_blocks
 from .parts import dot, emulator, has_large_vmem, keep_in_hbm
@@ -106,7 +105,8 @@ def gated_experts(  # noqa: PLR0913
 
 def _matrix(experts: Any) -> Matrix:
     if isinstance(experts, Mxfp4):
-        return Matrix(experts.values, experts.scale)
+        values = experts.values if is_for_tpu(experts) else values_for_tpu(experts.values)
+        return Matrix(values, experts.scale)
     return experts if isinstance(experts, Matrix) else Matrix(experts)
 
 
@@ -242,35 +242,15 @@ def _columns(part: Any, width: int, count: int) -> Any:
 def _product(settings: ExpertSettings, refs: _Refs, n: int, expert: Any) -> jax.Array:
     """x · matrixᵀ with its bias, float32 [R, O], of gate (0), up (1) or down (2)."""
     form = settings.forms[n // 2]
-    read = {"read": partial(_read_groups, expert=expert)} if shares_groups(form) else {}
+    read = None
     if form.has_blocks:
         by_inputs = scales_by_inputs(form, settings.widths[n // 2])
-        read = {"read": partial(_read_block_scale, expert=expert, by_inputs=by_inputs)}
-    y_RO = form.multiply(refs.prepared[n // 2], refs.matrices[n], refs.groups[n // 2], **read)
+        read = partial(_read_block_scale, expert=expert, by_inputs=by_inputs)
+    y_RO = form.multiply(refs.prepared[n // 2], refs.matrices[n], refs.groups[n // 2], read)
     scale_ref, bias_ref = refs.rows[n]
     if scale_ref is not None:
         y_RO *= _row(scale_ref, expert)
     return y_RO if bias_ref is None else y_RO + _row(bias_ref, expert)
-
-
-def _read_groups(ref: Any, memory: Any, expert: Any) -> jax.Array:
-    """Scales or zero points [Q, O] of an expert, of those of several: integers as int32. They are first put
-    together in memory.
-    """
-    Q, size, _ = ref.shape
-    bits = 8 * ref.dtype.itemsize
-    place = lax.rem(expert, size) * bits
-    for q in range(Q):
-        if bits == 32:
-            row = ref[q, pl.ds(lax.div(place, 32), 1)]
-        else:
-            words = pltpu.bitcast(ref[q], jnp.int32)
-            row = pltpu.roll(words, lax.rem(len(words) - lax.div(place, 32), len(words)), 0)[:1]
-        memory[q : q + 1] = lax.bitcast_convert_type(row, memory.dtype)
-    if bits == 32:
-        return lax.bitcast_convert_type(memory[:Q], ref.dtype)
-    words = lax.bitcast_convert_type(memory[:Q], jnp.int32)
-    return lax.shift_right_logical(words, lax.rem(place, 32)) & (1 << bits) - 1
 
 
 def _read_block_scale(ref: Any, i: int, expert: Any, by_inputs: bool) -> jax.Array:

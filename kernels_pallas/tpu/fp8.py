@@ -5,7 +5,6 @@ there. A matrix unit sums up 256 inputs from v6e on, where a block with a scale 
 twice: with the even blocks, and with the odd ones. That costs nothing up to 16 rows, and loses nothing.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ def column_of(row_1Q: jax.Array) -> jax.Array:
     return jnp.where(row == column, row_1Q, 0).sum(1, keepdims=True)
 
 
-def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Callable[[int], Any]) -> jax.Array:  # noqa: PLR0913
+def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) -> jax.Array:  # noqa: PLR0913
     """x · matrixᵀ, float32 [R, O]. x, values, scales: references to `rows_of_blocks` (without blocks to x),
     to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no blocks).
     read: of a block of outputs the scales [Q, 1].

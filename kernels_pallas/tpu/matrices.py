@@ -6,7 +6,7 @@ R rows of x are M, padded to tiles. A packed matrix has Q groups of J inputs, C 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..key_layouts import LANES
-from ..mxfp4 import power
+from ..mxfp4 import GROUP, power
 from ..reference_products import FP8_BLOCK, Matrix
 from . import fp8
 from .parts import dot, has_bfloat16_vectors, pieces
@@ -28,13 +28,10 @@ _ROWS = 8  # groups whose scales are loaded at once
 _DIGITS = 0x0F0F0F0F
 _SIGNS = -0x7F7F7F80  # 0x80808080
 _REPEAT = 0x01010101  # puts a byte into all four of a word
-_E2M1 = 0x0E0E0E0E  # where E5M2 has the bits of E2M1 in each byte of a word
+_SIZES = 0x0E0E0E0E  # where E5M2 has the bits of a size in E2M1 in each byte of a word
+_NUMBERS = -0x71717172  # 0x8E8E8E8E: and its sign
 _E2M1_SCALE = 2**14  # of a number in E2M1 to that one: exponents are larger by 14
 _EIGHTS = -0x77777778  # 0x88888888
-
-
-def _read(ref: Any, memory: Any) -> jax.Array:
-    return ref[...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +55,11 @@ class Form:
         rows = 8 * pl.cdiv(rows, 8)
         if values.ndim == 3:
             Q, Y, outputs = values.shape
-            kind = "mxfp4" if matrix.scale.dtype == jnp.uint8 else "int4"
-            halves = kind == "mxfp4" or has_bfloat16_vectors()
-            return cls(kind, dtype, rows, 2 * Y * Q, outputs, 2 * Y, matrix.zero is not None, halves)
+            has_zero = matrix.zero is not None
+            return cls("int4", dtype, rows, 2 * Y * Q, outputs, 2 * Y, has_zero, has_bfloat16_vectors())
+        if values.dtype == jnp.uint8:
+            size, outputs = values.shape
+            return cls("mxfp4", dtype, rows, 2 * size, outputs, GROUP, halves=has_bfloat16_vectors())
         kind = {"int8": "int8", "float8_e4m3fn": "fp8"}.get(values.dtype.name, "float")
         has_blocks = kind == "fp8" and matrix.scale.ndim == 2
         return cls(kind, dtype, rows, values.shape[1], values.shape[0], has_blocks=has_blocks)
@@ -101,7 +100,8 @@ class Form:
             values = ((self.inputs, tile), 1) if self.has_outputs_last else ((tile, self.inputs), 0)
             return [values, (self.block_counts, -1)] if self.has_blocks else [values]
         Q = self.inputs // self.group
-        return [((Q, self.group // 2, tile), 2)] + [((Q, tile), 1)] * (1 + self.has_zero)
+        shape: tuple[int, ...] = (Q, self.group // 2, tile) if self.kind == "int4" else (Q * GROUP // 2, tile)
+        return [(shape, len(shape) - 1)] + [((8 * pl.cdiv(Q, 8), tile), 1)] * (1 + self.has_zero)
 
     def group_memory(self, tile: int) -> list[Any]:
         """Memory for scales and zero points of a tile, as products take them."""
@@ -136,7 +136,7 @@ class Form:
             for i, first in enumerate(range(0, self.inputs, self._chunk)):
                 x_RC = x_RI[:, first : first + self._chunk].astype(self.dtype)
                 C = x_RC.shape[1]
-                if self.halves:
+                if self.kind == "int4" and self.halves:
                     if C not in orders:
                         orders[C] = self._order(C)
                     x_RC = dot(x_RC, orders[C], 0).astype(self.dtype)
@@ -153,24 +153,19 @@ class Form:
         refs[0][...] = jnp.concatenate([high_RI, low_RI]).astype(jnp.int8)
 
     def _order(self, size: int) -> jax.Array:
-        """[C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix has: the two
-        halves of a byte one after the other, of MXFP4 the low halves of all bytes before the high ones.
+        """[C, C] of zeros and ones, which put the inputs of a chunk in the order that its matrix of int4 has:
+        the two halves of a byte one after the other.
         """
         Y = self.group // 2
         column, row = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (1, 0))
-        half = lax.rem(column, 2)
         byte = lax.div(column, 2)
-        if self.kind == "mxfp4":
-            half = lax.div(column, size // 2)
-            byte = lax.rem(column, size // 2)
-        in_group = lax.rem(byte, Y)
-        place = 2 * in_group + half if self.kind == "mxfp4" else half * Y + in_group
+        place = lax.rem(column, 2) * Y + lax.rem(byte, Y)
         return (row == lax.div(byte, Y) * self.group + place).astype(self.dtype)
 
     # --- products -------------------------------------------------------------------------------------------
 
     def multiply(
-        self, x: Sequence[Any], refs: Sequence[Any], memory: Sequence[Any], read: Callable = _read
+        self, x: Sequence[Any], refs: Sequence[Any], memory: Sequence[Any], read: Any = None
     ) -> jax.Array:
         """x · blockᵀ, float32 [R, its outputs], without a scale per output.
 
@@ -178,17 +173,15 @@ class Form:
             x: references to what `prepare` stored.
             refs: to the block of each operand.
             memory: `group_memory` for at least so many outputs.
-            read: of a reference to scales or zero points the numbers [Q, O], of integers perhaps as int32;
-                and of such memory, which it may use. With blocks: of the scales the column [Q, 1] of a block
-                of outputs.
+            read: with blocks: of the reference to scales the column [Q, 1] of a block of outputs.
         """
         if self.has_groups:
-            outputs = refs[0].shape[2]
-            self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory], read)
+            outputs = refs[0].shape[-1]
+            self._store_groups(refs[1:], [ref.at[:, :outputs] for ref in memory])
             products = []
             for columns in pieces(outputs):
                 of_groups = [ref.at[:, columns] for ref in memory]
-                products.append(self._multiply_groups(x, refs[0].at[:, :, columns], of_groups))
+                products.append(self._multiply_groups(x, refs[0].at[..., columns], of_groups))
             y_RO = jnp.concatenate(products, 1)
             return y_RO * _E2M1_SCALE if self.kind == "mxfp4" else y_RO
         axis = 0 if self.has_outputs_last else 1
@@ -196,24 +189,27 @@ class Form:
             return dot(x[0][...], refs[0][...], axis)
         if self.kind == "fp8":
             scales = memory[0] if memory else None
-            return fp8.multiply(x[0], refs[0], self.rows, axis, scales, partial(read, *refs[1:]))
+            return fp8.multiply(x[0], refs[0], self.rows, axis, scales, read and partial(read, *refs[1:]))
         sums = dot(x[0][...], refs[0][...], axis, jnp.int32).astype(jnp.float32)
         # The sum of both would not fit in 32 bits.
         return (sums[: self.rows] * _SPLIT + sums[self.rows :]) * x[1][:, :1]
 
-    def _store_groups(self, refs: Sequence[Any], memory: Sequence[Any], read: Callable) -> None:
-        Q = self.inputs // self.group
-        scale = _scales(read(refs[0], memory[0]), refs[0].dtype)
-        memory[0][:Q] = _pair(scale) if self.halves else scale
+    def _store_groups(self, refs: Sequence[Any], memory: Sequence[Any]) -> None:
+        if self.kind == "mxfp4":
+            exponent = refs[0][...].astype(jnp.int32)
+            memory[0][: len(exponent)] = exponent << 7 | exponent << 23 if self.halves else power(exponent)
+            return
+        scale = _scales(refs[0][...])
+        memory[0][: len(scale)] = _pair(scale) if self.halves else scale
         if self.has_zero:
-            zero = read(refs[1], memory[1]).astype(jnp.int32)
+            zero = refs[1][...].astype(jnp.int32)
             offset = _pair((zero - 8).astype(jnp.float32)) if self.halves else _SIGNS - zero * _REPEAT
-            memory[1][:Q] = offset
+            memory[1][: len(zero)] = offset
 
     def _multiply_groups(self, x: Sequence[Any], values: Any, of_groups: Sequence[Any]) -> jax.Array:
         """float32 [R, O]: products in groups. of_groups: references to what `_store_groups` stored."""
-        Q, _, outputs = values.shape
-        y_RO = jnp.zeros((self.rows, outputs), jnp.float32)
+        Q = self.inputs // self.group
+        y_RO = jnp.zeros((self.rows, values.shape[-1]), jnp.float32)
         looped = Q // _ROWS * _ROWS if Q > _ROWS else 0
         add_groups = partial(self._add_groups, x, values, of_groups)
 
@@ -221,7 +217,7 @@ class Form:
             return add_groups(pl.multiple_of(i * _ROWS, _ROWS), _ROWS, y_RO)
 
         if looped:  # less code
-            y_RO = lax.fori_loop(0, looped // _ROWS, add, y_RO)
+            y_RO = lax.fori_loop(0, looped // _ROWS, add, y_RO, unroll=2 if self.kind == "mxfp4" else 1)
         return add_groups(looped, Q - looped, y_RO) if Q > looped else y_RO
 
     def _add_groups(self, x, values_ref, of_groups, first: Any, size: int, y_RO: jax.Array) -> jax.Array:  # noqa: PLR0913
@@ -232,7 +228,11 @@ class Form:
             inputs = len(groups) * self.group
             x_RC = x[0][lax.div(first, count) + i][:, :inputs]
             scales, *offsets = ([ref[pl.ds(first + j, 1)] for j in groups] for ref in of_groups)
-            if self.halves:
+            if self.kind == "mxfp4":
+                size_of_groups = len(groups) * GROUP // 2
+                at = pl.multiple_of((first + g) * (GROUP // 2), GROUP)
+                matrix = self._mxfp4(values_ref[pl.ds(at, size_of_groups)], scales)
+            elif self.halves:
                 block = values_ref[pl.ds(first + g, len(groups))]
                 matrix = self._by_halves(block.reshape(-1, block.shape[2]), scales, *offsets)
             else:
@@ -250,27 +250,29 @@ class Form:
         each group's scale and zero point minus 8 [1, O].
         """
         words = pltpu.bitcast(values, jnp.int32)
-        parts = 2 if self.kind == "mxfp4" else 1  # of the chunk, which have all groups
-        rows = self.group // 2 // parts  # of pairs, of a group
-
-        def of_rows(pairs: Sequence[jax.Array]) -> jax.Array:
-            wide = [jnp.broadcast_to(pair, (rows, pair.shape[1])) for pair in pairs]
-            return pltpu.bitcast(jnp.concatenate(wide), jnp.bfloat16)
-
-        scale = of_rows(scales)
-        if self.kind == "mxfp4":
-            return jnp.concatenate([_mxfp4(words, is_high) * scale for is_high in (False, True)])
+        scale = _wide(scales, self.group)
         signed = pltpu.bitcast(words ^ _EIGHTS, jnp.int4).astype(jnp.bfloat16)  # levels minus 8
-        return (signed - (of_rows(zeros) if zeros else -8.0)) * scale
+        return (signed - (_wide(zeros, self.group) if zeros else -8.0)) * scale
+
+    def _mxfp4(self, values: jax.Array, scales: list[jax.Array]) -> jax.Array:
+        """The bfloat16 matrix of some groups over `_E2M1_SCALE`: of `values_for_tpu` [16 for each, O], and of
+        each the scale [1, O] or a pair of it. In FP8 of type E5M2, which chips convert, numbers in E2M1 have
+        the same bits, and smaller exponents.
+        """
+        words = pltpu.bitcast(values, jnp.int32)
+        first = words & _NUMBERS
+        second = lax.shift_right_logical(words, 3) & _SIZES | (words << 7) & _SIGNS
+        dtype = jnp.bfloat16 if self.halves else jnp.float32
+        numbers = [pltpu.bitcast(half, jnp.float8_e5m2).astype(dtype) for half in (first, second)]
+        factors = [_wide([scale], GROUP) if self.halves else scale for scale in scales]
+        groups = [numbers[i % 2][i // 2 * GROUP :][:GROUP] * factor for i, factor in enumerate(factors)]
+        return jnp.concatenate(groups).astype(jnp.bfloat16)
 
 
-def _mxfp4(words: jax.Array, is_high: bool) -> jax.Array:
-    """bfloat16 numbers in E2M1 of the low or the high halves of bytes, over `_E2M1_SCALE`: in FP8 of type
-    E5M2, which chips convert, they have the same bits, and smaller exponents.
-    """
-    size = (lax.shift_right_logical(words, 3) if is_high else words << 1) & _E2M1
-    sign = (words if is_high else words << 4) & _SIGNS
-    return pltpu.bitcast(size | sign, jnp.float8_e5m2).astype(jnp.bfloat16)
+def _wide(pairs: Sequence[jax.Array], rows: int) -> jax.Array:
+    """Each pair of numbers [1, O] in all rows of a group, bfloat16."""
+    wide = [jnp.broadcast_to(pair, (rows // 2, pair.shape[1])) for pair in pairs]
+    return pltpu.bitcast(jnp.concatenate(wide), jnp.bfloat16)
 
 
 def _levels(values_YO: jax.Array, offset_1O: jax.Array | None) -> jax.Array:
@@ -296,13 +298,11 @@ def _readable(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.uint16) if scale.dtype == jnp.float16 else scale
 
 
-def _scales(scale: jax.Array, dtype: Any) -> jax.Array:
-    """float32 scales of groups, of `_readable` ones or the exponents of MXFP4, that had this dtype."""
-    if dtype == jnp.float32:
+def _scales(scale: jax.Array) -> jax.Array:
+    """float32 scales of groups, of `_readable` ones."""
+    if scale.dtype == jnp.float32:
         return scale
     bits = scale.astype(jnp.int32)
-    if dtype == jnp.uint8:
-        return power(bits)
     mantissa = bits & 0x3FF
     exponent = lax.shift_right_logical(bits, 10) & 31
     normal = lax.bitcast_convert_type(((exponent + 112) << 23) | (mantissa << 13), jnp.float32)

@@ -184,8 +184,8 @@ def multiply_tile(step: Step, n: int) -> jax.Array:
         block = jnp.minimum(number * pl.cdiv(tile, FP8_BLOCK) + i, len(ref) - 1)
         return column_of(ref[pl.ds(block, 1)])
 
-    read = {"read": block_scale} if form.has_blocks else {}
-    y_RO = form.multiply(memory.x, operands.matrices[n], memory.groups[n], **read)
+    read = block_scale if form.has_blocks else None
+    y_RO = form.multiply(memory.x, operands.matrices[n], memory.groups[n], read)
     scale, bias = memory.of_outputs[n]
     if scale is not None:
         y_RO *= scale[:, columns]

@@ -17,6 +17,7 @@ from test_kernels_experts import layer_of
 import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import Mxfp4, reference, tpu
+from kernels_pallas.mxfp4 import dequantize_mxfp4, values_for_tpu, values_from_tpu
 from kernels_pallas.tpu import expert_blocks
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.experts import mixture_of_experts
@@ -26,6 +27,7 @@ from xinfer_jax.weights.quantization import device_form
 
 pytestmark = pytest.mark.newest
 F32 = jnp.float32
+MXFP4 = "mxfp4", "mxfp4-for-tpus"
 # kind, tokens, choices of one, experts here, of how many, F, D, whether there are biases, bytes of a part
 CASES = {
     "float": ("float", 3, 2, 6, 6, 48, 72, True, None),
@@ -38,18 +40,22 @@ CASES = {
     "int4-many-in-parts": (INT4, 70, 2, 4, 4, 192, 640, False, 2**16),
     "fp8-scales-by-inputs": (FP8[0], 3, 1, 130, 130, 48, 600, True, None),
     "fp8-many-in-ragged-parts": (FP8[0], 70, 2, 3, 6, 300, 160, False, 2**14),
-    "mxfp4": ("mxfp4", 5, 2, 6, 6, 96, 288, True, None),
-    "mxfp4-in-ragged-parts": ("mxfp4", 70, 1, 3, 5, 288, 320, True, 2**16),
+    "mxfp4": ("mxfp4-for-tpus", 5, 2, 6, 6, 128, 320, True, None),
+    "mxfp4-in-ragged-parts": ("mxfp4-for-tpus", 70, 1, 3, 5, 320, 384, True, 2**16),
 }
 
 
 def experts(draws, kind, X, outputs, inputs):
     """Random matrices of X experts, and their biases."""
-    if kind == "mxfp4":
+    if kind in MXFP4:
         shape = X, inputs // 32, 16, outputs
         values = jnp.asarray(draws.integers(0, 256, shape), jnp.uint8)
         scale = jnp.asarray(draws.integers(117, 125, (*shape[:2], outputs)), jnp.uint8)
-        return Mxfp4(values, scale.at[0, 0, 0].set(0)), jnp.asarray(draws.standard_normal((X, outputs)), BF16)
+        scale = scale.at[0, 0, 0].set(0)
+        if kind == "mxfp4-for-tpus":
+            values = values_for_tpu(values)
+            scale = jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 8), (0, 0)))
+        return Mxfp4(values, scale), jnp.asarray(draws.standard_normal((X, outputs)), BF16)
     dtype = F32 if kind == F32 else BF16
     of_each = [
         matrix(draws, "float" if kind == F32 else kind, outputs, inputs, dtype, True) for _ in range(X)
@@ -105,9 +111,9 @@ def test_equals_its_reference_at_random_shapes(monkeypatch):
 
 
 def check_random(draws, monkeypatch):
-    kinds = "float", F32, "int8", INT4, (4, 128, True), (4, 64, False), "mxfp4", *FP8
+    kinds = "float", F32, "int8", INT4, (4, 128, True), (4, 64, False), *MXFP4, *FP8
     kind = kinds[draws.integers(len(kinds))]
-    unit = kind[1] if isinstance(kind, tuple) else 32 if kind == "mxfp4" else 8
+    unit = kind[1] if isinstance(kind, tuple) else 64 if kind in MXFP4 else 8
     F, D = (int(unit * draws.integers(1, 640 // unit)) for _ in range(2))
     X = int(draws.integers(1, 40))
     of_all = X + int(draws.integers(0, 20))
@@ -116,6 +122,14 @@ def check_random(draws, monkeypatch):
     part_bytes = int(draws.choice([0, 2**15, 2**17]))
     sizes = tokens, choices, X, of_all, F, D, bool(draws.integers(2))
     check(draws, monkeypatch, kind, *sizes, part_bytes=part_bytes)
+
+
+def test_mxfp4_for_tpus_has_its_numbers():
+    values = np.random.default_rng(0).integers(0, 256, (2, 4, 16, 3), np.uint8)
+    np.testing.assert_array_equal(values_from_tpu(values_for_tpu(values)), values)
+    packed = experts(np.random.default_rng(1), "mxfp4", 2, 5, 128)[0]
+    for_tpu = experts(np.random.default_rng(1), "mxfp4-for-tpus", 2, 5, 128)[0]
+    np.testing.assert_array_equal(dequantize_mxfp4(for_tpu), dequantize_mxfp4(packed))
 
 
 def test_which_experts_it_takes():
@@ -152,9 +166,8 @@ def test_layer_on_a_tpu_equals_that_of_xla():
 @pytest.mark.full
 def test_engine_with_experts_in_mxfp4():
     """gpt-oss, 128 experts whose outputs fill no tiles: greedy tokens are those of plain jnp."""
-    sizes = dict(
-        num_local_experts=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1, vocab_size=256
-    )
+    sizes = dict(num_local_experts=128, intermediate_size=192, vocab_size=256)
+    sizes |= dict(head_dim=64, num_attention_heads=2, num_key_value_heads=1)
     layers = dict(num_hidden_layers=1, layer_types=["sliding_attention"])
     config = from_hf(mxfp4_checkpoints.HF | sizes | layers)
     params = xj.init_params(config, jax.random.key(1), "bfloat16")

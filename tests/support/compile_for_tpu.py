@@ -260,17 +260,17 @@ def compile_experts(device, tokens, choices, X, features, width, kind) -> list[s
         return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
 
     def matrix(O, I):  # noqa: E741
-        if kind in ("mxfp4", "int4"):
-            O += -O % 128  # as those of a `PaddedWeight`  # noqa: E741
+        if kind in ("mxfp4", "int4"):  # as `device_form` has them
+            O += -O % 128  # noqa: E741
         if kind == "mxfp4":
-            return Mxfp4(shape(X, I // 32, 16, O, dtype=INT8), shape(X, I // 32, O, dtype=INT8))
+            return Mxfp4(shape(X, I // 2, O, dtype=INT8), shape(X, -(-I // 256) * 8, O, dtype=INT8))
         if kind == "int8":
             return Matrix(shape(X, O, I, dtype=jnp.int8), shape(X, O, dtype=F32))
         if kind == "fp8":
             scale = shape(X, -(-O // 128), -(-I // 128), dtype=F32)
             return Matrix(shape(X, O, I, dtype=jnp.float8_e4m3fn), scale)
         if kind == "int4":
-            scale, zero = (shape(X, I // 64, O, dtype=dtype) for dtype in (F32, INT8))
+            scale, zero = (shape(X, -(-I // 512) * 8, O, dtype=dtype) for dtype in (F32, INT8))
             return Matrix(shape(X, I // 64, 32, O, dtype=INT8), scale, zero)
         return shape(X, O, I)
 

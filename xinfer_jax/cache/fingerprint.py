@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kernels_pallas.mxfp4 import values_from_tpu
+
 from ..config.model_config import ModelConfig
 from ..weights.adapted_weight import AdaptedWeight
 from ..weights.padded_weight import without_padding
@@ -79,12 +81,22 @@ def _sample(leaf: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array |
     """Numbers of an array that has this shape without padding."""
     if isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] != ["cpu"]:
         return _gather(leaf, shape)
-    return np.asarray(leaf)[_sample_indices(shape)]  # on CPU a view, and nothing to compile
+    return _take(np.asarray(leaf), shape)  # on CPU a view, and nothing to compile
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _gather(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return leaf[_sample_indices(shape)]
+    return _take(leaf, shape)
+
+
+def _take(leaf: Any, shape: tuple[int, ...]) -> Any:
+    at = _sample_indices(shape)
+    if leaf.ndim == len(shape):
+        return leaf[at]
+    (*experts, group, byte, output) = at  # of `Mxfp4Weight.for_tpu`, which has 32 bytes for two groups
+    row = (group // 2 * 32)[:, None] + np.arange(32)
+    blocks = leaf[(*(x[:, None] for x in experts), row, output[:, None])]
+    return values_from_tpu(blocks[..., None])[np.arange(len(group)), group % 2, byte, 0]
 
 
 @functools.lru_cache(maxsize=256)

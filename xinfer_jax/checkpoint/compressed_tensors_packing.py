@@ -29,7 +29,7 @@ def packed_tensors(
     """
     (outputs, inputs) = leaf.shape[-2:]
     stored: GroupedWeight = stored_weight(leaf)
-    Q = stored.scale.shape[-2]
+    Q = -(-inputs // stored.group)
     tensors: dict[str, tuple[Shape, Any, Callable]] = {
         "packed": ((outputs, -(-inputs // _PER_WORD)), np.int32, partial(_pack_numbers, check)),
         "scale": ((outputs, Q), dtype, lambda part, convert: convert(part.scale).T),

@@ -6,15 +6,16 @@ says what their bytes mean.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from ..families.conversion import TensorOfLeaves
 from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight
-from ..weights.padded_weight import stored_weight
+from ..weights.padded_weight import stored_weight, without_padding
 from .scaled_tensor import (
     MatrixFormat,
     ScaledNumbers,
@@ -49,15 +50,15 @@ class Mxfp4Format(MatrixFormat):
         for name, leaf in leaves.items():
             (prefix, projection, _) = name.rsplit(".", 2)
             others = _JOINED.get(projection, ())
-            parts: list[Any] = [stored_weight(leaves.get(f"{prefix}.{other}.weight")) for other in others]
-            if not parts or not all(isinstance(x, Mxfp4Weight) and len(x.shape) > 2 for x in parts):
+            parts: list[Any] = [leaves.get(f"{prefix}.{other}.weight") for other in others]
+            kinds = [stored_weight(x) for x in parts]
+            if not parts or not all(isinstance(x, Mxfp4Weight) and len(x.shape) > 2 for x in kinds):
                 raise self.misfit(name)
             (experts, outputs, inputs) = leaf.shape
             stem = f"{prefix}.{'down_proj' if len(parts) == 1 else 'gate_up_proj'}"
             specs = self.tensor_specs(stem, (experts, inputs, len(parts) * outputs), {})
-            arrays = zip(*((part.values, part.scale) for part in parts), strict=True)
-            for (stored, (shape, _)), joined in zip(specs.items(), arrays, strict=True):
-                tensors[stored] = TensorOfLeaves(shape, np.uint8, partial(_by_turns, joined, shape))
+            for (stored, (shape, _)), field in zip(specs.items(), ("values", "scale"), strict=True):
+                tensors[stored] = TensorOfLeaves(shape, np.uint8, partial(_by_turns, parts, field, shape))
         return tensors
 
     def open(self, name: str, shape: Shape, tensors: Tensors) -> "ExpertsOutputsFirst":
@@ -67,10 +68,12 @@ class Mxfp4Format(MatrixFormat):
         return ExpertsOutputsFirst(mxfp4_tensor(name, (experts, outputs, inputs), blocks, scales))
 
 
-def _by_turns(parts: tuple[Any, ...], shape: Shape, convert: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """A stored tensor: the outputs of its leaves, which they have last, without padding, by turns."""
-    outputs = shape[1] // len(parts)
-    return np.stack([np.moveaxis(convert(x)[..., :outputs], -1, 1) for x in parts], 2).reshape(shape)
+def _by_turns(
+    parts: Sequence[Any], field: str, shape: Shape, convert: Callable[[Any], np.ndarray]
+) -> np.ndarray:
+    """A stored tensor: the outputs of its leaves, which they have last, by turns."""
+    leaves = [without_padding(jax.tree.map(convert, part)) for part in parts]
+    return np.stack([np.moveaxis(getattr(leaf, field), -1, 1) for leaf in leaves], 2).reshape(shape)
 
 
 def mxfp4_tensor(name: str, shape: Shape, values: StoredTensor, scales: StoredTensor) -> ScaledTensor:

@@ -8,14 +8,22 @@ partial sums (one of a group, or of several) LLVM no longer unrolls the loop, an
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.mxfp4 import GROUP as GROUP, dequantize_mxfp4, number, power
+from kernels_pallas.mxfp4 import (
+    GROUP as GROUP,
+    dequantize_mxfp4,
+    is_for_tpu,
+    number,
+    power,
+    values_for_tpu,
+    values_from_tpu,
+)
 
 from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import tiled_product
@@ -32,7 +40,7 @@ _RUN = 8  # bytes of one sum: LLVM does not unroll 16, a tenth of the speed
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mxfp4Weight(QuantizedWeight):
     """A matrix [O, I] of numbers of 4 bits times powers of two, in groups of 32 inputs. Outputs are the last
-    axis; all bytes are those of the checkpoint.
+    axis; all bytes are those of the checkpoint. Experts on TPUs are in another order, `for_tpu`.
     """
 
     values: jax.Array  # uint8 [Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high
@@ -45,7 +53,17 @@ class Mxfp4Weight(QuantizedWeight):
     @property
     def inputs(self) -> int:
         """I."""
-        return self.scale.shape[-2] * GROUP
+        return 2 * self.values.shape[-2] if is_for_tpu(self) else self.values.shape[-3] * GROUP
+
+    def for_tpu(self) -> Self:
+        """Matrices with `values_for_tpu`; those with an odd number of groups stay."""
+        if self.scale.shape[-2] % 2 or is_for_tpu(self):
+            return self
+        return dataclasses.replace(self, values=values_for_tpu(self.values))
+
+    def for_files(self) -> Self:
+        """Matrices in the order of checkpoints."""
+        return dataclasses.replace(self, values=values_from_tpu(self.values)) if is_for_tpu(self) else self
 
     @property
     def group(self) -> int:
@@ -53,18 +71,20 @@ class Mxfp4Weight(QuantizedWeight):
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         *experts, outputs, inputs = axes
-        return {"values": (*experts, inputs, None, outputs), "scale": (*experts, inputs, outputs)}
+        within = () if is_for_tpu(self) else (None,)
+        return {"values": (*experts, inputs, *within, outputs), "scale": (*experts, inputs, outputs)}
 
     def dequantize(self) -> jax.Array:
         return dequantize_mxfp4(self)
 
     def cpu_product(self, x_MI: jax.Array) -> jax.Array:
         x_MI = x_MI.astype(jnp.float32)
+        weight = self.for_files()
         if product_table.fastest_form("mxfp4", len(x_MI), *self.shape) == product_table.ROWS:
             if len(x_MI) == 1:
-                return _row(x_MI[0], self)[None]
+                return _row(x_MI[0], weight)[None]
             # The barrier makes weights depend on x, or XLA would unpack them before.
-            return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, self))), x_MI)
+            return lax.map(lambda x_I: _row(*lax.optimization_barrier((x_I, weight))), x_MI)
 
         def multiply_tile(first: jax.Array, size: int, weight: Mxfp4Weight) -> jax.Array:  # [M, size]
             tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
@@ -74,7 +94,7 @@ class Mxfp4Weight(QuantizedWeight):
             )
             return dot(x_MI[:, ::2], low_IO, 0) + dot(x_MI[:, 1::2], high_IO, 0)
 
-        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.inputs, self)
+        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.inputs, weight)
 
 
 def mxfp4_struct(shape: tuple[int, ...]) -> Mxfp4Weight:

@@ -1,45 +1,56 @@
-"""Experts' packed matrices with more outputs than the model has, for TPUs."""
+"""Experts' packed matrices with more outputs and groups than the model has, for TPUs."""
 
 import dataclasses
 from typing import Any, Self
 
 import jax
 
+from kernels_pallas.key_layouts import LANES
+
+from .mxfp4 import Mxfp4Weight
 from .quantized_weight import QuantizedWeight
 from .weight_leaf import WeightLeaf
+
+_GROUPS = 8
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class PaddedWeight(WeightLeaf):
-    """Matrices [X, O, I] as the first outputs of others, as many as fill tiles. XLA stores arrays [X, ..., O]
-    with experts in the lanes where X is a multiple of 128 and O is not: it would copy all of them for a
-    kernel, which reads one expert. For other X it has outputs there, and pads them so itself.
+    """Matrices [X, O, I] in arrays that fill tiles. XLA stores arrays [X, ..., O] with experts in the lanes
+    where X is a multiple of 128 and O is not, and those [X, Q, O] with experts in sublanes where the Q groups
+    of one fill none: it would copy all experts for a kernel, which reads one.
     """
 
-    base: Any  # a `QuantizedWeight` of more outputs, whose last ones are zeros
+    base: Any  # a `QuantizedWeight` whose arrays go on with zeros, of more outputs and groups
     outputs: int = dataclasses.field(metadata=dict(static=True))  # O
 
     @classmethod
-    def padded(cls, weight: QuantizedWeight, multiple: int) -> QuantizedWeight | Self:
-        """Returns the matrices, or their shapes, with outputs up to a multiple; those that have one stay."""
+    def padded(cls, weight: QuantizedWeight) -> QuantizedWeight | Self:
+        """Returns the matrices with outputs and groups up to multiples of 128 and 8; those that have these
+        stay.
+        """
         (*_, outputs, _) = weight.shape
-        more = -outputs % multiple
-        if not more:
+
+        def pad(name: str, x: Any) -> Any:
+            groups = 0 if name == "values" else -x.shape[-2] % _GROUPS
+            padding = [(0, 0)] * (x.ndim - 2) + [(0, groups), (0, -outputs % LANES)]
+            return x.__array_namespace__().pad(x, padding)
+
+        padded = {name: pad(name, x) for name, x in _by_outputs(weight)}
+        if all(x.shape == getattr(weight, name).shape for name, x in padded.items()):
             return weight
-        if isinstance(weight.values, jax.ShapeDtypeStruct):
-            return jax.eval_shape(lambda weight: cls.padded(weight, multiple), weight)
-
-        def pad(x: Any) -> Any:
-            return x.__array_namespace__().pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
-
         leaf: Any = weight  # a kind is a dataclass
-        return cls(dataclasses.replace(leaf, **{name: pad(x) for name, x in _by_outputs(weight)}), outputs)
+        return cls(dataclasses.replace(leaf, **padded), outputs)
 
     def unpadded(self) -> QuantizedWeight:
         """The matrices without padding; of one expert, whose arrays lack their first axis, its own."""
-        cut = {name: x[..., : self.outputs] for name, x in _by_outputs(self.base)}
-        return dataclasses.replace(self.base, **cut)
+        groups = -(-self.base.inputs // self.base.group)
+        cut = {
+            name: x[..., : self.outputs] if name == "values" else x[..., :groups, : self.outputs]
+            for name, x in _by_outputs(self.base)
+        }
+        return without_padding(dataclasses.replace(self.base, **cut))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,10 +65,10 @@ class PaddedWeight(WeightLeaf):
         return {"base": axes}
 
     def product(self, x: jax.Array) -> jax.Array:
-        return self.base.product(x)[..., : self.outputs]
+        return self.unpadded().product(x)
 
     def rows(self, index: jax.Array) -> jax.Array:
-        return self.base.rows(index)
+        return self.unpadded().rows(index)
 
 
 def stored_weight(weight: Any) -> Any:
@@ -66,9 +77,14 @@ def stored_weight(weight: Any) -> Any:
 
 
 def without_padding(params: Any) -> Any:
-    """Parameters, or a leaf, without the padding of each `PaddedWeight`."""
-    is_padded = lambda x: isinstance(x, PaddedWeight)  # noqa: E731
-    return jax.tree.map(lambda x: x.unpadded() if is_padded(x) else x, params, is_leaf=is_padded)
+    """Parameters, or a leaf, without the padding of each `PaddedWeight`, and in the order of files."""
+
+    def stored(leaf: Any) -> Any:
+        if isinstance(leaf, PaddedWeight):
+            return leaf.unpadded()
+        return leaf.for_files() if isinstance(leaf, Mxfp4Weight) else leaf
+
+    return jax.tree.map(stored, params, is_leaf=lambda x: isinstance(x, PaddedWeight | Mxfp4Weight))
 
 
 def _by_outputs(weight: QuantizedWeight) -> list[tuple[str, Any]]:

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 import kernels_pallas
-from kernels_pallas.key_layouts import LANES
 
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
@@ -31,17 +30,23 @@ _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without cli
 
 def device_form(weight: Any) -> Any:
     """Returns a leaf, or its shapes, as this process's devices read it: on TPUs scales of packed groups are
-    float32, since no kernel there reads float16, and packed experts are a `PaddedWeight`, if need be. Other
-    leaves stay, those with steps too.
+    float32, since no kernel there reads float16, and packed experts are a `PaddedWeight`, if need be, of
+    `Mxfp4Weight.for_tpu`. Other leaves stay, those with steps too.
     """
     is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8 and weight.step is None
     if not (is_packed or isinstance(weight, Mxfp4Weight)) or kernels_pallas.device_impl().impl != "tpu":
         return weight
-    if is_packed and isinstance(weight.scale, jax.ShapeDtypeStruct):
-        weight = dataclasses.replace(weight, scale=jax.ShapeDtypeStruct(weight.scale.shape, np.float32))
-    elif is_packed:
+    if isinstance(weight.scale, jax.ShapeDtypeStruct):
+        return jax.eval_shape(_for_tpu, weight)
+    return _for_tpu(weight)
+
+
+def _for_tpu(weight: Any) -> Any:
+    if isinstance(weight, GroupedWeight):
         weight = dataclasses.replace(weight, scale=weight.scale.astype(np.float32))
-    return PaddedWeight.padded(weight, LANES) if len(weight.shape) > 2 else weight
+    if len(weight.shape) == 2:
+        return weight
+    return PaddedWeight.padded(weight.for_tpu() if isinstance(weight, Mxfp4Weight) else weight)
 
 
 def check_quantize_method(quantize: str | None) -> None:
