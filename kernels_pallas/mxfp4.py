@@ -49,7 +49,7 @@ def values_for_tpu(values: Any) -> Any:
     (*experts, groups, _, outputs) = values.shape
     numbers = xp.stack([values & 15, values >> 4], -2)
     numbers = numbers.reshape(*experts, groups // 2, 2, GROUP, outputs)
-    first, second = numbers[..., 0, :, :], numbers[..., 1, :, :]
+    (first, second) = (numbers[..., i, :, :] for i in range(2))
     bits = (first & 8) << 4 | (first & 7) << 1 | second >> 3 | (second & 7) << 4
     return bits.reshape(*experts, groups * _HALF, outputs)
 
