@@ -37,7 +37,7 @@ from ..reference_delta import DeltaState, DeltaWeights, NewToken, unit
 _SQUARE = BLOCK // 2  # of a triangular system, that a program inverts
 _COLUMNS = 16  # of the state, that a program walks with
 # Depths of products over the width of keys: less of them is in registers at once.
-_SOLVE_DEPTH = 32
+_SOLVE_DEPTH = 16
 _WALK_DEPTH = 64
 
 
@@ -77,10 +77,11 @@ def delta_prefill(
     call = partial(call_kernel, interpret=interpret)
     squares = (jax.ShapeDtypeStruct((B, N, blocks, C, C), jnp.bfloat16),) * 3
     solved = call(
-        partial(_solve, interpret), (blocks, N, B), (read,), _Solved(squares, squares), "delta_blocks", 4
+        partial(_solve, interpret), (blocks, N, B), (read,), _Solved(squares, squares), "delta_blocks", 2
     )
     columns = min(Y, _COLUMNS)
-    operands = read, solved, v, start_B, old.state
+    # Keys are given twice: the compiler would keep all addresses of the first loads for the second ones.
+    operands = read, solved, read.keys, v, start_B, old.state
     walk = partial(_walk, columns, interpret)
     out, state = call(walk, (Y // columns, N, B), operands, (v, old.state), "delta_prefill", 4, in_place=1)
     out = normed_results(out[:, :T], new, weights, num_tokens_B, eps)
@@ -127,11 +128,11 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
 
     head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
 
-    def store(to: Parts, r: int, c: int, x: jax.Array) -> None:
+    def store(to: Parts, r: Any, c: Any, x: jax.Array) -> None:
         for ref, part in zip(to, split(x), strict=True):
             ref[row, n, i, pl.ds(r * _SQUARE, _SQUARE), pl.ds(c * _SQUARE, _SQUARE)] = part
 
-    def square(r: int, c: int) -> jax.Array:
+    def square(r: Any, c: Any) -> jax.Array:
         """Its part of the system; stores that of the weights."""
         rows, columns = (pl.ds(i * BLOCK + half * _SQUARE, _SQUARE) for half in (r, c))
 
@@ -156,21 +157,24 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
 
     @pl.when(i * BLOCK < read.count[row])
     def _block() -> None:
-        inverses = []
-        for half in range(2):
-            inverse = _inverse(square(half, half))
-            store(out.inverse, half, half, inverse)
-            inverses.append(split(inverse))
-            _wait(interpret)
-        (first, second) = inverses
-        store(out.inverse, 1, 0, -_dot(split(_dot(second, split(square(1, 0)))), first))
+        def invert(half: Any, _: None) -> None:
+            store(out.inverse, half, half, _inverse(square(half, half)))
+
+        lax.fori_loop(0, 2, invert, None)
+        below = split(square(1, 0))
+        _wait(interpret)  # until all warps have stored the inverses
+        first, second = (
+            _load(out.inverse, (row, n, i, pl.ds(p, _SQUARE), pl.ds(p, _SQUARE))) for p in (0, _SQUARE)
+        )
+        store(out.inverse, 1, 0, -_dot(split(_dot(second, below)), first))
         for to in out:
             store(to, 0, 1, jnp.zeros((_SQUARE, _SQUARE), jnp.float32))
 
 
 def _walk(  # noqa: PLR0913
-    width: int, interpret: bool, read: _Blocks, solved: _Solved, v_ref, start_ref, old_ref, out_ref, after_ref
-) -> None:
+    width: int, interpret: bool, read: _Blocks, solved: _Solved, keys: Parts, v_ref, start_ref, old_ref,
+    out_ref, after_ref,
+) -> None:  # fmt: skip
     """The second kernel: the blocks of a row, for some columns of a value head."""
     (part, n, row) = map(pl.program_id, range(3))
     head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
@@ -181,7 +185,6 @@ def _walk(  # noqa: PLR0913
     def block(i: Any, state: list[jax.Array]) -> list[jax.Array]:
         tokens = pl.ds(i * BLOCK, BLOCK)
         *total_C1, beta_C1 = (ref[row, n, i][:, None] for ref in (*read.total, read.beta))
-        end = [ref[row, n, i, BLOCK - 1] for ref in read.total]
         from_begin_C1 = jnp.exp(sum(total_C1))
         of_keys_CX: Any = 0
         of_queries_CX: Any = 0
@@ -196,11 +199,12 @@ def _walk(  # noqa: PLR0913
         _wait(interpret)
         inside_CX = _dot(_load(solved.weights, (row, n, i)), split(written_CX))
         out_ref[row, tokens, n, columns] = from_begin_C1 * of_queries_CX + inside_CX
+        end = [ref[row, n, i, BLOCK - 1] for ref in read.total]
         added = split(jnp.exp(decay_between(end, total_C1)) * written_CX)
         after = []
         for depth, x_PX in zip(depths, state, strict=True):
             _wait(interpret)
-            keys_PC = _load(read.keys, (row, tokens, head, depth), transposed=True)
+            keys_PC = _load(keys, (row, tokens, head, depth), transposed=True)
             after.append(x_PX * jnp.exp(sum(end)) + _dot(keys_PC, added))
         return after
 
