@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .delta_blocks import convolve, inputs_before, log_steps
-from .reference_delta import DeltaState, DeltaWeights, NewToken, unit
+from .reference_delta import DeltaState, DeltaWeights, NewToken, before_tokens, convolve, log_steps, unit
 
 
 class DraftTokens(NamedTuple):
@@ -51,7 +50,7 @@ def draft_call(  # noqa: PLR0913
     P = steps.shape[2]
     W = old.q.shape[2] - P
     of_row = jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, W, 1))
-    before = inputs_before([of_row(x, accepted_B) for x in old[:3]], start_B, num_tokens_B)
+    before = before_tokens([of_row(x, accepted_B) for x in old[:3]], start_B, num_tokens_B)
     inputs = []
     convolved = []
     for x_BKSH, before_BKWH, new_BTX, taps in zip(old[:3], before, new[:3], weights[:3], strict=True):

@@ -5,6 +5,7 @@ K key heads, N value heads (a multiple of K), H width of a key, Y of a value, W 
 that the convolution reads.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,31 +58,9 @@ def delta_step(
     The state S of a head becomes exp(g) S, then S + k (β (v − Sᵀk))ᵀ, and the result is Sᵀq; queries, keys
     and values are silu of their convolutions, queries and keys of length 1. eps: of the norm.
     """
-    has_token_B = num_tokens_B > 0
-
-    def choose(is_B, x, y):
-        return jnp.where(is_B.reshape(-1, *(1,) * (y.ndim - 1)), x, y)
-
-    before = jax.tree.map(lambda x: choose(start_B == 0, 0, x), old)
-    inputs = [
-        jnp.concatenate([x, y.astype(jnp.float32).reshape(*x.shape[:2], 1, -1)], 2)
-        for x, y in zip(before[:3], new[:3], strict=True)
-    ]
-    q_BKH, k_BKH, v_BNY = map(_convolve, inputs, weights[:3])
-    groups = v_BNY.shape[1] // k_BKH.shape[1]
-    q_BNH, k_BNH = (jnp.repeat(unit(x), groups, 1) for x in (q_BKH, k_BKH))
-    q_BNH *= q_BNH.shape[-1] ** -0.5
-    rate_N, bias_N = (x.astype(jnp.float32) for x in weights[3:5])
-    decay_BN = jnp.exp(-jnp.exp(rate_N) * jax.nn.softplus(new.a.astype(jnp.float32) + bias_N))
-    beta_BN1 = jax.nn.sigmoid(new.b.astype(jnp.float32))[..., None]
-    state_BNHY = before.state * decay_BN[..., None, None]
-    added_BNY = beta_BN1 * (v_BNY - (state_BNHY * k_BNH[..., None]).sum(2))
-    state_BNHY += k_BNH[..., None] * added_BNY[:, :, None]
-    out_BNY = (state_BNHY * q_BNH[..., None]).sum(2)
-    out_BX = gated_norm(out_BNY, new.z.reshape(out_BNY.shape), weights.norm_Y, eps).reshape(new.z.shape)
-    after = DeltaState._make([*(x[:, :, 1:] for x in inputs), state_BNHY])
-    kept = jax.tree.map(lambda x, y: choose(has_token_B, x, y), after, old)
-    return choose(has_token_B, out_BX, jnp.zeros_like(out_BX)), kept
+    tokens = jax.tree.map(lambda x: x[:, None], new)
+    out, state = delta_prefill(tokens, weights, old, start_B, num_tokens_B, eps=eps)
+    return out[:, 0], state
 
 
 def delta_prefill(
@@ -91,14 +70,20 @@ def delta_prefill(
     [B, T, N Y], zeros past them, and the state after them.
     """
 
-    def step(state: DeltaState, token: tuple[Any, NewToken]) -> tuple[DeltaState, jax.Array]:
-        t, of_rows = token
-        args = of_rows, weights, state, start_B + t, (t < num_tokens_B).astype(jnp.int32)
-        return delta_step(*args, eps=eps)[::-1]
+    def step(state_BNHY: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q_BKH, k_BKH, v_BNY, decay_BN, beta_BN = token
+        groups = v_BNY.shape[1] // k_BKH.shape[1]
+        q_BNH1, k_BNH1 = (jnp.repeat(x, groups, 1)[..., None] for x in (q_BKH, k_BKH))
+        state_BNHY *= jnp.exp(decay_BN)[..., None, None]
+        added_BNY = beta_BN[..., None] * (v_BNY - (state_BNHY * k_BNH1).sum(2))
+        state_BNHY += k_BNH1 * added_BNY[:, :, None]
+        return state_BNHY, (state_BNHY * q_BNH1).sum(2)
 
-    tokens = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), new)
-    state, out_TBX = lax.scan(step, old, (jnp.arange(new.q.shape[1]), tokens))
-    return jnp.swapaxes(out_TBX, 0, 1), state
+    *before, state = before_tokens(old, start_B, num_tokens_B)
+    tokens = *convolved(before, new, weights, num_tokens_B), *log_steps(new, weights, num_tokens_B)
+    state, out_TBNY = lax.scan(step, state, tuple(jnp.swapaxes(x, 0, 1) for x in tokens))
+    out = normed_results(jnp.swapaxes(out_TBNY, 0, 1), new, weights, num_tokens_B, eps)
+    return out, DeltaState._make([*inputs_after(before, new, num_tokens_B), state])
 
 
 def gated_norm(out: jax.Array, z: jax.Array, norm_Y: jax.Array, eps: float) -> jax.Array:
@@ -107,15 +92,78 @@ def gated_norm(out: jax.Array, z: jax.Array, norm_Y: jax.Array, eps: float) -> j
     x = x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
     x = norm_Y.astype(jnp.float32) * x.astype(z.dtype).astype(jnp.float32)
     x = x.astype(z.dtype).astype(jnp.float32)
-    z32 = z.astype(jnp.float32)
-    return (x * (z32 * jax.nn.sigmoid(z32))).astype(z.dtype)
+    return (x * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
 
-def _convolve(x_BKSH: jax.Array, taps_XS: jax.Array) -> jax.Array:
-    """silu of the weighted sum of each head's inputs."""
-    (_, K, S, H) = x_BKSH.shape
-    y_BKH = (x_BKSH * jnp.swapaxes(taps_XS.astype(jnp.float32).reshape(K, H, S), 1, 2)).sum(2)
-    return y_BKH * jax.nn.sigmoid(y_BKH)
+def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 [B, T, N]: the logarithm of the decay of each token, and beta; 0 past the length."""
+    is_real_BT1 = (jnp.arange(new.a.shape[1]) < num_tokens_B[:, None])[..., None]
+    decay_BTN, beta_BTN = decay_and_beta(new.a, new.b, *weights[3:5])
+    return jnp.where(is_real_BT1, decay_BTN, 0), jnp.where(is_real_BT1, beta_BTN, 0)
+
+
+def decay_and_beta(a, b, log_rate, bias) -> tuple[jax.Array, jax.Array]:
+    """float32: the logarithm of the decay, and beta."""
+    a, b, log_rate, bias = (x.astype(jnp.float32) for x in (a, b, log_rate, bias))
+    a += bias
+    softplus = jnp.maximum(a, 0) + jnp.log1p(jnp.exp(-jnp.abs(a)))
+    return -jnp.exp(log_rate) * softplus, jax.nn.sigmoid(b)
+
+
+def before_tokens(old: Sequence[Any], start_B: jax.Array, num_tokens_B: jax.Array) -> list[jax.Array]:
+    """Arrays of a state, [B, ...] of four axes, before the tokens: zeros where a row begins."""
+    begins_B111 = ((start_B == 0) & (num_tokens_B > 0))[:, None, None, None]
+    return [jnp.where(begins_B111, 0, x) for x in old]
+
+
+def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.Array) -> list[jax.Array]:
+    """The last W inputs after the tokens, [B, heads, W, width]."""
+    W = before[0].shape[2]
+    slot_BW1 = (num_tokens_B[:, None] - W + jnp.arange(W))[..., None]
+
+    def last(x_BKWH: jax.Array, new_BTX: jax.Array) -> jax.Array:
+        B, K, _, H = x_BKWH.shape
+        taken_BWX = jnp.take_along_axis(new_BTX, jnp.maximum(slot_BW1, 0), 1).astype(jnp.float32)
+        kept_BKWH = jnp.take_along_axis(x_BKWH, jnp.minimum(slot_BW1 + W, W - 1)[:, None], 2)
+        taken_BKWH = jnp.swapaxes(taken_BWX.reshape(B, W, K, H), 1, 2)
+        return jnp.where(slot_BW1[:, None] < 0, kept_BKWH, taken_BKWH)
+
+    return [last(*pair) for pair in zip(before, new[:3], strict=True)]
+
+
+def convolve(
+    before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array, num_tokens_B: jax.Array
+) -> jax.Array:
+    """silu of the convolution of queries, keys or values, float32 [B, T, heads, width]. Tokens past the
+    length, which may be NaN, count as zeros. before_BKWH: the inputs before the tokens.
+    """
+    B, T = new_BTX.shape[:2]
+    W = before_BKWH.shape[2]
+    is_real_BT1 = (jnp.arange(T) < num_tokens_B[:, None])[..., None]
+    before_BWX = jnp.swapaxes(before_BKWH, 1, 2).reshape(B, W, -1)
+    x_BSX = jnp.concatenate([before_BWX, jnp.where(is_real_BT1, new_BTX.astype(jnp.float32), 0)], 1)
+    y: Any = sum(x_BSX[:, w : w + T] * taps_XW[:, w].astype(jnp.float32) for w in range(W + 1))
+    return jax.nn.silu(y).reshape(B, T, *before_BKWH.shape[1::2])
+
+
+def convolved(
+    before: Sequence[jax.Array], new: NewToken, weights: DeltaWeights, num_tokens_B
+) -> list[jax.Array]:
+    """Queries over the square root of H, keys, both of length 1, and values, float32 [B, T, heads, width].
+    before: the inputs of the convolution before the tokens.
+    """
+    arrays = zip(before, new[:3], weights[:3], strict=True)
+    q, k, v = (convolve(*of_one, num_tokens_B) for of_one in arrays)
+    return [unit(q) * q.shape[-1] ** -0.5, unit(k), v]
+
+
+def normed_results(
+    out_BTNY: jax.Array, new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array, eps: float
+) -> jax.Array:
+    """The normed and gated results [B, T, N Y] in the dtype of the tokens; zeros past the length."""
+    is_real_BT1 = (jnp.arange(out_BTNY.shape[1]) < num_tokens_B[:, None])[..., None]
+    normed = gated_norm(out_BTNY, new.z.reshape(out_BTNY.shape), weights.norm_Y, eps).reshape(new.z.shape)
+    return jnp.where(is_real_BT1, normed, jnp.zeros_like(normed))
 
 
 def unit(x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from ..reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, decay_and_beta, gated_norm, unit
 from .parts import emulator, keep_in_hbm
 
 _STEP_BYTES = 2**20  # of the state that a grid step takes
@@ -152,11 +152,9 @@ def _prepare(refs: _Refs) -> None:
             columns = slice(n * width, (n + 1) * width)
             inputs_ref[:, n] = x_ref[:, columns].astype(jnp.float32)
             to_ref[:, n] = taps_ref[:, columns].astype(jnp.float32)
-    rate_1N, bias_1N = (ref[...].astype(jnp.float32) for ref in refs.weights[3:5])
-    a_RN = refs.new.a[...].astype(jnp.float32) + bias_1N
-    softplus_RN = jnp.maximum(a_RN, 0) + jnp.log1p(jnp.exp(-jnp.abs(a_RN)))
-    shrink_RN = jnp.exp(-jnp.exp(rate_1N) * softplus_RN)
-    beta_RN = _sigmoid(refs.new.b[...].astype(jnp.float32))
+    numbers = refs.new.a, refs.new.b, *refs.weights[3:5]
+    decay_RN, beta_RN = decay_and_beta(*(ref[...] for ref in numbers))
+    shrink_RN = jnp.exp(decay_RN)
     (groups, _, heads) = refs.shrink.shape
     for group in range(groups):
         refs.shrink[group] = shrink_RN[:, group * heads : (group + 1) * heads]
@@ -220,7 +218,7 @@ def _convolve(refs: _Refs, i: int, r: Any, begins: Any) -> jax.Array:
     for w in range(1, W + 1):
         total += inputs[w] * taps_ref[w]
         after_ref[0, w - 1] = inputs[w]
-    return total * _sigmoid(total)
+    return jax.nn.silu(total)
 
 
 def _finish(refs: _Refs, eps: float) -> None:
@@ -230,7 +228,3 @@ def _finish(refs: _Refs, eps: float) -> None:
         columns = slice(n * Y, (n + 1) * Y)
         args = refs.results[:, n], refs.new.z[:, columns], refs.weights.norm_Y[...], eps
         refs.out[:, columns] = gated_norm(*args)
-
-
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return 1 / (1 + jnp.exp(-x))

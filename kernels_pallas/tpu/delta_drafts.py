@@ -10,10 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..delta_blocks import normed_results
 from ..delta_drafts import DraftTokens, draft_call
 from ..dispatch import result_type
-from ..reference_delta import DeltaState, DeltaWeights, NewToken
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, normed_results
 from .delta import VMEM_BYTES, groups_of_heads, rows_on_chip, take_token
 from .parts import emulator, keep_in_hbm
 

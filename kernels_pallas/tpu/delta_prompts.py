@@ -23,14 +23,20 @@ from ..delta_blocks import (
     Parts,
     decay_between,
     gates,
-    inputs_after,
-    inputs_before,
     pad_tokens,
     split,
     system,
 )  # fmt: skip
 from ..dispatch import result_type
-from ..reference_delta import DeltaState, DeltaWeights, NewToken, gated_norm, unit
+from ..reference_delta import (
+    DeltaState,
+    DeltaWeights,
+    NewToken,
+    before_tokens,
+    gated_norm,
+    inputs_after,
+    unit,
+)  # fmt: skip
 from .parts import dot, emulator
 
 _TOKENS = 256  # of a grid step
@@ -67,7 +73,7 @@ def delta_prefill(
     B, K, W, H = old.q.shape
     N, _, Y = old.state.shape[1:]
     new = pad_tokens(new)
-    before = inputs_before(old, start_B, num_tokens_B)
+    before = before_tokens(old[:3], start_B, num_tokens_B)
     heads = _key_heads(K, N // K)
     groups = K // heads
     n = N // groups

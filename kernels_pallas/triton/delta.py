@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..dispatch import result_type
-from ..reference_delta import UNIT_EPS, DeltaState, DeltaWeights, NewToken
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, decay_and_beta, unit
+from .delta_prompts import call_kernel
 
 _TILE = 2**13  # numbers of the state that a program has at once
 _COLUMNS = 64  # of these at most
@@ -43,22 +43,12 @@ def delta_step(
     """
     B, K = old.q.shape[:2]
     operands = start_B, num_tokens_B, new, weights, old
-    arrays = jax.tree.leaves(operands)
-    outs = new.z, old
-    structure = jax.tree.structure(_Refs(*operands, *outs))
-    out, *after = pl.pallas_call(
-        lambda *refs: _kernel(jax.tree.unflatten(structure, refs), eps, interpret),
-        grid=(K, B),
-        out_shape=[result_type(x.shape, x.dtype, *arrays) for x in jax.tree.leaves(outs)],
-        input_output_aliases={len(arrays) - len(old) + i: 1 + i for i in range(len(old))},
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="delta_step",
-    )(*arrays)
-    return out, DeltaState(*after)
+    kernel = partial(_kernel, eps, interpret)
+    return call_kernel(kernel, (K, B), operands, (new.z, old), "delta_step", 4, interpret, in_place=len(old))
 
 
-def _kernel(refs: _Refs, eps: float, interpret: bool) -> None:
+def _kernel(eps: float, interpret: bool, *operands: Any) -> None:
+    refs = _Refs(*operands)
     head = pl.program_id(0)
     row = pl.program_id(1)
     has_token = refs.count[row] > 0
@@ -71,8 +61,8 @@ def _kernel(refs: _Refs, eps: float, interpret: bool) -> None:
     def _step() -> None:
         H = refs.old.q.shape[3]
         q_H, k_H = (convolve(i, head, 0, H) for i in range(2))
-        q_H = _unit(q_H) * H**-0.5
-        k_H = _unit(k_H)
+        q_H = unit(q_H) * H**-0.5
+        k_H = unit(k_H)
         agreement = (q_H * k_H).sum()
         _for_each(heads, partial(_value_head, refs, row, begins, convolve, (q_H, k_H, agreement), eps))
 
@@ -125,16 +115,14 @@ def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, inter
         pltriton.debug_barrier()  # several warps have loaded the same inputs
     for place, x in zip(places, inputs[1:], strict=True):
         refs.after[i][place] = x
-    return total * _sigmoid(total)
+    return jax.nn.silu(total)
 
 
 def _gates(refs: _Refs, row: Any, n: Any) -> tuple[jax.Array, jax.Array]:
     """exp of the decay, and beta, of a value head."""
     numbers = refs.new.a[row, n], refs.new.b[row, n], refs.weights.log_rate_N[n], refs.weights.decay_bias_N[n]
-    a, b, log_rate, bias = (x.astype(jnp.float32) for x in numbers)
-    a += bias
-    softplus = jnp.maximum(a, 0) + jnp.log(1 + jnp.exp(-jnp.abs(a)))
-    return jnp.exp(-jnp.exp(log_rate) * softplus), _sigmoid(b)
+    decay, beta = decay_and_beta(*numbers)
+    return jnp.exp(decay), beta
 
 
 def _store_normed(refs: _Refs, row: Any, n: Any, parts: list[jax.Array], eps: float) -> None:
@@ -149,16 +137,8 @@ def _store_normed(refs: _Refs, row: Any, n: Any, parts: list[jax.Array], eps: fl
         x_C = refs.weights.norm_Y[pl.ds(i * C, C)].astype(jnp.float32) * _rounded(x_C * factor, dtype)
         columns = pl.ds(n * Y + i * C, C)
         z_C = refs.new.z[row, columns].astype(jnp.float32)
-        refs.out[row, columns] = (_rounded(x_C, dtype) * (z_C * _sigmoid(z_C))).astype(dtype)
+        refs.out[row, columns] = (_rounded(x_C, dtype) * jax.nn.silu(z_C)).astype(dtype)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype).astype(jnp.float32)
-
-
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return 1 / (1 + jnp.exp(-x))
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt((x * x).sum() + UNIT_EPS)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..delta_blocks import normed_results
 from ..delta_drafts import DraftTokens, draft_call
-from ..reference_delta import DeltaState, DeltaWeights, NewToken
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, normed_results
 from .delta_prompts import call_kernel
 
 _TILE = 2**12  # numbers of the state that a program has

@@ -21,18 +21,22 @@ from ..delta_blocks import (
     PAIRS,
     LogDecay,
     Parts,
-    convolve,
     decay_between,
     gates,
-    inputs_after,
-    inputs_before,
-    normed_results,
     pad_tokens,
     split,
     system,
 )  # fmt: skip
 from ..dispatch import result_type
-from ..reference_delta import DeltaState, DeltaWeights, NewToken, unit
+from ..reference_delta import (
+    DeltaState,
+    DeltaWeights,
+    NewToken,
+    before_tokens,
+    convolved,
+    inputs_after,
+    normed_results,
+)  # fmt: skip
 
 _SQUARE = BLOCK // 2  # of a triangular system, that a program inverts
 _COLUMNS = 16  # of the state, that a program walks with
@@ -64,15 +68,12 @@ def delta_prefill(
     """`reference_delta.delta_prefill`. Widths of heads are powers of two. interpret: run on any device,
     slowly, by Pallas's interpreter.
     """
-    B, T = new.z.shape[:2]
-    N, H, Y = old.state.shape[1:]
+    T = new.z.shape[1]
+    (B, N, _, Y) = old.state.shape
     padded = pad_tokens(new)
-    before = inputs_before(old, start_B, num_tokens_B)
-    q, k, v = (
-        convolve(*arrays, num_tokens_B) for arrays in zip(before, padded[:3], weights[:3], strict=True)
-    )
-    q, k = map(unit, (q, k))
-    read = _Blocks(num_tokens_B, split(q * H**-0.5), split(k), *gates(padded, weights, num_tokens_B))
+    before = before_tokens(old[:3], start_B, num_tokens_B)
+    q, k, v = convolved(before, padded, weights, num_tokens_B)
+    read = _Blocks(num_tokens_B, split(q), split(k), *gates(padded, weights, num_tokens_B))
     blocks, C = read.beta.shape[2:]
     call = partial(call_kernel, interpret=interpret)
     squares = (jax.ShapeDtypeStruct((B, N, blocks, C, C), jnp.bfloat16),) * 3
@@ -90,16 +91,16 @@ def delta_prefill(
 
 def call_kernel(  # noqa: PLR0913
     kernel: Callable,
-    grid: tuple[int, int, int],
+    grid: tuple[int, ...],
     operands: Any,
     outs: Any,
     name: str,
     warps: int,
     interpret: bool,
-    in_place: int | None = None,
+    in_place: int = 0,
 ) -> Any:
-    """The results of a kernel of pytrees; `outs` are their types. in_place: the result that has the
-    memory of the last operand.
+    """The results of a kernel of pytrees; `outs` are their types. in_place: how many of the last results have
+    the memory of the last operands.
     """
     arrays = jax.tree.leaves(operands)
     types = jax.tree.leaves(outs)
@@ -113,7 +114,7 @@ def call_kernel(  # noqa: PLR0913
         body,
         grid=grid,
         out_shape=[result_type(x.shape, x.dtype, *arrays) for x in types],
-        input_output_aliases={} if in_place is None else {len(arrays) - 1: in_place},
+        input_output_aliases={len(arrays) - i: len(types) - i for i in range(1, in_place + 1)},
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,
