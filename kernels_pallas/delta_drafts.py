@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .reference_delta import DeltaState, DeltaWeights, NewToken, before_tokens, convolve, log_steps, unit
+from .reference_delta import DeltaState, DeltaWeights, NewToken, before_tokens, convolved, log_steps
 
 
 class DraftTokens(NamedTuple):
@@ -51,19 +51,17 @@ def draft_call(  # noqa: PLR0913
     W = old.q.shape[2] - P
     of_row = jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, W, 1))
     before = before_tokens([of_row(x, accepted_B) for x in old[:3]], start_B, num_tokens_B)
-    inputs = []
-    convolved = []
-    for x_BKSH, before_BKWH, new_BTX, taps in zip(old[:3], before, new[:3], weights[:3], strict=True):
-        (_, K, _, H) = x_BKSH.shape
-        added_BKTH = jnp.swapaxes(new_BTX.astype(jnp.float32).reshape(B, T, K, H), 1, 2)
-        inputs.append(jnp.concatenate([before_BKWH, added_BKTH], 2))
-        held_BPX = jnp.swapaxes(x_BKSH[:, :, W:], 1, 2).reshape(B, P, -1)
-        held = convolve(x_BKSH[:, :, :W], held_BPX, taps, accepted_B)
-        convolved.append(jnp.concatenate([held, convolve(before_BKWH, new_BTX, taps, num_tokens_B)], 1))
-    q, k, v = convolved
-    is_accepted_BP1 = (jnp.arange(P) < accepted_B[:, None])[..., None]
-    of_call = jnp.stack(log_steps(new, weights, num_tokens_B), -1)
-    held = jnp.where(is_accepted_BP1[..., None], jnp.swapaxes(steps, 1, 2), 0)
-    decay, beta = jnp.moveaxis(jnp.concatenate([held, of_call], 1), 3, 0)
-    tokens = DraftTokens(unit(q) * q.shape[-1] ** -0.5, unit(k), v, jnp.exp(decay), beta)
-    return DraftCall(tokens, tuple(inputs), jnp.swapaxes(of_call, 1, 2))
+    inputs = tuple(
+        jnp.concatenate([x, jnp.swapaxes(y.astype(jnp.float32).reshape(B, T, *x.shape[1::2]), 1, 2)], 2)
+        for x, y in zip(before, new[:3], strict=True)
+    )
+    held = [jnp.swapaxes(x[:, :, W:], 1, 2).reshape(B, P, -1) for x in old[:3]]
+    of_held = convolved([x[:, :, :W] for x in old[:3]], held, weights, accepted_B)
+    of_call = convolved(before, new, weights, num_tokens_B)
+    qkv = (jnp.concatenate(pair, 1) for pair in zip(of_held, of_call, strict=True))
+    is_accepted_BP11 = (jnp.arange(P) < accepted_B[:, None])[..., None, None]
+    held_steps = jnp.where(is_accepted_BP11, jnp.swapaxes(steps, 1, 2), 0)
+    steps_BTN2 = jnp.stack(log_steps(new, weights, num_tokens_B), -1)
+    decay, beta = jnp.moveaxis(jnp.concatenate([held_steps, steps_BTN2], 1), 3, 0)
+    tokens = DraftTokens(*qkv, jnp.exp(decay), beta)
+    return DraftCall(tokens, inputs, jnp.swapaxes(steps_BTN2, 1, 2))

@@ -147,10 +147,10 @@ def convolve(
 
 
 def convolved(
-    before: Sequence[jax.Array], new: NewToken, weights: DeltaWeights, num_tokens_B
+    before: Sequence[jax.Array], new: Sequence[Any], weights: DeltaWeights, num_tokens_B: jax.Array
 ) -> list[jax.Array]:
     """Queries over the square root of H, keys, both of length 1, and values, float32 [B, T, heads, width].
-    before: the inputs of the convolution before the tokens.
+    before, new: the inputs of the convolution before the tokens, and theirs [B, T, ...].
     """
     arrays = zip(before, new[:3], weights[:3], strict=True)
     q, k, v = (convolve(*of_one, num_tokens_B) for of_one in arrays)
