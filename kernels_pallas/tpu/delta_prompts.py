@@ -107,20 +107,9 @@ def delta_prefill(
     of_out = pl.BlockSpec((1, tokens, n * Y), lambda b, g, t, *_: (b, t, g))
     of_before = [pl.BlockSpec((1, _SUBLANES, x.shape[2] // groups), lambda b, g, *_: (b, 0, g)) for x in rows]
     of_states = pl.BlockSpec((1, n, H, Y), lambda b, g, *_: (b, g, 0, 0))
-    in_specs = _Refs(
-        None,
-        None,
-        tuple(map(of_tokens, operands.new)),
-        (of_total, of_total),
-        pl.BlockSpec((1, 1, tokens, 3 * n), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0)),
-        tuple(map(of_lanes, operands.taps)),
-        pl.BlockSpec((1, Y), lambda *_: (0, 0)),
-        of_before,
-        of_states,
-        None,
-        None,
-        None,
-    )
+    of_columns = pl.BlockSpec((1, 1, tokens, 3 * n), lambda b, g, t, _, count: (b, g, tile(count, b, t), 0))
+    of_norm = pl.BlockSpec((1, Y), lambda *_: (0, 0))
+    in_specs = [*map(of_tokens, operands.new), of_total, of_total, of_columns, *map(of_lanes, operands.taps)]
     scratch = [pltpu.VMEM((_SUBLANES + BLOCK, x.shape[2] // groups), jnp.float32) for x in rows]
     structure = jax.tree.structure(operands._replace(inputs=scratch))
     arrays = jax.tree.leaves(operands._replace(out=None, after=None))
@@ -129,7 +118,7 @@ def delta_prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B, groups, pl.cdiv(new.q.shape[1], tokens)),
-            in_specs=jax.tree.leaves(in_specs),
+            in_specs=[*in_specs, of_norm, *of_before, of_states],
             out_specs=[of_out, of_states],
             scratch_shapes=scratch,
         ),
@@ -231,7 +220,7 @@ def _convolve(refs: _Refs, j: int, at: Any, is_real_C1: jax.Array) -> jax.Array:
     first = _SUBLANES + 1 - len(taps)
     y: Any = sum(inputs[first + w : first + w + BLOCK] * taps[w : w + 1] for w in range(len(taps)))
     inputs[:_SUBLANES] = inputs[BLOCK:]
-    return y / (1 + jnp.exp(-y))
+    return jax.nn.silu(y)
 
 
 def _solve(lower: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:

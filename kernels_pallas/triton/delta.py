@@ -64,25 +64,17 @@ def _kernel(eps: float, interpret: bool, *operands: Any) -> None:
         q_H = unit(q_H) * H**-0.5
         k_H = unit(k_H)
         agreement = (q_H * k_H).sum()
-        _for_each(heads, partial(_value_head, refs, row, begins, convolve, (q_H, k_H, agreement), eps))
+        value_head = partial(_value_head, refs, row, begins, convolve, (q_H, k_H, agreement), eps)
+        lax.fori_loop(*heads, lambda n, _: value_head(n), None)
 
     @pl.when(jnp.logical_not(has_token))
     def _clear() -> None:
         Y = refs.old.v.shape[3]
 
-        def clear(n: Any) -> None:
+        def clear(n: Any, _: None) -> None:
             refs.out[row, pl.ds(n * Y, Y)] = jnp.zeros(Y, refs.out.dtype)
 
-        _for_each(heads, clear)
-
-
-def _for_each(heads: tuple[Any, Any], do: Callable[[Any], None]) -> None:
-    """Calls `do` with each value head."""
-
-    def one(n: Any, _: None) -> None:
-        do(n)
-
-    lax.fori_loop(*heads, one, None)
+        lax.fori_loop(*heads, clear, None)
 
 
 def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps: float, n) -> None:  # noqa: PLR0913
@@ -90,7 +82,9 @@ def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps
     q_H, k_H, agreement = of_key
     H, Y = refs.old.state.shape[2:]
     C = min(Y, _TILE // H, _COLUMNS)
-    shrink, beta = _gates(refs, row, n)
+    numbers = refs.new.a[row, n], refs.new.b[row, n], refs.weights.log_rate_N[n], refs.weights.decay_bias_N[n]
+    decay, beta = decay_and_beta(*numbers)
+    shrink = jnp.exp(decay)
     parts = []
     for first in range(0, Y, C):
         place = row, n, slice(None), pl.ds(first, C)
@@ -116,13 +110,6 @@ def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, inter
     for place, x in zip(places, inputs[1:], strict=True):
         refs.after[i][place] = x
     return jax.nn.silu(total)
-
-
-def _gates(refs: _Refs, row: Any, n: Any) -> tuple[jax.Array, jax.Array]:
-    """exp of the decay, and beta, of a value head."""
-    numbers = refs.new.a[row, n], refs.new.b[row, n], refs.weights.log_rate_N[n], refs.weights.decay_bias_N[n]
-    decay, beta = decay_and_beta(*numbers)
-    return jnp.exp(decay), beta
 
 
 def _store_normed(refs: _Refs, row: Any, n: Any, parts: list[jax.Array], eps: float) -> None:
