@@ -63,5 +63,5 @@ def draft_call(  # noqa: PLR0913
     held_steps = jnp.where(is_accepted_BP11, jnp.swapaxes(steps, 1, 2), 0)
     steps_BTN2 = jnp.stack(log_steps(new, weights, num_tokens_B), -1)
     decay, beta = jnp.moveaxis(jnp.concatenate([held_steps, steps_BTN2], 1), 3, 0)
-    tokens = DraftTokens(*qkv, jnp.exp(decay), beta)
+    tokens = DraftTokens._make([*qkv, jnp.exp(decay), beta])
     return DraftCall(tokens, inputs, jnp.swapaxes(steps_BTN2, 1, 2))

@@ -88,18 +88,29 @@ def delta_prefill(
 
 def gated_norm(out: jax.Array, z: jax.Array, norm_Y: jax.Array, eps: float) -> jax.Array:
     """The RMS norm of float32 heads [..., Y] times silu(z), rounded to the dtype of z where models round."""
-    x = out.astype(z.dtype).astype(jnp.float32)
-    x = x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
-    x = norm_Y.astype(jnp.float32) * x.astype(z.dtype).astype(jnp.float32)
-    x = x.astype(z.dtype).astype(jnp.float32)
+    x = rounded(out, z.dtype)
+    return gated(x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps), z, norm_Y)
+
+
+def gated(x: jax.Array, z: jax.Array, norm: jax.Array) -> jax.Array:
+    """The second half of `gated_norm`: of x divided by its root mean square."""
+    x = rounded(norm.astype(jnp.float32) * rounded(x, z.dtype), z.dtype)
     return (x * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
 
-def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def zeros_past(x_BTX: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+    """Zeros past the length of each row, where numbers may be NaN."""
+    is_real_BT1 = (jnp.arange(x_BTX.shape[1]) < num_tokens_B[:, None])[..., None]
+    return jnp.where(is_real_BT1, x_BTX, jnp.zeros_like(x_BTX))
+
+
+def log_steps(new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array) -> list[jax.Array]:
     """float32 [B, T, N]: the logarithm of the decay of each token, and beta; 0 past the length."""
-    is_real_BT1 = (jnp.arange(new.a.shape[1]) < num_tokens_B[:, None])[..., None]
-    decay_BTN, beta_BTN = decay_and_beta(new.a, new.b, *weights[3:5])
-    return jnp.where(is_real_BT1, decay_BTN, 0), jnp.where(is_real_BT1, beta_BTN, 0)
+    return [zeros_past(x, num_tokens_B) for x in decay_and_beta(new.a, new.b, *weights[3:5])]
 
 
 def decay_and_beta(a, b, log_rate, bias) -> tuple[jax.Array, jax.Array]:
@@ -131,29 +142,23 @@ def inputs_after(before: Sequence[jax.Array], new: NewToken, num_tokens_B: jax.A
     return [last(*pair) for pair in zip(before, new[:3], strict=True)]
 
 
-def convolve(
-    before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array, num_tokens_B: jax.Array
-) -> jax.Array:
-    """silu of the convolution of queries, keys or values, float32 [B, T, heads, width]. Tokens past the
-    length, which may be NaN, count as zeros. before_BKWH: the inputs before the tokens.
-    """
-    B, T = new_BTX.shape[:2]
-    W = before_BKWH.shape[2]
-    is_real_BT1 = (jnp.arange(T) < num_tokens_B[:, None])[..., None]
-    before_BWX = jnp.swapaxes(before_BKWH, 1, 2).reshape(B, W, -1)
-    x_BSX = jnp.concatenate([before_BWX, jnp.where(is_real_BT1, new_BTX.astype(jnp.float32), 0)], 1)
-    y: Any = sum(x_BSX[:, w : w + T] * taps_XW[:, w].astype(jnp.float32) for w in range(W + 1))
-    return jax.nn.silu(y).reshape(B, T, *before_BKWH.shape[1::2])
-
-
 def convolved(
     before: Sequence[jax.Array], new: Sequence[Any], weights: DeltaWeights, num_tokens_B: jax.Array
 ) -> list[jax.Array]:
-    """Queries over the square root of H, keys, both of length 1, and values, float32 [B, T, heads, width].
+    """silu of the convolution, float32 [B, T, heads, width]: queries of length 1 over the square root of H,
+    keys of length 1, and values. Tokens past the length count as zeros.
     before, new: the inputs of the convolution before the tokens, and theirs [B, T, ...].
     """
-    arrays = zip(before, new[:3], weights[:3], strict=True)
-    q, k, v = (convolve(*of_one, num_tokens_B) for of_one in arrays)
+
+    def convolve(before_BKWH: jax.Array, new_BTX: jax.Array, taps_XW: jax.Array) -> jax.Array:
+        B, K, W, H = before_BKWH.shape
+        T = new_BTX.shape[1]
+        before_BWX = jnp.swapaxes(before_BKWH, 1, 2).reshape(B, W, -1)
+        x_BSX = jnp.concatenate([before_BWX, zeros_past(new_BTX, num_tokens_B).astype(jnp.float32)], 1)
+        y: Any = sum(x_BSX[:, w : w + T] * taps_XW[:, w].astype(jnp.float32) for w in range(W + 1))
+        return jax.nn.silu(y).reshape(B, T, K, H)
+
+    q, k, v = map(convolve, before, new[:3], weights[:3])
     return [unit(q) * q.shape[-1] ** -0.5, unit(k), v]
 
 
@@ -161,9 +166,8 @@ def normed_results(
     out_BTNY: jax.Array, new: NewToken, weights: DeltaWeights, num_tokens_B: jax.Array, eps: float
 ) -> jax.Array:
     """The normed and gated results [B, T, N Y] in the dtype of the tokens; zeros past the length."""
-    is_real_BT1 = (jnp.arange(out_BTNY.shape[1]) < num_tokens_B[:, None])[..., None]
-    normed = gated_norm(out_BTNY, new.z.reshape(out_BTNY.shape), weights.norm_Y, eps).reshape(new.z.shape)
-    return jnp.where(is_real_BT1, normed, jnp.zeros_like(normed))
+    normed = gated_norm(out_BTNY, new.z.reshape(out_BTNY.shape), weights.norm_Y, eps)
+    return zeros_past(normed.reshape(new.z.shape), num_tokens_B)
 
 
 def unit(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..reference_delta import DeltaState, DeltaWeights, NewToken, decay_and_beta, unit
+from ..reference_delta import DeltaState, DeltaWeights, NewToken, decay_and_beta, gated, rounded, unit
 from .delta_prompts import call_kernel
 
 _TILE = 2**13  # numbers of the state that a program has at once
@@ -93,7 +93,13 @@ def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps
         added_C = beta * (convolve(2, n, first, C) - shrink * of_key_C)
         parts.append(shrink * of_query_C + agreement * added_C)
         refs.after.state[place] = state_HC * shrink + k_H[:, None] * added_C[None]
-    _store_normed(refs, row, n, parts, eps)
+    parts = [rounded(x, refs.out.dtype) for x in parts]
+    squares: Any = sum((x * x).sum() for x in parts)
+    factor = lax.rsqrt(squares / Y + eps)
+    for i, x_C in enumerate(parts):
+        columns = pl.ds(n * Y + i * C, C)
+        norm_C = refs.weights.norm_Y[pl.ds(i * C, C)]
+        refs.out[row, columns] = gated(x_C * factor, refs.new.z[row, columns], norm_C)
 
 
 def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, interpret: bool) -> jax.Array:  # noqa: PLR0913
@@ -110,22 +116,3 @@ def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, inter
     for place, x in zip(places, inputs[1:], strict=True):
         refs.after[i][place] = x
     return jax.nn.silu(total)
-
-
-def _store_normed(refs: _Refs, row: Any, n: Any, parts: list[jax.Array], eps: float) -> None:
-    """Stores the result of a value head after norm and gate. parts: its columns in tiles."""
-    dtype = refs.out.dtype
-    parts = [x.astype(dtype).astype(jnp.float32) for x in parts]
-    squares: Any = sum((x * x).sum() for x in parts)
-    Y = len(parts) * len(parts[0])
-    factor = lax.rsqrt(squares / Y + eps)
-    for i, x_C in enumerate(parts):
-        C = len(x_C)
-        x_C = refs.weights.norm_Y[pl.ds(i * C, C)].astype(jnp.float32) * _rounded(x_C * factor, dtype)
-        columns = pl.ds(n * Y + i * C, C)
-        z_C = refs.new.z[row, columns].astype(jnp.float32)
-        refs.out[row, columns] = (_rounded(x_C, dtype) * jax.nn.silu(z_C)).astype(dtype)
-
-
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype).astype(jnp.float32)

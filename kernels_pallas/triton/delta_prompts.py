@@ -90,15 +90,9 @@ def delta_prefill(
 
 
 def call_kernel(  # noqa: PLR0913
-    kernel: Callable,
-    grid: tuple[int, ...],
-    operands: Any,
-    outs: Any,
-    name: str,
-    warps: int,
-    interpret: bool,
+    kernel: Callable, grid: tuple[int, ...], operands: Any, outs: Any, name: str, warps: int, interpret: bool,
     in_place: int = 0,
-) -> Any:
+) -> Any:  # fmt: skip
     """The results of a kernel of pytrees; `outs` are their types. in_place: how many of the last results have
     the memory of the last operands.
     """
@@ -126,16 +120,18 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
     """The first kernel: a block of a value head of a row."""
     out = _Solved(*solved)
     (i, n, row) = map(pl.program_id, range(3))
-
     head = lax.div(n, read.beta.shape[1] // read.keys[0].shape[2])
+
+    def half(r: Any, first: Any = 0) -> Any:
+        return pl.ds(first + r * _SQUARE, _SQUARE)
 
     def store(to: Parts, r: Any, c: Any, x: jax.Array) -> None:
         for ref, part in zip(to, split(x), strict=True):
-            ref[row, n, i, pl.ds(r * _SQUARE, _SQUARE), pl.ds(c * _SQUARE, _SQUARE)] = part
+            ref[row, n, i, half(r), half(c)] = part
 
     def square(r: Any, c: Any) -> jax.Array:
         """Its part of the system; stores that of the weights."""
-        rows, columns = (pl.ds(i * BLOCK + half * _SQUARE, _SQUARE) for half in (r, c))
+        rows, columns = half(r, i * BLOCK), half(c, i * BLOCK)
 
         def add(p: Any, products: tuple[jax.Array, jax.Array]) -> Any:
             depth = pl.ds(p * _SOLVE_DEPTH, _SOLVE_DEPTH)
@@ -144,29 +140,22 @@ def _solve(interpret: bool, read: _Blocks, *solved: Any) -> None:
             return tuple(y + _dot(x, keys_PC) for x, y in zip(left, products, strict=True))
 
         zeros = jnp.zeros((_SQUARE, _SQUARE), jnp.float32)
-        products: Any = lax.fori_loop(0, read.keys[0].shape[3] // _SOLVE_DEPTH, add, (zeros, zeros))
-        later, earlier = (
-            [ref[row, n, i, pl.ds(half * _SQUARE, _SQUARE)] for ref in read.total] for half in (r, c)
-        )
-        beta = read.beta[row, n, i, pl.ds(r * _SQUARE, _SQUARE)]
-        total_C1 = [x[:, None] for x in later]
-        total_1C = [x[None] for x in earlier]
-        offset = (r - c) * _SQUARE
-        lower, weights = system(products[0], products[1], total_C1, total_1C, beta[:, None], offset)
+        keys_CC, queries_CC = lax.fori_loop(0, read.keys[0].shape[3] // _SOLVE_DEPTH, add, (zeros, zeros))
+        *total_C1, beta_C1 = (ref[row, n, i, half(r)][:, None] for ref in (*read.total, read.beta))
+        total_1C = [ref[row, n, i, half(c)][None] for ref in read.total]
+        lower, weights = system(keys_CC, queries_CC, total_C1, total_1C, beta_C1, (r - c) * _SQUARE)
         store(out.weights, r, c, weights)
         return lower
 
     @pl.when(i * BLOCK < read.count[row])
     def _block() -> None:
-        def invert(half: Any, _: None) -> None:
-            store(out.inverse, half, half, _inverse(square(half, half)))
+        def invert(r: Any, _: None) -> None:
+            store(out.inverse, r, r, _inverse(square(r, r)))
 
         lax.fori_loop(0, 2, invert, None)
         below = split(square(1, 0))
         _wait(interpret)  # until all warps have stored the inverses
-        first, second = (
-            _load(out.inverse, (row, n, i, pl.ds(p, _SQUARE), pl.ds(p, _SQUARE))) for p in (0, _SQUARE)
-        )
+        first, second = (_load(out.inverse, (row, n, i, half(r), half(r))) for r in range(2))
         store(out.inverse, 1, 0, -_dot(split(_dot(second, below)), first))
         for to in out:
             store(to, 0, 1, jnp.zeros((_SQUARE, _SQUARE), jnp.float32))
