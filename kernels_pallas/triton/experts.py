@@ -56,40 +56,36 @@ def gated_experts(  # noqa: PLR0913
     D = x_MD.shape[1]
     X, F = _experts_and_outputs(gate_XFD)
     C = M * U
-    is_mxfp4 = isinstance(gate_XFD, Mxfp4)
     sizes = _sizes(C / (num_experts or X), x_MD.dtype, _is_grouped(gate_XFD))
     key_C, start_X1 = _sort(expert_MU.reshape(C), X)
     present = min(X, C)  # experts, at most
     tiles = (C + present * (sizes.rows - 1)) // sizes.rows
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    if is_mxfp4:
+    if isinstance(gate_XFD, Mxfp4):
         x_MD = even_inputs_first(x_MD)
+
+    def launch(kernel: Callable, args: tuple[Any, ...], width: int, most: int, name: str) -> jax.Array:
+        """Runs a kernel for all tiles and `width` outputs, of which a program has up to `most`."""
+        outputs = math.gcd(width, most)
+        return pl.pallas_call(
+            partial(kernel, sizes=sizes, outputs=outputs, interpret=interpret),
+            grid=(
+                tiles,
+                width // outputs,
+            ),  # tiles of one expert run side by side, so that they share its weights
+            in_specs=jax.tree.map(lambda _: whole, args),
+            out_specs=whole,
+            out_shape=result_type((C, width), x_MD.dtype, *jax.tree.leaves(args)),
+            compiler_params=pltriton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
+            interpret=interpret,
+            name=name,
+        )(*args)
+
+    gate_up = partial(_gate_up_kernel, U=U, activation=activation, limit=limit)
     args = (start_X1, key_C, x_MD, gate_XFD, up_XFD, *biases[:2])
-    outputs = math.gcd(F, sizes.gate_outputs)
-    options: dict[str, Any] = dict(sizes=sizes, interpret=interpret)
-    params = pltriton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
-    inner_CF = pl.pallas_call(
-        partial(_gate_up_kernel, U=U, outputs=outputs, activation=activation, limit=limit, **options),
-        grid=(tiles, F // outputs),  # tiles of one expert run side by side, so that they share its weights
-        in_specs=jax.tree.map(lambda _: whole, args),
-        out_specs=whole,
-        out_shape=result_type((C, F), x_MD.dtype, *jax.tree.leaves(args)),
-        compiler_params=params,
-        interpret=interpret,
-        name="experts_gate_up",
-    )(*args)
+    inner_CF = launch(gate_up, args, F, sizes.gate_outputs, "experts_gate_up")
     args = (start_X1, key_C, inner_CF, down_XDF)
-    outputs = math.gcd(D, sizes.down_outputs)
-    out_CD = pl.pallas_call(
-        partial(_down_kernel, outputs=outputs, **options),
-        grid=(tiles, D // outputs),
-        in_specs=jax.tree.map(lambda _: whole, args),
-        out_specs=whole,
-        out_shape=result_type((C, D), x_MD.dtype, *jax.tree.leaves(args)),
-        compiler_params=params,
-        interpret=interpret,
-        name="experts_down",
-    )(*args)
+    out_CD = launch(_down_kernel, args, D, sizes.down_outputs, "experts_down")
     out_MUD = out_CD.reshape(M, U, D).astype(jnp.float32)
     if biases:
         out_MUD += biases[2][jnp.clip(expert_MU, 0, X - 1)]
