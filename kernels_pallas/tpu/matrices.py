@@ -92,7 +92,10 @@ class Form:
         if not self.has_groups:
             values = jnp.swapaxes(matrix.values, -1, -2) if self.has_outputs_last else matrix.values
             return [values, matrix.scale] if self.has_blocks else [values]
-        return [matrix.values, _readable(matrix.scale)] + ([matrix.zero] if self.has_zero else [])
+        scale = (
+            matrix.scale if self.kind == "mxfp4" else matrix.scale.astype(jnp.float32)
+        )  # float16 is not read
+        return [matrix.values, scale] + ([matrix.zero] if self.has_zero else [])
 
     def tile_shapes(self, tile: int) -> list[tuple[tuple[int, ...], int]]:
         """For each operand the shape of a tile of outputs, and which axis has these; -1: a tile has all."""
@@ -199,7 +202,7 @@ class Form:
             exponent = refs[0][...].astype(jnp.int32)
             memory[0][: len(exponent)] = exponent << 7 | exponent << 23 if self.halves else power(exponent)
             return
-        scale = _scales(refs[0][...])
+        scale = refs[0][...]
         memory[0][: len(scale)] = _pair(scale) if self.halves else scale
         if self.has_zero:
             zero = refs[1][...].astype(jnp.int32)
@@ -291,20 +294,3 @@ def _pair(x: jax.Array) -> jax.Array:
     """Words of two equal bfloat16 numbers of a float32 number."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     return bits | lax.shift_right_logical(bits, 16)
-
-
-def _readable(scale: jax.Array) -> jax.Array:
-    """Scales as a kernel takes them: of float16, which it cannot read, the bits."""
-    return lax.bitcast_convert_type(scale, jnp.uint16) if scale.dtype == jnp.float16 else scale
-
-
-def _scales(scale: jax.Array) -> jax.Array:
-    """float32 scales of groups, of `_readable` ones."""
-    if scale.dtype == jnp.float32:
-        return scale
-    bits = scale.astype(jnp.int32)
-    mantissa = bits & 0x3FF
-    exponent = lax.shift_right_logical(bits, 10) & 31
-    normal = lax.bitcast_convert_type(((exponent + 112) << 23) | (mantissa << 13), jnp.float32)
-    size = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 2.0**-24, normal)
-    return jnp.where(bits >= 0x8000, -size, size)
