@@ -45,13 +45,12 @@ def values_for_tpu(values: Any) -> Any:
     """Numbers [..., Q, 16, O], of an even Q, in the order of TPU kernels: uint8 [..., 16 Q, O]. Two groups
     have 32 bytes: of the first a sign in bit 7 and a size in bits 3 to 1, of the second in bits 0 and 6 to 4.
     """
-    xp = values.__array_namespace__()
     (*experts, groups, _, outputs) = values.shape
-    numbers = xp.stack([values & 15, values >> 4], -2)
-    numbers = numbers.reshape(*experts, groups // 2, 2, GROUP, outputs)
-    (first, second) = (numbers[..., i, :, :] for i in range(2))
-    bits = (first & 8) << 4 | (first & 7) << 1 | second >> 3 | (second & 7) << 4
-    return bits.reshape(*experts, groups * _HALF, outputs)
+    pairs = values.reshape(*experts, groups // 2, 2, _HALF, outputs)
+    (first, second) = (pairs[..., i, :, :] for i in range(2))
+    even = (first & 8) << 4 | (first & 7) << 1 | (second & 8) >> 3 | (second & 7) << 4
+    odd = first & 128 | first >> 3 & 14 | second >> 7 | second & 112
+    return values.__array_namespace__().stack([even, odd], -2).reshape(*experts, groups * _HALF, outputs)
 
 
 def values_from_tpu(values: Any) -> Any:

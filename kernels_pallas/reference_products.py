@@ -60,17 +60,9 @@ class Matrix(NamedTuple):
 
 
 def product(  # noqa: PLR0913
-    x_MI,
-    matrices,
-    norm_I=None,
-    residual_MO=None,
-    step_M=None,
-    *,
-    eps=0.0,
-    offset=0.0,
-    activation=None,
+    x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
     dtype=None,
-) -> list[jax.Array]:
+) -> list[jax.Array]:  # fmt: skip
     """x · matrixᵀ + bias for each matrix, [M, O], after an RMS norm of x where there is a weight norm_I (to
     which the offset is added); with an activation, of two matrices of one kind and shape, activation(first) *
     second. The residual is added to the only result. With step_M x is int8, in steps of that size. dtype: of

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from .key_layouts import BIAS_STRIDE, LANES, KeyBias, Levels, SideBySide
-from .mxfp4 import Mxfp4
+from .mxfp4 import Mxfp4, is_for_tpu
 from .reference_delta import DeltaState
 from .reference_products import FEW_ROWS, Matrix
 
@@ -148,15 +148,11 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
             return f"quantized experts with activations of {x.dtype.name}"
         values = gate.values
         if isinstance(gate, Mxfp4):
-            sizes = [matrix.scale.shape[1] for matrix in (gate, *others[:2])]
-            return "MXFP4 of inputs that are no multiple of 64" if any(size % 2 for size in sizes) else None
-        is_grouped = isinstance(gate, Matrix) and values.ndim == 4
-        is_served = values.dtype == "uint8" and values.shape[2] % 32 == 0
-        return (
-            "experts in int8 groups, or groups that are no multiple of 64"
-            if is_grouped and not is_served
-            else None
-        )
+            is_read = all(map(is_for_tpu, (gate, *others[:2])))
+            return None if is_read else "MXFP4 in the order of files, as inputs that are no multiple of 64"
+        if values.ndim == 4 and (values.dtype != "uint8" or values.shape[2] % 32):
+            return "experts in int8 groups, or groups that are no multiple of 64"
+        return None
     if reason := _unsupported_dtypes((x, gate, *others[:2])):
         return reason
     return "dtype float16" if x.dtype == "float16" else None

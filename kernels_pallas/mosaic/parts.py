@@ -34,14 +34,8 @@ def swizzle(width: int, dtype: Any) -> int:
 def smem_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """A shared-memory tile that TMA fills and wgmma reads."""
     size = swizzle(shape[-1], dtype)
-    return plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(
-            plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize)),
-            plgpu.SwizzleTransform(size),
-        ),
-    )
+    tiling = plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
 
 
 def pad_to_multiples(x: jax.Array, *multiples: int) -> jax.Array:

@@ -138,13 +138,12 @@ def matrix_blocks(settings: ExpertSettings, matrices: Any, indices: Any) -> tupl
 
 
 def blocks_bytes(settings: ExpertSettings, matrices: Any) -> int:
-    """Of the blocks of matrices in VMEM, of most of which there are two."""
+    """Of the blocks of matrices in VMEM, of each of which there are two."""
     total = 0
     arrays, specs = matrix_blocks(settings, matrices, (at_gate, at_gate, at_down))
     for array, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True):
         *rows, lanes = [size or 1 for size in spec.block_shape]
-        buffers = spec.pipeline_mode.buffer_count if spec.pipeline_mode else 2
-        total += buffers * math.prod(rows) * LANES * pl.cdiv(lanes, LANES) * array.dtype.itemsize
+        total += 2 * math.prod(rows) * LANES * pl.cdiv(lanes, LANES) * array.dtype.itemsize
     return total
 
 

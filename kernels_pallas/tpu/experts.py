@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES
-from ..mxfp4 import Mxfp4, is_for_tpu, values_for_tpu
+from ..mxfp4 import Mxfp4
 from ..reference import gated
 from ..reference_products import Matrix
 from .expert_blocks import (
@@ -69,7 +69,8 @@ def gated_experts(  # noqa: PLR0913
 ) -> jax.Array:  # fmt: skip
     """The sum of `reference.gated_experts`.
 
-    x is float32 or bfloat16, in the dtype of the matrices; with quantized ones bfloat16. A token that is not
+    x is float32 or bfloat16, in the dtype of the matrices; with quantized ones bfloat16. MXFP4 has
+    `values_for_tpu`. A token that is not
     finite gives NaN, and so does one whose weights are not. The activation is an elementwise function of
     float32 arrays that Pallas can lower. interpret: emulate a TPU on a CPU, slowly, and raise where accesses
     to memory race.
@@ -105,8 +106,7 @@ def gated_experts(  # noqa: PLR0913
 
 def _matrix(experts: Any) -> Matrix:
     if isinstance(experts, Mxfp4):
-        values = experts.values if is_for_tpu(experts) else values_for_tpu(experts.values)
-        return Matrix(values, experts.scale)
+        return Matrix(experts.values, experts.scale)
     return experts if isinstance(experts, Matrix) else Matrix(experts)
 
 

@@ -23,13 +23,13 @@ from . import fp8
 from .parts import dot, has_bfloat16_vectors, pieces
 
 _SPLIT = 254  # steps of the lower int8 number of x in one of the higher
-_DEPTH = 256  # inputs that a product of int4 sums up at once: those of a matrix unit
+_DEPTH = 256  # inputs that a product in groups sums up at once: those of a matrix unit
 _ROWS = 8  # groups whose scales are loaded at once
 _DIGITS = 0x0F0F0F0F
 _SIGNS = -0x7F7F7F80  # 0x80808080
 _REPEAT = 0x01010101  # puts a byte into all four of a word
 _SIZES = 0x0E0E0E0E  # where E5M2 has the bits of a size in E2M1 in each byte of a word
-_NUMBERS = -0x71717172  # 0x8E8E8E8E: and its sign
+_SIGNS_AND_SIZES = -0x71717172  # 0x8E8E8E8E: and its sign
 _E2M1_SCALE = 2**14  # of a number in E2M1 to that one: exponents are larger by 14
 _EIGHTS = -0x77777778  # 0x88888888
 
@@ -263,7 +263,7 @@ class Form:
         the same bits, and smaller exponents.
         """
         words = pltpu.bitcast(values, jnp.int32)
-        first = words & _NUMBERS
+        first = words & _SIGNS_AND_SIZES
         second = lax.shift_right_logical(words, 3) & _SIZES | (words << 7) & _SIGNS
         dtype = jnp.bfloat16 if self.halves else jnp.float32
         numbers = [pltpu.bitcast(half, jnp.float8_e5m2).astype(dtype) for half in (first, second)]

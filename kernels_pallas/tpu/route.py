@@ -1,5 +1,7 @@
 """What comes before a mixture's experts on TPUs, in one launch: XLA makes some ten small operations of it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,14 +14,15 @@ def route(x_MD, matrices, norm_D=None, *, count, eps=0.0, offset=0.0, interpret=
     """x [M, D] after its norm, if there is one; of the largest scores of each row, which are products with
     the first matrix, the softmax, float32 [M, count], and their outputs, int32, of equal scores the first;
     and, if there is a second matrix [1, D], the sigmoid of the product with it, [M, D], D times the same. NaN
-    counts as infinity. Arguments as those of `product`; matrices of floats.
+    counts as infinity; of a row with fewer finite scores an output comes again, with weight 0. Arguments as
+    those of `product`; matrices of floats, the second without a bias.
     """
     M, D = x_MD.shape
     settings = streaming.settings_of(x_MD, matrices, eps, offset)
     shapes = [(M, D), (M, count), (M, count), *[(M, D)] * (len(matrices) - 1)]
     dtypes = [x_MD.dtype, jnp.float32, jnp.int32, x_MD.dtype]
     results = [(shape, dtype, pl.BlockSpec()) for shape, dtype in zip(shapes, dtypes, strict=False)]
-    kernel = lambda step: _kernel(step, count)  # noqa: E731
+    kernel = partial(_kernel, count=count)
     return streaming.call(kernel, settings, x_MD, matrices, results, "route", interpret, norm_D)
 
 
@@ -42,5 +45,6 @@ def _kernel(step: streaming.Step, count: int) -> None:
         expert_ref[:, u : u + 1] = expert_M1
         score_MX = jnp.where(expert_MX == expert_M1, -jnp.inf, score_MX)
     weights = [jnp.exp(score_M1 - largest[0]) for score_M1 in largest]
+    total_M1 = sum(weights)
     for u, weight_M1 in enumerate(weights):
-        weight_ref[:, u : u + 1] = weight_M1 / sum(weights)
+        weight_ref[:, u : u + 1] = weight_M1 / total_M1

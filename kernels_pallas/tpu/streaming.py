@@ -2,7 +2,7 @@
 matrices while other operations run, or tile by tile from HBM.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,18 +80,16 @@ def _whole(array: jax.Array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda i: (0,) * array.ndim)
 
 
-def _tile_number(settings: Settings, n: int) -> Callable[[Any], Any]:
-    """The number of the tile of matrix n that a grid step takes; of one without tiles left the last."""
-    return lambda i: jnp.minimum(i, settings.counts[n] - 1)
-
-
-def _tile(shape: tuple[int, ...], axis: int, number: Callable[[Any], Any]) -> pl.BlockSpec:
-    return pl.BlockSpec(shape, lambda i: tuple(number(i) if n == axis else 0 for n in range(len(shape))))
+def _tile(settings: Settings, n: int, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
+    """What a grid step takes of matrix n or its rows: tile i along an axis, or the last if none is left."""
+    last = settings.counts[n] - 1
+    return pl.BlockSpec(
+        shape, lambda i: tuple(jnp.minimum(i, last) if at == axis else 0 for at in range(len(shape)))
+    )
 
 
 def rows_of_tile(rows: int, settings: Settings, n: int) -> pl.BlockSpec:
-    number = _tile_number(settings, n)
-    return pl.BlockSpec((rows, settings.tiles[n]), lambda i: (0, number(i)))
+    return _tile(settings, n, (rows, settings.tiles[n]), 1)
 
 
 def call(  # noqa: PLR0913
@@ -102,14 +100,13 @@ def call(  # noqa: PLR0913
     HBM: a kernel that waits for them to be copied could not compute meanwhile.
     """
     forms = settings.forms
-    arrays = [form.arrays(matrix) for form, matrix in zip(forms, matrices, strict=True)]
-    of_outputs = [
-        (form.output_scale(matrix), matrix.bias) for form, matrix in zip(forms, matrices, strict=True)
-    ]
+    pairs = list(zip(forms, matrices, strict=True))
+    arrays = [form.arrays(matrix) for form, matrix in pairs]
+    of_outputs = [(form.output_scale(matrix), matrix.bias) for form, matrix in pairs]
     operands = Operands(x_MI, arrays, of_outputs, norm_I, residual_MO, added)
     blocks = jax.tree.map(_whole, operands)._replace(
         matrices=[
-            [_tile(*shape, _tile_number(settings, n)) for shape in form.tile_shapes(settings.tiles[n])]
+            [_tile(settings, n, *shape) for shape in form.tile_shapes(settings.tiles[n])]
             for n, form in enumerate(forms)
         ],
         residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),

@@ -123,15 +123,11 @@ def _write(update: Update, i: Any, tile: Tile) -> Any:
 
 
 def _start_read(update: Update, i: Any, tile: Tile) -> None:
-    @pl.when(tile.is_used & jnp.logical_not(tile.is_full))
-    def _start():
-        _read(update, i, tile).start()
+    pl.when(tile.is_used & jnp.logical_not(tile.is_full))(_read(update, i, tile).start)
 
 
 def _change(update: Update, i: Any, tile: Tile) -> None:
-    @pl.when(tile.is_used & jnp.logical_not(tile.is_full))
-    def _wait():
-        _read(update, i, tile).wait()
+    pl.when(tile.is_used & jnp.logical_not(tile.is_full))(_read(update, i, tile).wait)
 
     @pl.when(tile.is_used)
     def _start():
@@ -140,9 +136,7 @@ def _change(update: Update, i: Any, tile: Tile) -> None:
 
 
 def _wait_write(update: Update, i: Any, tile: Tile) -> None:
-    @pl.when(tile.is_used)
-    def _wait():
-        _write(update, i, tile).wait()
+    pl.when(tile.is_used)(_write(update, i, tile).wait)
 
 
 def select_type(dtype: Any) -> Any:

@@ -65,14 +65,13 @@ def gated_experts(  # noqa: PLR0913
         x_MD = even_inputs_first(x_MD)
 
     def launch(kernel: Callable, args: tuple[Any, ...], width: int, most: int, name: str) -> jax.Array:
-        """Runs a kernel for all tiles and `width` outputs, of which a program has up to `most`."""
+        """Runs a kernel for all tiles and `width` outputs, of which a program has up to `most`. Tiles of one
+        expert run side by side, so that they share its weights.
+        """
         outputs = math.gcd(width, most)
         return pl.pallas_call(
             partial(kernel, sizes=sizes, outputs=outputs, interpret=interpret),
-            grid=(
-                tiles,
-                width // outputs,
-            ),  # tiles of one expert run side by side, so that they share its weights
+            grid=(tiles, width // outputs),
             in_specs=jax.tree.map(lambda _: whole, args),
             out_specs=whole,
             out_shape=result_type((C, width), x_MD.dtype, *jax.tree.leaves(args)),

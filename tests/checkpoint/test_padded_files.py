@@ -40,8 +40,8 @@ def test_files_and_results_are_those_without_padding(tmp_path, kind):
         if kind == "int4":
             again = params_like(floats, model.config, like=model.params)
             assert jax.tree.structure(again) == jax.tree.structure(model.params)
-    leaf = model.params["layers"][-1]["experts"]["down"]["weight"]
-    plain = usual.params["layers"][-1]["experts"]["down"]["weight"]
+    leaf = model.params["layers"][-1]["experts"]["up"]["weight"]
+    plain = usual.params["layers"][-1]["experts"]["up"]["weight"]
     assert isinstance(leaf, PaddedWeight) and leaf.shape == plain.shape and plain.shape[1] % 128 > 0
     assert {x.shape[-1] % 128 for x in jax.tree.leaves(leaf)} == {0}
     for tree in (model.params, over_mesh.params):

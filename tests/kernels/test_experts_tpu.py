@@ -27,7 +27,6 @@ from xinfer_jax.weights.quantization import device_form
 
 pytestmark = pytest.mark.newest
 F32 = jnp.float32
-MXFP4 = "mxfp4", "mxfp4-for-tpus"
 # kind, tokens, choices of one, experts here, of how many, F, D, whether there are biases, bytes of a part
 CASES = {
     "float": ("float", 3, 2, 6, 6, 48, 72, True, None),
@@ -40,22 +39,25 @@ CASES = {
     "int4-many-in-parts": (INT4, 70, 2, 4, 4, 192, 640, False, 2**16),
     "fp8-scales-by-inputs": (FP8[0], 3, 1, 130, 130, 48, 600, True, None),
     "fp8-many-in-ragged-parts": (FP8[0], 70, 2, 3, 6, 300, 160, False, 2**14),
-    "mxfp4": ("mxfp4-for-tpus", 5, 2, 6, 6, 128, 320, True, None),
-    "mxfp4-in-ragged-parts": ("mxfp4-for-tpus", 70, 1, 3, 5, 320, 384, True, 2**16),
+    "mxfp4": ("mxfp4", 5, 2, 6, 6, 128, 320, True, None),
+    "mxfp4-in-ragged-parts": ("mxfp4", 70, 1, 3, 5, 320, 384, True, 2**16),
 }
+
+
+def mxfp4_of_file(draws, X, outputs, inputs):
+    shape = X, inputs // 32, 16, outputs
+    values = jnp.asarray(draws.integers(0, 256, shape), jnp.uint8)
+    scale = jnp.asarray(draws.integers(117, 125, (*shape[:2], outputs)), jnp.uint8)
+    return Mxfp4(values, scale.at[0, 0, 0].set(0))
 
 
 def experts(draws, kind, X, outputs, inputs):
     """Random matrices of X experts, and their biases."""
-    if kind in MXFP4:
-        shape = X, inputs // 32, 16, outputs
-        values = jnp.asarray(draws.integers(0, 256, shape), jnp.uint8)
-        scale = jnp.asarray(draws.integers(117, 125, (*shape[:2], outputs)), jnp.uint8)
-        scale = scale.at[0, 0, 0].set(0)
-        if kind == "mxfp4-for-tpus":
-            values = values_for_tpu(values)
-            scale = jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 8), (0, 0)))
-        return Mxfp4(values, scale), jnp.asarray(draws.standard_normal((X, outputs)), BF16)
+    if kind == "mxfp4":
+        packed = mxfp4_of_file(draws, X, outputs, inputs)
+        scale = jnp.pad(packed.scale, ((0, 0), (0, -inputs // 32 % 8), (0, 0)))
+        packed = Mxfp4(values_for_tpu(packed.values), scale)
+        return packed, jnp.asarray(draws.standard_normal((X, outputs)), BF16)
     dtype = F32 if kind == F32 else BF16
     of_each = [
         matrix(draws, "float" if kind == F32 else kind, outputs, inputs, dtype, True) for _ in range(X)
@@ -111,9 +113,9 @@ def test_equals_its_reference_at_random_shapes(monkeypatch):
 
 
 def check_random(draws, monkeypatch):
-    kinds = "float", F32, "int8", INT4, (4, 128, True), (4, 64, False), *MXFP4, *FP8
+    kinds = "float", F32, "int8", INT4, (4, 128, True), (4, 64, False), "mxfp4", *FP8
     kind = kinds[draws.integers(len(kinds))]
-    unit = kind[1] if isinstance(kind, tuple) else 64 if kind in MXFP4 else 8
+    unit = kind[1] if isinstance(kind, tuple) else 64 if kind == "mxfp4" else 8
     F, D = (int(unit * draws.integers(1, 640 // unit)) for _ in range(2))
     X = int(draws.integers(1, 40))
     of_all = X + int(draws.integers(0, 20))
@@ -127,8 +129,8 @@ def check_random(draws, monkeypatch):
 def test_mxfp4_for_tpus_has_its_numbers():
     values = np.random.default_rng(0).integers(0, 256, (2, 4, 16, 3), np.uint8)
     np.testing.assert_array_equal(values_from_tpu(values_for_tpu(values)), values)
-    packed = experts(np.random.default_rng(1), "mxfp4", 2, 5, 128)[0]
-    for_tpu = experts(np.random.default_rng(1), "mxfp4-for-tpus", 2, 5, 128)[0]
+    packed = mxfp4_of_file(np.random.default_rng(1), 2, 5, 128)
+    for_tpu = experts(np.random.default_rng(1), "mxfp4", 2, 5, 128)[0]
     np.testing.assert_array_equal(dequantize_mxfp4(for_tpu), dequantize_mxfp4(packed))
 
 
@@ -137,6 +139,9 @@ def test_which_experts_it_takes():
     wide = jax.ShapeDtypeStruct((128, 1, 16, 2880), np.uint8), jax.ShapeDtypeStruct((128, 1, 2880), np.uint8)
     with pytest.raises(ValueError, match="128 experts of 2880 outputs, which XLA stores by expert"):
         kernels_pallas.select("gated_experts", "interpret_tpu", jnp.zeros((1, 32), BF16), *[Mxfp4(*wide)] * 3)
+    odd = [mxfp4_of_file(draws, 2, 64, 96)] * 3
+    with pytest.raises(ValueError, match="MXFP4 in the order of files"):
+        kernels_pallas.select("gated_experts", "interpret_tpu", jnp.zeros((1, 96), BF16), *odd)
     for kind, dtype, reason in (
         ("mxfp4", BF16, None),
         ("int8", BF16, None),
@@ -173,7 +178,7 @@ def test_engine_with_experts_in_mxfp4():
     params = xj.init_params(config, jax.random.key(1), "bfloat16")
     draws = np.random.default_rng(0)
     for leaf in params["layers"][0]["experts"].values():
-        (packed, _) = experts(draws, "mxfp4", *leaf["weight"].shape)
+        packed = mxfp4_of_file(draws, *leaf["weight"].shape)
         leaf["weight"] = Mxfp4Weight(packed.values, packed.scale)
     asked = prompts(3, 5)
     options = xj.GenerateOptions(3, capacity=64)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
+
+from kernels_pallas.mxfp4 import is_for_tpu, values_from_tpu
 
 from ..families.conversion import TensorOfLeaves
 from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight
-from ..weights.padded_weight import stored_weight, without_padding
+from ..weights.padded_weight import stored_weight
 from .scaled_tensor import (
     MatrixFormat,
     ScaledNumbers,
@@ -72,8 +73,16 @@ def _by_turns(
     parts: Sequence[Any], field: str, shape: Shape, convert: Callable[[Any], np.ndarray]
 ) -> np.ndarray:
     """A stored tensor: the outputs of its leaves, which they have last, by turns."""
-    leaves = [without_padding(jax.tree.map(convert, part)) for part in parts]
-    return np.stack([np.moveaxis(getattr(leaf, field), -1, 1) for leaf in leaves], 2).reshape(shape)
+    arrays = []
+    for part in parts:
+        kept = stored_weight(part)
+        array = convert(getattr(kept, field))
+        if field == "values" and is_for_tpu(kept):
+            array = values_from_tpu(array)
+        elif field == "scale":
+            array = array[:, : part.shape[-1] // GROUP]
+        arrays.append(np.moveaxis(array[..., : part.shape[1]], -1, 1))
+    return np.stack(arrays, 2).reshape(shape)
 
 
 def mxfp4_tensor(name: str, shape: Shape, values: StoredTensor, scales: StoredTensor) -> ScaledTensor:

@@ -40,7 +40,7 @@ _RUN = 8  # bytes of one sum: LLVM does not unroll 16, a tenth of the speed
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mxfp4Weight(QuantizedWeight):
     """A matrix [O, I] of numbers of 4 bits times powers of two, in groups of 32 inputs. Outputs are the last
-    axis; all bytes are those of the checkpoint. Experts on TPUs are in another order, `for_tpu`.
+    axis. Bytes are those of the checkpoint, of experts on TPUs in another order, `for_tpu`.
     """
 
     values: jax.Array  # uint8 [Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high

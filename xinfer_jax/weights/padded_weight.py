@@ -31,17 +31,14 @@ class PaddedWeight(WeightLeaf):
         stay.
         """
         (*_, outputs, _) = weight.shape
-
-        def pad(name: str, x: Any) -> Any:
-            groups = 0 if name == "values" else -x.shape[-2] % _GROUPS
-            padding = [(0, 0)] * (x.ndim - 2) + [(0, groups), (0, -outputs % LANES)]
-            return x.__array_namespace__().pad(x, padding)
-
-        padded = {name: pad(name, x) for name, x in _by_outputs(weight)}
-        if all(x.shape == getattr(weight, name).shape for name, x in padded.items()):
-            return weight
+        padded = {}
+        for name, x in _by_outputs(weight):
+            more = 0 if name == "values" else -x.shape[-2] % _GROUPS, -outputs % LANES
+            if any(more):
+                padding = [(0, 0)] * (x.ndim - 2) + [(0, size) for size in more]
+                padded[name] = x.__array_namespace__().pad(x, padding)
         leaf: Any = weight  # a kind is a dataclass
-        return cls(dataclasses.replace(leaf, **padded), outputs)
+        return cls(dataclasses.replace(leaf, **padded), outputs) if padded else weight
 
     def unpadded(self) -> QuantizedWeight:
         """The matrices without padding; of one expert, whose arrays lack their first axis, its own."""
@@ -57,18 +54,14 @@ class PaddedWeight(WeightLeaf):
         (*experts, _, inputs) = self.base.shape
         return *experts, self.outputs, inputs
 
-    @property
-    def groups_with_padding(self) -> int:
-        return self.base.groups_with_padding
-
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         return {"base": axes}
 
     def product(self, x: jax.Array) -> jax.Array:
         return self.unpadded().product(x)
 
-    def rows(self, index: jax.Array) -> jax.Array:
-        return self.unpadded().rows(index)
+    def dequantize(self) -> jax.Array:
+        return self.unpadded().dequantize()
 
 
 def stored_weight(weight: Any) -> Any:

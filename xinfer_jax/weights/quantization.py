@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 import kernels_pallas
+from kernels_pallas.mxfp4 import is_for_tpu
 
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
@@ -30,8 +31,9 @@ _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without cli
 
 def device_form(weight: Any) -> Any:
     """Returns a leaf, or its shapes, as this process's devices read it: on TPUs scales of packed groups are
-    float32, since no kernel there reads float16, and packed experts are a `PaddedWeight`, if need be, of
-    `Mxfp4Weight.for_tpu`. Other leaves stay, those with steps too.
+    float32, since no kernel there reads float16. Packed experts that a kernel takes are a `PaddedWeight`
+    there, unless they fill tiles, and MXFP4's numbers in the order of `for_tpu`. Other leaves stay, those
+    with steps too.
     """
     is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8 and weight.step is None
     if not (is_packed or isinstance(weight, Mxfp4Weight)) or kernels_pallas.device_impl().impl != "tpu":
@@ -44,9 +46,14 @@ def device_form(weight: Any) -> Any:
 def _for_tpu(weight: Any) -> Any:
     if isinstance(weight, GroupedWeight):
         weight = dataclasses.replace(weight, scale=weight.scale.astype(np.float32))
+        if weight.offset is not None or weight.order is not None or weight.groups_with_padding:
+            return weight
     if len(weight.shape) == 2:
         return weight
-    return PaddedWeight.padded(weight.for_tpu() if isinstance(weight, Mxfp4Weight) else weight)
+    if isinstance(weight, Mxfp4Weight):
+        weight = weight.for_tpu()
+        return PaddedWeight.padded(weight) if is_for_tpu(weight) else weight
+    return PaddedWeight.padded(weight)
 
 
 def check_quantize_method(quantize: str | None) -> None:
@@ -126,7 +133,7 @@ def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], 
 
     def leaf(matrix: jax.Array, name: str) -> QuantizedWeight:
         quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
-        return jax.device_put(quantized(np.asarray(matrix), name, quantize))
+        return jax.device_put(device_form(quantized(np.asarray(matrix), name, quantize)))
 
     return leaf
 

@@ -99,6 +99,8 @@ def _select_route(impl: str | None, operands: Any, static: Any) -> kernels_palla
         reason = "weights that do not sum to 1"
     elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(layer)):
         reason = "a router that is no array"
+    elif "bias" in layer.get("shared_gate", {}):
+        reason = "a gate with a bias"
     elif layer["router"]["weight"].size > _MOST_NUMBERS:
         reason = "a router too large for on-chip memory"
     if reason:
