@@ -36,8 +36,8 @@ def kernels_used(
     `lm_head_argmax` serves greedy rows, or `int8_head_argmax` where the vocabulary matrix is int8; sampled
     rows take logits. `product` is that of the matrices "o" in a decode step: kernels of products take no
     float32 on GPUs. Layers may differ, in the width of heads for example: the reason says how many have
-    another implementation, and why. `gated_experts` is there for models with experts (on TPUs their router has
-    a kernel where the product has), `delta_step`, `delta_prefill` and `delta_drafts` (calls with draft
+    another implementation, and why. `gated_experts` is there for models with experts (on TPUs their router
+    has a kernel where the product has), `delta_step`, `delta_prefill` and `delta_drafts` (calls with draft
     tokens) for those with linear attention.
 
     Args:
