@@ -1,5 +1,7 @@
 """The greedy token of a vocabulary product on TPUs, whose logits stay on the chip."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,27 +15,19 @@ from . import streaming
 _NONE = 2**30  # no token
 
 
-def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, as in the reference, without logits in memory. x and weight
-    are of one dtype, bfloat16 or float32; 64 rows read the matrix once. interpret: emulate a TPU on a CPU,
-    slowly, and raise where accesses to memory race.
-    """
-    return _head_argmax(x_BD, Matrix(weight_VD), soft_cap, interpret)
-
-
-def int8_head_argmax(
-    x_BD, weight_VD, scale_V, *, soft_cap=None, interpret=False
+def lm_head_argmax(  # noqa: PLR0913
+    x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """`lm_head_argmax` of an int8 matrix with a scale of each token; x is bfloat16."""
-    return _head_argmax(x_BD, Matrix(weight_VD, scale_V), soft_cap, interpret)
-
-
-def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The greedy token and its log-probability, as in the reference, without logits in memory. x and weight
+    are of one dtype, bfloat16 or float32, or with a scale of each token bfloat16 and int8; 64 rows read the
+    matrix once. interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
+    """
     B = len(x_BD)
     if B > FEW_ROWS:
-        parts = [x_BD[i : i + FEW_ROWS] for i in range(0, B, FEW_ROWS)]
-        results = [_head_argmax(part, matrix, soft_cap, interpret) for part in parts]
+        some = partial(lm_head_argmax, soft_cap=soft_cap, interpret=interpret)
+        results = [some(x_BD[i : i + FEW_ROWS], weight_VD, scale_V) for i in range(0, B, FEW_ROWS)]
         return tuple(map(jnp.concatenate, zip(*results, strict=True)))  # type: ignore[return-value]
+    matrix = Matrix(weight_VD, scale_V)
     settings = streaming.settings_of(x_BD, [matrix], soft_cap=soft_cap)
     shape = (settings.forms[0].rows, LANES)
     scratch = [pltpu.VMEM(shape, dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32, jnp.float32)]
@@ -42,6 +36,9 @@ def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.A
         _kernel, settings, x_BD, [matrix], outs, "head_argmax", interpret, scratch=scratch
     )
     return id_B1[:, 0], logprob_B1[:, 0]
+
+
+int8_head_argmax = lm_head_argmax
 
 
 def _kernel(step: streaming.Step) -> None:

@@ -52,24 +52,13 @@ def _of_best_block(best_Bi, of_block_Bi):
     return jnp.take_along_axis(of_block_Bi, jnp.argmax(best_Bi, -1, keepdims=True), -1)[:, 0]
 
 
-def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
-    """The greedy token and its log-probability, as in the reference; logits are never written. x is in the
-    dtype of the weight, which is read once for up to 64 rows. interpret: run on any device, slowly, by
-    Pallas's interpreter.
-    """
-    return _head_argmax(x_BD, weight_VD, None, soft_cap, interpret)
-
-
-def int8_head_argmax(
-    x_BD, weight_VD, scale_V, *, soft_cap=None, interpret=False
+def lm_head_argmax(
+    x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """`lm_head_argmax` of an int8 matrix. x is bfloat16 or float16, in which 8-bit numbers are exact; the
-    scale is float32.
+    """The greedy token and its log-probability, as in the reference; logits are never written. x is in the
+    dtype of the weight, or of 16 bits with an int8 matrix, whose numbers are exact there, and float32 scales.
+    The matrix is read once for up to 64 rows. interpret: run on any device, slowly, by Pallas's interpreter.
     """
-    return _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret)
-
-
-def _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret: bool) -> tuple[jax.Array, jax.Array]:
     B, D = x_BD.shape
     V = weight_VD.shape[0]
     rows = min(tile_size(B), 64)
@@ -99,6 +88,9 @@ def _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret: bool) -> tuple[j
     max_iB = jnp.maximum(best_iB, LOWEST)
     sum_B = (sum_iB * jnp.exp(max_iB - max_iB.max(0))).sum(0)
     return _of_best_block(best_iB.T, index_iB.T), best_iB.max(0) - max_iB.max(0) - jnp.log(sum_B)
+
+
+int8_head_argmax = lm_head_argmax
 
 
 def _lm_head_kernel(*refs, B, D, V, width, soft_cap):
