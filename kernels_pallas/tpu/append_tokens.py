@@ -162,16 +162,14 @@ def _kernel(*refs: Any, names: tuple[str, ...], scalars: int, settings: _Setting
     def insert_scale(i: Any, tile: Tile, t: Any) -> None:
         a, r = token(tile, t)
 
-        def one_head(head: Any, _: Any) -> int:
+        @pl.loop(0, ref["scale_tile"].shape[1])
+        def _one_head(head: Any) -> None:
             old_ref = ref["scale_tile"].at[i, head]
             row = lax.broadcasted_iota(jnp.int32, old_ref.shape, 0)
             new = jnp.zeros(old_ref.shape, jnp.float32)
             for j in range(old_ref.shape[0]):
                 new = jnp.where(row == j, ref["new_scale"][a, head, j, pl.ds(r, 1)], new)
             insert(old_ref, new, tile, settings.of_scale, 1)
-            return 0
-
-        lax.fori_loop(0, ref["scale_tile"].shape[1], one_head, 0)
 
     def update(name: str, tiling: Tiling, insert_token: Any) -> Update:
         memory = ref[name], ref[f"{name}_tile"], ref[f"{name}_copied"]
@@ -186,8 +184,12 @@ def _kernel(*refs: Any, names: tuple[str, ...], scalars: int, settings: _Setting
 
 def _each_token(insert_token: Any, tiling: Tiling, tokens: int, i: Any, tile: Tile) -> None:
     """Inserts the tokens of a tile one by one."""
+    if tokens == 1:
+        insert_token(i, tile, 0)
+        return
 
-    def one(t: Any, _: Any) -> int:
+    @pl.loop(0, tokens)
+    def _one(t: Any) -> None:
         position = tile.low + t
         here = (position >= tile.position) & (position < jnp.minimum(tile.position + tiling.size, tile.high))
 
@@ -195,22 +197,11 @@ def _each_token(insert_token: Any, tiling: Tiling, tokens: int, i: Any, tile: Ti
         def _insert():
             insert_token(i, tile._replace(low=position, high=position + 1), t)
 
-        return 0
-
-    if tokens == 1:
-        insert_token(i, tile, 0)
-    else:
-        lax.fori_loop(0, tokens, one, 0)
-
 
 def _compute_all(ref, settings: _Settings) -> None:
     """Rotated queries, and the new numbers of the caches."""
 
-    def one(a: Any, _: Any) -> int:
-        _compute(ref, settings, a)
-        return 0
-
-    lax.fori_loop(0, ref["new"].shape[0], one, 0)
+    pl.loop(0, ref["new"].shape[0])(partial(_compute, ref, settings))
 
 
 def _compute(ref, settings: _Settings, a: Any) -> None:

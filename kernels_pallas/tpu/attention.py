@@ -68,7 +68,7 @@ def prefill_attention(  # noqa: PLR0913
         factors = rotation_factors(key_bias.cos_RP, -key_bias.sin_RP, H)
         constants["angle"] = jnp.concatenate(factors, -1)
     inputs |= {"q": q} | constants
-    specs = [one_tile, *map(_whole, constants.values())]
+    specs = [one_tile, *[pl.BlockSpec()] * len(constants)]
     kv = keep_in_hbm(kv_PKSX, interpret)
     inputs["kv"] = kv.values
     if kv.scale is not None:
@@ -158,15 +158,9 @@ def _offsets(rows: int, tokens: int, group: int) -> np.ndarray:
     return _pad(np.tile(np.arange(tokens, dtype=np.int32), group), 0, rows)[:, None]
 
 
-def _whole(x: Any) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda b, t, *_: (0,) * x.ndim)
-
-
 def _pad(x: Any, axis: int, size: int) -> Any:
-    if x.shape[axis] == size:
-        return x
     widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
-    return (np if isinstance(x, np.ndarray) else jnp).pad(x, widths)
+    return x.__array_namespace__().pad(x, widths)
 
 
 def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:

@@ -87,12 +87,10 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
         steps = settings.block // settings.step
         low = jnp.maximum(lax.div(item.low, settings.step), i * steps)
         high = jnp.minimum(pl.cdiv(item.high, settings.step), (i + 1) * steps)
-        lax.fori_loop(
-            low, high, lambda j, _: _one_step(ref, settings, item, tile, j, j - i * steps, buffer), 0
-        )
-        return 0
+        one_step = partial(_one_step, ref, settings, item, tile, buffer)
+        lax.fori_loop(low, high, lambda j, _: one_step(j, j - i * steps), None)
 
-    lax.fori_loop(first, end, one_block, 0)
+    lax.fori_loop(first, end, one_block, None)
     ref["count"][0] = done + end - first
     _for_each_tiles(ref, settings, partial(divide, ref))
     _store_queries(ref, settings, row)
@@ -128,12 +126,11 @@ def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Call
     """`do(copy)` for the copies of a block to a buffer."""
     chunks = settings.block // settings.chunk
 
-    def of_chunk(chunk, _):
+    def of_chunk(chunk, _) -> None:
         for copy in _copies(ref, settings, item, chunk, chunk - block * chunks, buffer):
             do(copy)
-        return 0
 
-    lax.fori_loop(*_chunks(settings, item, block), of_chunk, 0)
+    lax.fori_loop(*_chunks(settings, item, block), of_chunk, None)
 
 
 def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[Any]:  # noqa: PLR0913
@@ -179,11 +176,9 @@ def _for_each_tiles(ref, settings: Settings, function: Callable[[list[Tile]], No
         first = pl.multiple_of(lax.rem(i, parts) * settings.rows, settings.rows)
         return Tile(lax.div(i, parts), pl.ds(first, settings.rows))
 
-    def some(i, _) -> int:
+    @pl.loop(0, count // together)
+    def _some(i) -> None:
         function([tile(i * together + j) for j in range(together)])
-        return 0
-
-    lax.fori_loop(0, count // together, some, 0)
 
 
 class _Step(NamedTuple):
@@ -199,7 +194,7 @@ class _Step(NamedTuple):
         return pl.ds(pl.multiple_of(self.place * size, size), size)
 
 
-def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -> int:  # noqa: PLR0913
+def _one_step(ref, settings: Settings, item: _Item, tile, buffer, step, place) -> None:  # noqa: PLR0913
     """Adds the keys of one step to the softmax of each head. place: the step's number in the buffer."""
     size = settings.step
     position = step * size
@@ -220,7 +215,7 @@ def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -
 
     if not settings.is_prompt:
         add(True)
-        return 0
+        return
     # All queries of a tile see most keys of a prompt.
     low = item.low
     if settings.window is not None:
@@ -228,7 +223,6 @@ def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -
     is_masked = (position < low) | (position + size > jnp.minimum(item.high, first_query + 1))
     pl.when(is_masked)(partial(add, True))
     pl.when(jnp.logical_not(is_masked))(partial(add, False))
-    return 0
 
 
 def _keys(ref, settings: Settings, step: _Step, tile: Tile, is_masked: bool) -> Keys:

@@ -84,8 +84,8 @@ def gated_experts(  # noqa: PLR0913
     M, U = expert_MU.shape
     if M <= _FEW_TOKENS:
         expert_T = experts_of_few(expert_MU, X, num_experts not in (None, X))
-        spec = pl.BlockSpec((M, U), lambda *_: (0, 0))
-        return call(expert_T, None, [(weight_MU.astype(jnp.float32), spec), (expert_MU, spec)], x_MD, M)
+        choices = [(x, pl.BlockSpec()) for x in (weight_MU.astype(jnp.float32), expert_MU)]
+        return call(expert_T, None, choices, x_MD, M)
     settings = expert_settings(x_MD.dtype, TILE_ROWS, matrices, activation, limit)
     most = _LARGER_LIMIT if has_large_vmem() else _LIMIT
     free = most - blocks_bytes(settings, matrices) - _OTHER_BYTES

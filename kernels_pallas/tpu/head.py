@@ -31,7 +31,7 @@ def lm_head_argmax(  # noqa: PLR0913
     settings = streaming.settings_of(x_BD, [matrix], soft_cap=soft_cap)
     shape = (settings.forms[0].rows, LANES)
     scratch = [pltpu.VMEM(shape, dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32, jnp.float32)]
-    outs = [((B, 1), dtype, pl.BlockSpec((B, 1), lambda i: (0, 0))) for dtype in (jnp.int32, jnp.float32)]
+    outs = [((B, 1), dtype, pl.BlockSpec()) for dtype in (jnp.int32, jnp.float32)]
     id_B1, logprob_B1 = streaming.call(
         _kernel, settings, x_BD, [matrix], outs, "head_argmax", interpret, scratch=scratch
     )

@@ -119,12 +119,11 @@ class Form:
     def prepared(self) -> list[Any]:
         """Memory for the results of `prepare`."""
         R = self.rows
-        step = pltpu.VMEM((R, LANES), jnp.float32)
         if self.kind in ("float", "fp8"):
             copies = fp8.blocks_at_once() if self.has_blocks else 1
             return [pltpu.VMEM((copies * R, self.inputs), self.dtype)]
         if self.kind == "int8":
-            return [pltpu.VMEM((2 * R, self.inputs), jnp.int8), step]
+            return [pltpu.VMEM((2 * R, self.inputs), jnp.int8), pltpu.VMEM((R, LANES), jnp.float32)]
         C = self._chunk
         return [pltpu.VMEM((pl.cdiv(self.inputs, C), R, C), self.dtype)]
 

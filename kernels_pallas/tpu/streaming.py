@@ -76,10 +76,6 @@ def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=N
     return Settings(forms, tiles, counts, eps, offset, activation, soft_cap, is_resident)
 
 
-def _whole(array: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec(array.shape, lambda i: (0,) * array.ndim)
-
-
 def _tile(settings: Settings, n: int, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
     """What a grid step takes of matrix n or its rows: tile i along an axis, or the last if none is left."""
     last = settings.counts[n] - 1
@@ -104,7 +100,7 @@ def call(  # noqa: PLR0913
     arrays = [form.arrays(matrix) for form, matrix in pairs]
     of_outputs = [(form.output_scale(matrix), matrix.bias) for form, matrix in pairs]
     operands = Operands(x_MI, arrays, of_outputs, norm_I, residual_MO, added)
-    blocks = jax.tree.map(_whole, operands)._replace(
+    blocks = jax.tree.map(lambda _: pl.BlockSpec(), operands)._replace(
         matrices=[
             [_tile(settings, n, *shape) for shape in form.tile_shapes(settings.tiles[n])]
             for n, form in enumerate(forms)

@@ -107,11 +107,9 @@ def update_tiles(scalar_refs: Any, updates: Sequence[Update], compute: Any = Non
 
 
 def _each_tile(scalar_refs: Any, update: Update, step: Any) -> None:
-    def one(i: Any, _: Any) -> int:
+    @pl.loop(0, update.tiles.shape[0])
+    def _one(i: Any) -> None:
         step(update, i, find_tile(scalar_refs, update.cache, update.tiling, update.first + i))
-        return 0
-
-    lax.fori_loop(0, update.tiles.shape[0], one, 0)
 
 
 def _read(update: Update, i: Any, tile: Tile) -> Any:
