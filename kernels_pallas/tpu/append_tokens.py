@@ -179,7 +179,8 @@ def _kernel(*refs: Any, names: tuple[str, ...], scalars: int, settings: _Setting
     updates = [update("values", settings.of_values, insert_values)]
     if "scale" in ref:
         updates.append(update("scale", settings.of_scale, insert_scale))
-    update_tiles(refs[:scalars], updates, partial(_compute_all, ref, settings))
+    of_program = pl.loop(0, ref["new"].shape[0])
+    update_tiles(refs[:scalars], updates, lambda: of_program(partial(_compute, ref, settings)))
 
 
 def _each_token(insert_token: Any, tiling: Tiling, tokens: int, i: Any, tile: Tile) -> None:
@@ -198,14 +199,8 @@ def _each_token(insert_token: Any, tiling: Tiling, tokens: int, i: Any, tile: Ti
             insert_token(i, tile._replace(low=position, high=position + 1), t)
 
 
-def _compute_all(ref, settings: _Settings) -> None:
-    """Rotated queries, and the new numbers of the caches."""
-
-    pl.loop(0, ref["new"].shape[0])(partial(_compute, ref, settings))
-
-
 def _compute(ref, settings: _Settings, a: Any) -> None:
-    """For R tokens [a]."""
+    """Rotated queries, and the new numbers of the caches, for R tokens [a]."""
     H = settings.width
     factors = rotation_factors(ref["cos"][a], ref["sin"][a], H) if settings.pairs else None
     for i, x_RW in enumerate(_vectors(ref, settings, "q", a, factors)):

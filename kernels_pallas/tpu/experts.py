@@ -70,10 +70,9 @@ def gated_experts(  # noqa: PLR0913
     """The sum of `reference.gated_experts`.
 
     x is float32 or bfloat16, in the dtype of the matrices; with quantized ones bfloat16. MXFP4 has
-    `values_for_tpu`. A token that is not
-    finite gives NaN, and so does one whose weights are not. The activation is an elementwise function of
-    float32 arrays that Pallas can lower. interpret: emulate a TPU on a CPU, slowly, and raise where accesses
-    to memory race.
+    `values_for_tpu`. A token that is not finite gives NaN, and so does one whose weights are not. The
+    activation is an elementwise function of float32 arrays that Pallas can lower. interpret: emulate a TPU on
+    a CPU, slowly, and raise where accesses to memory race.
     """
     matrices = [_matrix(x) for x in (gate_XFD, up_XFD, down_XDF)]
     biases = biases or (None,) * 3

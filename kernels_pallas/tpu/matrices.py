@@ -92,9 +92,8 @@ class Form:
         if not self.has_groups:
             values = jnp.swapaxes(matrix.values, -1, -2) if self.has_outputs_last else matrix.values
             return [values, matrix.scale] if self.has_blocks else [values]
-        scale = (
-            matrix.scale if self.kind == "mxfp4" else matrix.scale.astype(jnp.float32)
-        )  # float16 is not read
+        # A kernel reads no float16.
+        scale = matrix.scale if self.kind == "mxfp4" else matrix.scale.astype(jnp.float32)
         return [matrix.values, scale] + ([matrix.zero] if self.has_zero else [])
 
     def tile_shapes(self, tile: int) -> list[tuple[tuple[int, ...], int]]:
