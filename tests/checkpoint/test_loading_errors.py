@@ -80,9 +80,6 @@ BROKEN_WEIGHTS = {
     "header-length-wrong": lambda data: b"\xff" * 8 + data[8:],
     "header-not-json": lambda data: data[:8] + b"\x00" * 64 + data[72:],
     "another-format": lambda data: b"PK\x03\x04" + bytes(range(256)) * 8,
-    "an-lfs-pointer": (
-        lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1000\n"
-    ),
 }
 
 
@@ -93,6 +90,16 @@ def test_broken_safetensors(tmp_path, name, shards):
     file.write_bytes(BROKEN_WEIGHTS[name](file.read_bytes()))
     message = tiny.load_error(tmp_path)
     assert str(file) in message and "truncated or not a safetensors file" in message
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "model.gguf"])
+def test_a_git_lfs_pointer_is_named(tmp_path, name):
+    file = tiny.write(tmp_path, shards=2 if name == "model.safetensors" else 1) / name
+    if not file.exists() and name == "model.safetensors":
+        file = tmp_path / "model-00002-of-00002.safetensors"
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n")
+    message = tiny.load_error(file if name == "model.gguf" else tmp_path)
+    assert f"{file} is a git-LFS pointer, not the file: run `git lfs pull`" in message
 
 
 def test_index_names_an_absent_shard(tmp_path):
@@ -201,23 +208,24 @@ def test_other_names_of_models(tmp_path):
     for file in ("model.safetensors", "config.json"):
         (tmp_path / file).touch()
     for name, message in {
-        "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main": "a web address: give 'Qwen/Qwen3-0.6B'",
-        "hf.co/Qwen/Qwen3-0.6B": "neither a directory nor a hub name of the form owner/name",
-        "https://example.com/model.zip": "a web address: give a hub name owner/name or a directory",
-        "http://": "a web address: give a hub name",
+        "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main": "is a web address: give 'Qwen/Qwen3-0.6B'",
+        "hf.co/Qwen/Qwen3-0.6B": "does not exist: give a directory, or a hub name owner/name",
+        "https://example.com/model.zip": "is a web address: give a hub name owner/name or a directory",
+        "http://": "is a web address: give a hub name",
         tmp_path
-        / "model.safetensors": "a safetensors file, neither a directory nor a hub name: give the dir",
-        tmp_path / "config.json": "a file, neither a directory nor a hub name: give the directory that has",
+        / "model.safetensors": "is a safetensors file, neither a directory nor a hub name: give the dir",
+        tmp_path / "config.json": "is a file, neither a directory nor a hub name: give the directory that has",
     }.items():
-        assert f"model {str(name)!r} is {message}" in tiny.load_error(name)
+        assert f"model {str(name)!r} {message}" in tiny.load_error(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["/no/such/directory", "nowhere", "./no/such", "owner/name/more", "owner/", "../name"]
+    "name",
+    ["/no/such/directory", "nowhere", "./no/such", "owner/name/more", "owner/", "../name", "owner/name.gguf"],
 )
-def test_neither_a_directory_nor_a_hub_name(name, monkeypatch):
+def test_a_path_that_does_not_exist(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    assert f"model {name!r} is neither a directory nor a hub name" in tiny.load_error(name)
+    assert f"model {name!r} does not exist: give a directory, " in tiny.load_error(name)
 
 
 # --- the hub ------------------------------------------------------------------------------------------------
@@ -323,7 +331,7 @@ def test_hub_error_is_reported_in_one_line(monkeypatch, error):
     reason = str(error).split("\n")[0] or "ValueError"
     assert (
         tiny.load_error("owner/name")
-        == f"model 'owner/name' is not a directory and could not be fetched from the hub: {reason}"
+        == f"model 'owner/name' does not exist as a directory, and it could not be fetched from the hub: {reason}"
     )
 
 

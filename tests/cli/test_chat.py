@@ -57,8 +57,11 @@ def test_a_chat_prefills_only_new_turns(run_chat):
         (["--capacity=1"], "--capacity=1: give a whole number from 2"),
         (["--max_tokens=300"], "--max_tokens=300 leaves no tokens for a question in a capacity of 256"),
         (["--temperature=-1"], "--temperature=-1: give a number from 0 to 1000"),
+        (["--top_p=2"], "--top_p=2: give a number above 0 and at most 1"),
+        (["--adapter=/nowhere"], "adapter '/nowhere' does not exist: give a directory, or a hub name"),
+        (["--regex=a", "--choice=b"], "--regex and --choice both constrain the answer"),
         (["--prompt=x"], "Unknown command line flag 'prompt'"),
-        (["--model=/nowhere"], "model '/nowhere' is neither"),
+        (["--model=/nowhere"], "model '/nowhere' does not exist"),
     ],
 )
 def test_bad_flags_of_chat_exit_with_one_line(run_chat, flags, error):
@@ -83,6 +86,27 @@ def test_a_question_that_the_template_rejects_is_one_line(run_chat, tmp_path):
     assert [bool(re.match("xinfer-jax-chat: .*no such words", line)) for line in err.splitlines()] == [
         True
     ] * 2
+
+
+def test_the_answers_of_a_chat_follow_a_grammar(run_chat):
+    code, out, err = run_chat(f"{QUESTION}\n", "--choice=no idea", "--max_tokens=32")
+    assert (code, out, err) == (0, "no idea\n", "")
+
+
+@pytest.mark.full
+def test_a_line_is_edited_and_the_terminal_is_given_back(environment, good):  # noqa: F811
+    session = Session(
+        environment, "scripts/chat.py", f"--model={good}", "--max_tokens=16", "--compilation_cache=",
+        terminal=True,
+    )  # fmt: skip
+    session.until("> ")
+    session.type(f"{QUESTION}x\x7f")  # the last letter is erased
+    assert ANSWER in session.until("> ")
+    session.type("\x1b[A")  # arrow up: the question again
+    assert ANSWER in session.until("> ")
+    assert session.terminal_settings() != session.settings
+    assert session.interrupted()[0] == 130
+    assert session.terminal_settings() == session.settings
 
 
 @pytest.mark.full

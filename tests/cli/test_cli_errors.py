@@ -74,6 +74,8 @@ BAD_FLAGS = {
     ),
     "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear, float8_e4m3fn"),
     "model-empty": (["--model="], "--model=: give a directory or a hub name"),
+    "part-of-a-flag": (["--temp=0"], "flag 'temp'. Did you mean --temperature.*--help"),
+    "part-of-two-flags": (["--top=1"], "flag 'top'. Did you mean --top_k or --top_p.*--help"),
     "unknown-flag": (["--max_token=5"], "flag 'max_token'. Did you mean --max_tokens.*--help"),
     "switch-with-a-value": (["--nouse_cache=x"], "use_cache.*--help"),
     "unknown-short-flag": (["-x"], "Unknown command line flag 'x'"),
@@ -303,9 +305,9 @@ def test_an_empty_model_directory_is_an_error(command, tmp_path):
     [
         (
             ["--prompt=" + "x" * 300, "--max_tokens=1"],
-            r"prompt of 3\d\d tokens \+ max_new_tokens 1 exceeds the model's context limit 256",
+            r"prompt of 3\d\d tokens \+ --max_tokens 1 exceeds the model's context limit 256",
         ),
-        (["--prompt=x", "--max_tokens=256"], "max_new_tokens 256 exceeds the model's context limit 256"),
+        (["--prompt=x", "--max_tokens=256"], "--max_tokens 256 exceeds the model's context limit 256"),
         (["--prompt=a\udcffb"], "only valid Unicode text"),
     ],
     ids=[

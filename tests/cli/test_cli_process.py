@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 import warnings
 from pathlib import Path
@@ -154,10 +155,14 @@ def screen(written: str) -> str:
 
 
 class Session:
-    """A process whose standard error is a terminal, as is its standard input where nothing is piped in."""
+    """A process whose standard error is a terminal, as is its standard input where nothing is piped in.
 
-    def __init__(self, environment, *args, stdin=None):
+    terminal: its standard output is this terminal too.
+    """
+
+    def __init__(self, environment, *args, stdin=None, terminal=False):
         self._terminal, theirs = os.openpty()
+        self.settings = termios.tcgetattr(theirs)
         # Where Ctrl-C is ignored (tests in the background of a shell) a child would ignore it too.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
@@ -165,7 +170,7 @@ class Session:
             cwd=ROOT,
             env=environment,
             stdin=theirs if stdin is None else stdin,
-            stdout=subprocess.PIPE,
+            stdout=theirs if terminal else subprocess.PIPE,
             stderr=theirs,
         )
         signal.signal(signal.SIGINT, before)
@@ -183,6 +188,9 @@ class Session:
         assert text in seen, seen
         return seen.replace("\r\n", "\n")
 
+    def terminal_settings(self) -> list:
+        return termios.tcgetattr(self._terminal)
+
     def type(self, line: str) -> None:
         os.write(self._terminal, f"{line}\n".encode())
 
@@ -192,7 +200,7 @@ class Session:
             self.process.send_signal(signal.SIGINT)
             time.sleep(0.01 if times > 1 else 0)
         start = time.perf_counter()
-        out = self.process.communicate(timeout=60)[0].decode()
+        out = (self.process.communicate(timeout=60)[0] or b"").decode()
         assert time.perf_counter() - start < 10  # 0.2 s on a quiet machine
         return self.process.returncode, out, self.until()
 
@@ -211,6 +219,17 @@ def test_interrupt_while_compiling(environment):
     time.sleep(0.3)
     code, out, err = session.interrupted(times=3)
     assert (code, out) == (130, "") and "Traceback" not in err and screen(err) == ""
+
+
+def test_interrupt_while_an_engine_compiles(environment, tmp_path):
+    """No line of the file has begun, so the command ends at once, and nothing is lost."""
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    files = f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}"
+    session = Session(environment, "scripts/batch.py", *files, "--compilation_cache=")
+    session.until("compiling the programs of the engine")
+    code, out, err = session.interrupted()
+    assert (code, out) == (130, "") and "Traceback" not in err and screen(err) == ""
+    assert (tmp_path / "out").read_text() == ""
 
 
 def test_interrupt_while_generating(environment, good):
@@ -238,7 +257,7 @@ def test_version_flag_prints_versions(capsys):
     "script, args, code, output",
     [
         ("generate.py", ["--version"], 0, r"xinfer-jax \d+\.\d+\.\d+ \(jax"),
-        ("generate.py", ["--model=/nowhere", "--prompt=x"], 2, "xinfer-jax: model '/nowhere' is neither"),
+        ("generate.py", ["--model=/nowhere", "--prompt=x"], 2, "xinfer-jax: model '/nowhere' does not exist"),
         ("chat.py", ["--temperature=-1"], 2, "xinfer-jax-chat: --temperature=-1: give"),
         ("perplexity.py", ["--window=x"], 2, "perplexity: .*--window=x"),
         ("examples/beams.py", ["--width=4"], 2, "beams: .*width"),

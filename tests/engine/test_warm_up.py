@@ -89,6 +89,8 @@ def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
         drawn = engine.submit([5, 6, 8], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0))
         greedy = engine.submit([5, 6, 8], xj.GenerateOptions(4, **NO_END))
         assert len(greedy.result().tokens[0]) == 4 and not drawn.ended
+        long = engine.submit(list(range(70)), xj.GenerateOptions(2, **NO_END))  # needs another stage
+        assert len(long.result().tokens[0]) == 2 and not drawn.ended
         stats = engine.stats
         assert stats.waiting == stats.waiting_for_programs == 1 and stats.running == 0
         before = engine.last_step_time

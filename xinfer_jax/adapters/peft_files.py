@@ -54,7 +54,7 @@ def load_adapter(
         InputError: a file is missing or damaged; adapter_config.json has what is not done; tensors that are
             missing, unknown, misshapen or not finite.
     """
-    path = resolve_directory(path_or_repo_id, download_adapter)
+    path = resolve_directory(path_or_repo_id, download_adapter, "adapter")
     file = path / CONFIG
     if file.is_file() and file.stat().st_size > _MAX_CONFIG:
         raise InputError(f"{file} has {file.stat().st_size} bytes, the limit is {_MAX_CONFIG}")

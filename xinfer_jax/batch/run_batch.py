@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import Any
@@ -78,6 +78,7 @@ def generate_file(  # noqa: PLR0913  a public function
     grace: float = 30.0,
     progress: bool = True,
     escape_control_tokens: bool = True,
+    starting: AbstractContextManager[object] | None = None,
     **shape: Any,
 ) -> dict[str, Any]:
     """Answers every line of a file, and appends each answer to the output when it is finished. If a run is
@@ -100,6 +101,7 @@ def generate_file(  # noqa: PLR0913  a public function
         stop: when it is set, no more lines start, and running ones have `grace` seconds to end.
         progress: show progress on standard error.
         escape_control_tokens: as in `encode_prompt`, for lines with messages or a prompt that is not raw.
+        starting: a context manager that is entered while the engine starts, which compiles programs.
         shape: further arguments of `Engine`; data_parallel: the number of engines.
 
     Returns:
@@ -125,7 +127,9 @@ def generate_file(  # noqa: PLR0913  a public function
     defaults = LineDefaults.make(model, options, seed, raw, system, score, escape_control_tokens)
     output_file = ResumableOutput(output, run_settings(model, defaults, shape, shard, in_order))
     try:
-        with closing(make_engine(model, **dict(warm_up=True) | shape)) as engine:
+        with starting or nullcontext():
+            engine = make_engine(model, **shape)
+        with closing(engine):
             defaults.check(engine)
             total = _count_lines(input) // n if progress and str(input) != "-" else None
             run = _BatchRun(engine, defaults, output_file, in_order, progress, total, names)

@@ -26,14 +26,22 @@ _PATTERNS = [
     "adapter_config.json", *TEXT_FILES, WEIGHTS,
     INDEX,
 ]  # fmt: skip
+_LFS_POINTER = b"version https://git-lfs"
 _MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much
 
 
 def file_exists(file: Path) -> bool:
-    """Whether the file exists; InputError: the path is a directory, or a link to nothing or to itself."""
+    """Returns whether the file exists.
+
+    Raises:
+        InputError: the path is a directory, a link to nothing or to itself, or a git-LFS pointer.
+    """
     try:
         if file.is_file():
-            return True
+            with open(file, "rb") as opened:
+                if opened.read(len(_LFS_POINTER)) != _LFS_POINTER:
+                    return True
+            raise InputError(f"{file} is a git-LFS pointer, not the file: run `git lfs pull` in its clone")
         if not os.path.lexists(file):
             return False
     except OSError as error:
@@ -88,10 +96,13 @@ def read_index(path: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def checkpoint_path(path_or_repo_id: str | Path) -> Path:
-    """The GGUF file or the directory of a checkpoint, as `checkpoint_dir` finds it."""
+def checkpoint_path(path_or_repo_id: str | Path, noun: str = "model") -> Path:
+    """Returns the GGUF file or the directory of a checkpoint, as `checkpoint_dir` finds it.
+
+    noun: names it in errors.
+    """
     path = Path(os.path.expanduser(path_or_repo_id))
-    return path if is_gguf(path) else checkpoint_dir(path_or_repo_id)
+    return path if is_gguf(path) else resolve_directory(path_or_repo_id, _download, noun)
 
 
 def is_gguf(path: Path) -> bool:
@@ -103,20 +114,24 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     """The directory of a checkpoint; a name owner/name is downloaded from the Hugging Face hub. Raises
     InputError.
     """
-    return resolve_directory(path_or_repo_id, _download)
+    return resolve_directory(path_or_repo_id, _download, "model")
 
 
-def resolve_directory(path_or_repo_id: str | Path, download: Callable[[str], Path]) -> Path:
-    """`checkpoint_dir`, with what downloads a repository's files and returns their directory."""
+def resolve_directory(path_or_repo_id: str | Path, download: Callable[[str], Path], noun: str) -> Path:
+    """Returns a directory, or the one that `download` makes of a hub repository's files.
+
+    noun: "model" or "adapter", for errors.
+    """
     name = str(path_or_repo_id)
     path = Path(os.path.expanduser(path_or_repo_id))
     try:
         if path.is_dir():
             return path
     except OSError as error:
-        raise InputError(f"model {name!r} cannot be opened: {error}") from error
-    if os.path.lexists(path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise InputError(f"model {name!r} is {describe_name(name)}")
+        raise InputError(f"{noun} {name!r} cannot be opened: {error}") from error
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith(".gguf")
+    if os.path.lexists(path) or not is_hub_name:
+        raise InputError(f"{noun} {name!r} {describe_name(name)}")
     try:
         return download(name)
     except InputError:
@@ -125,7 +140,7 @@ def resolve_directory(path_or_repo_id: str | Path, download: Callable[[str], Pat
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         # Not chained: the traceback of the hub's package says nothing more.
         raise InputError(
-            f"model {name!r} is not a directory and could not be fetched from the hub: {reason}"
+            f"{noun} {name!r} does not exist as a directory, and it could not be fetched from the hub: {reason}"
         ) from None
 
 

@@ -35,14 +35,20 @@ def describe_files(names: Iterable[str], otherwise: str = _NO_WEIGHTS) -> str:
 
 
 def describe_name(name: str) -> str:
-    """What a name that is neither a directory nor a hub name is, as the rest of a sentence."""
+    """Says what is wrong with a name that is neither a directory nor a hub name: the rest of a sentence."""
     if address := re.match(r"\w+://([^/]*)/*([^/?#]+/[^/?#]+)?", name):
         (host, repository) = address.groups()
         is_hub = host.removeprefix("www.") in ("huggingface.co", "hf.co") and repository
-        return f"a web address: give {repr(repository) if is_hub else 'a hub name owner/name or a directory'}"
-    if not os.path.isfile(os.path.expanduser(name)):
-        return "neither a directory nor a hub name of the form owner/name"
+        return f"is a web address: give {repr(repository) if is_hub else 'a hub name owner/name or a directory'}"
+    path = os.path.expanduser(name)
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"is a link to {os.readlink(path)!r}, which does not exist: correct the link"
+    if not os.path.lexists(path):
+        file = ", a GGUF file" if name.endswith(".gguf") else ""
+        return f"does not exist: give a directory{file}, or a hub name owner/name"
+    if not os.path.isfile(path):
+        return "is neither a directory nor a file: give a directory, or a hub name owner/name"
     if name.endswith(".gguf"):
-        return "a GGUF file, where only a directory is read: give the safetensors that it was made from"
+        return "is a GGUF file, where only a directory is read: give the safetensors that it was made from"
     kind = "safetensors file" if name.endswith(".safetensors") else "file"
-    return f"a {kind}, neither a directory nor a hub name: give the directory that has config.json too"
+    return f"is a {kind}, neither a directory nor a hub name: give the directory that has config.json too"

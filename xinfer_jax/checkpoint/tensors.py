@@ -240,6 +240,7 @@ def read_tensor_file(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file. Its header is 8 bytes with the length of the JSON that follows; offsets count
     from the end of that JSON.
     """
+    file_exists(file)  # raises for a git-LFS pointer
     try:
         with safe_open(file, "numpy"):  # validates the whole header
             pass

@@ -51,10 +51,10 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     join_processes()
     prompt = open_control_channel().broadcast(prompt) if jax.process_count() > 1 else prompt
     assert prompt is not None
-    checkpoints = [_adapted(open_model(flags.model, flags), flags.adapter)]
+    checkpoints = [with_adapter_files(open_model(flags.model, flags), flags.adapter)]
     draft = flags.draft
     if draft not in (None, "lookup"):
-        checkpoints.append(open_model(draft, flags))
+        checkpoints.append(open_model(draft, flags, "draft model"))
         draft = checkpoints[1].model
     model = checkpoints[0].model  # of shapes only, for compilation
     sampling = sampling_from_flags(flags, model)
@@ -94,8 +94,8 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     return 0
 
 
-def _adapted(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
-    """The checkpoint with the adapter at a path. None: without."""
+def with_adapter_files(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
+    """Returns the checkpoint with the adapter at a path. None: without one."""
     if path is None:
         return checkpoint
     model = checkpoint.model

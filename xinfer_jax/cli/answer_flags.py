@@ -64,6 +64,12 @@ def define_model(parser: FlagParser) -> None:
     )
 
 
+def define_adapter(parser: FlagParser) -> None:
+    parser.add_text(
+        "adapter", "LoRA adapter: a directory as PEFT saves it, or a hub name.", empty="give a directory"
+    )
+
+
 def define_cache_dtype(parser: FlagParser, dtypes: Iterable[str]) -> None:
     text = "Keys and values in fewer bytes, or a float type. Default: float32 on CPU."
     parser.add_choice("cache_dtype", text, *dtypes)
@@ -267,9 +273,7 @@ define_sampling(PARSER)
 _define_decoding(PARSER)
 define_grammar(PARSER)
 define_model(PARSER)
-PARSER.add_text(
-    "adapter", "LoRA adapter: a directory as PEFT saves it, or a hub name.", empty="give a directory"
-)
+define_adapter(PARSER)
 define_processes(PARSER)
 PARSER.group = "cache, kernels and output"
 define_cache_dtype(PARSER, _CACHE_DTYPES)

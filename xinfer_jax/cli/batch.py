@@ -1,6 +1,9 @@
 """The work of `xinfer-jax-batch` after its flags: loads the model, answers the file, prints statistics."""
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..batch.resumable_output import merge_shards
@@ -9,7 +12,7 @@ from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import grammar_from_flags, sampling_from_flags
 from .answer_flags import engine_sizes
-from .process import capture_signals
+from .process import SignalEvent, capture_signals, uncaptured
 from .startup import check_devices, devices_from_flags, join_processes, open_model, use_compilation_cache
 from .terminal import status
 
@@ -42,6 +45,7 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
         report = generate_file(
             model, flags.input, flags.output, options, seed=flags.seed, raw=flags.raw, system=flags.system,
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
+            starting=_engine_starts(stop),
             data_parallel=flags.data_parallel, escape_control_tokens=flags.escape_control_tokens,
             model_names=(flags.served_model_name,) if flags.served_model_name else None, **engine_settings,
             **devices_from_flags(flags),
@@ -56,6 +60,16 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
     if report["stopped"]:
         return 128 + stop.number
     return 1 if report["errors"] + report["errors_before"] else 0
+
+
+@contextmanager
+def _engine_starts(stop: SignalEvent) -> Iterator[None]:
+    """Says that programs are compiled. Ctrl-C ends the command at once, since no line has begun."""
+    work = "compiling the programs of the engine"
+    if not (sys.stderr and sys.stderr.isatty()):
+        status.log(f"xinfer-jax-batch: {work}")
+    with status(work), uncaptured(stop):
+        yield
 
 
 def merge_outputs(flags: Any) -> int:

@@ -15,10 +15,10 @@ from ..sampling.random_keys import key_from_seed
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_text_from_ids
 from ..tool_calls.answer_parser import AnswerParser
-from .answer import sampling_from_flags
+from .answer import grammar_from_flags, sampling_from_flags, with_adapter_files
 from .process import capture_signals
 from .startup import chunks_with_status, load_and_compile, open_model, use_compilation_cache
-from .terminal import status, write
+from .terminal import read_line, status, write
 
 _MAX_LINE = 2**20  # characters
 _COMMANDS = "there are /exit, /reset and /stats"
@@ -50,10 +50,12 @@ def _next_line() -> str:
     """The next line of standard input; "" at its end."""
     if sys.stdin is None:
         return ""
-    if sys.stdin.isatty():
-        write("> ")
     try:
-        line = sys.stdin.readline(_MAX_LINE + 1)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            line = read_line("> ")
+        else:
+            write("> " if sys.stdin.isatty() else "")
+            line = sys.stdin.readline(_MAX_LINE + 1)
     except UnicodeDecodeError as error:
         raise InputError(f"standard input is not {error.encoding} text: {error.reason}") from error
     if len(line) > _MAX_LINE:
@@ -65,7 +67,7 @@ class Conversation:
     """The messages of a chat, and the prefix with their keys and values."""
 
     def __init__(self, flags: Any):
-        checkpoint = open_model(flags.model, flags)
+        checkpoint = with_adapter_files(open_model(flags.model, flags), flags.adapter)
         self._model = checkpoint.model
         sampling = sampling_from_flags(flags, self._model)
         new = flags.max_tokens
@@ -75,7 +77,8 @@ class Conversation:
                 f"--max_tokens={new} leaves no tokens for a question in a capacity of {capacity}: lower it"
             )
         self._capacity = capacity
-        self._options = GenerateOptions(new, sampling, capacity=capacity, keep_prefix=True)
+        grammar = grammar_from_flags(flags)
+        self._options = GenerateOptions(new, sampling, capacity=capacity, keep_prefix=True, grammar=grammar)
         self._key = key_from_seed(flags.seed)
         self._escape = flags.escape_control_tokens
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]

@@ -1,7 +1,15 @@
 """The flags of `xinfer-jax-chat` and scripts/chat.py. chat.py does the work; jax is imported with it."""
 
 from ..errors import InputError
-from .answer_flags import define_escaping, define_generation_config, define_model, define_temperature
+from .answer_flags import (
+    check_grammar,
+    define_adapter,
+    define_escaping,
+    define_grammar,
+    define_model,
+    define_sampling,
+    define_temperature,
+)
 from .flag_parser import FlagParser
 from .process import command_main
 from .terminal import status
@@ -21,11 +29,14 @@ PARSER.add_integer("max_tokens", "Most tokens of an answer.", default=256, least
 PARSER.add_integer("capacity", "Most tokens of the chat. Default: 4096, or the model's limit.", least=2)
 PARSER.add_switch("stats", "Print statistics of each answer.")
 define_temperature(PARSER)
-define_generation_config(PARSER)
+define_sampling(PARSER)
+define_grammar(PARSER)
 define_model(PARSER)
+define_adapter(PARSER)
 
 
 def _run() -> int:
+    check_grammar(PARSER)
     new = PARSER.values.max_tokens
     capacity = PARSER.values.capacity
     if capacity is not None and capacity <= new:

@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import platform
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from ..errors import InputError
 from .terminal import write
 
 _LARGEST = 2**31 - 1
+# Arguments of the library whose flag has another name.
+_FLAG_OF_ARGUMENT = dict(max_new_tokens="max_tokens", min_new_tokens="min_tokens", stop_strings="stop")
 
 
 class FlagParser:
@@ -93,8 +96,9 @@ class FlagParser:
         if not rest[0].startswith("-") or not name:
             remedy = "give the prompt with --prompt" if "prompt" in self.values else "everything is a flag"
             raise InputError(f"unexpected argument {rest[0]!r}: {remedy} (see --help)")
-        close = difflib.get_close_matches(name[:50], list(self.values), 1)
-        meant = f". Did you mean --{close[0]}?" if close else ""
+        longer = [flag for flag in self.values if flag.startswith(name)]
+        close = longer[:3] or difflib.get_close_matches(name[:50], list(self.values), 1)
+        meant = f". Did you mean {' or '.join(f'--{flag}' for flag in close)}?" if close else ""
         raise InputError(f"Unknown command line flag {name!r}{meant} (see --help)")
 
     def _with_underscores(self, argv: Sequence[str]) -> list[str]:
@@ -110,6 +114,11 @@ class FlagParser:
             if not equals and flag in self.values and not self.values[flag].boolean:
                 found += itertools.islice(args, 1)  # its value, which stays as it is
         return found
+
+    def with_flag_names(self, message: object) -> str:
+        """Returns an error of the library with the command's flags in place of the library's arguments."""
+        flag_of = {name: f"--{flag}" for name, flag in _FLAG_OF_ARGUMENT.items() if flag in self.values}
+        return re.sub(r"\b[a-z_]+\b", lambda word: flag_of.get(word[0], word[0]), str(message))
 
     def is_set(self, name: str) -> bool:
         """Whether a flag has a value other than its default."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from ..errors import InputError, format_message
-from .terminal import discard_output, one_line_warnings, status, write
+from .terminal import discard_output, one_line_warnings, restore_terminal, status, write
 
 _STARTED = time.monotonic()
 _STACK = 64 << 20  # bytes; the main thread has 8 MiB and more, another may have 512 KiB
@@ -82,6 +82,16 @@ def capture_signals() -> Iterator[SignalEvent]:
         _captures.remove(event)
 
 
+@contextmanager
+def uncaptured(event: SignalEvent) -> Iterator[None]:
+    """Within, a signal ends the process again, although `capture_signals` gave this event."""
+    _captures.remove(event)
+    try:
+        yield
+    finally:
+        _captures.append(event)
+
+
 def _handle_signal(number: int, _: object) -> None:
     unset = [event for event in _captures if not event.is_set()]
     if unset:
@@ -94,6 +104,7 @@ def _handle_signal(number: int, _: object) -> None:
         flushing.start()
         flushing.join(0.2)
     status.close()
+    restore_terminal()
     os._exit(128 + number)
 
 
@@ -117,7 +128,10 @@ def command_main(parser: Any, work: Callable[[], int]) -> Callable[..., NoReturn
     def main(argv: Sequence[str] | None = None) -> NoReturn:
         def run() -> int:
             parser.parse(sys.argv if argv is None else argv)
-            return work()
+            try:
+                return work()
+            except InputError as error:
+                raise InputError(parser.with_flag_names(error)) from error
 
         run_and_exit(parser.name, run)
 

@@ -113,7 +113,7 @@ def shared_settings(parser: FlagParser) -> dict[str, str]:
     for name in ("model", "draft"):
         path = flags[name].value if name in flags else "none"
         if path not in ("lookup", "none") and (path or name == "model"):
-            directory = checkpoint_path(path) if path else BUNDLED
+            directory = checkpoint_path(path, f"--{name}") if path else BUNDLED
             files = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
             files = [file for file in sorted(files) if file.suffix in (".json", ".jinja", ".safetensors")]
             files += [directory] * is_gguf(directory)

@@ -29,9 +29,12 @@ def join_processes() -> int:
     return jax_args.get("process_id", 0)
 
 
-def open_model(name: str | None, flags: Any) -> Checkpoint:
-    """`open_checkpoint` with the settings of flags, after a download with its own progress bar."""
-    path = name and checkpoint_path(name)
+def open_model(name: str | None, flags: Any, noun: str = "model") -> Checkpoint:
+    """Opens a checkpoint with the settings of flags, after a download with its own progress bar.
+
+    noun: names it in errors.
+    """
+    path = name and checkpoint_path(name, noun)
     mesh = flags.mesh
     if distributed_args() and not mesh:
         mesh = f"model={jax.device_count()}"

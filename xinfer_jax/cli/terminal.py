@@ -2,16 +2,18 @@
 
 import os
 import sys
+import termios
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from ..errors import InputError, format_message
 
 _ERASE = "\x1b[K"  # from the cursor to the end of the line
+_reading: list[list[Any]] = []  # the terminal's settings before the line that is being read
 _CACHE_WARNING = "persistent compilation cache entry"  # jax warns once for each program
 
 
@@ -23,6 +25,26 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         raise InputError(f"standard output cannot be written ({error.strerror}): give another") from error
+
+
+def read_line(prompt: str) -> str:
+    """Reads a line from a terminal, with editing and a history of earlier lines. "" at its end."""
+    with suppress(ImportError):  # without readline the terminal's own editing is left
+        import readline  # noqa: F401  `input` uses it once it is imported
+    _reading.append(termios.tcgetattr(sys.stdin))
+    try:
+        return f"{input(prompt)}\n"
+    except EOFError:
+        return ""
+    finally:
+        _reading.pop()
+
+
+def restore_terminal() -> None:
+    """Gives the terminal back as it was before `read_line`, for a process that ends within it."""
+    for settings in _reading:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
+        write("\n")
 
 
 class StatusLine:

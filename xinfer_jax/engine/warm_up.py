@@ -36,9 +36,9 @@ class WarmUp:
         self.complete = False  # all programs are compiled
         self.is_waiting = False  # a call waits for its program now
         self._left: dict[str, Stage] = {}  # the stages that are not compiled, the most likely first
-        self._wanted: set[str] = set()  # requests wait for these
-        self._news = threading.Event()  # a stage is wanted, or the background is to end
-        self._stopped = False
+        self._begun: dict[str, threading.Thread] = {}  # compiles the stage of this name
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
 
     def __call__(self, program: Any, *args: Any) -> Any:
         if self.complete or self.compiler.is_compiled(program, *args):
@@ -51,34 +51,48 @@ class WarmUp:
             self.is_waiting = False
 
     def is_ready(self, stages: frozenset[str]) -> bool:
-        """Whether these stages are compiled; if not, they come next."""
-        if stages.isdisjoint(self._left):
-            return True
-        self._wanted |= stages
-        self._news.set()
-        return False
+        """Returns whether these stages are compiled. Those that are not begin now, beside what compiles."""
+        needed = stages & self._left.keys()
+        for name in needed:
+            self._begin(name)
+        return not needed
 
     def compile_in_background(self, stages: dict[str, Stage], is_busy: Callable[[], bool]) -> None:
-        """Begins to compile these stages, one after another, and returns. A stage that no request waits for
-        begins once the engine has been idle, or after some seconds: compiling takes the processors from
+        """Begins to compile these stages, one after another, and returns. A stage begins when a request needs
+        it, or once the engine has been idle, or after some seconds: compiling takes the processors from
         requests. The end of the process waits for the programs that have begun: XLA cannot be interrupted.
         is_busy: whether the engine has requests.
         """
         self._left = dict(stages)
 
         def compile_stages() -> None:
-            while self._left and (name := self._next_stage(is_busy)):
-                try:
-                    self.compiler.compile_all(self._left[name])
-                except CompilerStoppedError:
-                    break
-                except Exception as error:  # a request that needs the program compiles it, or has the error
-                    about = f"{type(error).__name__}: {error}"
-                    print(f"a program was not compiled in the background: {about}", file=sys.stderr)
-                self._left = {other: stage for other, stage in self._left.items() if other != name}
+            while name := self._next_stage(is_busy):
+                self._begin(name).join()
+            for thread in self._begun.values():  # those that requests began
+                thread.join()
             self.finish()
 
         threading.Thread(target=compile_stages, name="xinfer_jax warm-up").start()
+
+    def _begin(self, name: str) -> threading.Thread:
+        """Returns the thread that compiles a stage, after starting it if nobody has."""
+        with self._lock:
+            if name not in self._begun:
+                compiling = threading.Thread(target=self._compile, args=(name,), name=f"xinfer_jax {name}")
+                self._begun[name] = compiling
+                compiling.start()
+            return self._begun[name]
+
+    def _compile(self, name: str) -> None:
+        try:
+            self.compiler.compile_all(self._left[name])
+        except CompilerStoppedError:
+            return
+        except Exception as error:  # a request that needs the program compiles it, or has the error
+            about = f"{type(error).__name__}: {error}"
+            print(f"a program was not compiled in the background: {about}", file=sys.stderr)
+        with self._lock:
+            self._left = {other: stage for other, stage in self._left.items() if other != name}
 
     def finish(self) -> None:
         """No call waits any more: what is not compiled compiles when it runs."""
@@ -86,22 +100,21 @@ class WarmUp:
         self.complete = True
 
     def stop(self) -> None:
-        """Ends the background after the stage that has begun."""
-        self._stopped = True
-        self._news.set()
+        """Ends the background after the stages that have begun."""
+        self._stopped.set()
 
     def _next_stage(self, is_busy: Callable[[], bool]) -> str | None:
-        """The name of the stage to compile now, after waiting for an idle engine; None at the end."""
+        """Returns the next stage that has not begun, after waiting for an idle engine; None at the end."""
         began = idle_since = time.monotonic()
-        while threading.main_thread().is_alive() and not self._stopped:
-            if wanted := [name for name in self._left if name in self._wanted]:
-                return wanted[0]
+        while threading.main_thread().is_alive() and not self._stopped.is_set():
+            rest = [name for name in self._left if name not in self._begun]
+            if not rest:
+                return None
             now = time.monotonic()
             idle_since = now if is_busy() else idle_since
             if now > min(idle_since + _IDLE_SECONDS, began + _PATIENCE):
-                return next(iter(self._left))
-            self._news.wait(_POLL_SECONDS)
-            self._news.clear()
+                return rest[0]
+            self._stopped.wait(_POLL_SECONDS)
         return None
 
 

@@ -28,6 +28,8 @@ class Precompiler:
         self._seen: dict[Any, tuple[Future[None], Any]] = {}
         self._compiling: list[Future[None]] = []
         self._lock = threading.Lock()
+        self._dry_run_lock = threading.Lock()
+        self._used: list[Future[None]] = []  # by the dry run of `compile_all`
 
     def __call__(self, program: Any, *args: Any) -> Any:
         return self._begin(program, args)[1]
@@ -48,9 +50,11 @@ class Precompiler:
         """Compiles what a dry run needs, and waits for it. Raises what made one of its programs fail, once
         the others are compiled.
         """
-        begun = self.num_programs
-        dry_run()
-        if failed := [future for future in self._compiling[begun:] if _has_failed(future)]:
+        with self._dry_run_lock:
+            self._used = []
+            dry_run()
+            used = self._used
+        if failed := [future for future in used if _has_failed(future)]:
             failed[0].result()
 
     def _begin(self, program: Any, args: tuple) -> tuple[Future[None], Any]:
@@ -64,6 +68,7 @@ class Precompiler:
                 device = next((s for s in shardings if isinstance(s, SingleDeviceSharding)), None)
                 # One committed argument commits the results.
                 self._seen[key] = future, with_sharding(traced.out_info, device)
+            self._used.append(self._seen[key][0])
             return self._seen[key]
 
     def _submit(self, lowered: Any) -> Future[None]:
