@@ -4,7 +4,22 @@ it is not installed. A copy of an example elsewhere does not need it: call `main
 
 import sys
 from pathlib import Path
+from types import TracebackType
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from launcher import start as start  # noqa: E402
+from launcher import exit_with_error, start as start  # noqa: E402
+
+from xinfer_jax.errors import InputError  # noqa: E402
+
+_OF_TRAINING = ("optax", "orbax")  # packages of the extra `train`
+
+
+def _name_the_extra(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in _OF_TRAINING:
+        remedy = "run pip install '.[train]' in the checkout"
+        exit_with_error(InputError(f"{error.name} is not installed: {remedy}"))
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _name_the_extra

@@ -214,7 +214,7 @@ def test_other_names_of_models(tmp_path):
         "http://": "is a web address: give a hub name",
         tmp_path
         / "model.safetensors": "is a safetensors file, neither a directory nor a hub name: give the dir",
-        tmp_path / "config.json": "is a file, neither a directory nor a hub name: give the directory that has",
+        tmp_path / "config.json": "is a file, neither a directory nor a hub name: give the directory",
     }.items():
         assert f"model {str(name)!r} {message}" in tiny.load_error(name)
 
@@ -331,7 +331,7 @@ def test_hub_error_is_reported_in_one_line(monkeypatch, error):
     reason = str(error).split("\n")[0] or "ValueError"
     assert (
         tiny.load_error("owner/name")
-        == f"model 'owner/name' does not exist as a directory, and it could not be fetched from the hub: {reason}"
+        == f"model 'owner/name' does not exist here, and it could not be fetched from the hub: {reason}"
     )
 
 

@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 import run_script
@@ -179,3 +181,13 @@ def test_example_runs(name):
     lines_of_engines = re.sub(".* ready in .*\n", "", ran.stderr)
     assert (ran.returncode, lines_of_engines) == (0, "")
     CHECKS[name](ran.stdout)
+
+
+def test_an_example_names_the_extra_that_it_needs():
+    code = (
+        "import runpy, sys; sys.modules['optax'] = None\n"
+        "sys.path.insert(0, 'scripts/examples'); runpy.run_path('scripts/examples/adapter_sft.py')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    message = "optax is not installed: run pip install '.[train]' in the checkout"
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr

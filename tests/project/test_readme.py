@@ -18,10 +18,13 @@ pytestmark = pytest.mark.newest
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Python, and the output that follows it, where a README shows one.
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:```\n(.*?)```\n)?", re.DOTALL)
-FROM_THE_HUB = '"Qwen/Qwen2.5-0.5B-Instruct"'  # stands for the bundled checkpoint here
 # A pattern of what each block prints, in order; None: what the README shows.
 PRINTED = {
-    "README.md": (r".+", r"\[\[.+\]\]\n", r"\(2, 16\) \[\d+ \d+\]\n"),
+    "README.md": (
+        r"The capital of France is Paris\.",
+        r"The capital of France is Paris\.\n",
+        r"\(2, 16\) \[\d+ \d+\]\n",
+    ),
     "xinfer_jax/README.md": (r"True\n", None),
     "xinfer_jax/TRAINING.md": (None, None, None),
     "xinfer_jax/grammar/README.md": (r'\{"name":".*","age":\d+\}\n', r"((yes|no), \d{1,2}%\n){4}"),
@@ -56,7 +59,7 @@ def test_block_prints(name, number, capsys, tmp_path, monkeypatch):
         (program := tmp_path / "program.py").write_text(block, encoding="utf-8")
         out = run_script.run_on_devices(8, program)
     else:
-        exec(compile(block.replace(FROM_THE_HUB, ""), name, "exec"), {})
+        exec(compile(block, name, "exec"), {})
         out = capsys.readouterr().out
     if pattern is None:
         assert out == shown

@@ -74,7 +74,7 @@ def test_adapters_are_models_that_come_and_go(model, directory):
         assert again["choices"] == adapted["choices"] != other["choices"]
 
         for body, message in (
-            (dict(lora_name="b", lora_path="b"), "'b' is there"),
+            (dict(lora_name="b", lora_path="b"), "'b' is loaded already: give load_inplace true"),
             (dict(lora_name="c", lora_path="b"), "holds 2 adapters"),
             (dict(lora_name=plain["model"], lora_path="b"), "name of the model"),
             (dict(lora_name="", lora_path="b"), "short text"),

@@ -140,7 +140,7 @@ def resolve_directory(path_or_repo_id: str | Path, download: Callable[[str], Pat
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         # Not chained: the traceback of the hub's package says nothing more.
         raise InputError(
-            f"{noun} {name!r} does not exist as a directory, and it could not be fetched from the hub: {reason}"
+            f"{noun} {name!r} does not exist here, and it could not be fetched from the hub: {reason}"
         ) from None
 
 

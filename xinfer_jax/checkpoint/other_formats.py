@@ -39,7 +39,8 @@ def describe_name(name: str) -> str:
     if address := re.match(r"\w+://([^/]*)/*([^/?#]+/[^/?#]+)?", name):
         (host, repository) = address.groups()
         is_hub = host.removeprefix("www.") in ("huggingface.co", "hf.co") and repository
-        return f"is a web address: give {repr(repository) if is_hub else 'a hub name owner/name or a directory'}"
+        remedy = repr(repository) if is_hub else "a hub name owner/name or a directory"
+        return f"is a web address: give {remedy}"
     path = os.path.expanduser(name)
     if os.path.islink(path) and not os.path.exists(path):
         return f"is a link to {os.readlink(path)!r}, which does not exist: correct the link"

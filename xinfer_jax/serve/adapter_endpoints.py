@@ -61,6 +61,9 @@ class AdapterEndpoints:
         if in_place and isinstance(name, str) and name in engine.adapters:
             engine.update_adapter(name, path)
             return f"adapter {format_value(name)} is replaced"
+        if isinstance(name, str) and name in engine.adapters:
+            why = f"the adapter {format_value(name)} is loaded already: give load_inplace true to replace it"
+            raise BodyError("lora_name", why)
         engine.add_adapter(name, path)
         return f"adapter {format_value(name)} is loaded"
 
