@@ -79,6 +79,27 @@ def test_a_policy_says_what_is_stored():
     assert sizes[0] < sizes[1]
 
 
+def test_a_policy_stores_the_parts_of_a_layer_that_it_names():
+    config = cases.CASES[NAMES[0]].config
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0)))
+
+    def stored(*names: str) -> int:
+        remat = jax.checkpoint_policies.save_only_these_names(*names)
+        return gradient.lower(params, config, *padded(), remat=remat).as_text().count("dot_general")
+
+    parts = ("qkv", "attention_out", "gate_up")
+    products = [stored(part) for part in ("", *parts)]
+    assert all(fewer < products[0] for fewer in products[1:]) and stored(*parts) < min(products)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_outputs_of_every_layer_have_names(name):
+    config = cases.Case(cases.CASES[name].hf | CHANGES.get(name, {})).config
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0)))
+    program = str(jax.make_jaxpr(xj.forward, static_argnums=1)(params, config, padded()[0]))
+    assert program.count("name=attention_out") == program.count("name=mlp_out") >= 1
+
+
 def test_packed_texts_are_the_texts_alone(model):
     params, config, want = model
     (tokens_BT, num_tokens_B), (row_1T, ids_1T) = padded(), packed()

@@ -618,8 +618,14 @@ def gradients() -> None:
         places = xj.shardings(config, mesh, fsdp=fsdp)
         placed = jax.device_put(params, places)
         rows = NamedSharding(places["final_norm"].mesh, PartitionSpec("data"))
-        found = jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(TOKENS, rows))
+        of_results = NamedSharding(rows.mesh, PartitionSpec()), places
+        found = jax.jit(jax.value_and_grad(loss), out_shardings=of_results)(
+            placed, jax.device_put(TOKENS, rows)
+        )
         assert_close(found[0], wanted[0], 1e-5)
+        assert all(
+            x.sharding == y.sharding for x, y in zip(*map(jax.tree.leaves, (found[1], placed)), strict=True)
+        )
         jax.tree.map(lambda a, b: assert_close(a, b, 2e-5), found[1], wanted[1])
         for leaf in [placed["layers"][0]["q"]["weight"]] if fsdp else []:
             assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
@@ -807,6 +813,22 @@ def explicit_axes() -> None:
             assert_close(again_BV, logits_BV, 1e-4)
             alone = xj.forward(explicit, config, TOKENS)[0]  # outside a trace
             assert_close(alone[0, -1], logits_BV[0], 1e-4)
+    specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec("data"))
+    with jax.set_mesh(mesh):  # "model" stays Explicit in the shard_map
+        explicit = jax.device_put(params, xj.shardings(config, mesh))
+        score = lambda params, tokens_BT: xj.score(params, config, tokens_BT)  # noqa: E731
+        apart = jax.jit(jax.shard_map(score, **specs, axis_names={"data"}))
+        assert_close(
+            apart(explicit, jax.device_put(inputs[0], rows)), xj.score(params, config, inputs[0]), 1e-4
+        )
+    for tree in auto, explicit:  # outside a trace the second call compiles nothing
+        xj.forward(tree, config, TOKENS, num_tokens_B=LENGTHS)
+        with compiling.events() as seen:
+            logits_BTV, _ = xj.forward(tree, config, TOKENS, num_tokens_B=LENGTHS)
+        assert not seen, seen
+        assert_close(logits_BTV[0, -1], logits_BV[0], 1e-4)
+        with pytest.raises(xj.InputError, match="token id .* is outside"):
+            xj.forward(tree, config, TOKENS + 999)
     one = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
     replicated = jax.device_put(params, NamedSharding(one, PartitionSpec()))  # "model" divides nothing
     rows = NamedSharding(one, PartitionSpec("data"))

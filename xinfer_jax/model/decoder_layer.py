@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import plugin
 from ..cache.contiguous import Contiguous, uncached_kv
@@ -87,12 +88,14 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, half, over=None)
             attended_BTD, kv = plugin("layer", "linear")(layer, config, *args, **around)
         else:
             attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
+        attended_BTD = checkpoint_name(attended_BTD, "attention_out")
         x_BTD = _add_output(x_BTD, attended_BTD, layer, "attn_post_norm", config, spec)
     if half == "attention":
         return x_BTD, kv, None
     route_BTU = positions.routes[0] if positions.routes else None
     residual = None if is_added_here else x_BTD
     fed_BTD, expert_MU = _feed_forward(x_BTD, residual, layer, config, spec, over, impl, route_BTU)
+    fed_BTD = checkpoint_name(fed_BTD, "mlp_out")
     x_BTD = _add_output(x_BTD, fed_BTD, layer, "mlp_post_norm", config, spec)
     if positions.layer_inputs:
         x_BTD = x_BTD + _of_layer_input(x_BTD, positions.layer_inputs[0], layer, config, impl)
@@ -186,6 +189,7 @@ def self_attention(  # noqa: PLR0913
         visible = kv
     else:
         qkv, gate_BTI = project_qkv(layer, config, kind, x_BTD, over, before, impl)
+        qkv = checkpoint_name(qkv, "qkv")
         norms = head_norms(layer, config, spec)
         if start_B is None:
             q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import plugin
 from ..config.model_config import ModelConfig, RopeConfig
@@ -144,6 +145,7 @@ def finish_products(
 ) -> list[jax.Array]:
     """The results of products with the activation and the residual of `products`."""
     if activation is not None:
+        ys = checkpoint_name(ys, "gate_up")
         ys = [run("apart", _identity, _ACTIVATIONS[activation](ys[0]) * ys[1])]
     return ys if residual is None else [residual + ys[0]]
 
