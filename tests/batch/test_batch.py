@@ -97,6 +97,7 @@ def test_every_form_of_line_equals_generate(model, tmp_path):
     key = jax.random.key(3)
     assert body["choices"][0]["message"]["content"] == text(xj.encode_prompt(model, QUESTION), 5, key)
     choices = found["two"]["response"]["body"]["choices"]
+    assert choices[0]["text"] == text(xj.encode_prompt(model, "Hi", raw=True), 5, key)
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert choices[1]["text"] == text(xj.encode_prompt(model, "Hi", raw=True), 5, key, 1, 2)
     assert choices[2]["text"] == text(ids, 5, jax.random.fold_in(key, 1), 0, 2)

@@ -198,7 +198,7 @@ def test_answers_share_a_prompt_and_differ_by_key(model):
     out = xj.generate(model.params, model.config, PROMPTS, options(sampling=settings, n=3), key=keys)
     assert len(out.tokens) == 6 and len({tuple(row) for row in out.tokens}) == 6
     for row, (i, j) in enumerate((i, j) for i in range(2) for j in range(3)):
-        key = jax.random.fold_in(keys[i], j)
+        key = jax.random.fold_in(keys[i], j) if j else keys[i]
         alone = xj.generate(
             model.params, model.config, [PROMPTS[i]], options(sampling=settings), key=key[None]
         )

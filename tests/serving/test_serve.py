@@ -67,6 +67,8 @@ def test_responses_have_the_engines_answers(server, model):
     assert body["usage"]["prompt_tokens"] == len(ids) and body["model"] == "tiny"
     generated = xj.generate(model.params, model.config, [ids], options, key=jax.random.key(11))
     assert generated.tokens == wanted.tokens
+    (alone,) = server.ask("chat", messages=QUESTION, **fields | dict(n=1))["choices"]
+    assert alone["token_ids"] == wanted.tokens[0]
     prompts = ["Hello", ids, "The capital"]
     body = server.ask("completion", prompt=prompts, temperature=0.9, seed=2**40 + 3, max_tokens=4)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]

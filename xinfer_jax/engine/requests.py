@@ -75,7 +75,7 @@ class Answer:
     @property
     def key_1(self) -> jax.Array:
         call = self.request.call
-        number_1 = np.array([self.number], np.int32) if call.answers > 1 else None
+        number_1 = np.array([self.number], np.int32) if self.number else None
         return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
 
     @property

@@ -40,8 +40,8 @@ class GenerateOptions:
             float32 on CPU, else the type of the activations.
         stop_token_ids: end a row as EOS ids do, with the finish_reason "stop".
         stop_strings: the text ends before the first of them; only for the text functions.
-        n: answers per prompt. Rows i * n … i * n + n - 1 are those of prompt i; answer j samples with
-            fold_in(row_key, j); a single answer with row_key.
+        n: answers per prompt. Rows i * n … i * n + n - 1 are those of prompt i; answer 0 samples with
+            row_key, as a single one does, and answer j with fold_in(row_key, j).
         best_of: generate so many answers per prompt and return the n with the largest log-probability per
             token; None: n.
         logprobs: alternatives returned for each token, before and after the logits processors; 0: none.
