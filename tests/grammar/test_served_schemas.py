@@ -88,6 +88,22 @@ CASES = [
     ),
     (dict(type="object", properties=None, required=None, minProperties=1), '{"a":null}', "{}"),
     (True, '{"a":[1]}', r'{"\u0061":1} [1,'),
+    (
+        dict(type="object", propertyNames=dict(type="string"), additionalProperties=A),
+        '{} {"a":1,"b":2}',
+        '{"a":""}',
+    ),
+    (
+        dict(propertyNames=dict(enum=["a", "b"], description="c"), additionalProperties=A, type="object"),
+        '{} {"a":1} {"a":1,"b":2}',
+        '{"c":1} {"a":""}',
+    ),
+    (dict(propertyNames=dict(pattern="^x"), type="object"), '{"x":1,"xy":""}', '{"y":1}'),
+    (
+        {"$ref": "#/x-kinds/pets~1cats", "x-kinds": {"pets/cats": {"type": "integer", "maximum": 3}}},
+        "3",
+        '4 "a"',
+    ),
 ]  # fmt: skip
 
 
@@ -152,6 +168,39 @@ def test_sources_are_searched_in_linear_time():
     for text in (r'"a & \" b" & "c"', r'"a" & "b & \"', '"a" & /b/'):
         with pytest.raises(GrammarError, match="the lark grammar has (9|10) of"):
             lark_text("lark", f"{text} {' ~' * 8}")
+
+
+# What OpenAPI, zod, pydantic and langchain write beside the keywords that constrain; none is a schema.
+ANNOTATIONS = {
+    "x-order": 1, "x-wrong": {"format": "weird", "const": 2**64, "oneOf": [], "uniqueItems": True},
+    "nullable": True, "readOnly": True, "writeOnly": False, "example": {"a": 2**64}, "examples": ["\x01"],
+    "discriminator": {"propertyName": "a"}, "deprecated": True, "externalDocs": {"url": "u"},
+    "xml": {"name": "a"}, "$comment": "a", "title": "A", "description": "a", "default": None,
+    "contentEncoding": "base64", "contentMediaType": "text/plain", "errorMessage": {"format": "weird"},
+    "$schema": "https://spec.openapis.org/oas/3.1/dialect/base", "propertyOrdering": ["a"],
+}  # fmt: skip
+
+
+def annotated(schema):
+    """The schema with all annotations in it, and in each property and item."""
+    found = {**schema, **ANNOTATIONS}
+    found |= {key: annotated(schema[key]) for key in ("items", "propertyNames") if key in schema}
+    if "properties" in schema:
+        found["properties"] = {name: annotated(one) for name, one in schema["properties"].items()}
+    return found
+
+
+def test_annotations_change_nothing():
+    """Also those whose names are names of properties, which stay."""
+    words = dict(type="object", propertyNames=dict(type="string"))
+    texts = dict(type="array", items=dict(type="string", pattern="^a"))
+    schema = dict(
+        type="object", properties=dict(example=A, nullable=words, texts=texts), required=["example"]
+    )
+    for strict in (True, False):
+        plain = served_schema(schema, strict)
+        assert served_schema(annotated(schema), strict) == plain
+    assert plain["properties"].keys() == schema["properties"].keys()
 
 
 def test_deep_schemas_are_rejected():

@@ -11,11 +11,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 from ..errors import InputError, format_value
+from ..tool_calls.call_grammar import KEYWORDS
 
+# The others are annotations. `$schema` only of the dialects that llguidance knows.
+_KEPT = KEYWORDS | {"$defs", "definitions", "$id", "id", "$anchor", "$schema"}
+_DIALECT = re.compile(
+    r"http://json-schema\.org/draft-0[3-7]/.*|https://json-schema\.org/draft/20(19-09|20-12)/.*"
+)
 _MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # of names or patterns to schemas
-_VALUES = {"const", "enum", "default", "example", "examples", "required"}  # have no schemas
+_VALUES = {"const", "enum", "required"}  # have no schemas
 _APPLIED = {"allOf", "anyOf", "$ref"}
 _MERGED = {
     "properties", "required", "patternProperties", "additionalProperties", "minProperties", "multipleOf"
@@ -42,7 +49,8 @@ def served_schema(schema: Any, strict: bool) -> Any:
     - Bounds of numbers are moved inward to numbers that llguidance keeps: of 15 digits, 64-bit integers.
     - Objects that declare properties, and do not say whether there are others, have no others, so their keys
       do not repeat. A schema with oneOf, or with several schemas for one object, stays open.
-    - Keywords that are null are left out.
+    - Keywords that are null, and annotations, are left out: nothing in them is a schema.
+    - `propertyNames` that lists the names, or has a pattern for them, becomes a schema of each name.
 
     Args:
         schema: of JSON types.
@@ -56,18 +64,37 @@ def served_schema(schema: Any, strict: bool) -> Any:
         raise InputError("x-guidance in a JSON schema is not served: leave it out")
     try:
         nodes: list[Mapping[str, Any]] = []
+        kept = _KEPT | {*_names_in_references(schema)}
 
         def collect(node: Mapping[str, Any]) -> Mapping[str, Any]:
-            nodes.append(node)
-            return node
+            nodes.append(_without_annotations(node, kept))
+            return nodes[-1]
 
-        _changed(schema, collect)
+        schema = _changed(schema, collect)
         merges = any(map(_merges, nodes))
         if merges:
             _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
         return _changed(schema, lambda node: _node(node, strict, merges))
     except RecursionError as error:
         raise InputError("a JSON schema is nested too deeply to be served") from error
+
+
+def _names_in_references(value: Any) -> Iterator[str]:
+    """The names in the paths of all references: a schema may stand under them."""
+    if isinstance(value, Mapping):
+        if isinstance(path := value.get("$ref"), str):
+            yield from (unquote(name).replace("~1", "/").replace("~0", "~") for name in path.split("/"))
+        value = [*value.values()]
+    if isinstance(value, list):
+        for one in value:
+            yield from _names_in_references(one)
+
+
+def _without_annotations(schema: Mapping[str, Any], kept: set[str]) -> dict[str, Any]:
+    node = {key: one for key, one in schema.items() if key in kept and (one is not None or key == "const")}
+    if not _DIALECT.fullmatch(str(node.get("$schema", ""))):
+        node.pop("$schema", None)
+    return node
 
 
 def _merges(node: Mapping[str, Any]) -> bool:
@@ -95,10 +122,11 @@ def _changed(
 
 def _node(schema: Mapping[str, Any], strict: bool, merges: bool) -> dict[str, Any]:
     """A schema rewritten without the schemas in it."""
-    node = {key: one for key, one in schema.items() if one is not None or key == "const"}
+    node = dict(schema)
     for constant in _constants([node.get("const"), node.get("enum")]):
         _check_exact(constant)
     _drop_unenforced(node, strict)
+    _apply_names(node, strict)
     _move_inward(node, "minimum", 1, merges)
     _move_inward(node, "maximum", -1, merges)
     if isinstance(node.get("pattern"), str):
@@ -167,6 +195,28 @@ def _drop_unenforced(node: dict[str, Any], strict: bool) -> None:
             )
         if is_asked or key == "uniqueItems":
             node.pop(key, None)
+
+
+def _apply_names(node: dict[str, Any], strict: bool) -> None:
+    """Replaces `propertyNames` if it says nothing, or only which names there may be; else llguidance rejects
+    it.
+    """
+    names = node.get("propertyNames")
+    names = {} if names is True else names
+    if not isinstance(names, Mapping) or "string" not in _types(names, "string"):
+        return
+    asserted = KEYWORDS & {*names} - {"type", *(() if strict else ("format",))}
+    is_alone = not {"properties", "patternProperties", "unevaluatedProperties"} & {*node}
+    others = node.get("additionalProperties", {})
+    added: dict[str, Any] = {}
+    if asserted == {"enum"} and is_alone and isinstance(names["enum"], list):
+        added = {"properties": {name: others for name in names["enum"] if isinstance(name, str)}}
+    elif asserted == {"pattern"} and is_alone and isinstance(names["pattern"], str):
+        added = {"patternProperties": {names["pattern"]: others}}
+    elif asserted:
+        return
+    del node["propertyNames"]
+    node |= added | ({"additionalProperties": False} if added else {})
 
 
 def _move_inward(node: dict[str, Any], name: str, sign: int, merges: bool) -> None:

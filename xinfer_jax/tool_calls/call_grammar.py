@@ -21,10 +21,20 @@ from .xml_call import json_types
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 # As templates write JSON. Any other whitespace would let a model add it without end.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
-_OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+# The keywords of JSON Schema since Draft 4 that constrain a value. All others are annotations (2020-12, 6.5):
+# its own, and those that OpenAPI, zod and pydantic write (nullable, discriminator, x-…).
+KEYWORDS = frozenset(
+    "$ref $dynamicRef $recursiveRef type enum const format allOf anyOf oneOf not if then else"
+    " properties patternProperties additionalProperties unevaluatedProperties propertyNames required"
+    " minProperties maxProperties dependencies dependentRequired dependentSchemas"
+    " items prefixItems additionalItems unevaluatedItems contains minContains maxContains minItems maxItems"
+    " uniqueItems minLength maxLength pattern"
+    " minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()
+)
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
 # `format` asserts nothing by itself (JSON Schema 2020-12, 7.2.1).
-_OF_STRINGS = _NOTES | {"type", "format", "pattern", "minLength", "maxLength"}
+_OF_STRINGS = {"type", "format", "pattern", "minLength", "maxLength"}
+_OF_CONSTANTS = {"type", "format", "enum", "const"}
 _NO_END = r"~/(?s:.*)<\/(parameter|tool_call)>(?s:.*)/"  # a text without marks that end a value
 _NO_QUOTE = r'~/(?s:.*)<\|"\|>(?s:.*)/'
 _VALUE_END = "\n</parameter>\n"
@@ -92,7 +102,7 @@ def _json(name: str, schema: Mapping[str, Any]) -> str:
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an object, without properties that it does not describe."""
-    if not {*schema} <= _OF_OBJECTS:
+    if not KEYWORDS & {*schema} <= _OF_OBJECTS:
         return {**schema, "type": "object"}
     return {"additionalProperties": False, **schema, "type": "object"}
 
@@ -122,7 +132,8 @@ def _properties(where: str, schema: Mapping[str, Any], name: re.Pattern[str], la
     """The properties that a schema describes or requires. lacks: what their names may not have."""
     _check_keywords(where, schema, _OF_OBJECTS)
     described: dict[str, Any] = dict(schema.get("properties") or {})
-    found = {key: {} for key in schema.get("required") or [] if key not in described} | described
+    others = schema.get("additionalProperties") or {}
+    found = {key: others for key in schema.get("required") or [] if key not in described} | described
     for key in found:
         if not isinstance(key, str) or not name.fullmatch(key):
             raise InputError(f"{where}: a parameter's name has no {lacks}, got {format_value(key)}")
@@ -133,7 +144,7 @@ def _string(where: str, schema: Mapping[str, Any], no_end: str = _NO_END) -> str
     """The texts that a schema of strings allows, as they stand without quotes. no_end: what they lack."""
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if values:
-        _check_keywords(where, schema, _NOTES | {"type", "format", "enum", "const"})
+        _check_keywords(where, schema, _OF_CONSTANTS)
         return " | ".join(_text(value) for value in values if isinstance(value, str))
     _check_keywords(where, schema, _OF_STRINGS)
     length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -155,7 +166,7 @@ def _searched(where: str, pattern: Any) -> str:
 
 
 def _check_keywords(where: str, schema: Mapping[str, Any], known: set[str]) -> None:
-    if others := sorted({*schema} - known):
+    if others := sorted(KEYWORDS & {*schema} - known):
         said = f"{others[0]!r} cannot be required of a call in this model's form"
         raise InputError(f"{where}: {said}: leave it out")
 
@@ -175,6 +186,7 @@ def _gemma_grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -
     return "\n".join([f"start: call{'+' if several else ''}", call, *rules, *_GEMMA_ANY])
 
 
+_GEMMA_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"  # of a property that no schema describes
 # Any value, for schemas that say nothing.
 _GEMMA_ANY = (
     f"any: {GEMMA_QUOTE} ANY_TEXT? {GEMMA_QUOTE} | any_scalar | any_list | any_object",
@@ -182,7 +194,7 @@ _GEMMA_ANY = (
     'any_scalar: %json {"type": ["number", "boolean", "null"]}',
     'any_list: "[" (any ("," any)*)? "]"',
     'any_object: "{" (any_member ("," any_member)*)? "}"',
-    'any_member: /[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" any',
+    f'any_member: {_GEMMA_NAME} ":" any',
 )
 
 
@@ -208,19 +220,19 @@ class _GemmaValues:
 
     def value(self, schema: Any) -> str:
         """The expression of the values that a schema allows."""
-        if schema is True or isinstance(schema, Mapping) and not {*schema} - _NOTES:
+        if schema is True or isinstance(schema, Mapping) and not KEYWORDS & {*schema}:
             return "any"
         if not isinstance(schema, Mapping):
             raise InputError(f"{self._where}: a schema must be an object, got {format_value(schema)}")
         if "$ref" in schema:
             return self._reference(schema["$ref"])
         if "enum" in schema or "const" in schema:
-            _check_keywords(self._where, schema, _NOTES | {"type", "format", "enum", "const"})
+            _check_keywords(self._where, schema, _OF_CONSTANTS)
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             return f"({' | '.join(map(self._constant, values))})"
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                _check_keywords(self._where, schema, _NOTES | {key})
+                _check_keywords(self._where, schema, {key})
                 return f"({' | '.join(map(self.value, schema[key]))})"
         types = schema.get("type", "object" if "properties" in schema else None)
         types = [types] if isinstance(types, str) else types or [None]
@@ -257,14 +269,14 @@ class _GemmaValues:
         if kind == "array":
             return self._array(own)
         if kind == "object":
-            return self.object(own) if "properties" in own else "any_object"
+            return self.object(own) if "properties" in own else self._map(own)
         if kind not in ("integer", "number", "boolean", "null"):
             said = f"type {format_value(kind)} is not one of JSON Schema"
             raise InputError(f"{self._where}: {said}: correct it")
         return self._rule(_json(self._name, {**own, "type": kind}))
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        _check_keywords(self._where, schema, _NOTES | {"type", *_KEYWORDS["array"]})
+        _check_keywords(self._where, schema, {"type", *_KEYWORDS["array"]})
         item = self.value(schema.get("items", True))
         least = int(schema.get("minItems", 0))
         most = schema.get("maxItems")
@@ -272,6 +284,19 @@ class _GemmaValues:
             return '"[" "]"'
         more = f"{{{max(0, least - 1)},{'' if most is None else int(most) - 1}}}"
         return f'"[" ({item} ("," {item}){more}){"" if least else "?"} "]"'
+
+    def _map(self, schema: Mapping[str, Any]) -> str:
+        """The expression of an object that describes no property: all its values are of one schema."""
+        _check_keywords(self._where, schema, _OF_OBJECTS)
+        if schema.get("required"):
+            return self.object(schema)
+        values = schema.get("additionalProperties", True)
+        if values is False:
+            return '"{" "}"'
+        if (value := self.value(values)) == "any":
+            return "any_object"
+        member = self._rule(f'{_GEMMA_NAME} ":" {value}')
+        return f'"{{" ({member} ("," {member})*)? "}}"'
 
     def object(self, schema: Mapping[str, Any]) -> str:
         """The expression of an object: the properties that a schema describes, in its order."""
