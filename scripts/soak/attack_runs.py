@@ -46,8 +46,9 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
     for name in wanted:
         if name not in ATTACKS:
             raise InputError(f"there is no attack {name!r}: use all, or some of {', '.join(ATTACKS)}")
-    alone, text = measure_alone(calls, options)
-    rows = [run_attack(name, calls, seconds, options, alone, text) for name in wanted]
+    kinds = dict.fromkeys(ATTACKS[name].call for name in wanted)
+    alone = {call: measure_alone(calls, options, call) for call in kinds}
+    rows = [run_attack(name, calls, seconds, options, *alone[ATTACKS[name].call]) for name in wanted]
     return int(any(row["missed"] for row in rows))
 
 
@@ -84,14 +85,16 @@ def warm_up(server: Server) -> None:
                 raise InputError(f"before any attack, the server answered {status} {text[:300]!r}")
 
 
-def measure(server: Server, calls: int, end: float, text: str | None) -> dict[str, Any]:
-    """Times of the second client's calls, statuses, and how many answers differ from the text."""
+def measure(server: Server, calls: int, end: float, text: str | None, call: Any) -> dict[str, Any]:
+    """Times of the second client's calls, statuses, and how many answers differ from the text. call: as in
+    `Attack`.
+    """
     seconds = list[float]()
     statuses = Counter[str]()
     wrong = 0
     while len(seconds) < calls and time.monotonic() < end:
         start_s = time.monotonic()
-        status, data = server.send("POST", COMPLETIONS, CALL, end - start_s + LAST)
+        status, data = server.send("POST", COMPLETIONS, CALL | call(len(seconds)), end - start_s + LAST)
         seconds.append(time.monotonic() - start_s)
         statuses[status] += 1
         if status == "200":
@@ -105,10 +108,10 @@ def measure(server: Server, calls: int, end: float, text: str | None) -> dict[st
     return dict(calls=len(seconds), **dict(times), statuses=dict(statuses), wrong=wrong, text=text)
 
 
-def measure_alone(calls: int, options: Sequence[str]) -> tuple[dict[str, Any], str]:
+def measure_alone(calls: int, options: Sequence[str], call: Any) -> tuple[dict[str, Any], str]:
     """Results of the same calls without an attack, and the text of their answers."""
     with serving(options, None) as server:
-        result = measure(server, calls, time.monotonic() + 300, None)
+        result = measure(server, calls, time.monotonic() + 300, None, call)
     text = result.pop("text")
     if not text or result["statuses"] != {"200": calls} or result["wrong"]:
         raise InputError(f"without an attack, the second client got {result['statuses']}: nothing to compare")
@@ -150,7 +153,7 @@ def run_attack(
             end = time.monotonic() + seconds
             begin()
             time.sleep(1)
-            result = measure(server, calls, end, text)
+            result = measure(server, calls, end, text, ATTACKS[name].call)
             watcher.stop()
             died = server.process.poll() is not None
             exit_s, left = server.end()

@@ -34,17 +34,20 @@ class Target:
     Attributes:
         headers: headers of each request.
         end: `time.monotonic()` at which all waiting ends.
+        source: the address that requests come from.
     """
 
     port: int
     headers: dict[str, str]
     end: float
+    source: str = HOST
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         raw = socket.socket()
         if receive_buffer:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         raw.settimeout(max(0.1, self.end - time.monotonic()))
+        raw.bind((self.source, 0))
         raw.connect((HOST, self.port))
         return raw
 
@@ -57,7 +60,9 @@ class Target:
 def post(target: Target, path: str, body: bytes) -> str:
     """Sends a request and reads the response."""
     seconds = max(0.1, target.end - time.monotonic())
-    connection = http.client.HTTPConnection(HOST, target.port, timeout=seconds)
+    connection = http.client.HTTPConnection(
+        HOST, target.port, timeout=seconds, source_address=(target.source, 0)
+    )
     try:
         with contextlib.suppress(
             BrokenPipeError, ConnectionResetError
@@ -135,6 +140,8 @@ class Attack:
     keyed: bool = False  # the second client has an API key; the attacker has none
     growth: int = 200  # limit of the growth of memory, in MiB
     rotates: bool = False  # a worker goes on to the next request after every answer
+    clients: int = 1  # addresses that the workers come from
+    call: Callable[[int], dict[str, Any]] = lambda _: {}  # more fields of the second client's calls
 
 
 def _body(**fields: Any) -> bytes:
@@ -301,6 +308,20 @@ def _compiles(_: int) -> list[list[RawRequest]]:
     return [bodies[i::6] for i in range(6)]
 
 
+def _grammar_call(number: int) -> dict[str, Any]:
+    """A grammar that needs masks of the host, and another one for each call, though all allow the same."""
+    return dict(guided_grammar=f'start: (/[a-z ]+/ | "(" start ")")+ // {number}', ignore_eos=False)
+
+
+def _breakers(_: int) -> list[list[RawRequest]]:
+    """Sets of 16 sequence breakers of DRY; none is sent twice."""
+    draw = random.Random(0)
+    sets = [draw.sample("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", 16) for _ in range(1600)]
+    fields = dict(prompt="a", max_tokens=1, dry_multiplier=0.8)
+    bodies = [(COMPLETIONS, _body(dry_sequence_breakers=texts, **fields)) for texts in sets]
+    return [bodies[i::8] for i in range(8)]
+
+
 def _ambiguous(_: int) -> list[list[RawRequest]]:
     fields = dict(prompt="a", max_tokens=500, guided_grammar=hostile_grammars.AMBIGUOUS, stream=True)
     return [[(COMPLETIONS, _body(**fields))]]
@@ -364,6 +385,17 @@ ATTACKS = dict(
         partial(send_and_disconnect, least=0.1, most=0.5), growth=400,
     ),
     ambiguous=Attack("long answers by an ambiguous grammar × 4", 4, _ambiguous, growth=400),
+    compile_clients=Attack(
+        "schemas that compile without end, of 6 clients", 6, _compiles, growth=400, clients=6,
+        call=_grammar_call,
+    ),
+    ambiguous_clients=Attack(
+        "long answers by an ambiguous grammar, of 4 clients", 4, _ambiguous, growth=400, clients=4,
+        call=_grammar_call,
+    ),
+    breakers=Attack(
+        "new sequence breakers in each request, of 8 clients", 8, _breakers, rotates=True, clients=8
+    ),
     idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),
     trickle=Attack("200 requests sent at one byte per second", 200, _trickle, drip),
 )  # fmt: skip
@@ -379,6 +411,8 @@ def main(job: dict[str, Any]) -> None:
 
     def work(number: int) -> None:
         chain = chains[number % len(chains)]
+        source = HOST if attack.clients == 1 else f"127.0.1.{1 + number % attack.clients}"
+        sender = dataclasses.replace(target, source=source)
         at = 0
         while not end.is_set():
             with lock:
@@ -386,7 +420,7 @@ def main(job: dict[str, Any]) -> None:
                     return
                 counts["requests"] += 1
             try:
-                result = attack.send(target, *chain[at])
+                result = attack.send(sender, *chain[at])
             except (OSError, http.client.HTTPException) as error:
                 result = f"{type(error).__name__} {error}"
             status, _, text = result.partition(" ")

@@ -80,7 +80,7 @@ def test_masks_are_those_of_this_process(model, pool):
             matcher.append([token])
         if i % 4 == 3:
             with pool._lock:
-                slot, _ = pool._slot_of["one"]
+                slot = pool._turns._clients["one"].slot
             pool._end(slot, b"K")
     assert i > 3
     pooled.fill(mask[:1])

@@ -50,7 +50,7 @@ def test_a_client_that_leaves_ends_its_job(server, monkeypatch):
     body = ENDLESS | dict(guided_json={"type": "integer", "multipleOf": 9699691})
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     grammars = server.service.grammars
-    is_busy = lambda: any(slot.client is not None for slot in grammars._slots)  # noqa: E731
+    is_busy = lambda: any(slot.client is not None for slot in grammars._turns.slots)  # noqa: E731
     wait_for(is_busy)
     connection.close()
     began = time.monotonic()

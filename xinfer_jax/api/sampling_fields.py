@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError, format_value
 from ..grammar.compiler import vocabulary_of
+from ..grammar.vocabulary import TokenSearch
 from ..sampling.biases import LONGEST_BAD_WORD, MOST_BAD_WORDS
 from ..sampling.sampling_config import SamplingConfig
 from ..text import MAX_STOP_STRING_CHARS
@@ -53,14 +55,15 @@ def breaker_ids(
     tokenizer: Tokenizer | None, vocab_size: int, texts: Sequence[str] = DRY_BREAKERS
 ) -> tuple[int, ...]:
     """The ids of all tokens whose text contains one of these. BodyError: none has one that is no default."""
-    tokens = vocabulary_of(tokenizer, vocab_size).tokens if tokenizer else []
-    any_text = re.compile(b"|".join(re.escape(text.encode()) for text in texts))
-    found = [i for i, token in enumerate(tokens) if any_text.search(token)] if texts else []
-    contents = b"\0".join(tokens[i] for i in found)
-    if missing := [text for text in texts if text.encode() not in contents and text not in DRY_BREAKERS]:
-        said = f"no token contains {format_value(missing[0])}: give texts that are parts of tokens"
-        raise BodyError(_BREAKERS, f"{_BREAKERS}: {said}")
-    return tuple(found)
+    search = vocabulary_of(tokenizer, vocab_size).search if tokenizer else TokenSearch([])
+    is_breaker_V = np.zeros(vocab_size, bool)
+    for text in texts:
+        ids = search.containing(text)
+        if not len(ids) and text not in DRY_BREAKERS:
+            said = f"no token contains {format_value(text)}: give texts that are parts of tokens"
+            raise BodyError(_BREAKERS, f"{_BREAKERS}: {said}")
+        is_breaker_V[ids] = True
+    return tuple(np.flatnonzero(is_breaker_V).tolist())
 
 
 def _logit_bias(biases: dict[str, Any], vocab_size: int) -> dict[int, float]:

@@ -25,7 +25,7 @@ from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
-from ..sampling.batched_settings import settings_per_row
+from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, fold_in_answer, key_from_seed
@@ -388,7 +388,10 @@ class Device:
         """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
         options = call.options
         V = self.config.vocab_size
-        sampling_1 = jax.tree.map(np.array, settings_per_row(options.sampling, 1, V, all_settings=True))
+        sampling_1 = call.sampling_B  # else lists of ids would be checked and converted for each answer
+        if sampling_1 is None or not has_all_settings(sampling_1):
+            sampling_1 = settings_per_row(options.sampling, 1, V, all_settings=True)
+        sampling_1 = jax.tree.map(np.array, sampling_1)
         eos_1E = np.full((1, MAX_EOS_IDS + MAX_STOP_IDS), -1, np.int32)
         eos_1E[0, : len(call.end_ids)] = call.end_ids
         limit_1 = np.full(1, limit, np.int32)

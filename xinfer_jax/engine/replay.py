@@ -86,7 +86,8 @@ class _Replay:
         request = answer.request
         plain: Any = dict(sampling=SamplingConfig(), grammar=None, logprobs=0)
         options = dataclasses.replace(request.call.options, **plain)
-        self._call = dataclasses.replace(request.call, options=options, grammars=(), callers=None)
+        checked: Any = dict(sampling_B=None, grammars=(), callers=None)
+        self._call = dataclasses.replace(request.call, options=options, **checked)
         self._core = core
         self._device: Any = core.device
         self._answer = answer

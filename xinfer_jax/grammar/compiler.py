@@ -13,7 +13,7 @@ from .automaton import Dfa
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
 from .token_masks import compile_matcher, make_tokenizer
-from .vocabulary import keep_latest, token_bytes
+from .vocabulary import TokenSearch, keep_latest, token_bytes
 
 if TYPE_CHECKING:
     from .grammars import Grammar
@@ -74,6 +74,10 @@ class Vocabulary:
             return Dfa(*token_automaton(pattern, self.tokens, self.special))
         except NotRegularError:
             return None
+
+    @cached_property
+    def search(self) -> TokenSearch:
+        return TokenSearch(self.tokens)
 
     @cached_property
     def _llguidance(self) -> Any:

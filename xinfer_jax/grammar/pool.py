@@ -1,7 +1,8 @@
 """`GrammarPool`: compiles the grammars of a server's clients, and computes their masks, in processes of their
 own. A grammar that takes too long, needs too much memory or breaks the compiler costs its request alone.
 
-Nothing is lost with a process: a job says where its answer is, so any process can do it.
+`Turns` says which process does a job. Nothing is lost with a process: a job says where its answer is, so any
+process can do it.
 """
 
 import array
@@ -31,17 +32,17 @@ from .automaton import Dfa
 from .compiler import vocabulary_of
 from .grammars import Grammar
 from .matcher import CompiledGrammar
+from .turns import CHECK, MASKS, QUICK_SECONDS, Slot, Turns
 from .vocabulary import keep_latest
 from .worker import MEMORY
 
-_SLOTS = 4  # processes
 _CHECK_SECONDS = 3.0  # CPU time to compile a grammar and to try it
 _MASK_SECONDS = 0.5  # CPU time of the masks of one step
 _WALL_SECONDS = 30.0  # of any job: the limit on CPU time ends it first, unless the machine hardly runs it
 _BUDGET = 2.0
 _BUDGET_PER_TOKEN = 0.005  # CPU seconds of all masks of an answer: BUDGET and so many for each token
 _POLL_SECONDS = 0.05
-_MOST_CLIENTS = 1024  # whose slots are known
+_MOST_CHECKED = 32  # grammars whose automaton, or first masks, are kept
 _MOST_FAILED = 256  # grammars that are known to fail
 _ERRORS = {error.__name__: error for error in (GrammarError, NoTokenLeftError, InputError)}
 
@@ -76,9 +77,9 @@ class PooledMasks:
         self._tokens = len(ids)
         if not ids and not draft_ids and grammar.first is not None:
             self._future = Future()
-            self._future.set_result((0.0, ("masks", grammar.first)))
+            self._future.set_result((0.0, (MASKS, grammar.first)))
             return
-        job = _Job(grammar.client, "masks", grammar, self._number, array.array("i", ids), list(draft_ids))
+        job = _Job(grammar.client, MASKS, grammar, self._number, array.array("i", ids), list(draft_ids))
         self._future = grammar.pool.submit(job)
 
     def wait(self, seconds: float) -> bool:
@@ -109,38 +110,26 @@ class _Job:
         self._rest = number, ids, drafts
         self.future: Future = Future()
         self.end = 0.0  # by time.monotonic(), once it is done
+        self.seconds = 0.0  # that it took so far
 
-    def message(self, with_grammar: bool) -> tuple[Any, ...]:
+    def message(self, with_grammar: bool, is_slow: bool) -> tuple[Any, ...]:
         """What a process gets. with_grammar: it does not know the grammar, and compiles it."""
-        compiles = with_grammar or self.name == "check"
-        seconds = _CHECK_SECONDS if compiles else _MASK_SECONDS
+        seconds = _CHECK_SECONDS if with_grammar else _MASK_SECONDS
+        seconds = seconds if is_slow else min(seconds, QUICK_SECONDS[self.name])
         return self.name, self.key, self._grammar if with_grammar else None, *self._rest, seconds
 
     def failure(self, number: int) -> InputError:
         """Why it failed: its process was ended by this signal."""
         if number == signal.SIGPROF:
             why = f"takes more than {_MASK_SECONDS:g} s for one token"
-            if self.name == "check":
+            if self.name == CHECK:
                 why = f"takes more than {_CHECK_SECONDS:g} s to compile"
         elif number == signal.SIGKILL:
             why = f"took more than {_WALL_SECONDS:g} s"
         else:
             why = f"is nested too deeply, or needs more than {MEMORY >> 20} MiB"
-        error = GrammarError if self.name == "check" else NoTokenLeftError
+        error = GrammarError if self.name == CHECK else NoTokenLeftError
         return error(f"the {self.kind} grammar {why}: simplify it")
-
-
-@dataclasses.dataclass(eq=False)
-class _Slot:
-    """A process, and the thread that gives it jobs."""
-
-    number: int
-    condition: threading.Condition
-    jobs: list[_Job] = dataclasses.field(default_factory=list)
-    client: str | None = None  # whose job is done now
-    used: float = 0.0  # when the last job was
-    connection: Connection | None = None
-    done: int = 0  # jobs of this process
 
 
 class _CrashError(Exception):
@@ -150,19 +139,21 @@ class _CrashError(Exception):
         self.number = number
 
 
+class _NotQuickError(Exception):
+    """A job takes too long for a quick process."""
+
+
 class GrammarPool:
-    """A few processes, which start with the first job. A client uses one of them at a time. Where several
-    clients use one, their jobs take turns. Thread-safe.
-    """
+    """A few processes, each of which starts with its first job. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self.numbers = itertools.count()  # of answers
         self._lock = threading.Lock()
-        self._slots = [_Slot(i, threading.Condition(self._lock)) for i in range(_SLOTS)]
+        self._turns = Turns(self._lock)
         self._threads: list[threading.Thread] = []
-        self._slot_of: OrderedDict[str, tuple[_Slot, float]] = OrderedDict()  # and when it was served
+        self._checked: OrderedDict[str, tuple[Any, ...]] = OrderedDict()  # what `worker` answered
         self._failed: OrderedDict[str, str] = OrderedDict()  # and why
         self._control: socket.socket | None = None
         self._control_lock = threading.Lock()
@@ -171,17 +162,24 @@ class GrammarPool:
     def prepare(self, client: str, grammar: Grammar) -> PooledGrammar:
         """A grammar that was compiled elsewhere; of a regular expression the automaton is waited for."""
         if grammar.kind == "regex":
-            return self._checked(client, grammar, self._check(client, grammar).result())
-        return self._checked(client, grammar, (0.0, ("masks", None)))
+            return self._checked_grammar(client, grammar, self._check(client, grammar).result())
+        return self._checked_grammar(client, grammar, (0.0, (MASKS, None)))
 
     async def compile(self, client: str, grammar: Grammar) -> PooledGrammar:
         """Compiles a grammar; if this call is cancelled, the job ends. GrammarError: it is not served."""
-        return self._checked(client, grammar, await asyncio.wrap_future(self._check(client, grammar)))
+        done = await asyncio.wrap_future(self._check(client, grammar))
+        return self._checked_grammar(client, grammar, done)
 
     def _check(self, client: str, grammar: Grammar) -> Future:
-        return self.submit(_Job(client, "check", grammar, None, None, []))
+        job = _Job(client, CHECK, grammar, None, None, [])
+        with self._lock:
+            if (found := self._checked.get(job.key)) is None:
+                self._add(job)
+            else:
+                job.future.set_result((0.0, found))
+        return job.future
 
-    def _checked(self, client: str, grammar: Grammar, done: tuple[float, Any]) -> PooledGrammar:
+    def _checked_grammar(self, client: str, grammar: Grammar, done: tuple[float, Any]) -> PooledGrammar:
         _, (name, *arrays) = done
         fields = {field.name: getattr(grammar, field.name) for field in dataclasses.fields(Grammar)}
         fields["tokenizer"] = self._tokenizer
@@ -191,24 +189,24 @@ class GrammarPool:
     def submit(self, job: _Job) -> Future:
         """Queues a job; its future has what `worker` answers. If that is cancelled, the job ends."""
         with self._lock:
-            if self._closed:
-                raise InputError("the server is shutting down")
-            if not self._threads:
-                self._threads = [
-                    threading.Thread(target=self._run, args=(slot,), daemon=True) for slot in self._slots
-                ]
-                for thread in self._threads:
-                    thread.start()
-            slot = self._choose(job.client)
-            slot.jobs.append(job)
-            slot.condition.notify()
+            self._add(job)
         return job.future
+
+    def _add(self, job: _Job) -> None:
+        if self._closed:
+            raise InputError("the server is shutting down")
+        if not self._threads:
+            slots = self._turns.slots
+            self._threads = [threading.Thread(target=self._run, args=(slot,), daemon=True) for slot in slots]
+            for thread in self._threads:
+                thread.start()
+        self._turns.add(job)
 
     def close(self) -> None:
         """Ends the processes and the threads; jobs that are not done fail."""
         with self._lock:
             self._closed = True
-            for slot in self._slots:
+            for slot in self._turns.slots:
                 slot.condition.notify()
         with self._control_lock:
             if self._control is not None:
@@ -217,71 +215,74 @@ class GrammarPool:
         for thread in self._threads:
             thread.join()
 
-    def _choose(self, client: str) -> _Slot:
-        """The slot of a client: that of its last job, unless another client uses it and some slot is free."""
-        slot, served = self._slot_of.pop(client, (None, 0.0))
-        users = {slot.client, *(job.client for job in slot.jobs)} - {None} if slot else set()
-        if slot is None or users and client not in users:
-            free = [other for other in self._slots if other.client is None and not other.jobs]
-            if free or slot is None:
-                slot = min(free or self._slots, key=lambda other: (len(other.jobs), other.used))
-        slot.used = time.monotonic()
-        keep_latest(self._slot_of, client, (slot, served), _MOST_CLIENTS)
-        return slot
-
-    def _run(self, slot: _Slot) -> None:
+    def _run(self, slot: Slot) -> None:
         """The thread of a slot."""
         while True:
             with self._lock:
-                slot.client = None
                 while not slot.jobs and not self._closed:
                     slot.condition.wait()
                 if self._closed:
                     break
-                job = min(slot.jobs, key=lambda job: self._slot_of.get(job.client, (slot, 0.0))[1])
-                slot.jobs.remove(job)
-                slot.client = job.client
-                self._slot_of[job.client] = slot, time.monotonic()
+                job = self._turns.take(slot)
+            before = job.seconds
+            found = error = None
+            try:
+                found = self._do(slot, job)
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                self._turns.end(slot, job, job.seconds - before)
+                if isinstance(error, _NotQuickError) and not self._closed:
+                    self._turns.set_slow(job)
+                    self._turns.add(job)
+                    continue
+                if job.name == CHECK and found is not None:
+                    keep_latest(self._checked, job.key, found[1], _MOST_CHECKED)
             with contextlib.suppress(InvalidStateError):  # it was cancelled
-                try:
-                    job.future.set_result(self._do(slot, job))
-                except BaseException as error:
+                if error is None:
+                    job.future.set_result(found)
+                else:
                     job.future.set_exception(error)
         for job in slot.jobs:
             job.future.cancel()
 
-    def _do(self, slot: _Slot, job: _Job) -> Any:
+    def _do(self, slot: Slot, job: _Job) -> Any:
         if job.future.cancelled():
             return None
-        if job.name == "check" and (why := self._failed.get(job.key)):
+        if job.name == CHECK and (why := self._failed.get(job.key)):
             raise GrammarError(why)  # a new one: an error keeps the frames of all that raised it
         job.end = time.monotonic() + _WALL_SECONDS
         while True:
             is_new = not slot.done
+            began = time.monotonic()
             try:
                 seconds, found = self._call(slot, job)
+                job.seconds += seconds
                 break
             except _CrashError as crash:
+                job.seconds += time.monotonic() - began
+                if crash.number == signal.SIGPROF and not slot.is_slow:
+                    raise _NotQuickError from None
                 if is_new or crash.number in (signal.SIGPROF, signal.SIGKILL):
                     error = job.failure(crash.number)
-                    if crash.number != signal.SIGKILL:
+                    if job.name == CHECK and crash.number != signal.SIGKILL:
                         with self._lock:
                             keep_latest(self._failed, job.key, str(error), _MOST_FAILED)
                     raise error from None
                 # Else what it kept of other grammars may have been too much: once more, alone.
         if found[0] in _ERRORS:
-            raise _ERRORS[found[0] if job.name == "check" else "NoTokenLeftError"](found[1])
+            raise _ERRORS[found[0] if job.name == CHECK else "NoTokenLeftError"](found[1])
         return seconds, found
 
-    def _call(self, slot: _Slot, job: _Job) -> Any:
+    def _call(self, slot: Slot, job: _Job) -> Any:
         if slot.connection is None:
             self._fork(slot)
         assert slot.connection is not None
         found: Any = 0.0, ("missing",)
         try:
-            for with_grammar in (False, True):
+            for with_grammar in (True,) if job.name == CHECK else (False, True):
                 if found[1][0] == "missing":
-                    slot.connection.send(job.message(with_grammar))
+                    slot.connection.send(job.message(with_grammar, slot.is_slow))
                     if not self._wait(slot.connection, job):
                         raise _CrashError(self._end(slot, b"K"))
                     found = slot.connection.recv()
@@ -297,21 +298,21 @@ class GrammarPool:
                 return False
         return True
 
-    def _fork(self, slot: _Slot) -> None:
+    def _fork(self, slot: Slot) -> None:
         own, its = socket.socketpair()
         with its:
-            self._command(b"F", slot, [its.fileno()])
+            self._command(b"S" if slot.is_slow else b"F", slot, [its.fileno()])
         slot.connection = Connection(own.detach())
         slot.done = 0
 
-    def _end(self, slot: _Slot, name: bytes) -> int:
+    def _end(self, slot: Slot, name: bytes) -> int:
         """Waits for, or kills, the process of a slot; the signal that ended it."""
         assert slot.connection is not None
         slot.connection.close()
         slot.connection = None
         return self._command(name, slot)
 
-    def _command(self, name: bytes, slot: _Slot, descriptors: Sequence[int] = ()) -> int:
+    def _command(self, name: bytes, slot: Slot, descriptors: Sequence[int] = ()) -> int:
         """Sends a command of `worker` to the first process, which is started if there is none."""
         with self._control_lock:
             for _ in range(2):

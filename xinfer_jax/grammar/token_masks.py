@@ -69,8 +69,9 @@ class TokenMasks:
             raise NoTokenLeftError(f"the grammar exceeds what is served: {why}; simplify it")
 
 
-def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str) -> Any:
-    """An `LLMatcher` at the beginning of a grammar, which was tried with a few random texts.
+def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str, walks: int = _WALKS) -> Any:
+    """An `LLMatcher` at the beginning of a grammar, which was tried with a few random texts (walks; 0: it was
+    tried before).
 
     Raises:
         InputError: llguidance is not installed.
@@ -80,7 +81,7 @@ def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str) -> 
     limits = llguidance.LLParserLimits(**_LIMITS)
     matcher = llguidance.LLMatcher(tokenizer, lark_text(kind, source), log_level=0, limits=limits)
     draw = random.Random(0)
-    for _ in range(_WALKS):
+    for _ in range(walks):
         _walk(matcher, vocab_size, kind, source, draw)
     return matcher
 

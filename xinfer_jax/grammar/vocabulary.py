@@ -3,8 +3,10 @@
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from ..errors import InputError
 
@@ -24,6 +26,32 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], list[int]
         if i < vocab_size:
             found[i] = token.content.encode()
     return found, [i for i, token in added.items() if token.special and i < vocab_size]
+
+
+class TokenSearch:
+    """Finds the tokens that contain a text, in an array of the bytes of all tokens: without a loop in Python
+    over the vocabulary, and mostly without the GIL.
+    """
+
+    def __init__(self, tokens: Sequence[bytes]):
+        # A separator after each: UTF-8 has no such byte, so a text is found within a token only.
+        self._bytes = np.frombuffer(b"".join(token + b"\xff" for token in tokens), np.uint8)
+        sizes = np.fromiter((len(token) + 1 for token in tokens), np.int32, len(tokens))
+        self._token_of_byte = np.repeat(np.arange(len(tokens), dtype=np.int32), sizes)
+        places = np.argsort(self._bytes, kind="stable").astype(np.int32)
+        counts = np.bincount(self._bytes, minlength=256)
+        self._places = np.split(places, np.cumsum(counts)[:-1])  # of each byte
+
+    def containing(self, text: str) -> np.ndarray:
+        """int32: the ids of the tokens that contain a text, ascending. A token with several places has its id
+        several times.
+        """
+        data = text.encode()
+        rarest = min(range(len(data)), key=lambda i: len(self._places[data[i]]))
+        at = self._places[data[rarest]] - rarest
+        for i, byte in enumerate(data):
+            at = at[self._bytes[at + i] == byte]  # the last separator ends what would go beyond either end
+        return self._token_of_byte[at]
 
 
 def keep_latest(kept: OrderedDict, key: Any, value: Any, most: int) -> None:

@@ -2,12 +2,13 @@
 jax, so they start in a moment and are small.
 
 The first process takes commands of two bytes on a socket, what to do and a slot, and answers with a byte:
-- "F", with a socket beside it: forks a process that does the jobs of this socket; 0.
+- "F", or for slow jobs "S", with a socket beside it: forks a process that does the jobs of this socket; 0.
 - "W": waits for the slot's process, which has ended; the signal that ended it.
 - "K": kills the slot's process; that signal.
 
-A job is (name, key, grammar, number, ids, draft ids, seconds of CPU time). The answer is its CPU time and a
-tuple: "dfa" and its arrays; "masks" and the bits; "missing"; or the name of an exception and its text.
+A job is (name, key, grammar, number, ids, draft ids, seconds of CPU time). "check" compiles a grammar and
+tries it; "masks" are of an answer, and of a grammar that was checked. The answer is its CPU time and a tuple:
+"dfa" and its arrays; "masks" and the bits; "missing"; or the name of an exception and its text.
 """
 
 import array
@@ -31,8 +32,8 @@ from .vocabulary import keep_latest
 
 MEMORY = 96 * 2**20  # bytes that the jobs of a process may need beyond its vocabulary
 _STACK = 64 * 2**20  # bytes, of the thread that compiles: llguidance recurses
-_NICENESS = 5  # the server's own threads go first
-_MOST_COMPILED = 32  # grammars, and answers of checks, that a process keeps
+_NICENESS = {"F": 5, "S": 15}  # the server's own threads go first
+_MOST_COMPILED = 32  # grammars that a process keeps
 _MOST_ANSWERS = 64  # whose places it keeps
 
 
@@ -44,41 +45,32 @@ class Jobs:
         self._tokens = tokens
         self._special = special
         self._tokenizer = tokenizer
-        self._checked: OrderedDict[str, tuple[Any, ...]] = OrderedDict()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._answers: OrderedDict[int, TokenMasks] = OrderedDict()
 
-    def check(self, key: str, grammar: tuple[str, str] | None) -> tuple[Any, ...]:
+    def check(self, kind: str, source: str) -> tuple[Any, ...]:
         """Compiles a grammar: the arrays of its automaton, or the masks of its first token."""
-        if key in self._checked:
-            return self._checked[key]
-        if grammar is None:
-            return ("missing",)
-        found: tuple[Any, ...]
         try:
-            if grammar[0] != "regex":
+            if kind != "regex":
                 raise NotRegularError
-            found = "dfa", *token_automaton(grammar[1], self._tokens, self._special)
+            return "dfa", *token_automaton(source, self._tokens, self._special)
         except NotRegularError:
-            found = self.masks(key, grammar, None, array.array("i"), [])
-        keep_latest(self._checked, key, found, _MOST_COMPILED)
-        return found
+            size = len(self._tokens)
+            return "masks", TokenMasks(compile_matcher(self._tokenizer, size, kind, source), size).after([])
 
     def masks(
-        self, key: str, grammar: tuple[str, str] | None, number: int | None, ids: array.array,
-        drafts: list[int],
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, key: str, grammar: tuple[str, str] | None, number: int, ids: array.array, drafts: list[int]
+    ) -> tuple[Any, ...]:
         """`TokenMasks.after` of the answer with this number, followed anew if it is not known."""
-        masks = self._answers.get(number) if number is not None else None
+        masks = self._answers.get(number)
         if masks is None or masks.count > len(ids):
             if key not in self._compiled:
                 if grammar is None:
                     return ("missing",)
-                made = compile_matcher(self._tokenizer, len(self._tokens), *grammar)
+                made = compile_matcher(self._tokenizer, len(self._tokens), *grammar, walks=0)
                 keep_latest(self._compiled, key, made, _MOST_COMPILED)
             masks = TokenMasks(self._compiled[key].deep_copy(), len(self._tokens))
-        if number is not None:
-            keep_latest(self._answers, number, masks, _MOST_ANSWERS)
+        keep_latest(self._answers, number, masks, _MOST_ANSWERS)
         return "masks", masks.after(ids, drafts)
 
     def run(self, connection: Connection) -> None:
@@ -93,9 +85,7 @@ class Jobs:
             signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
                 done = (
-                    self.check(key, grammar)
-                    if name == "check"
-                    else self.masks(key, grammar, number, ids, drafts)
+                    self.check(*grammar) if name == "check" else self.masks(key, grammar, number, ids, drafts)
                 )
             except InputError as error:
                 done = type(error).__name__, str(error)
@@ -112,10 +102,10 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
 
 
-def _do_jobs(jobs: Jobs, descriptor: int, control: socket.socket) -> None:
+def _do_jobs(jobs: Jobs, descriptor: int, control: socket.socket, niceness: int) -> None:
     """The process of a slot."""
     control.close()
-    os.nice(_NICENESS)
+    os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the compiler prints as it fails
     threading.stack_size(_STACK)
@@ -144,8 +134,8 @@ def main(descriptor: int) -> None:
                 process.kill()
             process.join()
             number = max(0, -process.exitcode)
-        if command == ord("F"):
-            args = jobs, descriptors[0], control
+        if niceness := _NICENESS.get(chr(command)):
+            args = jobs, descriptors[0], control, niceness
             slots[slot] = get_context("fork").Process(target=_do_jobs, args=args, daemon=True)
             slots[slot].start()
             os.close(descriptors[0])
