@@ -3,6 +3,7 @@ whose masks are late wait alone.
 """
 
 import asyncio
+import hashlib
 import json
 import threading
 import time
@@ -17,7 +18,7 @@ import xinfer_jax as xj
 from xinfer_jax.api.fields import Fields
 from xinfer_jax.api.grammar_fields import parse_grammar
 from xinfer_jax.errors import GrammarError, NoTokenLeftError
-from xinfer_jax.grammar import pool as pool_module
+from xinfer_jax.grammar import pool as pool_module, turns
 from xinfer_jax.grammar.grammars import Grammar
 from xinfer_jax.grammar.matcher import CompiledGrammar, LocalMasks
 from xinfer_jax.grammar.pool import GrammarPool
@@ -168,3 +169,24 @@ def test_rows_with_late_masks_wait_alone(model, shape):
     assert found.tokens == want.tokens and found.logprobs == want.logprobs
     assert len(other.tokens[0]) == 60 and waited < len(want.tokens[0])
     assert len(json.loads(model.tokenizer.decode(found.tokens[0]))) == 9
+
+
+def test_a_grammar_that_is_not_quick_goes_on_in_a_slow_process(pool, monkeypatch):
+    monkeypatch.setitem(turns._QUICK_SECONDS, turns.CHECK, 1e-3)
+    grammar = xj.json_schema(dict(enum=[f"choice {i}" for i in range(4000)]))
+    assert compile_in(pool, grammar, "heavy").first is not None
+    assert pool._turns._clients["heavy"].slow == {turns.CHECK: turns._SLOW_JOBS, turns.MASKS: 0}
+    assert any(slot.done for slot in pool._turns.slots if slot.pace == turns.SLOW)
+
+
+def test_a_mask_that_takes_too_long_ends_its_answer_alone(model, pool, monkeypatch):
+    grammar = parse_grammar(Fields(dict([hostile_grammars.named()["ambiguous"]])), None)
+    found = compile_in(pool, grammar)
+    masks = found.compile(model.config.vocab_size).matcher([5], [270])._masks
+    for name in ("_MASK_SECONDS", "_CHECK_SECONDS"):
+        monkeypatch.setattr(pool_module, name, 1e-3)
+    masks.start(model.tokenizer.encode("a" * 300), [])
+    with pytest.raises(NoTokenLeftError, match="takes more than"):
+        masks.result()
+    assert hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).hexdigest() not in pool._failed
+    assert compile_in(pool, grammar, "other").first is not None

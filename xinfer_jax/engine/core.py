@@ -319,7 +319,7 @@ class EngineCore(WeightSwitch):
 
         late = [answer for answer in constrained if is_late(answer.matcher)]
         if len(late) == len(running):
-            late[0].matcher.wait(_POLL_SECONDS)
+            min(late, key=lambda answer: answer.matcher.seconds).matcher.wait(_POLL_SECONDS)
         return {answer.row for answer in late}
 
     def _masks(self, answers: Sequence[Answer]) -> np.ndarray | None:

@@ -32,7 +32,7 @@ from .automaton import Dfa
 from .compiler import vocabulary_of
 from .grammars import Grammar
 from .matcher import CompiledGrammar
-from .turns import CHECK, MASKS, QUICK_SECONDS, Slot, Turns
+from .turns import CHECK, MASKS, SLOW, Slot, Turns, quick_seconds
 from .vocabulary import keep_latest
 from .worker import MEMORY
 
@@ -111,11 +111,13 @@ class _Job:
         self.future: Future = Future()
         self.end = 0.0  # by time.monotonic(), once it is done
         self.seconds = 0.0  # that it took so far
+        self.quick_seconds = 0.0  # that it takes at most if it is quick
 
-    def message(self, with_grammar: bool, is_slow: bool) -> tuple[Any, ...]:
+    def message(self, with_grammar: bool, pace: str) -> tuple[Any, ...]:
         """What a process gets. with_grammar: it does not know the grammar, and compiles it."""
         seconds = _CHECK_SECONDS if with_grammar else _MASK_SECONDS
-        seconds = seconds if is_slow else min(seconds, QUICK_SECONDS[self.name])
+        self.quick_seconds = quick_seconds(with_grammar, 1 + len(self._rest[2]))
+        seconds = seconds if pace == SLOW else min(seconds, self.quick_seconds)
         return self.name, self.key, self._grammar if with_grammar else None, *self._rest, seconds
 
     def failure(self, number: int) -> InputError:
@@ -261,7 +263,7 @@ class GrammarPool:
                 break
             except _CrashError as crash:
                 job.seconds += time.monotonic() - began
-                if crash.number == signal.SIGPROF and not slot.is_slow:
+                if crash.number == signal.SIGPROF and slot.pace != SLOW:
                     raise _NotQuickError from None
                 if is_new or crash.number in (signal.SIGPROF, signal.SIGKILL):
                     error = job.failure(crash.number)
@@ -282,7 +284,7 @@ class GrammarPool:
         try:
             for with_grammar in (True,) if job.name == CHECK else (False, True):
                 if found[1][0] == "missing":
-                    slot.connection.send(job.message(with_grammar, slot.is_slow))
+                    slot.connection.send(job.message(with_grammar, slot.pace))
                     if not self._wait(slot.connection, job):
                         raise _CrashError(self._end(slot, b"K"))
                     found = slot.connection.recv()
@@ -301,7 +303,7 @@ class GrammarPool:
     def _fork(self, slot: Slot) -> None:
         own, its = socket.socketpair()
         with its:
-            self._command(b"S" if slot.is_slow else b"F", slot, [its.fileno()])
+            self._command(b"S" if slot.pace == SLOW else b"F", slot, [its.fileno()])
         slot.connection = Connection(own.detach())
         slot.done = 0
 

@@ -1,9 +1,11 @@
 """`Turns`: which process does a job of a client, and whose job it does next.
 
 Jobs that compile grammars have other processes than the masks of grammars that compiled. Some processes of
-each kind are quick: they end a job after `QUICK_SECONDS` of CPU time. A slow process does it again, and at once
-the later jobs of its grammar and the next ones of its client. So a quick job waits for quick ones alone. In a
-process, the client goes first whose jobs took the least time lately.
+each kind are for quick jobs: they end a job after `quick_seconds` of CPU time. A slow process does it again,
+and at once all later jobs of its grammar and the next jobs of its client. The first grammars of a client, of
+which nothing is known, have a process of their own. So a client whose jobs are quick waits for quick jobs
+alone. In a process, the client goes first whose jobs took the least time lately, with what the next one may
+take.
 """
 
 import dataclasses
@@ -17,8 +19,11 @@ from .vocabulary import keep_latest
 
 CHECK = "check"  # compiles a grammar
 MASKS = "masks"
-QUICK_SECONDS = {CHECK: 0.25, MASKS: 0.1}  # ten times what grammars of ordinary schemas need
-_PROCESSES = {(CHECK, False): 1, (CHECK, True): 2, (MASKS, False): 3, (MASKS, True): 1}  # quick and slow ones
+NEW = "new"  # of a client that no grammar was compiled for
+QUICK = "quick"
+SLOW = "slow"
+_QUICK_SECONDS = {CHECK: 0.15, MASKS: 0.03}  # ten times what grammars of ordinary schemas need
+_PROCESSES = {(CHECK, NEW): 1, (CHECK, QUICK): 1, (CHECK, SLOW): 2, (MASKS, QUICK): 3, (MASKS, SLOW): 1}
 _HALF_LIFE = 10.0  # seconds, in which half of the time that a client used is forgotten
 _SLOW_JOBS = 16  # of a client, after one that was not quick
 _MOST_CLIENTS = 1024  # that are known
@@ -31,7 +36,7 @@ class Slot:
 
     number: int
     name: str  # of its jobs
-    is_slow: bool
+    pace: str  # of these
     condition: threading.Condition
     jobs: list[Any] = dataclasses.field(default_factory=list)
     client: str | None = None  # whose job is done now
@@ -50,13 +55,20 @@ class _Client:
     seconds: float = 0.0  # that its jobs took, of which half is forgotten in each half-life
     when: float = 0.0  # up to which
     slow: dict[str, int] = dataclasses.field(default_factory=lambda: {CHECK: 0, MASKS: 0})  # jobs, yet
+    expected: dict[str, float] = dataclasses.field(default_factory=_QUICK_SECONDS.copy)  # seconds of a job
+    is_new: bool = True
     slot: Slot | None = None  # of its last masks, which knows their grammar
+
+
+def quick_seconds(compiles: bool, masks: int) -> float:
+    """The CPU time that a quick job takes at most."""
+    return _QUICK_SECONDS[CHECK] if compiles else masks * _QUICK_SECONDS[MASKS]
 
 
 class Turns:
     """The slots, and what is known of clients and grammars. The caller holds the lock.
 
-    A job has a client, a name, the key of its grammar, and the seconds that it took so far.
+    A job has a client, a name, the key of its grammar, and `quick_seconds`.
     """
 
     def __init__(self, lock: Any):
@@ -70,8 +82,9 @@ class Turns:
         another slot is free.
         """
         client = self._client(job.client)
-        is_slow = client.slow[job.name] > 0 or _kind(job) in self._slow
-        slots = [slot for slot in self.slots if (slot.name, slot.is_slow) == (job.name, is_slow)]
+        pace = NEW if client.is_new and job.name == CHECK else QUICK
+        pace = SLOW if client.slow[job.name] or _kind(job) in self._slow else pace
+        slots = [slot for slot in self.slots if (slot.name, slot.pace) == (job.name, pace)]
         slot = client.slot if client.slot in slots else None
         if slot is None or slot.clients and job.client not in slot.clients:
             free = [other for other in slots if not other.clients]
@@ -86,18 +99,23 @@ class Turns:
 
     def take(self, slot: Slot) -> Any:
         """The job that a slot does next."""
-        job = min(slot.jobs, key=lambda job: self._used(job.client))
+        cost = lambda job: self._used(job.client) + self._client(job.client).expected[job.name]  # noqa: E731
+        job = min(slot.jobs, key=cost)
         slot.jobs.remove(job)
         slot.client = job.client
         return job
 
     def end(self, slot: Slot, job: Any, seconds: float) -> None:
-        """What a job took, that was done or failed."""
+        """What a job took, that was done or failed; 0: it did not begin."""
         slot.client = None
+        if not seconds:
+            return
         client = self._client(job.client)
         client.seconds = self._used(job.client) + seconds
         client.when = time.monotonic()
-        is_quick = seconds <= QUICK_SECONDS[job.name]
+        client.expected[job.name] += (seconds - client.expected[job.name]) / 2
+        is_quick = seconds < job.quick_seconds
+        client.is_new &= not (is_quick and job.name == CHECK)
         client.slow[job.name] = max(0, client.slow[job.name] - 1) if is_quick else _SLOW_JOBS
 
     def set_slow(self, job: Any) -> None:
