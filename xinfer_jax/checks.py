@@ -19,7 +19,7 @@ def is_traced(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, jax.core.Tracer) or (
-        isinstance(value, list | tuple) and any(isinstance(x, jax.core.Tracer) for x in value)
+        isinstance(value, list | tuple) and any(issubclass(x, jax.core.Tracer) for x in {*map(type, value)})
     )
 
 

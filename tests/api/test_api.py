@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import json
 import pickle
+import random
 import time
 
+import jax
 import pytest
 import tiny
 import tokenizers
@@ -17,11 +19,14 @@ from xinfer_jax.api import bodies
 from xinfer_jax.api.bodies import ParsedBody, parse_request_body
 from xinfer_jax.api.fields import BodyError
 from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
+from xinfer_jax.api.sampling_fields import breaker_ids
 from xinfer_jax.checkpoint import template_budget
 from xinfer_jax.checkpoint.conversation import prompt_ids
 from xinfer_jax.checkpoint.tokenizer import Tokenizer
+from xinfer_jax.engine import device
 from xinfer_jax.errors import ContextLengthError
 from xinfer_jax.generation.options import GenerateOutput
+from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.sampling.logprobs import TokenLogprobs
 
 pytestmark = pytest.mark.oldest
@@ -269,6 +274,31 @@ def test_dry_breakers_are_the_tokens_with_these_texts(model):
     assert breakers(dry_sequence_breakers=[]) == set()
     settings = parse(model, xtc_probability=0.5, dry_penalty_last_n=-1).options.sampling
     assert settings.dry_sequence_breakers is None and settings.xtc_probability == 0.5
+
+
+def test_breakers_are_those_that_a_search_of_each_token_finds(model):
+    """Texts begin and end anywhere in a token; none is found across two tokens."""
+    vocab_size = model.config.vocab_size
+    tokens = vocabulary_of(model.tokenizer, vocab_size).tokens
+    draw = random.Random(0)
+    texts = [token.decode() for token in tokens if token.isascii() and len(token) > 2] + ["é"]
+    for _ in range(30):
+        starts = [(draw.choice(texts), draw.randrange(2)) for _ in range(draw.randint(1, 9))]
+        parts = {text[start : start + draw.randint(1, 3)] or text: None for text, start in starts}
+        found = breaker_ids(model.tokenizer, vocab_size, (*parts,)).tolist()
+        assert found == [i for i in range(vocab_size) if any(part.encode() in tokens[i] for part in parts)]
+    both = (tokens[300] + tokens[301]).decode()
+    with pytest.raises(BodyError, match="no token contains"):
+        breaker_ids(model.tokenizer, vocab_size, (both,))
+
+
+@pytest.mark.full
+def test_lists_of_ids_are_converted_once_for_all_answers(model, engine, monkeypatch):
+    """Not again in the engine's thread, which all requests wait for."""
+    parsed = parse(model, dry_multiplier=0.8, allowed_token_ids=[7, 8], temperature=1.0, max_tokens=2, n=2)
+    wanted = engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens
+    monkeypatch.setattr(device, "settings_per_row", None)
+    assert engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens == wanted
 
 
 @pytest.mark.full

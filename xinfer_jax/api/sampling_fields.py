@@ -53,8 +53,10 @@ def parse_sampling(
 @functools.lru_cache(maxsize=8)
 def breaker_ids(
     tokenizer: Tokenizer | None, vocab_size: int, texts: Sequence[str] = DRY_BREAKERS
-) -> tuple[int, ...]:
-    """The ids of all tokens whose text contains one of these. BodyError: none has one that is no default."""
+) -> np.ndarray:
+    """int32, read-only: the ids of all tokens whose text contains one of these. BodyError: no token contains
+    one, which is no default.
+    """
     search = vocabulary_of(tokenizer, vocab_size).search if tokenizer else TokenSearch([])
     is_breaker_V = np.zeros(vocab_size, bool)
     for text in texts:
@@ -63,7 +65,9 @@ def breaker_ids(
             said = f"no token contains {format_value(text)}: give texts that are parts of tokens"
             raise BodyError(_BREAKERS, f"{_BREAKERS}: {said}")
         is_breaker_V[ids] = True
-    return tuple(np.flatnonzero(is_breaker_V).tolist())
+    found = np.flatnonzero(is_breaker_V).astype(np.int32)
+    found.flags.writeable = False
+    return found
 
 
 def _logit_bias(biases: dict[str, Any], vocab_size: int) -> dict[int, float]:

@@ -110,7 +110,7 @@ def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
     values = {field: flags[name].value for field, name in names.items() if name in flags}
     given = {field: value for field, value in values.items() if value is not None}
     if given.get("dry_multiplier"):
-        given["dry_sequence_breakers"] = breaker_ids(model.tokenizer, model.config.vocab_size)
+        given["dry_sequence_breakers"] = breaker_ids(model.tokenizer, model.config.vocab_size).tolist()
     defaults = SamplingConfig.from_hf(model.generation_config if flags.generation_config else {})
     return dataclasses.replace(defaults, **given).validate()
 

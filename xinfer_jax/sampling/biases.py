@@ -157,7 +157,9 @@ def _listed(name: str, ids: Any, V: int) -> Any:
     if is_traced(ids):
         return jnp.zeros(V, bool).at[jnp.asarray(ids)].set(True, mode="drop")
     listed_V = np.zeros(V, bool)
-    listed_V[check_token_ids(name, ids, V)] = True
+    is_array = isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" and ids.size
+    good = is_array and ids.min() >= 0 and ids.max() < V  # without a loop in Python
+    listed_V[ids if good else check_token_ids(name, ids, V)] = True
     return listed_V
 
 
