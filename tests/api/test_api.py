@@ -281,7 +281,7 @@ def test_breakers_are_those_that_a_search_of_each_token_finds(model):
     vocab_size = model.config.vocab_size
     tokens = vocabulary_of(model.tokenizer, vocab_size).tokens
     draw = random.Random(0)
-    texts = [token.decode() for token in tokens if token.isascii() and len(token) > 2] + ["é"]
+    texts = [token.decode() for token in tokens if token.isascii() and len(token) > 2]
     for _ in range(30):
         starts = [(draw.choice(texts), draw.randrange(2)) for _ in range(draw.randint(1, 9))]
         parts = {text[start : start + draw.randint(1, 3)] or text: None for text, start in starts}
