@@ -28,7 +28,7 @@ from ..layerwise.precompile import with_sharding
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
-from ..sampling.random_keys import FOLD_IN, fold_in_answer, key_from_seed
+from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER, key_from_seed
 from ..sharding import REPLICATED, concrete_mesh_of
 from ..weights.params import Params
 from . import device_programs as programs
@@ -344,7 +344,7 @@ class Device:
         """What preempted rows need, and the keys of several answers."""
         if self._shape.role != "decode":
             key_1 = self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._run(fold_in_answer, key_1, np.zeros(1, np.int32))
+            self._run(FOLD_IN_ANSWER, key_1, np.zeros(1, np.int32))
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
         if self._shape.snapshots:

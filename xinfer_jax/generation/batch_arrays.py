@@ -14,7 +14,7 @@ from ..config.model_config import ModelConfig
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
-from ..sampling.random_keys import FOLD_IN, fold_in_answer
+from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, cache_dtype, tree_bytes
 from .executor import bucket
@@ -158,7 +158,7 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | Non
     Args:
         key: from `check_key`: one, or one per prompt.
         prompt_R: int32, which prompt each row continues.
-        answer_R: int32, index of the answer among its prompt's answers, as of `fold_in_answer`; None: all are
+        answer_R: int32, index of the answer among its prompt's answers, as of `FOLD_IN_ANSWER`; None: all are
             first ones.
     """
     if key.ndim:  # indexed on the host: no program is compiled
@@ -166,4 +166,4 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | Non
         key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
     else:
         key_R = FOLD_IN(key, prompt_R)
-    return key_R if answer_R is None else fold_in_answer(key_R, answer_R)
+    return key_R if answer_R is None else FOLD_IN_ANSWER(key_R, answer_R)

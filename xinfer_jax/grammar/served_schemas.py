@@ -90,7 +90,7 @@ def _names_in_references(value: Any) -> Iterator[str]:
             yield from _names_in_references(one)
 
 
-def _without_annotations(schema: Mapping[str, Any], kept: set[str]) -> dict[str, Any]:
+def _without_annotations(schema: Mapping[str, Any], kept: frozenset[str]) -> dict[str, Any]:
     node = {key: one for key, one in schema.items() if key in kept and (one is not None or key == "const")}
     if not _DIALECT.fullmatch(str(node.get("$schema", ""))):
         node.pop("$schema", None)

@@ -53,15 +53,8 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
 
 
 FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
-
-
-@jax.jit
-@jax.vmap
-def fold_in_answer(row_key: jax.Array, j: jax.Array) -> jax.Array:
-    """The key of answer j of a row: `fold_in(row_key, j)`, but `row_key` for the first one, which so is the
-    answer of a request for one.
-    """
-    return jnp.where(j == 0, row_key, jax.random.fold_in(row_key, j))
+# The keys of answers from their rows' keys; the first answer is the one of a request for one.
+FOLD_IN_ANSWER = jax.jit(jax.vmap(lambda key, j: jnp.where(j == 0, key, jax.random.fold_in(key, j))))
 
 
 def gumbel_noise(row_key: jax.Array, position: Any, purpose: Any, index_A: jax.Array) -> jax.Array:
