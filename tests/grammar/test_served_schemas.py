@@ -203,6 +203,22 @@ def test_annotations_change_nothing():
     assert plain["properties"].keys() == schema["properties"].keys()
 
 
+def test_unions_with_a_discriminator():
+    """As pydantic and zod write them. Another `oneOf` stays: a value may be valid for two of its schemas."""
+    kinds = {
+        name: dict(type="object", properties=dict(kind=dict(const=name), size=A), required=["kind"])
+        for name in ("cat", "dog")
+    }
+    branches = [{"$ref": f"#/$defs/{name}"} for name in kinds]
+    union = {"oneOf": branches, "discriminator": {"propertyName": "kind"}, "$defs": kinds}
+    found = matcher(union)
+    assert allows(found, '{"kind":"cat","size":1}') and allows(found, '{"kind":"dog"}')
+    assert not allows(found, '{"kind":"cow"}') and not allows(found, '{"kind":"cat","other":1}')
+    for changed in (dict(required=[]), dict(type=["object", "null"]), dict(properties=dict(kind=A))):
+        kinds["dog"] = kinds["dog"] | changed
+        assert "oneOf" in served_schema(union, False)
+
+
 def test_deep_schemas_are_rejected():
     deep = dict(type="object")
     for _ in range(3000):

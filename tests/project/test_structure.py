@@ -61,7 +61,7 @@ PACKAGES = {
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
-        "compiler", "matcher", "served_schemas", "grammars", "worker", "turns", "pool",
+        "compiler", "matcher", "schema_unions", "served_schemas", "grammars", "worker", "turns", "pool",
     ),
     "compress": ("gptq", "awq"),
     "generation": (

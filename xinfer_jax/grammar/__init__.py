@@ -3,10 +3,10 @@
 In the order to read: `grammars` has `Grammar` and what makes one (`json_schema`, `regex`, `choice`, …);
 `vocabulary` gives the bytes of each token; `regex_parser`, `byte_automaton` and `token_automaton` make `Dfa`s
 of regular expressions; `automaton` follows them; `token_masks` and `compiler` compile grammars by llguidance;
-`matcher` follows one answer; `served_schemas` rewrites JSON Schemas before they are compiled; `pool`,
-`worker` and `turns` compile and follow those of a server's clients in processes of their own. `generate` does
-not import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`; `decode_loop` has
-`automata_of_call` by `plugins.TABLE`.
+`matcher` follows one answer; `schema_unions` and `served_schemas` rewrite JSON Schemas before they are
+compiled; `worker`, `turns` and `pool` compile and follow the grammars of a server's clients in processes of
+their own. `generate` does not import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`;
+`decode_loop` has `automata_of_call` by `plugins.TABLE`.
 
 - Two forms sample the same tokens. Masks serve every grammar: the host writes the allowed tokens of each
   constrained row into `Context.allowed_bits`, and a call of the device takes one step. Automata serve small

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, TypeGuard
-from urllib.parse import unquote
 
 from ..errors import InputError, format_value
 from ..tool_calls.call_grammar import KEYWORDS
+from .schema_unions import exclusive_as_any, path_names
 
 # The others are annotations. `$schema` only of the dialects that llguidance knows.
 _KEPT = KEYWORDS | {"$defs", "definitions", "$id", "id", "$anchor", "$schema"}
@@ -50,6 +50,7 @@ def served_schema(schema: Any, strict: bool) -> Any:
     - Objects that declare properties, and do not say whether there are others, have no others, so their keys
       do not repeat. A schema with oneOf, or with several schemas for one object, stays open.
     - Keywords that are null, and annotations, are left out: nothing in them is a schema.
+    - `oneOf` whose schemas exclude each other, by the constants of a property, becomes `anyOf`.
     - `propertyNames` that lists the names, or has a pattern for them, becomes a schema of each name.
 
     Args:
@@ -67,9 +68,10 @@ def served_schema(schema: Any, strict: bool) -> Any:
         kept = _KEPT | {*_names_in_references(schema)}
 
         def collect(node: Mapping[str, Any]) -> Mapping[str, Any]:
-            nodes.append(_without_annotations(node, kept))
+            nodes.append(exclusive_as_any(_without_annotations(node, kept), root))
             return nodes[-1]
 
+        root = schema
         schema = _changed(schema, collect)
         merges = any(map(_merges, nodes))
         if merges:
@@ -83,7 +85,7 @@ def _names_in_references(value: Any) -> Iterator[str]:
     """The names in the paths of all references: a schema may stand under them."""
     if isinstance(value, Mapping):
         if isinstance(path := value.get("$ref"), str):
-            yield from (unquote(name).replace("~1", "/").replace("~0", "~") for name in path.split("/"))
+            yield from path_names(path)
         value = [*value.values()]
     if isinstance(value, list):
         for one in value:
