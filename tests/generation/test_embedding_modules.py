@@ -99,7 +99,9 @@ def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [QWEN2, GEMMA], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", [QWEN2, QWEN2 | dict(is_causal=False), GEMMA], ids=["qwen2", "not-causal", "gemma3"]
+)
 @pytest.mark.parametrize("pooling", [dict(pooling_mode_mean_tokens=True), dict(pooling_mode="lasttoken")])
 def test_vectors_are_those_of_sentence_transformers(tmp_path, config, pooling):
     st = pytest.importorskip("sentence_transformers", reason="the comparison needs sentence-transformers")

@@ -9,9 +9,16 @@ from typing import Any
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from .family import Family, Names
-from .layer_fields import attention_bias, period_windows, with_windows, write_layer_types
+from .layer_fields import (
+    BOTH_SIDES,
+    attention_bias,
+    period_windows,
+    with_later_tokens,
+    with_windows,
+    write_layer_types,
+)
 from .rope_settings import read_rope_per_layer_type, write_rope_per_layer_type
-from .values import MAX_CONTEXT, get_boolean, get_integer, get_number, get_optional_number, reject_setting
+from .values import get_boolean, get_integer, get_number, get_optional_number, reject_setting
 
 
 def _read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSpec]:
@@ -27,14 +34,14 @@ def _read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSp
 
 
 def read_gemma(hf: Mapping, layers: int) -> dict[str, Any]:
-    reject_setting(hf, "use_bidirectional_attention")
+    reject_setting(hf, BOTH_SIDES)
     layer = LayerSpec(AttentionSpec(**attention_bias(hf)))
     scale = math.sqrt(get_integer(hf, "hidden_size"))
     return dict(norm_offset=1.0, embed_scale=scale, layers=(layer,) * layers)
 
 
 def read_gemma2(hf: Mapping, layers: int) -> dict[str, Any]:
-    reject_setting(hf, "use_bidirectional_attention")
+    reject_setting(hf, BOTH_SIDES)
     cap = get_optional_number(hf, "attn_logit_softcapping")
     fields, layer = _read_shared(hf, logit_softcapping=cap)
     return fields | dict(layers=with_windows(layer, period_windows(hf, layers, 2)))
@@ -46,17 +53,10 @@ def read_gemma3(hf: Mapping, layers: int) -> dict[str, Any]:
     rope, sliding_rope = read_rope_per_layer_type(hf, get_number(hf, "rope_local_base_freq"))
     fields, layer = _read_shared(hf, qk_norm="head")
     specs = with_windows(layer, windows, sliding_rope)
-    if hf.get("use_bidirectional_attention") is not None and get_boolean(hf, "use_bidirectional_attention"):
-        specs = tuple(map(_with_later_tokens, specs))
+    if hf[BOTH_SIDES] is not None and get_boolean(hf, BOTH_SIDES):
+        reaches = (window and window // 2 for window in windows)
+        specs = tuple(map(with_later_tokens, specs, reaches))
     return fields | dict(rope=rope, layers=specs)
-
-
-def _with_later_tokens(layer: LayerSpec) -> LayerSpec:
-    """A layer in which a token sees as many tokens after it as before it: half a window, or all."""
-    window = getattr(layer.mixer, "window", None)
-    if window is None:
-        return layer.with_mixer(ahead=MAX_CONTEXT)
-    return layer.with_mixer(window=2 * (window // 2) + 1, ahead=window // 2)
 
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
@@ -69,10 +69,7 @@ def write_gemma2(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    settings = write_gemma2(config) | write_rope_per_layer_type(config)
-    if any(getattr(layer.mixer, "ahead", 0) for layer in config.layers):
-        settings["use_bidirectional_attention"] = True
-    return settings
+    return write_gemma2(config) | write_rope_per_layer_type(config)
 
 
 _NAMES = Names(dict(mlp_norm="pre_feedforward_layernorm.weight"))
@@ -99,7 +96,7 @@ GEMMA3 = Family(
     GEMMA2.defaults
     | dict(
         max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
-        rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6,
+        rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6, **{BOTH_SIDES: False},
     ),
     read_gemma3,
     "Gemma3ForCausalLM",

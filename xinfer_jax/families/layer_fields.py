@@ -9,10 +9,11 @@ from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Joined
-from .values import get_boolean, get_count, get_integer, get_integer_at_most
+from .values import MAX_CONTEXT, get_boolean, get_count, get_integer, get_integer_at_most
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+BOTH_SIDES = "use_bidirectional_attention"  # Gemma 3's own form of `is_causal`, whose window is twice as wide
 # Names of tensors: one for each expert, or all of them in one.
 EXPERTS = dict(router="mlp.gate") | {
     f"experts.{leaf}": f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")
@@ -37,6 +38,14 @@ def with_windows(
 ) -> tuple[LayerSpec, ...]:
     """Layers like this one, with these windows. sliding_rope: of those that have one; None: the model's."""
     return tuple(layer.with_mixer(window=window, rope=sliding_rope if window else None) for window in windows)
+
+
+def with_later_tokens(layer: LayerSpec, reach: int | None) -> LayerSpec:
+    """The layer with attention to as many tokens after a token as before it. reach: how many; None: all."""
+    if reach is None:
+        return layer.with_mixer(window=None, ahead=MAX_CONTEXT)
+    reach = min(reach, MAX_CONTEXT // 2)  # positions plus a window stay within int32
+    return layer.with_mixer(window=2 * reach + 1, ahead=reach)
 
 
 def same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:

@@ -1,11 +1,14 @@
 """`from_hf`: the config of a model from its config.json."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..plugins import load, names
+from .layer_fields import with_later_tokens
 from .rope_settings import read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
 from .wrappers import placeholder_ids, text_settings
@@ -13,7 +16,7 @@ from .wrappers import placeholder_ids, text_settings
 _ACTIVATIONS = dict(silu="silu", swish="silu", gelu_pytorch_tanh="gelu_pytorch_tanh", relu2="relu2")
 _DEFAULTS: dict[str, Any] = dict(  # of all families
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
-    use_sliding_window=False,
+    use_sliding_window=False, is_causal=True,
 )  # fmt: skip
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -70,8 +73,18 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         )
         | own
     )
+    if not get_boolean(hf, "is_causal"):
+        config = dataclasses.replace(config, layers=tuple(map(_not_causal, config.layers)))
     _check_consistency(config)
     return config
+
+
+def _not_causal(layer: LayerSpec) -> LayerSpec:
+    """The layer where `is_causal` is false: its attention, if it has one, sees later tokens too."""
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec) or mixer.ahead:
+        return layer
+    return with_later_tokens(layer, mixer.window)
 
 
 def _check_supported(hf: Mapping, activation: Any) -> None:

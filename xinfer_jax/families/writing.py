@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any
 
-from ..config.layer_spec import AttentionSpec
+from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..plugins import load
+from .layer_fields import BOTH_SIDES
 from .reading import SIZES, from_hf
 from .rope_settings import write_rope
 
@@ -18,6 +19,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         InputError: config.json of its family has no such model: the fields that it would lose are named.
     """
     family = load("family", config.model_type)
+    causal = dataclasses.replace(config, layers=tuple(map(_causal, config.layers)))
     attention = next((x.mixer for x in config.layers if isinstance(x.mixer, AttentionSpec)), AttentionSpec())
     activation = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     ends = config.eos_token_ids
@@ -31,7 +33,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         bos_token_id=None,
         eos_token_id=ends[0] if len(ends) == 1 else [*ends] or None,
         pad_token_id=None,
-    ) | family.write(config)  # fmt: skip
+    ) | family.write(causal)  # fmt: skip
+    if causal.layers != config.layers and BOTH_SIDES in family.defaults:
+        settings |= {BOTH_SIDES: True, "sliding_window": 2 * settings.get("sliding_window", 1)}
+    elif causal.layers != config.layers:
+        settings["is_causal"] = False
     read = from_hf(settings)
     lost = [
         f.name
@@ -41,3 +47,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if lost:
         raise InputError(f"config.json of a {config.model_type} model has no place for its {', '.join(lost)}")
     return settings
+
+
+def _causal(layer: LayerSpec) -> LayerSpec:
+    """The layer without attention to later tokens: the inverse of `with_later_tokens`."""
+    ahead = getattr(layer.mixer, "ahead", 0)
+    return layer.with_mixer(window=layer.mixer.window and ahead, ahead=0) if ahead else layer

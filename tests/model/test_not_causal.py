@@ -1,0 +1,79 @@
+"""`is_causal: false` in config.json: attention sees the tokens after a token too, as in transformers."""
+
+import copy
+
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+from quick import full_except
+
+import xinfer_jax as xj
+from xinfer_jax.families.reading import from_hf
+from xinfer_jax.families.writing import to_hf
+from xinfer_jax.model.decoder import hidden_states
+
+pytestmark = pytest.mark.oldest
+
+CAUSAL = {name: case for name, case in cases.CASES.items() if case.continued_prompts}
+
+LIVE = ("mistral-long-window", "gemma4-experts", "qwen3-next-sparse-step")  # the others: with --soak
+
+
+def not_causal(name):
+    return copy.deepcopy(CAUSAL[name].hf) | dict(is_causal=False)
+
+
+def of_each_kind():
+    """A case of each model type, with and without a window."""
+    kind = lambda hf: (hf["model_type"], bool(hf.get("sliding_window")))  # noqa: E731
+    return sorted({kind(case.hf): name for name, case in CAUSAL.items()}.values())
+
+
+def test_a_token_sees_a_window_to_both_sides():
+    """The window is the largest distance, as transformers has it; layers without one see all tokens."""
+    hf = tiny.CONFIG | dict(model_type="mistral", num_hidden_layers=1, sliding_window=3, is_causal=False)
+    config = from_hf(hf)
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    ids = np.arange(3, 13)
+    (hidden_BTD, _) = hidden_states(params, config, np.stack([ids, np.where(np.arange(10) == 5, 20, ids)]))
+    changed = np.abs(hidden_BTD[0] - hidden_BTD[1]).max(-1) > 1e-6
+    assert np.flatnonzero(changed).tolist() == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_configs_of_all_families():
+    """Each attention layer sees later tokens, what is written means the same, and null is an error."""
+    for name in CAUSAL:
+        config = from_hf(not_causal(name))
+        assert all(getattr(layer.mixer, "ahead", 1) for layer in config.layers), name
+        assert from_hf(to_hf(config)) == config != CAUSAL[name].config, name
+        assert from_hf(not_causal(name) | dict(is_causal=True)) == CAUSAL[name].config, name
+    with pytest.raises(xj.InputError, match="is_causal must be true or false, got None"):
+        from_hf(not_causal("llama3-new") | dict(is_causal=None))
+
+
+def test_what_needs_causal_attention_says_so():
+    config = from_hf(tiny.CONFIG | dict(is_causal=False))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    calls = {
+        "generation is": lambda: xj.generate(params, config, [[3, 4]]),
+        "score is": lambda: xj.score(params, config, np.array([[3, 4]])),
+        "a KV cache is": lambda: xj.init_cache(config, 1, 8),
+    }
+    for what, call in calls.items():
+        with pytest.raises(xj.InputError, match=f"{what} not supported.*attention to later tokens"):
+            call()
+
+
+@pytest.mark.parametrize("name", full_except((), of_each_kind(), soak={*of_each_kind()} - {*LIVE}))
+def test_logits_are_those_of_transformers(name):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    hf = not_causal(name)
+    config = from_hf(hf)
+    tensors = cases.random_tensors(config, 5)
+    ids = cases.prompts(CAUSAL[name])[1]
+    (logits_BTV, _) = xj.forward(cases.params_from(config, tensors), config, np.array([ids]))
+    wanted_TV = cases.hf_logits(cases.hf_model(hf, tensors), ids)
+    np.testing.assert_allclose(logits_BTV[0], wanted_TV, rtol=0, atol=1e-4)
