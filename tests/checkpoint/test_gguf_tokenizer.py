@@ -8,11 +8,11 @@ import pytest
 import tiny
 import tokenizers
 from paths import DATA, STORIES
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.gguf_file import GgufFile, open_gguf
-from xinfer_jax.checkpoint.gguf_tokenizer import read_gguf_tokenizer
+from xinfer_jax.checkpoint.gguf_tokenizer import _WORDS, read_gguf_tokenizer
 
 pytest.importorskip("gguf")
 import gguf_files as files  # noqa: E402
@@ -56,7 +56,8 @@ def test_ids_of_qwen(tmp_path):
     backend = tokenizers.Tokenizer.from_file(str(QWEN / "tokenizer.json"))
     assert_same_ids(found, backend, [*texts(1000), "<|im_start|>user\nHi<|im_end|>", "e\u0301 <tool_call>"])
     source = xj.Tokenizer.from_dir(QWEN)
-    assert {*found.eos_token_ids} == {*source.eos_token_ids}
+    gaps = {source.backend.token_to_id(f"<|{name}|>") for name in ("fim_pad", "repo_name", "file_sep")}
+    assert {*found.eos_token_ids} == {*source.eos_token_ids} | gaps  # as in llama.cpp
     talk = [dict(role="system", content="Be brief."), dict(role="user", content="Hi")]
     assert found.apply_chat_template(talk) == source.apply_chat_template(talk)
 
@@ -95,19 +96,103 @@ SPLITS = {
     "gpt-4o": ["I'll", " pay", " ", "123", "4", "!!\n", " ok"],
     "tekken": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!\n", " ok"],
     "gpt-2": ["I", "'ll", " pay", " 1234", "!!", "\n", " ok"],
+    "smollm": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!", "\n", " ok"],
+    "default": ["I", "'", "ll", " pay", " ", "123", "4", "!!", "\n", " ok"],
+    "deepseek-coder": ["I", "'", "ll", " pay", " ", "1", "2", "3", "4", "!!", "\n", " ok"],
+    "deepseek-llm": ["I", "'", "ll", " pay", " ", "1234", "!!", "\n", " ok"],
+    "deepseek-v3": ["I", "'ll", " pay", " ", "123", "4", "!!\n", " ok"],
+    "bailingmoe": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!\n", " ok"],
+    "seed-coder": ["I", "'ll", " pay", " ", "1", "2", "3", "4", "!!", "\n", " ok"],
+    "minicpm5": ["I", "'ll", " pay", " ", "123", "4", "!!\n", " ok"],
+    "viking": ["I'll", " pay", " ", "1", "2", "3", "4", "!!\n", " ok"],
 }
+
+
+def byte_level(pre):
+    """A tokenizer whose vocabulary of bytes has no merges but one."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    metadata = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * 257, "merges": ["a b"]}
+    metadata["add_bos_token"] = False
+    return tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
 
 
 @pytest.mark.parametrize("pre", SPLITS)
 def test_words_of_byte_level_vocabularies(pre):
-    """Texts are split as llama.cpp's names say: a vocabulary of bytes has no merges but one."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, "ab"]
-    metadata = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * 257, "merges": ["a b"]}
-    found = tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
-    pieces = found.backend.pre_tokenizer.pre_tokenize_str("I'll pay 1234!!\n ok")
+    """Texts are split as llama.cpp's names say."""
+    pieces = byte_level(pre).backend.pre_tokenizer.pre_tokenize_str("I'll pay 1234!!\n ok")
     text = [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces]
     assert text == SPLITS[pre]
+
+
+def in_turn(*parts):
+    """Pre-tokenizers as the tokenizer.json of a model has them."""
+    splits = [pre_tokenizers.Split(Regex(x), "isolated") if isinstance(x, str) else x for x in parts]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+
+
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+PUBLISHED = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence([DIGITS, pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+    "deepseek-coder": in_turn(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS),
+    "bloom": in_turn(" ?[^(\\s|[.,!?…。，、।۔،])]+"),
+}
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_words_are_those_of_published_tokenizers(pre):
+    ours = byte_level(pre).backend.pre_tokenizer
+    for text in texts(400):
+        assert ours.pre_tokenize_str(text) == PUBLISHED[pre].pre_tokenize_str(text), text
+
+
+@pytest.mark.parametrize("pre", [pre for pre in _WORDS if pre not in SPLITS])
+def test_every_name_splits_without_loss(pre):
+    for text in texts(20):
+        parts = byte_level(pre).backend.pre_tokenizer.pre_tokenize_str(text)
+        assert [span for _, span in parts] and sum(end - start for _, (start, end) in parts) == len(text)
+
+
+WORDS = {"model": "gpt2", "pre": "gpt-2", "merges": ["a b"], "add_bos_token": False}
+
+
+def named(**changes):
+    """A small vocabulary, with changes."""
+    return tokenizer_of({f"tokenizer.ggml.{key}": x for key, x in (WORDS | changes).items() if x is not None})
+
+
+def test_tokens_that_end_an_answer():
+    """By id and by text, as llama.cpp knows them; control tokens that are typed as text are control tokens."""
+    tokens = ["a", "b", "ab", "<|im_end|>", "<|fim_pad|>", "</s>", "<|end|>", "<|fim_prefix|>"]
+    kinds = [1, 1, 1, 1, 3, 1, 4, 1]
+    found = named(tokens=tokens, token_type=kinds, eot_token_id=2)
+    assert {*found.eos_token_ids} == {2, 3, 4, 6} and kinds[3] == 1
+    assert found.encode("a<|im_end|><|fim_prefix|>b", False) == [0, 3, 7, 1]
+    assert found.decode([0, 3, 7, 1]) == "ab"
+    assert {*named(tokens=tokens, token_type=kinds, fim_pad_token_id=2).eos_token_ids} == {2, 3, 6}
+    harmony = [*tokens[:6], "<|end|>", "<|return|>", "<|call|>"]
+    assert {*named(tokens=harmony, token_type=None).eos_token_ids} == {3, 4, 7, 8}
+    scores = dict(model="llama", pre=None, merges=None, scores=[0] * 8, add_space_prefix=False)
+    assert 5 in named(**scores, tokens=tokens, token_type=kinds, eos_token_id=3).eos_token_ids
+    gemma = [*tokens[:7], "<|tool_response>"]
+    assert 5 not in named(**scores, tokens=gemma, token_type=kinds, eos_token_id=3).eos_token_ids
+
+
+def test_tokens_that_metadata_leave_out():
+    """The ids that llama.cpp takes, and an error where a token that shall be added is unknown."""
+    tokens = ["<unk>", "<s>", "</s>", "a"]
+    metadata = dict(
+        model="llama", pre=None, merges=None, scores=[0.0] * 4, tokens=tokens, token_type=[2, 3, 3, 1]
+    )
+    found = named(**metadata, add_bos_token=None, add_space_prefix=False)
+    assert found.encode("a") == [1, 3] and found.eos_token_ids == (2,)
+    for changes, message in (
+        (dict(add_bos_token=True), "add_bos_token is true, and tokenizer.ggml.bos_token_id is no token"),
+        (dict(add_eos_token=True, eos_token_id=9), "add_eos_token is true, and tokenizer.ggml.eos_token_id"),
+        (dict(tokens=["a", "b", "a"]), "the vocabulary has the token 'a' twice"),
+    ):
+        with pytest.raises(xj.InputError, match=message):
+            named(**dict(tokens=["a", "b", "ab"], token_type=[1, 1, 1]) | changes)
 
 
 def test_a_template_with_named_tokens():

@@ -86,7 +86,7 @@ PACKAGES = {
         "scaled_tensor", "awq_gptq_format", "mxfp4_format", "fp8_format", "nvfp4_format", "mlx_format",
         "compressed_tensors_packing", "compressed_tensors_format", "quantized_formats", "kept_leaves",
         "gguf_file", "gguf_format", "sharded_leaves", "leaf_loader", "embedding_modules", "directory",
-        "gguf_tensors", "gguf_tokenizer", "gguf_checkpoint", "loading", "saving",
+        "gguf_tensors", "gguf_tokenizer", "gguf_keys", "gguf_checkpoint", "loading", "saving",
     ),
     "adapters": ("adapter", "fitted_adapter", "adapted_params", "peft_config", "peft_modules", "peft_files"),
     "text": (),

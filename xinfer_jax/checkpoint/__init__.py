@@ -13,7 +13,7 @@ are; `template_files`, `template_budget` and `chat_template` find, limit and ren
 `compressed_tensors_packing` writes), `kept_leaves` keeps them as they are, `quantized_formats` chooses one;
 `sharded_leaves` splits a leaf over a mesh, `leaf_loader` reads it; `embedding_modules` reads how vectors are
 made of hidden states; `directory` opens a directory, `gguf_checkpoint` a GGUF file (`gguf_file`,
-`gguf_format`, `gguf_tensors`, `gguf_tokenizer`); `loading` has `load_model`, `saving` `save_model`.
+`gguf_keys`, `gguf_format`, `gguf_tensors`, `gguf_tokenizer`); `loading` has `load_model`, `saving` `save_model`.
 
 - A checkpoint is not trusted. Every value is checked before use; tensors come from safetensors and GGUF,
   never from a pickle; the time and memory of a template are counted before they are spent.

@@ -1,22 +1,28 @@
 """Opens a GGUF file as a checkpoint, with a config.json of its metadata and the shapes of its tensors.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Absent keys have the defaults of llama.cpp, not those of a family in transformers. Keys: `gguf_keys`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..config.layer_spec import AttentionSpec
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..families.layer_fields import FULL, SLIDING
 from ..families.reading import from_hf
+from ..sampling.sampling_config import check_generation_config
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
+from .embedding_modules import EmbeddingModules
 from .gguf_file import GgufFile, open_gguf
 from .gguf_format import gguf_form
-from .gguf_tensors import gguf_tensors
+from .gguf_keys import check_keys
+from .gguf_tensors import check_reranker, gguf_tensors
 from .gguf_tokenizer import read_gguf_tokenizer
 
 _TYPES = {
@@ -37,10 +43,10 @@ _KEYS = dict(
     full_attention_interval="full_attention_interval", num_kv_shared_layers="attention.shared_kv_layers",
     hidden_size_per_layer_input="embedding_length_per_layer_input",
 )  # fmt: skip
-_SCALING = dict(
-    factor="factor", original_max_position_embeddings="original_context_length",
-    attention_factor="attn_factor", beta_fast="yarn_beta_fast", beta_slow="yarn_beta_slow",
-)  # fmt: skip
+_SAMPLING = dict(
+    temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p", penalty_repeat="repetition_penalty"
+)
+_POOLINGS = {0: None, 1: "mean", 2: "first", 3: "last", 4: None}  # 4: a reranker
 _WINDOWS = "attention.sliding_window_pattern"
 _GEMMA3_27B = 62  # layers; its attention is scaled by other than the width of a head
 
@@ -53,33 +59,41 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
     """
     file = open_gguf(path)
     try:
-        arch, settings = _settings(file)
+        (arch, own, settings) = _settings(file)
         config = from_hf(settings)
+        _check_model(own, config)
     except InputError as error:
         raise InputError(f"{path}: its metadata as a config.json: {error}") from error
     check_quantize(config, quantize)
     tokenizer = read_gguf_tokenizer(file, config.vocab_size)
     (tensors, skipped) = gguf_tensors(file, arch, config)
+    check_reranker(file, own.get("classifier.output_labels"), tokenizer)
     keeps = quantize is None and not dequantize
     kept = "gguf" if keeps and any(gguf_form([x]) for x in file.tensors.values()) else None
     ends = tokenizer.eos_token_ids if tokenizer else ()
-    return OpenedFiles(config, tensors, skipped, tokenizer, ends, {}, kept=kept)
+    generation = _generation_config(file.metadata)
+    check_generation_config(generation, config.vocab_size)
+    return OpenedFiles(
+        config, tensors, skipped, tokenizer, ends, generation, embedding=_embedding(own), kept=kept
+    )
 
 
-def _settings(file: GgufFile) -> tuple[str, Settings]:
-    """The architecture, and config.json."""
+def _settings(file: GgufFile) -> tuple[str, Mapping[str, Any], Settings]:
+    """The architecture, its keys without its name, and config.json."""
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in _TYPES:
         raise InputError(f"architecture {format_value(arch)} is not read: only {', '.join(_TYPES)} are")
+    if "token_embd.weight" not in file.tensors:
+        raise InputError("only language models with token_embd.weight are read")
+    check_keys(arch, file.metadata)
     own = {key.removeprefix(f"{arch}."): x for key, x in file.metadata.items() if key.startswith(f"{arch}.")}
-    if "token_embd.weight" not in file.tensors or arch == "llama" and own.get("expert_count"):
-        raise InputError("only language models with token_embd.weight are read, and no llama with experts")
     drafts = own.get("nextn_predict_layers", 0)  # layers at the end that are not read
     layers = _integer(own, "block_count")
     if drafts not in range(layers) or layers > len(file.tensors):
         what = f"block_count {layers} and nextn_predict_layers {format_value(drafts)}"
         raise InputError(f"{what} do not fit the {len(file.tensors)} tensors")
-    settings = {"rope_theta": 1e4} | {name: own[key] for name, key in _KEYS.items() if key in own}
+    given = {name: own[key] for name, key in _KEYS.items() if own.get(key)}  # 0: as if it were absent
+    settings = dict(rope_theta=1e4, head_dim=None, num_key_value_heads=None) | given
     settings |= dict(
         model_type=_TYPES[arch],
         vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -90,11 +104,10 @@ def _settings(file: GgufFile) -> tuple[str, Settings]:
         rope_scaling=_rope_scaling(arch, own, file.tensors),
         norm_topk_prob=True,
         use_sliding_window=False,
+        is_causal=own.get("attention.causal", True),
     )
-    if arch == "llama":
-        settings.setdefault("head_dim", own.get("rope.dimension_count"))
     read = _OWN.get(arch)
-    return arch, settings | read(own, settings, file.tensors) if read else settings
+    return arch, own, settings | read(own, settings, file.tensors) if read else settings
 
 
 def _integer(own: Mapping[str, Any], key: str) -> int:
@@ -104,22 +117,87 @@ def _integer(own: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def _width_of_heads(own: Mapping[str, Any]) -> int:
+    return _integer(own, "embedding_length") // _integer(own, "attention.head_count")
+
+
+def _head_width(own: Mapping[str, Any]) -> int:
+    key = "attention.key_length"
+    return _integer(own, key) if key in own else _width_of_heads(own)
+
+
+def _number(own: Mapping[str, Any], key: str, default: float) -> float:
+    value = own.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise InputError(f"{key} must be a number from 0 on, got {format_value(value)}")
+    return value
+
+
 def _rope_scaling(arch: str, own: Mapping[str, Any], tensors: Mapping[str, Any]) -> Settings | None:
-    """A tensor has the divisors of llama's frequencies; gemma4's says only which pairs are rotated."""
-    kind = own.get("rope.scaling.type", "none")
+    """As llama.cpp reads it: without a type it is linear, and `attn_factor` multiplies yarn's own factor. A
+    tensor has the divisors of llama's frequencies; gemma4's says only which pairs are rotated.
+    """
+    kind = own.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise InputError(f"rope.scaling.type {format_value(kind)} is not supported")
-    if kind == "none" and arch == "llama" and "rope_freqs.weight" in tensors:
-        factors = tensors["rope_freqs.weight"].array().astype(float).tolist()
+    factor = _number(own, "rope.scaling.factor", _number(own, "rope.scale_linear", 0)) or 1
+    scaled = kind != "none" and factor != 1
+    attention = _number(own, "rope.scaling.attn_factor", 1)
+    if attention != 1 and not (scaled and kind == "yarn"):
+        raise InputError(f"rope.scaling.attn_factor {attention} is supported with yarn only")
+    divisors = tensors.get("rope_freqs.weight") if arch == "llama" else None
+    if scaled and (divisors is not None or arch == "gemma4" or arch == "gemma3" and kind == "yarn"):
+        raise InputError(f"rope.scaling.type {kind} with factor {factor} is not supported for this model")
+    if divisors is not None:
+        factors = divisors.array().astype(float).tolist()
         return dict(rope_type="longrope", short_factor=factors, long_factor=factors, attention_factor=1.0)
-    found = {name: own.get(f"rope.scaling.{key}") for name, key in _SCALING.items()}
-    truncate = {"truncate": False} if kind == "yarn" and arch == "gpt-oss" else {}
-    return None if kind == "none" else {"rope_type": kind, **found, **truncate}
+    if not scaled or kind == "linear":
+        return dict(rope_type="linear", factor=factor) if scaled else None
+    beta = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    length = own.get("rope.scaling.original_context_length", own["context_length"])
+    yarn = dict(rope_type="yarn", factor=factor, original_max_position_embeddings=length, **beta)
+    own_factor = {"attention_factor": attention * (0.1 * math.log(factor) + 1)} if attention != 1 else {}
+    return yarn | own_factor | ({"truncate": False} if arch == "gpt-oss" else {})
 
 
-def _layer_types(own: Mapping[str, Any], settings: Settings) -> list[str]:
+def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raises InputError if a key asks for another width or scale than the model has."""
+    attention = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionSpec)]
+    full = attention[-1] if attention else AttentionSpec()
+    width = full.head_dim or config.head_dim
+    scale = full.attention_multiplier or (full.query_pre_attn_scalar or width) ** -0.5
+    expected = {
+        "attention.value_length": width, "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count": config.rope.rotated_width(width), "rope.dimension_count_swa": config.head_dim,
+        "embedding_length_out": config.hidden_size, "attention.scale": scale,
+    }  # fmt: skip
+    for key, wanted in expected.items():
+        if (value := _number(own, key, 0)) and not math.isclose(value, wanted, rel_tol=1e-5):
+            raise InputError(f"{key} {value} is not supported: only {wanted}, as the model has, is")
+    if own.get("attention.causal", True) is False and any(config.layer_windows):
+        raise InputError("attention.causal false is not supported with sliding windows")
+
+
+def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of sampling, as in generation_config.json."""
+    keys = {name: f"general.sampling.{key}" for key, name in _SAMPLING.items()}
+    given = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    tokens = metadata.get("tokenizer.ggml.suppress_tokens")
+    found = {} if tokens is None else {"suppress_tokens": tokens}
+    return found | (dict(do_sample=given.get("temperature") != 0, top_k=0) | given if given else {})
+
+
+def _embedding(own: Mapping[str, Any]) -> EmbeddingModules | None:
+    kind = own.get("pooling_type", 0)
+    if type(kind) is not int or kind not in _POOLINGS:
+        raise InputError(f"pooling_type must be from 0 to {max(_POOLINGS)}, got {format_value(kind)}")
+    pooling = _POOLINGS[kind]
+    return EmbeddingModules(pooling, (), True, {}, "") if pooling else None
+
+
+def _layer_types(own: Mapping[str, Any], settings: Settings, period: int = 6) -> list[str]:
     """The pattern is the number of layers until one has no window, or says for each whether it has one."""
-    pattern = own.get(_WINDOWS, 6)
+    pattern = own.get(_WINDOWS, period)
     layers = settings["num_hidden_layers"]
     if type(pattern) is int and pattern > 0:
         pattern = [(i + 1) % pattern != 0 for i in range(layers)]
@@ -129,15 +207,23 @@ def _layer_types(own: Mapping[str, Any], settings: Settings) -> list[str]:
 
 
 def _qwen35(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    width = _integer(own, "ssm.inner_size") // _integer(own, "ssm.time_step_rank")
-    part = _integer(own, "rope.dimension_count") / _integer(own, "attention.key_length")
-    return dict(linear_value_head_dim=width, partial_rotary_factor=part)
+    (width, rest) = divmod(_integer(own, "ssm.inner_size"), _integer(own, "ssm.time_step_rank"))
+    if rest:
+        raise InputError("ssm.inner_size is not a multiple of ssm.time_step_rank")
+    part = _integer(own, "rope.dimension_count") / _head_width(own)
+    found = dict(linear_value_head_dim=width, partial_rotary_factor=part)
+    recurrent = own.get("attention.recurrent_layers")
+    if recurrent is None:
+        return found
+    layers = settings["num_hidden_layers"]
+    if not isinstance(recurrent, list) or len(recurrent) < layers:
+        raise InputError(f"attention.recurrent_layers is {format_value(recurrent)}, for {layers} layers")
+    return found | dict(layer_types=["linear_attention" if x else FULL for x in recurrent[:layers]])
 
 
 def _gemma3(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
-    scalar = _integer(own, "attention.key_length")
-    if settings["num_hidden_layers"] == _GEMMA3_27B:
-        scalar = _integer(own, "embedding_length") // _integer(own, "attention.head_count")
+    is_27b = settings["num_hidden_layers"] == _GEMMA3_27B
+    scalar = _width_of_heads(own) if is_27b else _head_width(own)
     local = own.get("rope.freq_base_swa", 1e4)
     types = _layer_types(own, settings)
     return dict(query_pre_attn_scalar=scalar, rope_local_base_freq=local, layer_types=types)
@@ -155,10 +241,11 @@ def _gemma4(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, An
     freqs = tensors.get("rope_freqs.weight")
     part = 1.0 if freqs is None else float(np.mean(freqs.array() == 1))
     full = dict(rope_type="proportional", partial_rotary_factor=part, rope_theta=settings["rope_theta"])
-    sliding = dict(rope_type="default", rope_theta=own.get("rope.freq_base_swa", 1e4))
+    sliding = dict(rope_type="default", rope_theta=own["rope.freq_base_swa"])
     per_layer = tensors.get("per_layer_token_embd.weight", tensors["token_embd.weight"])
     return dict(
         layer_types=types,
+        hidden_size_per_layer_input=own["embedding_length_per_layer_input"],
         head_dim=_integer(own, "attention.key_length_swa"),
         num_key_value_heads=heads[types.index(SLIDING) if SLIDING in types else 0],
         per_layer_config={str(i): of_full for i, kind in enumerate(types) if kind == FULL},
@@ -174,9 +261,14 @@ def _gemma4(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, An
 
 def _gpt_oss(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
     """Without a scaling its family would have the published one."""
-    scaling = settings["rope_scaling"] or dict(rope_type="default")
-    width = settings.get("moe_intermediate_size")
-    return dict(num_local_experts=settings.get("num_experts"), intermediate_size=width, rope_scaling=scaling)
+    if own.get("rope.freq_base_swa", settings["rope_theta"]) != settings["rope_theta"]:
+        raise InputError("rope.freq_base_swa other than rope.freq_base is not supported")
+    return dict(
+        num_local_experts=settings.get("num_experts"),
+        intermediate_size=settings.get("moe_intermediate_size"),
+        rope_scaling=settings["rope_scaling"] or dict(rope_type="default"),
+        layer_types=_layer_types(own, settings, 2),
+    )
 
 
 _OWN: dict[str, Callable[[Mapping[str, Any], Settings, Mapping[str, Any]], Settings]] = {

@@ -52,10 +52,16 @@ class GgufTensor(RowsAsTensor):
     rows: Rows  # which rows of the file it has; of experts' matrices, those of all
     columns: Rows | None = None  # which numbers of a row of the file; None: all
     convert: Callable[[np.ndarray], np.ndarray] | None = None  # of its numbers, elementwise
+    factors: np.ndarray | None = None  # of the numbers of each row of the file; None: 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its numbers are those of the file."""
+        return self.convert is None and self.factors is None
 
     @property
     def type(self) -> str:
-        return self.kind.name if self.kind.name in DTYPES and self.convert is None else "F32"
+        return self.kind.name if self.kind.name in DTYPES and self.is_plain else "F32"
 
     @property
     def block(self) -> tuple[int, int]:
@@ -117,6 +123,8 @@ class GgufTensor(RowsAsTensor):
             numbers = rows.view(DTYPES[self.kind.name]) if is_float else gguf.dequantize(rows, self.kind)
         if self.columns is not None:
             numbers = numbers[:, np.asarray(self.columns)]
+        if self.factors is not None:
+            numbers = numbers.astype(np.float32) * self.factors[np.asarray(self.rows[at]), None]
         if self.convert is not None:
             numbers = self.convert(numbers.astype(np.float32))
         return numbers if len(self.shape) > 1 else numbers[:, 0]

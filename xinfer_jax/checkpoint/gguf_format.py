@@ -37,7 +37,7 @@ def gguf_form(parts: Sequence[GgufTensor]) -> KeptForm | None:
     Groups must be whole in the order of the model's inputs.
     """
     kind = _KINDS.get(parts[0].kind.name)
-    if kind is None or any(part.kind != parts[0].kind for part in parts):
+    if kind is None or any(part.kind != parts[0].kind or not part.is_plain for part in parts):
         return None
     columns = _columns(parts[0])
     if len(columns) % kind.group:

@@ -1,7 +1,7 @@
 """The keys of GGUF metadata: those that are read, those without effect, and those that are rejected by name.
 
-A key may change the result. So each key of the architecture, the tokenizer and `general` is in one of the
-tables, and a key that is in none is an error. Keys of other namespaces are their writers' own and are not read.
+A key may change the result. So each key of the architecture, of the tokenizer and of `general` is in one of
+the tables, and a key that is in no table is an error. Keys of other namespaces are their writers' own.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and the loader of llama.cpp.
 """
@@ -26,13 +26,12 @@ _READ: dict[str, tuple[str, ...]] = {
             "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
             "rope.scaling.original_context_length", "rope.scaling.attn_factor",
             "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "attention.value_length",
-            "embedding_length_out", "attention.scale", "classifier.output_labels",
+            "embedding_length_out", "attention.scale", "classifier.output_labels", "nextn_predict_layers",
         ),
         ARCHITECTURES,
     ),
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"), _EXPERTS),
     "expert_shared_feed_forward_length": ("qwen35moe",),
-    "nextn_predict_layers": (*_HYBRID, "qwen3moe"),
     **dict.fromkeys(
         (
             "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count",
@@ -67,8 +66,8 @@ _REQUIRED: dict[str, tuple[str, ...]] = {  # by llama.cpp too
     "rope.dimension_count": _HYBRID,
     "attention.sliding_window": ("gemma4", "gpt-oss"),
     **dict.fromkeys(
-        ("attention.sliding_window_pattern", "attention.key_length_swa", "embedding_length_per_layer_input",
-        "rope.freq_base_swa"), ("gemma4",)),
+        ("attention.sliding_window_pattern", "attention.key_length", "attention.key_length_swa",
+        "embedding_length_per_layer_input", "rope.freq_base_swa"), ("gemma4",)),
 }  # fmt: skip
 # Keys of the architecture that are not read: they do nothing in these architectures.
 _WITHOUT_EFFECT = (
@@ -86,7 +85,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
             "router_logit_softcapping", "final_logit_softcapping", "attention.max_alibi_bias",
             "attention.clamp_kqv", "attention.temperature_length", "attention.temperature_scale",
             "attention.shared_kv_layers", "attention.sliding_window", "expert_count", "expert_used_count",
-            "expert_group_scale", "nextn_predict_layers", "moe_latent_size", "use_parallel_residual",
+            "expert_group_scale", "moe_latent_size", "use_parallel_residual",
             "embedding_length_per_layer_input", "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha",
             "ssm.dt_b_c_rms", "expert_shared_feed_forward_length",
         ),
@@ -163,8 +162,8 @@ _OTHER_KINDS = ("adapter", "imatrix", "clip", "diffusion", "xielu")  # of files,
 
 
 def key_role(arch: str, key: str) -> str | tuple[Any, ...] | None:
-    """Returns what a key of a file of this architecture does: "read", "without effect", the values at which it
-    does nothing, or None: it is unknown, and an error in the namespaces of the format.
+    """Returns what a key does in a file of this architecture: "read", "without effect", or the values at
+    which it does nothing, while other values are errors; None: the key is unknown, and an error.
     """
     (namespace, _, own) = key.partition(".")
     if namespace == arch:
@@ -183,17 +182,14 @@ def key_role(arch: str, key: str) -> str | tuple[Any, ...] | None:
 
 
 def check_keys(arch: str, metadata: Mapping[str, Any]) -> None:
-    """Raises InputError for the first key that changes the result and is not read, and for one that is required
-    and absent.
-    """
+    """Raises InputError if a key changes the result and is not read, or if a required key is absent."""
     for key, value in metadata.items():
         role = key_role(arch, key)
         if isinstance(role, str) or role and value in role:
             continue
-        wanted = f": only {', '.join(map(str, role))}" if role else ""
+        only = f", only {' and '.join(map(str, role))}" if role else ""
         raise InputError(
-            f"{key} {format_value(value)} is not supported{wanted}: load the Hugging Face checkpoint that the"
-            " file was made of, or write the file again without it"
+            f"{key} {format_value(value)} is not supported{only}: load this model's Hugging Face checkpoint"
         )
     for key, needed_by in _REQUIRED.items():
         if arch in needed_by and f"{arch}.{key}" not in metadata:

@@ -1,22 +1,24 @@
 """The tensors of a GGUF file under the names of a Hugging Face checkpoint, and in its order and values.
 
 llama.cpp's converters change some: rows of queries and keys of llama alternate between the halves of a head,
-norms are stored as 1 + w, decays as -exp(A_log), and value heads of linear attention by turns of key heads.
+norms are stored as 1 + w, decays as -exp(A_log), and value heads of linear attention by turns of key heads. A
+matrix, as NVFP4 ones are, may have a factor, `.scale`, of all its numbers or of those of each expert.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_names
+from ..errors import InputError, format_names, format_value
 from ..families.family import Joined, Names
 from ..families.naming import FileSpec, file_specs, specs_by_names
 from .gguf_file import GgufFile, GgufTensor
+from .tokenizer import Tokenizer
 
 _MLP = ("gate", "up", "down")
 _NAMES = dict(
@@ -45,7 +47,9 @@ _LINEAR = Names(
 )  # fmt: skip
 _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no norm after the attention
 _OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM}
-_NOT_READ = ("rope_freqs.weight",)  # the config has it
+_FREQS = "rope_freqs.weight"  # the config has it
+_HEAD = "cls.output.weight"
+_LEAST_COSINE = 0.9  # of two rows that differ by the rounding of few bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +77,11 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
     """
     attention = _GATED if config.linear_attention else _ATTENTION
     own_specs = specs_by_names(config, _NAMES | _OWN_NAMES.get(arch, {}), attention, _LINEAR, "blk")
-    stored = file.tensors
     expected: dict[str, tuple[int, ...]] = {}
     for own in jax.tree.leaves(own_specs):
-        expected |= own.tensor_shapes(stored)
-    skipped = _check_tensors(file, config, expected)
+        expected |= own.tensor_shapes(file.tensors)
+    (stored, scales) = _with_scales(file, expected)
+    skipped = _check_tensors(file, arch, config, expected, scales)
     found: dict[str, Any] = {}
     for spec, own in zip(jax.tree.leaves(file_specs(config)), jax.tree.leaves(own_specs), strict=True):
         tensor = _in_own_order(config, arch, own, _joined(own.tensor_parts(stored), own.shape))
@@ -93,7 +97,7 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
 
 
 def _check_tensors(
-    file: GgufFile, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
+    file: GgufFile, arch: str, config: ModelConfig, expected: Mapping[str, tuple[int, ...]], scales: set[str]
 ) -> tuple[str, ...]:
     stored = file.tensors
     layers = range(config.num_hidden_layers)
@@ -102,7 +106,10 @@ def _check_tensors(
     own = tuple(f"blk.{i}." for i in layers)
     drafts = {name for name in stored if name.startswith("blk.") and not name.startswith(own)}
     faults = [f"missing {name} {list(expected[name])}" for name in expected.keys() - stored.keys()]
-    unknown = stored.keys() - expected.keys() - unused - drafts - {*_NOT_READ}
+    unused |= {name for name in stored if name.endswith(".input_scale")} | scales  # of activations
+    unused |= {_FREQS} if arch in ("llama", "gemma4") else set()
+    unused |= {_HEAD} if arch.startswith("qwen3") else set()  # `check_reranker`
+    unknown = stored.keys() - expected.keys() - unused - drafts
     faults += [f"unexpected {name}" for name in unknown]
     faults += [
         f"{name} has shape {list(stored[name].shape)}, the metadata ask for {list(shape)}"
@@ -114,6 +121,47 @@ def _check_tensors(
         raise InputError(f"{file.path}: the tensors do not fit the metadata: {what}")
     counts = Counter(".".join([*name.split(".")[:2], "*"]) for name in drafts)
     return tuple(f"{name} ({count})" for name, count in sorted(counts.items()))
+
+
+def check_reranker(file: GgufFile, labels: Any, tokenizer: Tokenizer | None) -> None:
+    """Checks the head of a reranker, which has the rows of the model's own head for "yes" and "no": `rerank`
+    takes them there. Raises InputError if it is another classifier.
+    """
+    head = file.tensors.get(_HEAD)
+    if head is None and labels is None:
+        return
+    what = f"{file.path} is a classifier of {format_value(labels)}"
+    remedy = "only rerankers with the labels yes and no are read: load its Hugging Face checkpoint"
+    own = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
+    if head is None or labels != ["yes", "no"] or tokenizer is None or head.shape != (2, own.shape[1]):
+        raise InputError(f"{what}: {remedy}")
+    for row, word in zip(head[:].astype(np.float32), labels, strict=True):
+        ids = tokenizer.encode(word, False)
+        wanted = own[ids[0] : ids[0] + 1][0].astype(np.float32) if len(ids) == 1 else np.zeros_like(row)
+        lengths = np.linalg.norm(row) * np.linalg.norm(wanted)
+        if not row @ wanted > _LEAST_COSINE * lengths:
+            raise InputError(f"{what}, and its head has no row of the token {word!r}: {remedy}")
+
+
+def _with_scales(file: GgufFile, expected: Container[str]) -> tuple[dict[str, GgufTensor], set[str]]:
+    """The tensors, those of matrices with their factors, and the names of the factors."""
+    stored = dict(file.tensors)
+    used = set()
+    for name, scale in file.tensors.items():
+        matrix = f"{name.removesuffix('.scale')}.weight"
+        if not name.endswith(".scale") or matrix not in stored or name in expected:
+            continue
+        tensor = stored[matrix]
+        parts = tensor.shape[0] if len(tensor.shape) > 2 else 1
+        if scale.shape not in ((1,), (parts,)):
+            raise InputError(
+                f"{file.path}: {name} has shape {list(scale.shape)}, its matrix has {parts} parts"
+            )
+        factors = np.broadcast_to(scale.array().astype(np.float32), parts)
+        factors = np.repeat(factors, len(tensor.rows) // parts)
+        stored[matrix] = dataclasses.replace(tensor, factors=factors)
+        used.add(name)
+    return stored, used
 
 
 def _experts(tensor: GgufTensor) -> list[GgufTensor]:
