@@ -102,6 +102,17 @@ def test_a_git_lfs_pointer_is_named(tmp_path, name):
     assert f"{file} is a git-LFS pointer, not the file: run `git lfs pull`" in message
 
 
+def test_a_long_header_is_not_read(tmp_path):
+    """It could name more than a million tensors, and take seconds and gigabytes."""
+    size = 2**24 + 8
+    with open(tiny.write(tmp_path) / "model.safetensors", "wb") as file:
+        file.write(size.to_bytes(8, "little") + b"{")
+        file.truncate(size + 100)
+    assert "model.safetensors has a header of 16777224 bytes, the limit is 16777216" in tiny.load_error(
+        tmp_path
+    )
+
+
 def test_index_names_an_absent_shard(tmp_path):
     (tiny.write(tmp_path, shards=3) / "model-00002-of-00003.safetensors").unlink()
     assert "absent: model-00002-of-00003.safetensors" in tiny.load_error(tmp_path)

@@ -7,9 +7,10 @@ import warnings
 import pytest
 import tiny
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import xinfer_jax as xj
+from xinfer_jax.checkpoint import tokenizer_limits
 from xinfer_jax.text import encode_prompt
 
 pytestmark = pytest.mark.oldest
@@ -132,6 +133,46 @@ def test_truncation_and_padding_of_the_file_are_disabled(tmp_path):
     backend.enable_padding(length=50)
     backend.save(str(tmp_path / "tokenizer.json"))
     assert xj.Tokenizer.from_dir(tmp_path).encode("xyz") == tiny.tokenizer().encode("xyz").ids
+
+
+DOUBLES = [normalizers.Replace("a", "aa")] * 16
+TABLE = (4).to_bytes(4, "little") + bytes(4) + b"a" * 1000 + b"\0"  # a trie of 4 bytes, and a text
+GROWTH = {
+    "normalizer": dict(normalizer=normalizers.Sequence(DOUBLES)),
+    "within": dict(normalizer=normalizers.Sequence([normalizers.Sequence(DOUBLES)])),
+    "one-step": dict(normalizer=normalizers.Replace("a", "a" * 1000)),
+    "pattern": dict(normalizer=normalizers.Replace(tokenizers.Regex("[a-z]"), "a" * 1000)),
+    "prefix": dict(normalizer=normalizers.Prepend("a" * 100_000)),
+    "table": dict(normalizer=normalizers.Precompiled(TABLE)),
+    "many-steps": dict(normalizer=normalizers.Sequence([normalizers.NFC()] * 65)),
+    "bytes": dict(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 10)),
+    "decoder": dict(decoder=decoders.Sequence([decoders.Replace("a", "aa")] * 16)),
+}
+
+
+@pytest.mark.parametrize("name", GROWTH)
+def test_steps_that_lengthen_a_text_are_limited(tmp_path, name):
+    """A short text would take gigabytes."""
+    backend = tiny.tokenizer()
+    for what, component in GROWTH[name].items():
+        setattr(backend, what, component)
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    with pytest.raises(xj.InputError, match=f"the {what} of .* steps may make a text .* times as long"):
+        xj.Tokenizer.from_dir(tmp_path)
+
+
+def test_what_is_added_to_a_text_is_limited(tmp_path, monkeypatch):
+    backend = tiny.tokenizer()
+    token = backend.id_to_token(tiny.IM_END)
+    backend.post_processor = processors.TemplateProcessing(
+        [*[token] * 1025, "$A"], special_tokens=[(token, tiny.IM_END)]
+    )
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    with pytest.raises(xj.InputError, match="adds 1025 tokens to each text, the limit is 1024"):
+        xj.Tokenizer.from_dir(tmp_path)
+    monkeypatch.setattr(tokenizer_limits, "_MAX_BYTES", 100)
+    with pytest.raises(xj.InputError, match="tokenizer.json has .* bytes, the limit is 100"):
+        xj.Tokenizer.from_dir(tmp_path)
 
 
 # --- special tokens -----------------------------------------------------------------------------------------

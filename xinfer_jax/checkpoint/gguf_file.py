@@ -20,6 +20,12 @@ from .files import file_exists
 from .tensors import DTYPES, RowsAsTensor
 
 _MAX_HEADER = 2**26  # bytes; a vocabulary of 250,000 tokens takes a quarter
+_MAX_KEYS = 2**14
+_MAX_TENSORS = 2**16
+_MAX_ITEMS = (
+    2**22
+)  # of all arrays; a vocabulary of 250,000 tokens, with types, scores and merges, has a third
+_MAX_AXES = 4
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8"}
 _SCALARS |= {12: "<f8"}
 _GAP = 64  # rows that are not needed and yet read, rather than in two reads
@@ -159,7 +165,7 @@ def _open_split(path: Path, number: int, count: int) -> GgufFile:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), min(size, _MAX_HEADER), access=mmap.ACCESS_READ)
         with data:
-            opened = read_header(path, _Cursor(data), size)
+            opened = read_header(_Cursor(path, data), size)
     except InputError:
         raise
     except (OSError, struct.error, ValueError, OverflowError) as error:
@@ -177,9 +183,16 @@ def _open_split(path: Path, number: int, count: int) -> GgufFile:
 class _Cursor:
     """Reads values one after the other. Raises struct.error or ValueError at the end of the data."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
         self.data = data
         self.at = 0
+        self.items = 0  # of arrays so far
+
+    def check_count(self, what: str, count: int, most: int) -> None:
+        """Raises InputError: reading so many would take long."""
+        if count > most:
+            raise InputError(f"{self.path} has {count} {what}, the limit is {most}: fetch it again")
 
     def numbers(self, dtype: str, count: int) -> np.ndarray:
         values = np.frombuffer(self.data, dtype, count, self.at).copy() if count else np.empty(0, dtype)
@@ -205,6 +218,8 @@ class _Cursor:
         if kind == _ARRAY:
             kind = self.integer()
             count = self.integer("<u8")
+            self.items += count
+            self.check_count("values in the arrays of its metadata", self.items, _MAX_ITEMS)
             return self.texts(count) if kind == _TEXT else self.numbers(_dtype(kind), count).tolist()
         number = self.numbers(_dtype(kind), 1)[0]
         return float(str(number)) if number.dtype == np.float32 else number.item()  # 1e-6, not 9.99…e-7
@@ -216,19 +231,27 @@ def _dtype(kind: int) -> str:
     return _SCALARS[kind]
 
 
-def read_header(path: Path, cursor: _Cursor, size: int) -> GgufFile:
+def read_header(cursor: _Cursor, size: int) -> GgufFile:
+    path = cursor.path
     start = (cursor.numbers("u1", 4).tobytes(), cursor.integer())
     if start not in ((b"GGUF", 2), (b"GGUF", 3)):
         raise InputError(f"{path} is not a GGUF file of version 2 or 3: it begins with {start}")
     num_tensors = cursor.integer("<u8")
+    num_keys = cursor.integer("<u8")
+    cursor.check_count("tensors", num_tensors, _MAX_TENSORS)
+    cursor.check_count("keys", num_keys, _MAX_KEYS)
     metadata: dict[str, Any] = {}
-    for _ in range(cursor.integer("<u8")):
+    for _ in range(num_keys):
         (key,) = cursor.texts(1)
+        if key in metadata:
+            raise InputError(f"{path} has the key {format_value(key)} twice: fetch it again")
         metadata[key] = cursor.value(cursor.integer())
     infos = []
     for _ in range(num_tensors):
         (name,) = cursor.texts(1)
-        shape = cursor.numbers("<u8", cursor.integer()).tolist()[::-1]
+        axes = cursor.integer()
+        cursor.check_count(f"axes of {format_value(name)}", axes, _MAX_AXES)
+        shape = cursor.numbers("<u8", axes).tolist()[::-1]
         infos.append((name, tuple(shape), cursor.integer(), cursor.integer("<u8")))
     align = metadata.get("general.alignment", 32)
     if cursor.at > len(cursor.data) or type(align) is not int or not 0 < align <= 2**16:

@@ -29,6 +29,7 @@ DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
+_MAX_HEADER = 2**24  # bytes; 100,000 tensors take 12 MB
 # Bytes that a core copies at a time: starting another core costs more than a smaller copy.
 _COPY_BLOCK = 1 << 23
 
@@ -242,11 +243,15 @@ def read_tensor_file(file: Path) -> dict[str, StoredTensor]:
     """
     file_exists(file)  # raises for a git-LFS pointer
     try:
-        with safe_open(file, "numpy"):  # validates the whole header
-            pass
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
+            if _MAX_HEADER < size < os.path.getsize(file):  # a longer one is not there
+                raise InputError(f"{file} has a header of {size} bytes, the limit is {_MAX_HEADER}")
+            with safe_open(file, "numpy"):  # validates the whole header
+                pass
             header = json.loads(opened.read(size))
+    except InputError:
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{file} is truncated or not a safetensors file: {error}") from error
     header.pop("__metadata__", None)

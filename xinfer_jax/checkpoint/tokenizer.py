@@ -22,6 +22,7 @@ from .response_template import ResponseTemplate, parse_response_template
 from .template_files import read_chat_templates
 from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
+from .tokenizer_limits import check_text_growth, check_tokenizer_size
 
 # Qwen's chat format, for a checkpoint without a template.
 CHATML = (
@@ -259,8 +260,10 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
             f"{path} holds no tokenizer.json: text needs a tokenizer (from Python, token ids work without"
             " one)"
         )
+    check_tokenizer_size(file)
     with as_input_error(f"{file} is not a readable tokenizer"):
         backend = tokenizers.Tokenizer.from_file(str(file))
+    check_text_growth(file, backend)
     if not backend.get_vocab_size(with_added_tokens=False):
         raise InputError(f"{file} has an empty vocabulary: fetch the checkpoint again")
     backend.no_truncation()  # the file may still ask for both from its last use
