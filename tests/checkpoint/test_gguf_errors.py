@@ -87,7 +87,7 @@ METADATA = {
     "long-token": (tokens(model="llama", merges=None, scores=[0.0] * 3, tokens=["a", "b", "c" * 9000]),
         "tokens has tokens of up to 9000 characters: too long"),
     "long-control": (tokens(tokens=["a", "b", "ab", "c" * 3_000_000], token_type=[1, 1, 1, 3]),
-        "control and user-defined tokens have 3000000 characters, more than 2097152"),
+        "control and user-defined tokens have 3000000 characters, the limit is 2097152"),
     "end": (tokens(eos_token_id="a"), "eos_token_id must be a token id or a list of them"),
     "template": ({**tokens(), "tokenizer.chat_template": 5}, "tokenizer.chat_template must be a text, got 5"),
 }  # fmt: skip

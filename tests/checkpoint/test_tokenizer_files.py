@@ -170,6 +170,13 @@ def test_what_is_added_to_a_text_is_limited(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(backend.to_str())
     with pytest.raises(xj.InputError, match="adds 1025 tokens to each text, the limit is 1024"):
         xj.Tokenizer.from_dir(tmp_path)
+    monkeypatch.setattr(tokenizer_limits, "_MAX_AROUND", 2000)
+    monkeypatch.setattr(tokenizer_limits, "_MAX_ADDED", 100)
+    tiny.write_json(
+        tmp_path / "tokenizer_config.json", {"extra_special_tokens": [f"<{i}>" for i in range(101)]}
+    )
+    with pytest.raises(xj.InputError, match="101 control and user-defined tokens, the limit is 100"):
+        xj.Tokenizer.from_dir(tmp_path)
     monkeypatch.setattr(tokenizer_limits, "_MAX_BYTES", 100)
     with pytest.raises(xj.InputError, match="tokenizer.json has .* bytes, the limit is 100"):
         xj.Tokenizer.from_dir(tmp_path)

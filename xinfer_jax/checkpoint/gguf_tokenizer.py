@@ -17,6 +17,7 @@ from tokenizers import (
 from ..errors import InputError, format_value
 from .gguf_file import GgufFile
 from .tokenizer import Tokenizer, as_input_error, eos_ids
+from .tokenizer_limits import check_added_tokens
 
 _KEY = "tokenizer.ggml."
 _MODELS = ("gpt2", "llama", "gemma4")
@@ -45,7 +46,6 @@ _GAPS = {  # control tokens by their text that end nothing
     "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>",
 }  # fmt: skip
 _CALLS = {"<|call|>", "<|calls|>"}
-_MAX_ADDED = 2**21  # characters of all; Gemma's have 2**17
 _MAX_SQUARES = 2**26  # the sum of the squared lengths of tokens whose merges are sought; Qwen's have 2**23
 
 
@@ -160,8 +160,7 @@ def _tokenizer(found: Mapping[str, Any], templates: Mapping[str, Any], vocab_siz
         add_bos = True
     special = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
     added = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in special]
-    if (length := sum(len(token) for token, _ in added)) > _MAX_ADDED:
-        raise InputError(f"control and user-defined tokens have {length} characters, more than {_MAX_ADDED}")
+    check_added_tokens([token for token, _ in added])
     backend.add_tokens([AddedToken(x, special=special[kind], normalized=False) for x, kind in added])
     texts = {name: tokens[i] for name, i in named.items()}
     add = dict(bos=found.get("add_bos_token", add_bos) or model == "gemma4", eos=found.get("add_eos_token"))

@@ -22,7 +22,12 @@ from .response_template import ResponseTemplate, parse_response_template
 from .template_files import read_chat_templates
 from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
-from .tokenizer_limits import check_text_growth, check_tokenizer_size
+from .tokenizer_limits import (
+    check_added_tokens,
+    check_text_growth,
+    check_token_count,
+    check_tokenizer_size,
+)
 
 # Qwen's chat format, for a checkpoint without a template.
 CHATML = (
@@ -263,6 +268,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     check_tokenizer_size(file)
     with as_input_error(f"{file} is not a readable tokenizer"):
         backend = tokenizers.Tokenizer.from_file(str(file))
+        check_added_tokens([token.content for token in backend.get_added_tokens_decoder().values()])
     check_text_growth(file, backend)
     if not backend.get_vocab_size(with_added_tokens=False):
         raise InputError(f"{file} has an empty vocabulary: fetch the checkpoint again")
@@ -281,6 +287,7 @@ def _add_declared_tokens(
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     present = backend.get_added_tokens_decoder()
     try:
+        check_token_count(len(extra) + len(declared or {}))
         order = dict.fromkeys((*_NAMED_TOKENS, *settings))  # the order in which new tokens get ids
         values = {name: settings.get(name) for name in order if name.endswith("_token")}
         values |= extra if isinstance(extra, dict) else {}
@@ -299,6 +306,7 @@ def _add_declared_tokens(
                 tokens.setdefault(token.content, token)
         for token in tokens.values():
             token.special = token.special or token.content in named.values()
+        check_added_tokens(tokens)
         backend.add_tokens([*tokens.values()])
     except Exception as error:  # of another type, or not Unicode
         raise InputError(

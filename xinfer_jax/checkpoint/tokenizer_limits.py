@@ -1,4 +1,4 @@
-"""How large a tokenizer.json may be, and by what factor its steps may lengthen a text.
+"""How large a tokenizer may be, and by what factor its steps may lengthen a text.
 
 A few replacements in turn lengthen a text by any factor, and the memory that a short text takes with it.
 """
@@ -6,7 +6,7 @@ A few replacements in turn lengthen a text by any factor, and the memory that a 
 import base64
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from ..errors import InputError
 _MAX_BYTES = 2**26  # the largest published ones have half
 _MAX_FACTOR = 256  # SentencePiece's table has 33, with replacements of spaces about 200
 _MAX_STEPS = 64
-_MAX_ADDED = 1024  # tokens around a text
+_MAX_AROUND = 1024  # tokens around a text
+_MAX_ADDED = 2**17  # control and user-defined tokens; Gemma has 6,400
+_MAX_CHARACTERS = 2**21  # of all of them
 _PREFIX = 64  # bytes of a prefix that count as much as the text
 _FACTORS = dict(ByteLevel=2.0, BertNormalizer=2.0)  # each time; forms of Unicode change a text once
 
@@ -40,8 +42,22 @@ def check_text_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
                 f"{file}: the {what} of {len(steps)} steps may make a text {factor:.3g} times as long, the"
                 f" limits are {_MAX_STEPS} steps and a factor of {_MAX_FACTOR}: fetch the file again"
             )
-    if (added := backend.num_special_tokens_to_add(False)) > _MAX_ADDED:
-        raise InputError(f"{file} adds {added} tokens to each text, the limit is {_MAX_ADDED}")
+    if (added := backend.num_special_tokens_to_add(False)) > _MAX_AROUND:
+        raise InputError(f"{file} adds {added} tokens to each text, the limit is {_MAX_AROUND}")
+
+
+def check_added_tokens(texts: Collection[str]) -> None:
+    """Raises InputError if so many tokens apart from the vocabulary would take very long to add."""
+    check_token_count(len(texts))
+    if (characters := sum(map(len, texts))) > _MAX_CHARACTERS:
+        what = "control and user-defined tokens have"
+        raise InputError(f"{what} {characters} characters, the limit is {_MAX_CHARACTERS}")
+
+
+def check_token_count(count: int) -> None:
+    """Raises InputError as `check_added_tokens`, before there are texts."""
+    if count > _MAX_ADDED:
+        raise InputError(f"there are {count} control and user-defined tokens, the limit is {_MAX_ADDED}")
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
