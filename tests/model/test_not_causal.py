@@ -49,6 +49,10 @@ def test_configs_of_all_families():
         assert all(getattr(layer.mixer, "ahead", 1) for layer in config.layers), name
         assert from_hf(to_hf(config)) == config != CAUSAL[name].config, name
         assert from_hf(not_causal(name) | dict(is_causal=True)) == CAUSAL[name].config, name
+    text = not_causal("mistral-window")
+    for outer, inner in ((True, False), (False, True)):  # of a model that also sees, that of its text model
+        wrapped = dict(model_type="mistral3", is_causal=outer, text_config=text | dict(is_causal=inner))
+        assert bool(from_hf(wrapped).layers[0].mixer.ahead) is not inner
     with pytest.raises(xj.InputError, match="is_causal must be true or false, got None"):
         from_hf(not_causal("llama3-new") | dict(is_causal=None))
 

@@ -62,6 +62,9 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
         (arch, own, settings) = _settings(file)
         config = from_hf(settings)
         _check_model(own, config)
+        embedding = _embedding(own)
+        generation = _generation_config(file.metadata)
+        check_generation_config(generation, config.vocab_size)
     except InputError as error:
         raise InputError(f"{path}: its metadata as a config.json: {error}") from error
     check_quantize(config, quantize)
@@ -71,11 +74,7 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
     keeps = quantize is None and not dequantize
     kept = "gguf" if keeps and any(gguf_form([x]) for x in file.tensors.values()) else None
     ends = tokenizer.eos_token_ids if tokenizer else ()
-    generation = _generation_config(file.metadata)
-    check_generation_config(generation, config.vocab_size)
-    return OpenedFiles(
-        config, tensors, skipped, tokenizer, ends, generation, embedding=_embedding(own), kept=kept
-    )
+    return OpenedFiles(config, tensors, skipped, tokenizer, ends, generation, embedding, kept=kept)
 
 
 def _settings(file: GgufFile) -> tuple[str, Mapping[str, Any], Settings]:
@@ -241,7 +240,7 @@ def _gemma4(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, An
     freqs = tensors.get("rope_freqs.weight")
     part = 1.0 if freqs is None else float(np.mean(freqs.array() == 1))
     full = dict(rope_type="proportional", partial_rotary_factor=part, rope_theta=settings["rope_theta"])
-    sliding = dict(rope_type="default", rope_theta=own["rope.freq_base_swa"])
+    sliding = dict(rope_type="default", rope_theta=own.get("rope.freq_base_swa", 1e4))
     per_layer = tensors.get("per_layer_token_embd.weight", tensors["token_embd.weight"])
     return dict(
         layer_types=types,

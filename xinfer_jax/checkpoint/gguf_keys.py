@@ -51,7 +51,7 @@ _READ: dict[str, tuple[str, ...]] = {
         ("gemma4",),
     ),
 }  # fmt: skip
-_REQUIRED: dict[str, tuple[str, ...]] = {  # by llama.cpp too
+_REQUIRED: dict[str, tuple[str, ...]] = {  # their defaults would be those of another model
     **dict.fromkeys(
         (
             "context_length", "embedding_length", "block_count", "attention.head_count",
@@ -67,7 +67,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {  # by llama.cpp too
     "attention.sliding_window": ("gemma4", "gpt-oss"),
     **dict.fromkeys(
         ("attention.sliding_window_pattern", "attention.key_length", "attention.key_length_swa",
-        "embedding_length_per_layer_input", "rope.freq_base_swa"), ("gemma4",)),
+        "embedding_length_per_layer_input"), ("gemma4",)),
 }  # fmt: skip
 # Keys of the architecture that are not read: they do nothing in these architectures.
 _WITHOUT_EFFECT = (

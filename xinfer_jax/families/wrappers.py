@@ -64,6 +64,8 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
         named = [name for name in named if not str(name).endswith("ForConditionalGeneration")]
     outer = {k: v for k, v in hf.items() if k not in _NOT_READ} | dict(architectures=named)
     own_type = text.get("model_type", WRAPPERS[outer_type])
+    if "text_config" in hf:
+        outer.pop("is_causal", None)  # transformers takes the text model's
     settings = outer | of_text | dict(model_type=own_type)
     if isinstance(own_type, str):
         settings = _DEFAULTS.get(own_type, {}) | settings | dict(model_type=_SAME.get(own_type, own_type))

@@ -51,5 +51,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _causal(layer: LayerSpec) -> LayerSpec:
     """The layer without attention to later tokens: the inverse of `with_later_tokens`."""
-    ahead = getattr(layer.mixer, "ahead", 0)
-    return layer.with_mixer(window=layer.mixer.window and ahead, ahead=0) if ahead else layer
+    mixer: Any = layer.mixer
+    ahead = getattr(mixer, "ahead", 0)
+    return layer.with_mixer(window=mixer.window and ahead, ahead=0) if ahead else layer
