@@ -180,7 +180,7 @@ def test_tokens_that_end_an_answer():
 
 def test_tokens_that_metadata_leave_out():
     """The ids that llama.cpp takes, and an error where a token that shall be added is unknown."""
-    tokens = ["<unk>", "<s>", "</s>", "a"]
+    tokens = ["<unk>", "<s>", "<end>", "a"]
     metadata = dict(
         model="llama", pre=None, merges=None, scores=[0.0] * 4, tokens=tokens, token_type=[2, 3, 3, 1]
     )

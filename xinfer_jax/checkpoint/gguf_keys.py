@@ -1,4 +1,4 @@
-"""The keys of GGUF metadata: those that are read, those without effect, and those that are rejected by name.
+"""Says of each key of GGUF metadata whether it is read, has no effect, or is an error.
 
 A key may change the result. So each key of the architecture, of the tokenizer and of `general` is in one of
 the tables, and a key that is in no table is an error. Keys of other namespaces are their writers' own.
@@ -162,8 +162,8 @@ _OTHER_KINDS = ("adapter", "imatrix", "clip", "diffusion", "xielu")  # of files,
 
 
 def key_role(arch: str, key: str) -> str | tuple[Any, ...] | None:
-    """Returns what a key does in a file of this architecture: "read", "without effect", or the values at
-    which it does nothing, while other values are errors; None: the key is unknown, and an error.
+    """Returns "read", "without effect", the values at which the key does nothing (others are errors), or None
+    if the key is unknown, which is an error.
     """
     (namespace, _, own) = key.partition(".")
     if namespace == arch:

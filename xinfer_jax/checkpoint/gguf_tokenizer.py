@@ -172,7 +172,7 @@ def _tokenizer(found: Mapping[str, Any], templates: Mapping[str, Any], vocab_siz
 
 
 def _end_ids(found: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> list[Any]:
-    """The ids that end an answer, by the metadata and by the texts of tokens, which become control tokens."""
+    """Returns the ids that end an answer, by their keys and by their texts. Makes these control tokens."""
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
@@ -186,7 +186,9 @@ def _end_ids(found: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> l
         kinds[ids[token]] = _CONTROL
     ends_with_call = named >= {"<|return|>", "<|call|>"} or "<|flush|>" in named and named & _CALLS
     named -= {"<|end|>"} if ends_with_call else set()
-    return [found.get(f"{key}_token_id") for key in _END_KEYS] + sorted(ids[token] for token in named)
+    defaults = {"eos": _LLAMA_IDS["eos"]} if found["model"] == "llama" else {}
+    by_key = [found.get(f"{key}_token_id", defaults.get(key)) for key in _END_KEYS]
+    return by_key + sorted(ids[token] for token in named)
 
 
 def _is_html(model: str, kind: int, ids: Mapping[str, int]) -> bool:
@@ -195,7 +197,7 @@ def _is_html(model: str, kind: int, ids: Mapping[str, int]) -> bool:
 
 
 def _around(backend: Backend, texts: Mapping[str, str], names: list[str]) -> Any:
-    """What adds BOS before a text, and EOS after it; None: neither is added."""
+    """Returns a post-processor that adds BOS before a text, or EOS after it; None: neither is added."""
     if absent := [name for name in names if f"{name}_token" not in texts]:
         name = absent[0]
         raise InputError(f"{_KEY}add_{name}_token is true, and {_KEY}{name}_token_id is no token")

@@ -47,7 +47,7 @@ def check_text_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
 
 
 def check_added_tokens(texts: Collection[str]) -> None:
-    """Raises InputError if so many tokens apart from the vocabulary would take very long to add."""
+    """Raises InputError if these tokens, which are added to a vocabulary, would take very long to add."""
     check_token_count(len(texts))
     if (characters := sum(map(len, texts))) > _MAX_CHARACTERS:
         what = "control and user-defined tokens have"
