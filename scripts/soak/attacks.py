@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from soak import hostile_grammars
+from soak import hostile_grammars, raw_requests
 
 HOST = "127.0.0.1"
 
@@ -42,8 +42,10 @@ class Target:
     end: float
     source: str = HOST
 
-    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+    def connect(self, receive_buffer: int | None = None, source: str | None = None) -> socket.socket:
         raw = socket.socket()
+        if source:
+            raw.bind((source, 0))
         if receive_buffer:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         raw.settimeout(max(0.1, self.end - time.monotonic()))
@@ -331,6 +333,10 @@ def _nothing(_: int) -> list[list[RawRequest]]:
     return [[("", b"")]]
 
 
+def _same(path: str, *bodies: bytes) -> Callable[[int], list[list[RawRequest]]]:
+    return lambda _: [[(path, body)] for body in bodies]
+
+
 def _trickle(_: int) -> list[list[RawRequest]]:
     return [[(COMPLETIONS, b"")], [(COMPLETIONS, _body(prompt="Hello", max_tokens=200, stop=["x" * 200]))]]
 
@@ -398,6 +404,36 @@ ATTACKS = dict(
     ),
     idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),
     trickle=Attack("200 requests sent at one byte per second", 200, _trickle, drip),
+    tiny_chunks=Attack(
+        "bodies without a key in chunks of one byte × 8", 8, _same(COMPLETIONS, b"1\r\na\r\n" * 40_000),
+        raw_requests.chunks, keyed=True,
+    ),
+    chunks=Attack(
+        "the same, in chunks of 1 kB, and with headers of 8 kB × 64", 64,
+        _same(
+            COMPLETIONS, (b"400\r\n" + b"a" * 1024 + b"\r\n") * 250,
+            (b"100;" + b"a" * 8000 + b"\r\n" + b"a" * 256 + b"\r\n") * 30,
+        ),
+        raw_requests.chunks, keyed=True,
+    ),
+    lines=Attack(
+        "8,092 lines in a head, and in trailers, without a key × 8", 8,
+        _same(COMPLETIONS, b"", b"0\r\n", b"1\r\na\r\n0\r\n"), raw_requests.lines, keyed=True,
+    ),
+    tiny_reads=Attack(
+        "bodies in segments of one byte × 128", 128, _same(COMPLETIONS, b""), raw_requests.tiny_reads
+    ),
+    pipelined=Attack(
+        "1,000 requests at once without a key × 32", 32, _same(COMPLETIONS, b"{}"), raw_requests.pipelined,
+        keyed=True,
+    ),
+    unfinished=Attack(
+        "1,060 bodies without their last byte, from 5 addresses", 1060, _same(COMPLETIONS, b"{}"),
+        raw_requests.unfinished,
+    ),
+    unfinished_large=Attack(
+        "the same × 100 of 4 MiB", 100, _same(COMPLETIONS, b"{" * LARGEST), raw_requests.unfinished
+    ),
 )  # fmt: skip
 
 

@@ -639,6 +639,23 @@ def test_slow_sender_is_disconnected(model, monkeypatch):
         assert own.idle()
 
 
+def test_bodies_that_arrive_count_as_no_answers(server):
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=120))
+            slow.sendall(head + b"content-length: 14\r\n\r\n" + b'{"prompt":"a"')
+        end = time.monotonic() + 120
+        while sum(map(len, server.service.admission.arrivals._arriving.values())) < 20:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert not server.service.in_flight
+        server.ask("completion", prompt=[5], max_tokens=1)
+        slow.sendall(b"}")
+        assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+    assert server.idle()
+
+
 def histogram_sum(server, name):
     """The sum of a histogram."""
     lines = server.call("GET", "/metrics")[1].splitlines()

@@ -3,10 +3,13 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
+import hashlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,11 +23,14 @@ from paths import ROOT
 
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
 pytest.importorskip("prometheus_client")
+import h11
 import serving
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import xinfer_jax as xj
-from xinfer_jax.serve import command, connections, ip_addresses
+from xinfer_jax.serve import command, connections, framing, ip_addresses
+from xinfer_jax.serve.admission import AdmissionControl
+from xinfer_jax.serve.http_responses import APIError
 from xinfer_jax.serve.service import Service
 
 pytestmark = pytest.mark.oldest
@@ -340,3 +346,185 @@ def test_bad_connection_flags_of_serve(monkeypatch, capsys, flags, why):
         command.main(["xinfer-jax-serve", *flags])
     lines = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and len(lines) == 1 and why in lines[0]
+
+
+def parsed(parser, data):
+    """The events of what has arrived, or the error; and how often the parser was behind."""
+    parser.receive_data(data)
+    found = []
+    behind = -1
+    while parser.behind or behind < 0:
+        behind += 1
+        parser.begin()
+        try:
+            while (event := parser.next_event()) is not h11.NEED_DATA and event is not h11.PAUSED:
+                found.append(event)
+        except h11.RemoteProtocolError as error:
+            return str(error), error.error_status_hint, behind
+    return found, None, behind
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+def test_heads_trailers_and_chunks_are_limited():
+    headers = [b"a: %d\r\n" % i for i in range(8000)]
+    for end in (b"\r\n", b""):  # a head is rejected before its end
+        why, status, _ = parsed(framing.LimitedParser(), HEAD + b"".join(headers[:100]) + end)
+        assert status == 431 and "more than 100 headers" in why
+    for rest in (b"\r\n" + HEAD, b"\r\n", b"\r", b""):  # 100 are allowed
+        found = parsed(framing.LimitedParser(), HEAD + b"".join(headers[:99]) + rest)[0]
+        assert [*map(type, found)] == ([h11.Request, h11.EndOfMessage] if b"\n" in rest else [])
+    assert parsed(framing.LimitedParser(), HEAD + b"a: " + b"b" * 2**16 + b"\r\n\r\n")[1] == 431
+    folded = HEAD + b"a: b\r\n" + b" c\r\n" * 200 + b"\r\n"
+    assert parsed(framing.LimitedParser(), folded)[1] == 431
+    whole = CHUNKED + b"1\r\na\r\n0\r\n"
+    assert parsed(framing.LimitedParser(), whole + b"".join(headers) + b"\r\n")[1] == 431
+    (_, data, end), _, behind = parsed(framing.LimitedParser(), whole + b"x: y\r\n\r\n")
+    assert (data.data, end.headers, behind) == (b"a", [(b"x", b"y")], 0)
+    for size, count, rejected in [(1, 1000, False), (1, 1100, True), (300, 9000, False), (200, 9000, True)]:
+        chunks = (b"%x\r\n" % size + b"a" * size + b"\r\n") * count
+        found, status, behind = parsed(framing.LimitedParser(), CHUNKED + chunks + b"0\r\n\r\n")
+        assert status == (400 if rejected else None) and behind > 100, (size, count, found)
+        assert "too small" in found if rejected else len(found) == count + 2
+    extended = (b"100;" + b"x" * 9000 + b"\r\n" + b"a" * 256 + b"\r\n") * 40
+    assert parsed(framing.LimitedParser(), CHUNKED + extended)[1] == 400
+
+
+def test_held_connections_of_an_address_wait_for_those_of_others():
+    order = []
+
+    class Held:
+        def __init__(self, address, turns):
+            self.address, self.turns = address, turns
+
+        def go_on(self):
+            order.append(self.address)
+            self.turns -= 1
+            if self.turns:
+                backlog.add(self)
+
+    async def run():
+        for held in (Held("a", 3), Held("a", 3), Held("b", 2), gone):
+            backlog.add(held)
+        backlog.remove(gone)
+        while len(order) < 8:
+            await asyncio.sleep(0.001)
+
+    backlog = framing.Backlog()
+    gone = Held("c", 1)
+    asyncio.run(run())
+    assert order == ["a", "b", "a", "b", "a", "a", "a", "a"]
+
+
+def test_bodies_arrive_whole_in_any_pieces(monkeypatch):
+    async def answer(self, call, kind):
+        body = await call.body()
+        return JSONResponse(dict(size=len(body), digest=hashlib.sha256(body).hexdigest()))
+
+    monkeypatch.setattr(Service, "create_completion", answer)
+    body = random.Random(0).randbytes(2**20)
+    pieces = [body[i : i + 500] for i in range(0, len(body), 500)]
+    chunks = b"".join(b"%x;a=b\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\nx: y\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    with serving.run_server() as own:
+        [sock] = connected(own.port)
+        whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
+        sock.sendall(whole + head + b"transfer-encoding: chunked\r\n\r\n" + chunks + whole)
+        with sock.makefile("rb") as file:
+            for _ in range(3):
+                size = 0
+                while (line := file.readline()) != b"\r\n":
+                    size = int(line[16:]) if line.startswith(b"content-length: ") else size
+                answered = json.loads(file.read(size))
+                assert answered == dict(size=len(body), digest=hashlib.sha256(body).hexdigest())
+
+
+def test_what_is_no_request_gets_a_reason_and_a_body_after_its_response_is_limited(monkeypatch):
+    async def answer(self, call, kind):
+        bodies.append(len(await call.body()))
+
+    bodies = []
+    monkeypatch.setattr(Service, "create_completion", answer)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    tiny = head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 5000
+    many = head + b"a: b\r\n" * 200 + b"\r\n"
+    with serving.run_server(max_body_bytes=10_000, api_keys=(b"key",)) as own:
+        keyed = b"authorization: Bearer key\r\n"
+        for sent, status, why in [
+            (many, b"431", b"more than 100 headers: send fewer"),
+            (b"GET\x00\r\n\r\n", b"400", b"illegal request line"),
+            (tiny.replace(b"\r\n", b"\r\n" + keyed, 1), b"400", b"chunks of the body are too small"),
+            (tiny, b"401", b"a key is needed"),
+        ]:
+            [sock] = connected(own.port)
+            found = b""
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+                while part := sock.recv(4096):  # until the server closes it
+                    found += part
+            assert found.startswith(b"HTTP/1.1 " + status) and why in found
+        [sock] = connected(own.port)
+        sock.sendall(head + b"content-length: 1000000\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 401")
+        with pytest.raises(ConnectionError):
+            while True:
+                sock.sendall(bytes(1000))
+        until(lambda: not own.server.server_state.connections and not own.server.server_state.tasks)
+        assert bodies == []
+
+
+def test_connections_whose_bodies_are_arriving_make_way_for_new_ones(monkeypatch):
+    async def answer(self, call, kind):
+        return JSONResponse(len(await call.body()))
+
+    monkeypatch.setattr(Service, "create_completion", answer)
+    with serving.run_server(max_connections=4, max_connections_per_address=2) as own:
+        slow = connected(own.port, 2)
+        for sock in slow:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n1")
+        until(lambda: len(own.server.server_state.tasks) == 2)
+        assert b"loaded" in health(own.port) and slow[0].recv(1) == b""
+        slow[1].sendall(b"2")
+        assert b"200 OK" in slow[1].recv(4096)
+
+
+def test_bodies_that_arrive_have_limits_of_their_own():
+    settings = dataclasses.replace(
+        serving.SETTINGS, max_waiting=40, max_waiting_per_client=40, max_body_bytes=1000
+    )
+    admission = AdmissionControl(settings)
+    ends = asyncio.Event()
+
+    async def send(client, address="a", size=0):
+        reservation = admission.admit(client, address)
+        async with reservation.arrive(0.5 if size < 0 else 600) as arrival:
+            if size > 0:
+                arrival.grow(size)
+            await ends.wait()
+        reservation.reserve(answers=1, bytes=size)
+
+    async def status(task):
+        with pytest.raises(APIError) as error:
+            await task
+        return error.value.status, error.value.closes
+
+    async def run():
+        slow = [asyncio.create_task(send("x")) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert await status(send("x")) == (429, False)
+        others = [asyncio.create_task(send("x", "b")), asyncio.create_task(send("y"))]
+        large = [asyncio.create_task(send(who, size=1000)) for who in "zzzzwwww"]
+        await asyncio.sleep(0)
+        assert not admission.used["answers"]  # none is complete
+        large += [asyncio.create_task(send("v", size=10)), asyncio.create_task(send("z", size=1000))]
+        assert [await status(task) for task in (large[0], large[1])] == [(429, True)] * 2
+        assert await status(send("u", size=-1)) == (408, True)
+        ends.set()
+        await asyncio.gather(*slow, *others, *large[2:])
+        assert admission.used["answers"] == dict(x=21, y=1, z=3, w=4, v=1)
+        assert await status(asyncio.gather(*(send("x") for _ in range(20)))) == (429, False)  # answers
+        assert not admission.arrivals._arriving and not admission.arrivals._bytes.total()
+
+    asyncio.run(run())

@@ -2,8 +2,9 @@
 
 In the order to read: `server_settings` are the arguments of a server; `http_responses` sends responses,
 errors too; `metrics` are Prometheus'; `page` makes the chat page of page.html, page.css and four scripts;
-`ip_addresses` finds the client behind a proxy; `connections` limits open and idle connections; `admission`
-limits what clients have in flight; `request_body` receives and checks a body; `worker_pool` runs slow work in
+`ip_addresses` finds the client behind a proxy; `framing` limits what the event loop parses; `connections`
+limits open and idle connections; `arrivals` limits bodies that arrive, and `admission` what clients have in
+flight; `request_body` receives and checks a body; `worker_pool` runs slow work in
 threads; `json_encoding` encodes a response in slices, `chunks` makes those of a stream; `peer_worker` is a
 process that only prefills or only decodes, `peer_front` has a dispatcher over them, `peer_messages` is what
 they tell each other; `served_request` is one request to the engine; `service` handles completions,
@@ -15,6 +16,8 @@ they tell each other; `served_request` is one request to the engine; `service` h
 - A client that disconnects, or that sends or reads nothing for half a minute, frees its slots. At a limit of
   connections a new one closes one that waits for its client, so idle clients lock nobody out.
 - Limits count answers, tokens and bytes, in all and per client: a key, or an address where there are no keys.
+  A body counts when it is complete. Bodies that arrive have limits of their own, so slow ones lock nobody out.
+- A client makes the event loop parse little at once: the rest of its chunks and reads waits for its turn.
 - What takes longer than a few milliseconds runs in threads; what holds Python's GIL is cut into slices.
 - Clients with different keys share no prefix pages: `cached_tokens` would reveal the text of another.
 - What a client sends is checked before objects are built of it, and never becomes a control token. A server

@@ -5,10 +5,12 @@ requests get 429.
 import dataclasses
 import threading
 from collections import Counter, defaultdict
+from contextlib import AbstractAsyncContextManager
 
 from starlette.requests import ClientDisconnect
 
 from ..api.bodies import ParsedBody
+from .arrivals import Arrival, Arrivals
 from .http_responses import APIError
 from .server_settings import ServerSettings
 
@@ -22,13 +24,14 @@ class AdmissionControl:
         self._settings = settings
         self._lock = threading.Lock()
         self.rows = 0  # of the engine, once it exists
+        self.arrivals = Arrivals(settings)
         self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}  # by client
 
-    def admit(self, client: str) -> "Reservation":
-        """Admits a request of this client, or APIError 429. It counts as one answer until it is parsed."""
-        reservation = Reservation(self, client)
-        reservation.reserve(answers=1)
-        return reservation
+    def admit(self, client: str, address: str) -> "Reservation":
+        """A reservation of nothing yet, for a request of this client; APIError 429 if no answer has room."""
+        with self._lock:
+            self._check("answers", client, 1, 1)
+        return Reservation(self, client, address)
 
     def update(self, reservation: "Reservation", amounts: dict[str, int]) -> None:
         """Replaces the amounts of a reservation."""
@@ -78,6 +81,7 @@ class Reservation:
 
     _admission: AdmissionControl
     client: str
+    address: str
     released: bool = False
     amounts: dict[str, int] = dataclasses.field(default_factory=lambda: defaultdict(int))
 
@@ -86,6 +90,10 @@ class Reservation:
         or 400 if the request alone exceeds a limit.
         """
         self._admission.update(self, amounts)
+
+    def arrive(self, seconds: float) -> AbstractAsyncContextManager[Arrival]:
+        """Within, the body of the request arrives, in so many seconds: see `Arrivals`."""
+        return self._admission.arrivals.receive((self.client, self.address), seconds)
 
     def check(self) -> None:
         """Raises ClientDisconnect after `release`."""

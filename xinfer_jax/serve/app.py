@@ -68,7 +68,7 @@ def make_server(service: Service) -> Server:
     config = uvicorn.Config(
         app, http=Connection, ws="none", proxy_headers=False, log_level="critical", access_log=False,
         lifespan="off", server_header=False, timeout_graceful_shutdown=int(service.settings.grace),
-        timeout_keep_alive=SLOW_SECONDS, h11_max_incomplete_event_size=2**16,
+        timeout_keep_alive=SLOW_SECONDS,
     )  # fmt: skip
     return Server(config, service.settings, service.log)
 

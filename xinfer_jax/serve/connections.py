@@ -11,16 +11,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import format_message
+from .framing import Backlog, HeldFlow, LimitedParser
+from .http_responses import APIError
 from .ip_addresses import address_group, is_within, parse_networks
 from .server_settings import ServerSettings
 
 _BATCH = 8  # connections accepted before the event loop runs other tasks
 _RETRY_SECONDS = 0.2  # until the next try, if accepting has failed
 _LOG_SECONDS = 60.0  # between two log lines of one kind
+_READ_BYTES = 2**17  # that one read takes from the socket at most
+_LARGE_READ = 2**14  # bytes, after which other connections come first
 _MIN_READ = 2**16  # bytes of a response that a client must read within the stall time
 _FULL = b'{"error":{"message":"too many connections are open: try again","type":"server_error"}}'
 _REJECTED = (
@@ -32,7 +37,7 @@ _REJECTED = (
 class Connections:
     """The open connections of a server, by address.
 
-    A connection *waits* while its client has to act: to send the head of a request, or to read a response. At
+    A connection *waits* while its client has to act: to send a request, or to read a response. At
     a limit, a new connection aborts the one that has waited longest: at the limit per address, of the same
     address; at the total limit, of the address with the most connections. It is rejected only if none waits.
     """
@@ -44,6 +49,8 @@ class Connections:
         self._total = 0
         self._open = Counter[str]()
         self._waiting: dict[Connection, None] = {}  # in the order in which they began to wait
+        self.backlog = Backlog()
+        self.most_discarded = settings.max_body_bytes
 
     def add(self, host: str) -> str | None:
         """Counts a new connection. Returns the address under which it counts; None: it must be rejected."""
@@ -87,17 +94,23 @@ class Connections:
 
 class Connection(H11Protocol):
     """One connection. It is closed if the head of a request, the first or a later one, does not arrive in
-    time, and aborted if the client stops reading: uvicorn would keep the response in memory forever.
+    time, and aborted if the client stops reading: uvicorn would keep the response in memory forever. It is
+    also closed if the client sends what `LimitedParser` rejects, or too much of a body after its response.
     """
+
+    conn: LimitedParser
+    flow: HeldFlow
 
     def __init__(self, connections: Connections, address: str, stall_seconds: float, **more: Any):
         super().__init__(**more)
+        self.conn = LimitedParser()
         self.address = address
         self.is_proxy = connections.is_proxy(address)
         self.aborted = False
         self._connections = connections
         self._stall_seconds = stall_seconds
         self._unread = 0  # bytes, at the last check of the client's progress
+        self._discarded = 0  # bytes of a body, since its response is complete
         self._stall_task: asyncio.TimerHandle | None = None
         connections.set_waiting(self, True)
 
@@ -110,6 +123,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = HeldFlow(transport)
+        transport.max_size = _READ_BYTES
         transport.set_write_buffer_limits(0)  # `pause_writing` is called while any byte is unread
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -119,22 +134,64 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which would keep the buffers until its time
         self._stop_watching()
         self.aborted = True
         self._connections.set_waiting(self, False)
+        self._connections.backlog.remove(self)
         self._connections.remove(self.address)
 
     def data_received(self, data: bytes) -> None:
         # Unlike uvicorn's, does not stop the timeout at the first byte: only a complete head does.
         self.conn.receive_data(data)
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._discarded += len(data)
+            if self._discarded > self._connections.most_discarded:
+                self.abort()
+                return
         self.handle_events()
+        if len(data) >= _LARGE_READ:
+            self._hold()
 
     def handle_events(self) -> None:
+        self.conn.begin()
         super().handle_events()
+        if self.conn.behind:
+            self._hold()
         self._update_waiting()
+
+    def _hold(self) -> None:
+        """Reads and parses no more until it is this connection's turn."""
+        if not self.transport.is_closing():
+            self.flow.hold()
+            self._connections.backlog.add(self)
+
+    def go_on(self) -> None:
+        """Parses a few more events, and reads again."""
+        if not self.transport.is_closing():
+            self.flow.release()
+            self.handle_events()
+
+    def send_400_response(self, msg: str) -> None:
+        """Rejects what is no request, and closes the connection."""
+        error = self.conn.error
+        assert error is not None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = APIError(error.error_status_hint, format_message(error)).response()
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            parts = (
+                h11.Response(status_code=response.status_code, headers=headers),
+                h11.Data(data=response.body),
+            )
+            self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self.cycle.body = bytearray()  # of a request that was rejected before it was read
+        self._discarded = 0
         super().on_response_complete()
         self._update_waiting()
 
@@ -149,7 +206,7 @@ class Connection(H11Protocol):
         self._update_waiting()
 
     def _update_waiting(self) -> None:
-        in_flight = self.cycle is not None and not self.cycle.response_complete
+        in_flight = self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body)
         self._connections.set_waiting(self, self.flow.write_paused or not in_flight)
 
     def _watch_progress(self) -> None:

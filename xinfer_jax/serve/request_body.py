@@ -4,7 +4,6 @@ Size and nesting are checked before parsing: `json.loads` of hostile text takes 
 holds the GIL meanwhile.
 """
 
-import asyncio
 import json
 from typing import Any
 
@@ -29,7 +28,7 @@ _STEPS[[ord("]"), ord("}")]] = -1
 
 
 async def receive_body(request: HTTPRequest, reservation: Reservation, most: int) -> bytes:
-    """Receives a JSON body of at most `most` bytes, and reserves its bytes."""
+    """Receives a JSON body of at most `most` bytes. When it is complete, reserves its bytes and an answer."""
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise APIError(415, "the body must be application/json")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -40,16 +39,16 @@ async def receive_body(request: HTTPRequest, reservation: Reservation, most: int
         raise APIError(413, f"the body has {length[:20]} bytes: send at most {most}")
     data = bytearray()
     try:
-        async with asyncio.timeout(SLOW_SECONDS):
+        async with reservation.arrive(SLOW_SECONDS) as arrival:
             async for part in request.stream():
                 data += part
                 if len(data) > most:
                     raise APIError(413, f"the body has more than {most} bytes: send at most {most}")
-                reservation.reserve(bytes=len(data))
-    except TimeoutError as error:
-        raise APIError(
-            408, f"the body did not arrive within {SLOW_SECONDS} seconds: send it faster"
-        ) from error
+                arrival.grow(len(part))
+    except BaseException:
+        data.clear()  # now: the error's traceback lives longer
+        raise
+    reservation.reserve(answers=1, bytes=len(data))
     if data.startswith(_GZIP):
         raise APIError(415, "the body is compressed by gzip: send it uncompressed")
     return bytes(data)

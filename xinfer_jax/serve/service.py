@@ -79,7 +79,7 @@ class Service:
 
     @property
     def in_flight(self) -> Counter[str]:
-        """For each client, its answers that have not ended; a request counts as one until it is parsed."""
+        """For each client, its answers that have not ended; a complete body is one until it is parsed."""
         return self.admission.used["answers"]
 
     async def error_response(self, request: HTTPRequest, error: Exception) -> Response:
@@ -122,7 +122,7 @@ class Service:
             return await until_disconnect(self._respond(served, kind, data), http_request.receive)
         except BaseException as error:
             served.finish()
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or isinstance(error, APIError):
                 raise
             raise self.to_api_error(error, bool(served.requests)) from error
 
@@ -252,10 +252,10 @@ class Service:
         """Admits a request. Clients are distinguished by key, or without keys by address."""
         if reason := self.unavailable_reason():
             raise APIError(503, reason)
-        client = address_group(request.client.host) if request.client else ""
+        client = address = address_group(request.client.host) if request.client else ""
         if self.settings.api_keys:
             client = hashlib.sha256(_key(request)).hexdigest()[:32]
-        return self.admission.admit(client)
+        return self.admission.admit(client, address)
 
     def is_authorized(self, request: HTTPRequest) -> bool:
         """Whether the request has one of the keys, or none is needed."""
