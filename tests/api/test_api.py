@@ -1,5 +1,6 @@
 """Request bodies: fields that are served, limited or rejected by name; token texts; escaping."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -16,9 +17,9 @@ from paths import STORIES
 from tokenizers import decoders, models, normalizers
 
 import xinfer_jax as xj
-from xinfer_jax.api import bodies
+from xinfer_jax.api import bodies, other_servers
 from xinfer_jax.api.bodies import ParsedBody, parse_request_body
-from xinfer_jax.api.fields import BodyError
+from xinfer_jax.api.fields import BodyError, check_fields
 from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
 from xinfer_jax.api.sampling_fields import breaker_ids
 from xinfer_jax.checkpoint import template_budget
@@ -101,7 +102,7 @@ NOT_SERVED = dict(
 def test_a_known_field_that_is_not_served_is_rejected(model, name):
     for kind in ("completion", "chat"):
         error = body_error(model, kind, **{name: NOT_SERVED[name]})
-        assert error.param == name and str(error).startswith(f"{name} is not served here")
+        assert error.param == name and str(error).startswith(f"{name} is not served here: ")
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -115,6 +116,8 @@ def asked(schema, **more):
 GRAMMARS = [
     (asked(SCHEMA, strict=True), SCHEMA),
     (dict(response_format=dict(type="json_object")), {"type": "object"}),
+    (dict(response_format=dict(type="json_object", schema=SCHEMA)), SCHEMA),
+    (dict(response_format=dict(type="json_schema", schema=SCHEMA, json_schema=None)), SCHEMA),
     (dict(guided_json=SCHEMA), SCHEMA),
     (dict(guided_json=json.dumps(SCHEMA), guided_decoding_backend="x"), SCHEMA),
     (dict(guided_choice=["a", "b"]), "a|b"),
@@ -154,7 +157,13 @@ def test_the_default_grammar_of_a_file(model):
     ("fields", "why"),
     [
         (dict(response_format="json"), "must be an object"),
-        (dict(response_format=dict(type="xml")), "type must be text, json_object or json_schema"),
+        (dict(response_format=dict(type="xml")), "type must be text, json_object, json_schema"),
+        (dict(response_format=dict(type="regex", value="a")), "regex and grammar are in structured_outputs"),
+        (dict(response_format=dict(type=["text"])), "got ['text']"),
+        (dict(response_format=dict(type="json_object", value={})), "'value' does not go with json_object"),
+        (dict(response_format=dict(type="text", schema={})), "'schema' does not go with text"),
+        (dict(response_format=asked({})["response_format"] | dict(schema={})), "json_schema and schema"),
+        (asked({}, required=["a"]), "'required' is not known in json_schema"),
         (dict(response_format=dict(type="json_schema")), "must be an object with name and schema"),
         (asked([]), "must be an object, true"),
         (dict(guided_choice=[]), "choice must be a list of texts"),
@@ -188,6 +197,62 @@ def test_fields_that_ask_for_nothing_are_accepted(model):
     )  # fmt: skip
     assert not parse(model, "chat", **nothing).unknown_fields
     assert parse(model, "chat", banana=1).unknown_fields == ["banana"]
+
+
+# Fields of other servers, in November 2026, that would constrain an answer or its sampling.
+FIELDS = dict(
+    openai="frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens n"
+    " prediction presence_penalty reasoning_effort response_format seed stop temperature tool_choice tools"
+    " top_logprobs top_p verbosity best_of suffix",
+    vllm="allowed_token_ids bad_words guided_choice guided_grammar guided_json guided_regex ignore_eos"
+    " include_stop_str_in_output length_penalty logits_processors min_p min_tokens repetition_detection"
+    " repetition_penalty stop_token_ids structural_tag structured_outputs thinking_token_budget top_k"
+    " truncate_prompt_tokens use_beam_search vllm_xargs watermarking",
+    sglang="custom_logit_processor custom_params ebnf input_ids json_schema lora_path no_stop_trim regex"
+    " session_params stop_regex task separate_reasoning",
+    llama_cpp="adaptive_decay adaptive_target dry_allowed_length dry_base dry_multiplier dry_penalty_last_n"
+    " dry_sequence_breakers dynatemp_exponent dynatemp_range generation_prompt grammar grammar_lazy"
+    " grammar_triggers json_schema lora min_keep mirostat mirostat_eta mirostat_tau n_cmpl n_indent n_keep"
+    " n_predict n_probs parse_tool_calls preserved_tokens reasoning_budget_tokens reasoning_format"
+    " repeat_last_n repeat_penalty samplers t_max_predict_ms top_n_sigma typical_p xtc_probability"
+    " xtc_threshold",
+    tgi="adapter_id do_sample grammar guideline max_new_tokens return_full_text tool_prompt top_n_tokens"
+    " truncate watermark",
+    lm_studio="draft_model repeat_penalty ttl",
+)
+
+
+@pytest.mark.parametrize("server", FIELDS)
+def test_a_field_of_another_server_is_read_or_an_error_or_known_to_do_nothing(server):
+    for name in FIELDS[server].split():
+        with contextlib.suppress(BodyError):
+            assert not check_fields("chat", {"messages": [], name: "x"})[1], name
+
+
+def test_fields_of_other_servers_name_the_way_of_this_one(model):
+    for way, fields in other_servers._INSTEAD.items():
+        for name, nothing in fields.items():
+            with pytest.raises(BodyError) as error:
+                check_fields("chat", {name: ["x"]})
+            assert (error.value.param, str(error.value)) == (name, f"{name} is not served here: {way}")
+            for value in nothing:
+                assert check_fields("chat", {name: value})[1] == []
+    for name, why in [
+        ("maxTokens", "max_tokens is"), ("response-format", "response_format is"), ("TopP", "top_p is"),
+        ("guided_jsn", "constrain the answer"), ("jsonSchema", "constrain the answer"),
+        ("penalty_range", "constrain the answer"),
+    ]:  # fmt: skip
+        error = body_error(model, "chat", **{name: 1})
+        assert error.param == name and why in str(error)
+    assert not parse(
+        model, "chat", repeat_last_n=64, mirostat_tau=5.0, ttl=3, presence_penalty=0
+    ).unknown_fields
+    error = body_error(model, "chat", repeat_last_n=64, presence_penalty=1)
+    assert "does not go with presence_penalty" in str(error)
+    assert "101 fields" in str(body_error(model, **{f"x{i}": 1 for i in range(101)}))
+    for name in ("prefix", "partial"):
+        talk = [*TALK[:1], {"role": "assistant", "content": "a", name: True}]
+        assert "continue_final_message" in str(body_error(model, "chat", messages=talk))
 
 
 @pytest.mark.parametrize(

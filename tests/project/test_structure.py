@@ -101,7 +101,7 @@ PACKAGES = {
         "replay", "routing", "endpoint", "dispatcher", "submission", "engine_loop", "engine", "engines",
     ),
     "api": (
-        "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",
+        "other_servers", "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",
         "responses", "score_body",
     ),
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),

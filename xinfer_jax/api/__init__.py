@@ -1,17 +1,19 @@
 """OpenAI request and response bodies, for prompt files and for the server.
 
-In the order to read: `fields` lists the known fields and reads them by type; `sampling_fields` reads those of
-sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `prompts` those of prompts;
-`bodies` parses a whole body; `responses` builds the response; `score_body` parses and answers the bodies that
-score given texts.
+In the order to read: `other_servers` has fields of other servers; `fields` lists the known fields and reads
+them by type; `sampling_fields` reads those of sampling, `grammar_fields` those of grammars, `tool_fields`
+those of tools and `prompts` those of prompts; `bodies` parses a whole body; `responses` builds the response;
+`score_body` parses and answers the bodies that score given texts.
 
 - The sampling fields, vLLM's and llama.cpp's additional ones included, mean what they mean in
   `SamplingConfig`; but `dry_sequence_breakers` are strings, by default llama.cpp's, each for all tokens whose
   text contains it. A field that is known but not served is rejected by its name, unless its value asks for
   nothing. No known field that would change the answer is ignored. null counts as absent.
-- One field constrains an answer: `response_format`, `structured_outputs`, `guided_*`, or a `tool_choice` that
-  requires calls. JSON is compact: vLLM's `disable_any_whitespace` is always on. `strict: false` constrains
-  too; the `strict` of a tool does nothing with tool_choice "auto".
+- A field of vLLM, SGLang, llama.cpp's server, TGI, LM Studio or OpenAI that would change the answer is an
+  error that names this server's way. So is a field whose name has a word such as grammar, stop or penalty.
+- One field constrains an answer: `response_format` (llama.cpp's forms too), `structured_outputs`, `guided_*`,
+  or a `tool_choice` that requires calls. JSON is compact: vLLM's `disable_any_whitespace` is always on.
+  `strict: false` constrains too; the `strict` of a tool does nothing with tool_choice "auto".
 - Stop strings of a chat count in the content only: not in the reasoning, nor in Harmony's headers and calls,
   unless `stop_in_reasoning` is true. None counts within the first min_tokens tokens (as in vLLM).
 - Harmony knows the efforts low, medium and high: others become the next of these. `verbosity` has no effect.

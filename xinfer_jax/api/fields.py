@@ -7,6 +7,7 @@ from typing import Any
 from ..checks import check_token_ids
 from ..errors import InputError, format_value
 from ..sampling.sampling_config import NUMBER_SETTINGS
+from .other_servers import why_not_served
 
 # Names of options in a body: errors name the client's own field.
 _FIELD_OF_OPTION = dict(
@@ -48,6 +49,14 @@ _NOT_SERVED: dict[str, Sequence[Any]] = dict(
     repetition_detection=(), watermarking=(False,), prompt_embeds=(), vllm_xargs=({},),
     kv_transfer_params=(), ec_transfer_params=(), stream=(False,),
 )  # fmt: skip
+# This server's way for some of them.
+_WAYS = dict(
+    functions="give tools", function_call="give tool_choice", reasoning="give reasoning_effort",
+    thinking_token_budget="give reasoning_effort", guided_decoding="give structured_outputs",
+    structural_tag="give structured_outputs, or tools", prompt_logprobs="give echo and logprobs",
+    chat_template="give chat_template_kwargs",
+)  # fmt: skip
+_MOST_UNKNOWN = 100  # of one body
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _NO_VARIABLES = {"conversation", "tokenize"}  # arguments of transformers' apply_chat_template
 
@@ -56,7 +65,7 @@ class BodyError(InputError):
     """A body that cannot be served. param: the field at fault; code: the API's error code, if it has one."""
 
     def __init__(self, param: str, message: object, code: str | None = None):
-        super().__init__(with_field_names(message))
+        super().__init__(with_field_names(message) if isinstance(message, Exception) else message)
         self.param = param
         self.code = code or getattr(message, "code", None)
 
@@ -65,19 +74,22 @@ class BodyError(InputError):
 
 
 def with_field_names(message: object) -> str:
-    """The message with names of options replaced by those of a body's fields."""
+    """The message with names of options replaced by those of a body's fields, which a `BodyError` has."""
+    if isinstance(message, BodyError):
+        return str(message)
     names = r"\b(" + "|".join(_FIELD_OF_OPTION) + r")\b"
     return re.sub(names, lambda found: _FIELD_OF_OPTION[found[1]], str(message))
 
 
 def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the fields that ask for something, and the names of unknown ones. BodyError: a field that is
-    known but not served, or that belongs to another kind of body.
+    known but not served, or that belongs to another kind of body, or one of another server that would change
+    the answer.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name in [name for name in given if name in _NOT_SERVED]:
         if given.pop(name) not in _NOT_SERVED[name]:
-            raise BodyError(name, f"{name} is not served here: leave it out")
+            raise BodyError(name, f"{name} is not served here: {_WAYS.get(name, 'leave it out')}")
     if kind != "completion" and given.get("echo") is False:
         del given["echo"]
     known = _SERVED | _WITHOUT_EFFECT | _REASONING | _OF_KIND[kind]
@@ -85,7 +97,13 @@ def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], li
     for name in unknown:
         if any(name in fields for fields in _OF_KIND.values()):
             raise BodyError(name, f"{name} does not belong to a {kind} request: leave it out")
-    return given, unknown
+    if len(unknown) > _MOST_UNKNOWN:
+        raise BodyError(unknown[0], f"{len(unknown)} fields are not known here: give this server's fields")
+    whys = {name: why_not_served(given, name, known) for name in unknown}
+    for name, why in whys.items():
+        if why:
+            raise BodyError(name, why)
+    return given, [name for name, why in whys.items() if why is None]
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:

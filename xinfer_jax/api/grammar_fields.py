@@ -18,6 +18,12 @@ _MAKERS: dict[str, Callable[..., Grammar]] = dict(
 )
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 
+# The types of `response_format`, and what may stand beside them.
+_FORMATS: dict[str, set[str]] = dict(
+    text=set(), json_object={"schema"}, json_schema={"json_schema", "schema"}
+)
+_SPEC = {"name", "description", "schema", "strict"}
+
 
 def parse_grammar(fields: Fields, default: Any) -> Any:
     """The grammar that a body asks for; the default where it asks for none."""
@@ -62,16 +68,24 @@ def _structured_outputs(outputs: Mapping[str, Any]) -> Grammar | None:
 
 
 def _response_format(value: Mapping[str, Any]) -> Grammar | None:
+    """The grammar of OpenAI's forms, and of llama.cpp's, which have the schema beside the type."""
     field = "response_format"
-    kind = value.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return json_object()
-    if kind != "json_schema":
-        said = f"type must be text, json_object or json_schema, got {format_value(kind)}"
-        raise BodyError(field, f"{field}: {said}")
-    spec = value.get("json_schema")
+    given = {name: one for name, one in value.items() if one is not None}
+    kind = given.pop("type", None)
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        said = f"type must be {', '.join(_FORMATS)}, got {format_value(kind)}"
+        raise BodyError(field, f"{field}: {said}: regex and grammar are in structured_outputs")
+    if others := sorted(given.keys() - _FORMATS[kind]):
+        raise BodyError(field, f"{field}: {format_value(others[0])} does not go with {kind}: leave it out")
+    if len(given) > 1:
+        raise BodyError(field, f"{field} has {' and '.join(given)}: give one of them")
+    if kind != "json_schema" and not given:
+        return json_object() if kind == "json_object" else None
+    spec = given.get("json_schema", given)
     if not isinstance(spec, Mapping) or "schema" not in spec:
         raise BodyError(field, f"{field}: json_schema must be an object with name and schema")
+    if others := sorted(spec.keys() - _SPEC):
+        raise BodyError(
+            field, f"{field}: {format_value(others[0])} is not known in json_schema: leave it out"
+        )
     return _make(field, "json", spec["schema"], strict=spec.get("strict") is True)

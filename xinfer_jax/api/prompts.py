@@ -10,6 +10,7 @@ from .fields import BodyError, Fields, effort_variables, template_variables
 
 EncodePrompt = Callable[..., list[int]]  # `prompt_ids` of one tokenizer
 _MOST_ANSWERS = 1024  # of one request
+_CONTINUED = ("prefix", "partial")  # DeepSeek's, Mistral's and Moonshot's
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -100,6 +101,8 @@ class PromptEncoder:
         if (role := message.get("role")) not in _ROLES:
             raise InputError(f"a message's role must be one of {', '.join(_ROLES)}, got {format_value(role)}")
         found = {name: value for name, value in message.items() if value is not None}
+        if name := next((name for name in _CONTINUED if found.get(name) is True), None):
+            raise InputError(f"{name} of a message is not served: give continue_final_message: true")
         if "content" in found:
             found["content"] = _join_text_parts(found["content"])
         return found

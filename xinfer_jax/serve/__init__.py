@@ -16,7 +16,7 @@ they tell each other; `served_request` is one request to the engine; `service` h
 - A client that disconnects, or that sends or reads nothing for half a minute, frees its slots. At a limit of
   connections a new one closes one that waits for its client, so idle clients lock nobody out.
 - Limits count answers, tokens and bytes, in all and per client: a key, or an address where there are no keys.
-  A body counts when it is complete. Bodies that arrive have limits of their own, so slow ones lock nobody out.
+  A body counts when it is complete. Bodies that arrive have their own limits, so slow ones lock nobody out.
 - A client makes the event loop parse little at once: the rest of its chunks and reads waits for its turn.
 - What takes longer than a few milliseconds runs in threads; what holds Python's GIL is cut into slices.
 - Clients with different keys share no prefix pages: `cached_tokens` would reveal the text of another.

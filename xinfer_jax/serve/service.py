@@ -226,7 +226,7 @@ class Service:
         status = 400 if invalid else 500
         if self.engine is not None and not self.engine.alive:
             status = 503
-        message = with_field_names(format_message(error)) or type(error).__name__
+        message = format_message(with_field_names(error)) or type(error).__name__
         return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
 
     def check_model(self, body: dict[str, Any]) -> str | None:
