@@ -19,7 +19,8 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
         grammar_type=("",), regex=("",),
     ),
     "give response_format": dict(
-        json_schema=(), format=("",), text=({},), response_schema=({},), output_format=(), output_config=({},),
+        json_schema=(), format=("",), text=({},), response_schema=({},), output_format=(),
+        output_config=({},),
     ),
     "give stop or stop_token_ids": dict(
         stop_regex=("", []), stop_sequences=([],), stop_sequence=([],), stop_words=([],), stop_strings=([],),
