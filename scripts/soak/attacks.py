@@ -416,15 +416,23 @@ ATTACKS = dict(
         ),
         raw_requests.chunks, keyed=True,
     ),
-    lines=Attack(
-        "8,092 lines in a head, and in trailers, without a key × 8", 8,
-        _same(COMPLETIONS, b"", b"0\r\n", b"1\r\na\r\n0\r\n"), raw_requests.lines, keyed=True,
+    heads=Attack(
+        "8,092 lines in a head or in trailers, or a long path, without a key × 8", 8,
+        lambda _: [
+            [(COMPLETIONS, raw_requests.LINES)], [(COMPLETIONS, raw_requests.TRAILERS)],
+            [(raw_requests.TARGET, b"\r\n")],
+        ],
+        raw_requests.heads, keyed=True,
+    ),
+    requests=Attack(
+        "small requests without a key, each on a new connection × 64", 64,
+        _same(COMPLETIONS, b"content-length: 2\r\n\r\n{}"), raw_requests.heads, keyed=True,
     ),
     tiny_reads=Attack(
         "bodies in segments of one byte × 128", 128, _same(COMPLETIONS, b""), raw_requests.tiny_reads
     ),
     pipelined=Attack(
-        "1,000 requests at once without a key × 32", 32, _same(COMPLETIONS, b"{}"), raw_requests.pipelined,
+        "1,000 requests at once without a key × 200", 200, _same(COMPLETIONS, b"{}"), raw_requests.pipelined,
         keyed=True,
     ),
     unfinished=Attack(

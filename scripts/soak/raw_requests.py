@@ -10,6 +10,9 @@ import time
 from typing import Any
 
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+LINES = b"".join(b"a:%04d\r\n" % i for i in range(8092)) + b"\r\n"  # of a head, 64 kB
+TRAILERS = _CHUNKED + b"1\r\na\r\n0\r\n" + LINES
+TARGET = "/" + "%41%C3%28" * 7000  # 63 kB
 _ADDRESSES = 5  # 127.0.1.1 and on: of an attack that comes from several
 
 
@@ -46,15 +49,13 @@ def chunks(target: Any, path: str, unit: bytes) -> str:
     return repeat(target, path, _CHUNKED, unit)
 
 
-def lines(target: Any, path: str, trailer: bytes) -> str:
-    """Sends as many lines as fit into 64 kB, again and again: in the head, or after the chunks `trailer`."""
-    raw_lines = b"\r\n".join(b"a:%04d" % i for i in range(8092))
-    start = _CHUNKED + trailer if trailer else b""
+def heads(target: Any, path: str, rest: bytes) -> str:
+    """Sends a request again and again, on a new connection each time. rest: what follows its first lines."""
     status = ""
     while time.monotonic() < target.end:
         with contextlib.closing(target.connect()) as raw:
             with contextlib.suppress(OSError):
-                raw.sendall(_head(target, path) + start + raw_lines + b"\r\n\r\n")
+                raw.sendall(_head(target, path) + rest)
             status = _response(raw)
     return status
 

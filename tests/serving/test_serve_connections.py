@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -377,6 +378,9 @@ def test_heads_trailers_and_chunks_are_limited():
         found = parsed(framing.LimitedParser(), HEAD + b"".join(headers[:99]) + rest)[0]
         assert [*map(type, found)] == ([h11.Request, h11.EndOfMessage] if b"\n" in rest else [])
     assert parsed(framing.LimitedParser(), HEAD + b"a: " + b"b" * 2**16 + b"\r\n\r\n")[1] == 431
+    for size, status in (4000, None), (4100, 414):
+        for end in (b" HTTP/1.1\r\nhost: a\r\n\r\n", b""):
+            assert parsed(framing.LimitedParser(), b"GET /" + b"a" * size + end)[1] == status
     folded = HEAD + b"a: b\r\n" + b" c\r\n" * 200 + b"\r\n"
     assert parsed(framing.LimitedParser(), folded)[1] == 431
     whole = CHUNKED + b"1\r\na\r\n0\r\n"
@@ -528,3 +532,21 @@ def test_bodies_that_arrive_have_limits_of_their_own():
         assert not admission.arrivals._arriving and not admission.arrivals._bytes.total()
 
     asyncio.run(run())
+
+
+def test_many_requests_of_an_address_wait_for_their_turn(monkeypatch):
+    found = connections.Connections(serving.SETTINGS)
+    now = 5.0
+    monkeypatch.setattr(connections, "time", types.SimpleNamespace(monotonic=lambda: now))
+    assert [found.count_request("a") for _ in range(260)] == [False] * 256 + [True] * 4
+    assert not found.count_request("b")
+    now += 1 / 64
+    assert [found.count_request("a") for _ in range(5)] == [False] * 3 + [True] * 2
+    monkeypatch.undo()
+    monkeypatch.setattr(connections, "_BURST", 20.0)
+    with serving.run_server() as own:
+        [sock] = connected(own.port)
+        request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"
+        sock.sendall((request + b"\r\n") * 99 + request + b"connection: close\r\n\r\n")
+        with sock.makefile("rb") as file:
+            assert file.read().count(b"HTTP/1.1 200 OK") == 100  # none is lost

@@ -26,6 +26,8 @@ _RETRY_SECONDS = 0.2  # until the next try, if accepting has failed
 _LOG_SECONDS = 60.0  # between two log lines of one kind
 _READ_BYTES = 2**17  # that one read takes from the socket at most
 _LARGE_READ = 2**14  # bytes, after which other connections come first
+_BURST = 256.0  # requests of an address that begin at once, and
+_REQUESTS_PER_SECOND = 200.0  # further ones; others wait for their turn
 _MIN_READ = 2**16  # bytes of a response that a client must read within the stall time
 _FULL = b'{"error":{"message":"too many connections are open: try again","type":"server_error"}}'
 _REJECTED = (
@@ -48,6 +50,7 @@ class Connections:
         self._proxies = parse_networks(settings.trusted_proxies)
         self._total = 0
         self._open = Counter[str]()
+        self._left: dict[str, tuple[float, float]] = {}  # requests that need not wait, at this time
         self._waiting: dict[Connection, None] = {}  # in the order in which they began to wait
         self.backlog = Backlog()
         self.most_discarded = settings.max_body_bytes
@@ -84,12 +87,21 @@ class Connections:
         elif not connection.aborted:
             self._waiting.setdefault(connection)
 
+    def count_request(self, address: str) -> bool:
+        """Counts a request. Returns whether the address sends so many that its next ones have to wait."""
+        now = time.monotonic()
+        left, last = self._left.get(address, (_BURST, now))
+        left = min(_BURST, left + _REQUESTS_PER_SECOND * (now - last)) - 1
+        self._left[address] = max(0.0, left), now
+        return left < 0
+
     def remove(self, address: str) -> None:
         """Removes a connection from the counts."""
         self._total -= 1
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]
+            self._left.pop(address, None)
 
 
 class Connection(H11Protocol):
@@ -154,9 +166,13 @@ class Connection(H11Protocol):
             self._hold()
 
     def handle_events(self) -> None:
+        if self.flow.held:
+            return
+        cycle = self.cycle
         self.conn.begin()
         super().handle_events()
-        if self.conn.behind:
+        many = self.cycle is not cycle and self._connections.count_request(self.address)
+        if self.conn.behind or many:
             self._hold()
         self._update_waiting()
 

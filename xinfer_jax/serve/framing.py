@@ -13,6 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 MAX_HEADERS = 100  # lines of a head, or of trailers; gunicorn's and Apache's limit
 MAX_HEAD_BYTES = 2**16
+MAX_TARGET_BYTES = 2**12  # about, of the path and the query; to unquote 64 kB takes 15 ms
 FREE_CHUNKS = 1024  # of a body, that may have any size
 CHUNK_BYTES = 256  # that each further chunk must have on average, its header not counted
 _EVENTS = 8  # of a connection, parsed at once: a request has three, and one for each chunk
@@ -36,6 +37,8 @@ class _Buffer(ReceiveBuffer):
                 raise h11.RemoteProtocolError(f"more than {MAX_HEADERS} headers: send fewer", 431)
             if len(self._data) > MAX_HEAD_BYTES:
                 raise h11.RemoteProtocolError(f"more than {MAX_HEAD_BYTES} bytes of headers: send fewer", 431)
+        if len(lines[0]) > MAX_TARGET_BYTES:
+            raise h11.RemoteProtocolError(f"a first line of {len(lines[0])} bytes: send a shorter path", 414)
         self._spare = FREE_CHUNKS * CHUNK_BYTES
         return super().maybe_extract_lines()
 
@@ -90,19 +93,19 @@ class LimitedParser(h11.Connection):
 class HeldFlow(FlowControl):
     """uvicorn's flow control, which reads nothing while the connection is held."""
 
-    _held = False  # besides `read_paused`, which is uvicorn's
+    held = False  # besides `read_paused`, which is uvicorn's
 
     def hold(self) -> None:
-        self._held = True
+        self.held = True
         self._transport.pause_reading()
 
     def release(self) -> None:
-        self._held = False
+        self.held = False
         if not self.read_paused:
             self._transport.resume_reading()
 
     def resume_reading(self) -> None:
-        if self._held:
+        if self.held:
             self.read_paused = False
         else:
             super().resume_reading()
