@@ -29,7 +29,7 @@ import serving
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import xinfer_jax as xj
-from xinfer_jax.serve import command, connections, framing, ip_addresses
+from xinfer_jax.serve import command, connections, framing, http_server, ip_addresses
 from xinfer_jax.serve.admission import AdmissionControl
 from xinfer_jax.serve.http_responses import APIError
 from xinfer_jax.serve.service import Service
@@ -117,7 +117,7 @@ class _Full(socket.socket):
 
 
 def test_too_many_open_files_is_logged_once(monkeypatch, capfd):
-    monkeypatch.setattr(connections, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(http_server, "_RETRY_SECONDS", 0.01)
     with serving.run_server(listening=_Full(fileno=socket.create_server(("127.0.0.1", 0)).detach())) as own:
         assert b"loaded" in health(own.port)
         assert len(own.log) == 1 and "Too many open files" in own.log[0]

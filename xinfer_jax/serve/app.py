@@ -20,8 +20,9 @@ from .. import __version__
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
 from .adapter_endpoints import AdapterEndpoints
-from .connections import Connection, Server
+from .connections import Connection
 from .http_responses import APIError
+from .http_server import Server
 from .ip_addresses import forwarded_client, is_within, parse_networks
 from .page import HEADERS, PAGE
 from .request_body import SLOW_SECONDS

@@ -1,18 +1,14 @@
-"""Limits on open connections, and the closing of idle and stalled ones.
+"""Limits on open connections and their requests, and the closing of idle and stalled ones.
 
-Needs uvicorn 0.54 or newer: `Server.startup` and `servers`, and the methods of `H11Protocol`.
+Needs uvicorn 0.54 or newer: the methods of `H11Protocol`.
 """
 
 import asyncio
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import h11
-import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import format_message
@@ -21,27 +17,19 @@ from .http_responses import APIError
 from .ip_addresses import address_group, is_within, parse_networks
 from .server_settings import ServerSettings
 
-_BATCH = 8  # connections accepted before the event loop runs other tasks
-_RETRY_SECONDS = 0.2  # until the next try, if accepting has failed
-_LOG_SECONDS = 60.0  # between two log lines of one kind
 _READ_BYTES = 2**17  # that one read takes from the socket at most
 _LARGE_READ = 2**14  # bytes, after which other connections come first
 _BURST = 256.0  # requests of an address that begin at once, and
 _REQUESTS_PER_SECOND = 200.0  # further ones; others wait for their turn
 _MIN_READ = 2**16  # bytes of a response that a client must read within the stall time
-_FULL = b'{"error":{"message":"too many connections are open: try again","type":"server_error"}}'
-_REJECTED = (
-    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(_FULL), _FULL)
-)
 
 
 class Connections:
     """The open connections of a server, by address.
 
-    A connection *waits* while its client has to act: to send a request, or to read a response. At
-    a limit, a new connection aborts the one that has waited longest: at the limit per address, of the same
-    address; at the total limit, of the address with the most connections. It is rejected only if none waits.
+    A connection *waits* while its client has to act: to send a request, or to read a response. At a limit, a
+    new connection aborts the one that has waited longest: at the limit per address, of the same address; at
+    the total limit, of the address with the most connections. It is rejected only if none waits.
     """
 
     def __init__(self, settings: ServerSettings):
@@ -200,7 +188,7 @@ class Connection(H11Protocol):
             headers = [*response.raw_headers, (b"connection", b"close")]
             parts = (
                 h11.Response(status_code=response.status_code, headers=headers),
-                h11.Data(data=response.body),
+                h11.Data(data=bytes(response.body)),
             )
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self.transport.close()
@@ -239,93 +227,3 @@ class Connection(H11Protocol):
         if self._stall_task is not None:
             self._stall_task.cancel()
             self._stall_task = None
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server, with limits on connections, and without tracebacks in the log. It accepts connections
-    itself: uvicorn's `asyncio.Server` counts none, and logs a traceback for each connection of its backlog
-    when `accept` fails.
-    """
-
-    def __init__(self, config: uvicorn.Config, settings: ServerSettings, log: Callable[[str], None]):
-        super().__init__(config)
-        self._settings = settings
-        self._log = log
-        self._next_log = dict[str, float]()  # when a line of each kind may be logged again
-        self._connections = Connections(settings)
-        self._opening = set[asyncio.Task[None]]()
-        self._retry: asyncio.TimerHandle | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(self._log_loop_error)
-        await super().startup(sockets=[])
-        self.servers = [self]  # type: ignore[list-item]
-        assert sockets
-        (self._socket,) = sockets
-        self._socket.setblocking(False)
-        self._start()
-
-    def close(self) -> None:
-        """Stops accepting connections."""
-        self._loop.remove_reader(self._socket)
-        if self._retry is not None:
-            self._retry.cancel()
-
-    async def wait_closed(self) -> None:
-        """Does nothing: uvicorn calls this after it has waited for all connections itself."""
-
-    def _log_rarely(self, kind: str, line: str) -> None:
-        """Logs a line, at most one of each kind a minute."""
-        now = time.monotonic()
-        if now >= self._next_log.get(kind, now):
-            self._next_log[kind] = now + _LOG_SECONDS
-            self._log(format_message(line))
-
-    def _log_loop_error(self, _: Any, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        self._log_rarely(type(error).__name__, f"{context['message']}: {type(error).__name__}: {error}")
-
-    def _start(self) -> None:
-        self._loop.add_reader(self._socket, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(_BATCH):
-            try:
-                accepted, peer = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # mostly: too many open files. The socket would be ready again at once.
-                self._connections.abort_waiting()
-                self._loop.remove_reader(self._socket)
-                self._retry = self._loop.call_later(_RETRY_SECONDS, self._start)
-                why = f"no connection can be accepted: {error.strerror}"
-                self._log_rarely("accept", f"{why}; raise ulimit -n, or lower --max_connections")
-                return
-            address = self._connections.add(peer[0])
-            if address is None:
-                self._reject(accepted, peer[0])
-                continue
-            own = dict(config=self.config, server_state=self.server_state, app_state={})
-            connection = Connection(self._connections, address, self._settings.stall_seconds, **own)
-            task = self._loop.create_task(self._open(accepted, connection))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
-
-    def _reject(self, accepted: socket.socket, host: str) -> None:
-        with accepted, suppress(OSError):
-            accepted.setblocking(False)
-            accepted.send(_REJECTED)
-        self._log_rarely(
-            "full", f"a connection of {host} is rejected: too many are open, and all have requests in flight"
-        )
-
-    async def _open(self, accepted: socket.socket, connection: Connection) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: connection, accepted)
-        except BaseException:
-            if connection.transport is None:
-                accepted.close()
-                self._connections.set_waiting(connection, False)
-                self._connections.remove(connection.address)
-            raise
