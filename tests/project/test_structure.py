@@ -110,8 +110,8 @@ PACKAGES = {
         "startup", "answer", "chat", "answer_flags", "batch", "chat_flags", "batch_flags",
     ),
     "serve": (
-        "server_settings", "http_responses", "metrics", "page", "ip_addresses", "framing", "connections", "http_server",
-        "arrivals", "admission", "request_body", "worker_pool", "json_encoding", "chunks",
+        "server_settings", "http_responses", "metrics", "page", "ip_addresses", "framing", "connections",
+        "http_server", "arrivals", "admission", "request_body", "worker_pool", "json_encoding", "chunks",
         "peer_messages", "peer_worker", "peer_front", "served_request", "service",
         "text_endpoints", "adapter_endpoints", "app", "command",
     ),
