@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from soak.attacks import ATTACKS, CHAT, COMPLETIONS, Attack
+from soak.reranker import write_reranker
 from soak.server_process import GRACE, MORE_GRACE, SHAPE, Server, Watcher
 from xinfer_jax.errors import InputError
 
@@ -55,6 +56,8 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
 def serving(options: Sequence[str], attack: Attack | None) -> Iterator[Server]:
     """A server after its warm-up; it is killed at the end."""
     with tempfile.TemporaryDirectory() as folder:
+        if attack and attack.reranker:
+            options = [f"--model={write_reranker(Path(folder) / 'reranker')}"]
         server = Server(Path(folder), options, attack)
         try:
             warm_up(server)
@@ -84,18 +87,22 @@ def warm_up(server: Server) -> None:
                 raise InputError(f"before any attack, the server answered {status} {text[:300]!r}")
 
 
-def measure(server: Server, calls: int, end: float, text: str | None) -> dict[str, Any]:
+def measure(
+    server: Server, calls: int, end: float, text: str | None, call: tuple[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Times of the second client's calls, statuses, and how many answers differ from the text."""
+    request = call or (COMPLETIONS, CALL)
     seconds = list[float]()
     statuses = Counter[str]()
     wrong = 0
     while len(seconds) < calls and time.monotonic() < end:
         start_s = time.monotonic()
-        status, data = server.send("POST", COMPLETIONS, CALL, end - start_s + LAST)
+        status, data = server.send("POST", *request, end - start_s + LAST)
         seconds.append(time.monotonic() - start_s)
         statuses[status] += 1
         if status == "200":
-            answer = json.loads(data)["choices"][0]["text"]
+            body = json.loads(data)
+            answer = body["choices"][0]["text"] if "choices" in body else str(body["data"])
             wrong += text not in (None, answer)
             text = text or answer
         else:
@@ -144,13 +151,19 @@ def run_attack(
     """Runs an attack, at whose end SIGTERM comes while it goes on: results of the second client, memory and
     health of the server, and exceeded limits.
     """
+    call = ATTACKS[name].call
     with serving(options, ATTACKS[name]) as server:
+        if call is not None:
+            server.send("POST", *call)  # compiles its program
+            alone = measure(server, calls, time.monotonic() + 300, None, call)
+            text = alone.pop("text")
+            print(json.dumps(dict(part="alone", attack=name, **alone)), flush=True)
         with attacker(name, server, seconds + 10) as (begin, report):
             watcher = Watcher(server)
             end = time.monotonic() + seconds
             begin()
             time.sleep(1)
-            result = measure(server, calls, end, text)
+            result = measure(server, calls, end, text, call)
             watcher.stop()
             died = server.process.poll() is not None
             exit_s, left = server.end()

@@ -34,17 +34,20 @@ class Target:
     Attributes:
         headers: headers of each request.
         end: `time.monotonic()` at which all waiting ends.
+        source: address from which the attacker connects.
     """
 
     port: int
     headers: dict[str, str]
     end: float
+    source: str = HOST
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         raw = socket.socket()
         if receive_buffer:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         raw.settimeout(max(0.1, self.end - time.monotonic()))
+        raw.bind((self.source, 0))
         raw.connect((HOST, self.port))
         return raw
 
@@ -57,7 +60,9 @@ class Target:
 def post(target: Target, path: str, body: bytes) -> str:
     """Sends a request and reads the response."""
     seconds = max(0.1, target.end - time.monotonic())
-    connection = http.client.HTTPConnection(HOST, target.port, timeout=seconds)
+    connection = http.client.HTTPConnection(
+        HOST, target.port, timeout=seconds, source_address=(target.source, 0)
+    )
     try:
         with contextlib.suppress(
             BrokenPipeError, ConnectionResetError
@@ -134,7 +139,12 @@ class Attack:
     files: int | None = None  # limit of the server's open files; None: that of the system
     keyed: bool = False  # the second client has an API key; the attacker has none
     growth: int = 200  # limit of the growth of memory, in MiB
+    addresses: int = 1  # from which the workers connect in turn
     rotates: bool = False  # a worker goes on to the next request after every answer
+    reranker: bool = False  # the server has a model whose yes and no are one token each
+    # Path and body of the second client's calls, which are then also measured before the attack; None: a
+    # small completion.
+    call: tuple[str, dict[str, Any]] | None = None
 
 
 def _body(**fields: Any) -> bytes:
@@ -186,6 +196,14 @@ def _embeddings(context: int) -> list[list[RawRequest]]:
     rows = [_prompts(8, length, length) for length in (5, 50, 500, context - 50)]
     bodies = [[[5]] * 2048, *rows]
     return [[("/v1/embeddings", _body(input=texts))] for texts in bodies]
+
+
+def _rerank(context: int) -> list[list[RawRequest]]:
+    """A query that fills the context, times 2,048 documents: of one letter, and of 80; 120 of a smaller one."""
+    bodies = []
+    for words, count, document in ((context - 200, 2048, "a"), (context - 200, 2048, "a " * 40), (200, 120, "a")):
+        bodies.append(("/v1/rerank", _body(query="the " * words, documents=[document] * count)))
+    return [bodies, bodies[1:]]
 
 
 def _answers(_: int) -> list[list[RawRequest]]:
@@ -318,6 +336,7 @@ _UNLIMITED = (
     "--max_waiting=100000", "--max_waiting_per_client=100000", "--max_waiting_tokens=1000000000",
     "--max_waiting_tokens_per_client=1000000000",
 )  # fmt: skip
+_VECTOR = ("/v1/embeddings", dict(input="What is the capital of France?"))
 ATTACKS = dict(
     flood=Attack("500 requests of 200 tokens", 500, _flood, flags=_UNLIMITED),
     echo=Attack(
@@ -329,6 +348,13 @@ ATTACKS = dict(
     ),
     long=Attack("100 prompts of 900 ids, echo, logprobs, no answer", 2, partial(_echo, 100, 900)),
     shown=Attack("echo of a prompt of 1,900 ids with n=128 answers × 20 alternatives", 8, _prompt_logprobs),
+    rerank=Attack(
+        "a query of 1,848 words × 2,048 documents × 4", 4, _rerank, addresses=4, reranker=True, call=_VECTOR
+    ),
+    rerank_leave=Attack(
+        "the same, and the client disconnects", 4, _rerank,
+        partial(send_and_disconnect, least=0.1, most=0.5), addresses=4, reranker=True, call=_VECTOR,
+    ),
     vectors=Attack("/v1/embeddings of all lengths × 64", 64, _embeddings),
     answers=Attack("64 bodies of n=128 × 900 tokens, 8 prompts × best_of=128", 64, _answers),
     stop=Attack("300,000 stop strings", 8, _stop),
@@ -379,6 +405,7 @@ def main(job: dict[str, Any]) -> None:
 
     def work(number: int) -> None:
         chain = chains[number % len(chains)]
+        own = dataclasses.replace(target, source=f"127.0.0.{1 + 10 * (number % attack.addresses)}")
         at = 0
         while not end.is_set():
             with lock:
@@ -386,7 +413,7 @@ def main(job: dict[str, Any]) -> None:
                     return
                 counts["requests"] += 1
             try:
-                result = attack.send(target, *chain[at])
+                result = attack.send(own, *chain[at])
             except (OSError, http.client.HTTPException) as error:
                 result = f"{type(error).__name__} {error}"
             status, _, text = result.partition(" ")
