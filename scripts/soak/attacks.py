@@ -199,9 +199,10 @@ def _embeddings(context: int) -> list[list[RawRequest]]:
 
 
 def _rerank(context: int) -> list[list[RawRequest]]:
-    """A query that fills the context, times 2,048 documents: of one letter, and of 80; 120 of a smaller one."""
+    """A query that fills the context, times 2,048 documents of a letter, or of 40; a small one times 120."""
     bodies = []
-    for words, count, document in ((context - 200, 2048, "a"), (context - 200, 2048, "a " * 40), (200, 120, "a")):
+    most = context - 200
+    for words, count, document in ((most, 2048, "a"), (most, 2048, "a " * 40), (200, 120, "a")):
         bodies.append(("/v1/rerank", _body(query="the " * words, documents=[document] * count)))
     return [bodies, bodies[1:]]
 

@@ -8,8 +8,8 @@ import xinfer_jax
 
 
 def write_reranker(path: Path) -> Path:
-    """Writes the checkpoint and returns its directory. The last two merges of the tokenizer make way for those
-    of "y" and "es", and of "n" and "o".
+    """Writes the checkpoint and returns its directory. "y" with "es", and "n" with "o", replace the last two
+    merges of the tokenizer.
     """
     shutil.copytree(Path(xinfer_jax.__file__).parent / "assets", path)
     file = path / "tokenizer.json"

@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client")
 import serving
 
 import xinfer_jax as xj
-from xinfer_jax import embedding
+from xinfer_jax import reranking
 from xinfer_jax.api.bodies import parse_request_body
 from xinfer_jax.serve import service as service_module, text_endpoints
 from xinfer_jax.serve.admission import count_tokens
@@ -84,7 +84,7 @@ def test_scan_counts_what_the_parser_makes():
         assert (levels, containers) == (wanted[0], wanted[2]), text
         assert wanted[1] <= values <= wanted[1] + wanted[2]
         given = body["prompt"]
-        several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+        several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list | dict)
         assert prompts == (len(given) if several else 0), text
 
 
@@ -357,8 +357,7 @@ def test_documents_are_reranked(server, model, monkeypatch):
     status, error, _ = ask(server, "/v1/rerank", **asked)
     assert status == 400 and "this model is no reranker" in error["error"]["message"]
     ids = np.array([model.tokenizer.encode(word)[0] for word in ("no", "yes")])
-    for module in (embedding, text_endpoints):
-        monkeypatch.setattr(module, "no_yes_ids", lambda model: ids)
+    monkeypatch.setattr(reranking, "no_yes_ids", lambda model: ids)
     wanted = xj.rerank(model, "Where?", documents)
     status, body, _ = ask(server, "/v1/rerank", **asked, model="tiny", top_n=2)
     assert status == 200 and body["id"].startswith("rerank-") and body["usage"]["total_tokens"] > 3
