@@ -328,11 +328,15 @@ def test_embeddings_equal_embed_texts(server, model):
     found = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in body["data"]]
     np.testing.assert_allclose(found, xj.embed_texts(model, ids, pooling="last"), atol=1e-6)
     assert ask(server, "/v1/embeddings", input=ids[1])[1]["data"][0]["object"] == "embedding"
+    status, body, _ = ask(server, "/v1/embeddings", input=texts, dimensions=7, truncate_prompt_tokens=2)
+    found = [one["embedding"] for one in body["data"]]
+    cut = xj.embed_texts(model, [row[:2] for row in ids], dimensions=7)
+    np.testing.assert_allclose(found, cut, atol=1e-6)
     for field, fields in [
         ("input", {}), ("input", dict(input=[])), ("input", dict(input=[""])), ("input", dict(input=[[-1]])),
-        ("input", dict(input=[[5] * 600])), ("dimensions", dict(input="a", dimensions=8)),
+        ("input", dict(input=[[5] * 600])), ("dimensions", dict(input="a", dimensions=0)),
         ("encoding_format", dict(input="a", encoding_format="int8")), ("tools", dict(input="a", tools=[])),
-        ("pooling", dict(input="a", pooling="max")),
+        ("pooling", dict(input="a", pooling="max")), ("prompt_name", dict(input="a", prompt_name="query")),
     ]:  # fmt: skip
         status, error, _ = ask(server, "/v1/embeddings", **fields)
         assert (status, error["error"]["param"]) == (400, field), fields
@@ -364,6 +368,22 @@ def test_documents_are_reranked(server, model, monkeypatch):
     best = np.argsort(-wanted, kind="stable")[:2].tolist()
     assert [(x["index"], x["document"]["text"]) for x in body["results"]] == [(i, documents[i]) for i in best]
     np.testing.assert_allclose([x["relevance_score"] for x in body["results"]], wanted[best], atol=1e-6)
+    objects = [dict(text=text, id=i) for i, text in enumerate(documents)]
+    for path, fields in (
+        ("/rerank", dict(return_documents=False)), ("/v2/rerank", dict(documents=objects))
+    ):  # fmt: skip
+        status, other, _ = ask(server, path, **asked | fields, top_n=2)
+        assert status == 200 and other["usage"] == body["usage"]
+        for one, wanted_one in zip(other["results"], body["results"], strict=True):
+            given = None if path == "/rerank" else objects[one["index"]]
+            assert one.pop("document", None) == given
+            assert one == {name: wanted_one[name] for name in ("index", "relevance_score")}
+    for path in ("/score", "/v1/score"):
+        status, scores, _ = ask(server, path, text_1="Where?", text_2=documents, model="tiny")
+        assert status == 200 and scores["usage"] == body["usage"] and scores["object"] == "list"
+        np.testing.assert_allclose([one["score"] for one in scores["data"]], wanted, atol=1e-6)
+        assert [one["index"] for one in scores["data"]] == [0, 1, 2]
+    assert ask(server, "/score", text_1="a", documents=["b"])[1]["error"]["param"] == "text_1"
     for field, fields in [
         ("documents", dict(query="a")), ("documents", dict(query="a", documents=[])),
         ("documents", dict(query="a", documents=["b", 3])), ("query", dict(documents=["b"])),
