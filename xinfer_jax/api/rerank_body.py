@@ -96,26 +96,27 @@ def _encode_pairs(  # noqa: PLR0913  what ids depend on
     count: Callable[[int], None],
 ) -> Pairs:
     """queries, documents: the name of the field, and its texts."""
-    first, second = queries[1], documents[1]
+    query_name, first = queries
+    document_name, second = documents
     if len(first) not in (1, len(second)):
-        said = f"{queries[0]} must have one text, or one for each of {len(second)} {documents[0]}"
-        raise BodyError(queries[0], f"{said}, got {len(first)}")
+        said = f"{query_name} must have one text, or one for each of {len(second)} {document_name}"
+        raise BodyError(query_name, f"{said}, got {len(first)}")
     encoder = _encoder(model, fields, escape)
     known: dict[str, list[int]] = {}
     tokens = 0
     found = Pairs([], [])
     for one in first:
         count(tokens)
-        text = _text(queries[0], one)
+        text = _text(query_name, one)
         if text not in known:
-            known[text] = _named(queries[0], encoder.encode_query, "a query", text)
+            known[text] = _named(query_name, encoder.encode_query, "a query", text)
         found.queries.append(known[text])
         tokens += (len(known[text]) + encoder.fewest) * (len(second) if len(first) == 1 else 1)
     found.queries.extend(found.queries * (len(second) - len(first)))
     for one, query in zip(second, found.queries, strict=True):
         count(tokens)
-        text = _text(documents[0], one)
-        ids = _named(documents[0], encoder.encode_document, "a document", text, len(query))
+        text = _text(document_name, one)
+        ids = _named(document_name, encoder.encode_document, "a document", text, len(query))
         tokens += len(ids) - encoder.fewest
         found.documents.append(ids)
     count(tokens)
