@@ -26,7 +26,7 @@ from xinfer_jax.serve import service as service_module, text_endpoints
 from xinfer_jax.serve.admission import count_tokens
 from xinfer_jax.serve.http_responses import APIError
 from xinfer_jax.serve.request_body import load_json_body, scan_json
-from xinfer_jax.serve.worker_pool import WorkerPool
+from xinfer_jax.serve.worker_pool import FairLock, WorkerPool
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
@@ -182,6 +182,40 @@ def test_worker_pool_runs_one_job_of_a_client_at_a_time():
     assert (
         ("a", 3) not in order and order.index(("b", 0)) < 3 and order.index(("c", 0)) < 4 and len(order) == 6
     )
+
+
+def test_a_client_with_a_short_job_goes_before_those_with_long_ones():
+    """The next turn is of the client that has used the least time. A client that is gone gets no turn."""
+
+    async def run():
+        lock = FairLock()
+        order = []
+
+        async def job(client, seconds):
+            start = await lock.acquire(client)
+            order.append(client)
+            await asyncio.sleep(0)
+            gone.cancel()
+            if len(order) == 4:
+                light.extend(asyncio.ensure_future(job(name, 0.1)) for name in ("d", "e"))
+                await asyncio.sleep(0)
+            lock.release(client, start, seconds)
+
+        async def several(client):
+            for _ in range(3):
+                await job(client, 1.0)
+
+        light = []
+        heavy = [asyncio.ensure_future(several(client)) for client in "abc"]
+        gone = asyncio.ensure_future(lock.acquire("gone"))
+        await asyncio.sleep(0)
+        await asyncio.gather(*heavy)
+        await asyncio.gather(*light)
+        assert gone.cancelled()
+        return "".join(order)
+
+    order = asyncio.run(run())
+    assert sorted(order) == sorted("abcabcabcde") and order[4:6] == "de", order
 
 
 def test_work_for_a_disconnected_client_stops(server, model, monkeypatch):
