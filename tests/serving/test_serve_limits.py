@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
 pytest.importorskip("prometheus_client")
 import serving
+from soak.reranker import write_reranker
 
 import xinfer_jax as xj
 from xinfer_jax import reranking
@@ -428,6 +429,11 @@ def test_documents_are_reranked(server, model, monkeypatch):
         status, error, _ = ask(server, "/v1/rerank", **fields)
         assert (status, error["error"]["param"]) == (400, field), fields
     assert server.idle()
+
+
+def test_the_reranker_of_the_attacks_is_one(tmp_path):
+    model = xj.load_model(write_reranker(tmp_path / "reranker"))
+    assert reranking.no_yes_ids(model).shape == (2,)
 
 
 def test_many_embeddings_are_computed_in_batches(server, model, monkeypatch):

@@ -150,7 +150,7 @@ def _text(name: str, value: Any) -> str:
     """A text, or that of an object: {"text": …}, or vLLM's {"content": [{"type": "text", "text": …}]}."""
     text = value.get("text") if isinstance(value, dict) else value
     if isinstance(value, dict) and isinstance(parts := value.get("content"), list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
         text = "".join(texts) if all(isinstance(one, str) for one in texts) else None
     if not isinstance(text, str):
         raise BodyError(

@@ -100,8 +100,9 @@ def add_lowercase(backend: tokenizers.Tokenizer) -> None:
     """Makes the tokenizer's normalizer begin with lower case, unless it has it; added tokens that are not
     normalized keep their letters.
     """
-    present = backend.normalizer
-    found = list(present) if isinstance(present, normalizers.Sequence) else [present] if present else []
+    present: Any = backend.normalizer
+    is_sequence = isinstance(present, normalizers.Sequence)
+    found = list(present) if is_sequence else [present] if present else []
     if not any(isinstance(one, normalizers.Lowercase) for one in found):
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *found])
 

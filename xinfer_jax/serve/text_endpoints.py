@@ -165,10 +165,9 @@ class TextEndpoints:
         body: RerankBody = await self._parse_pairs(reservation, data, *known)
         scores, usage = await self._scores(reservation, body.pairs)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top]
-        results = [dict(index=i, relevance_score=scores[i]) for i in best]
+        results: list[dict[str, Any]] = [dict(index=i, relevance_score=scores[i]) for i in best]
         if body.documents is not None:
-            for result in results:
-                result["document"] = body.documents[result["index"]]
+            results = [one | dict(document=body.documents[one["index"]]) for one in results]
         head = dict(id=f"rerank-{uuid.uuid4().hex}", model=self._service.settings.name, usage=usage)
         return to_json(head | dict(results=results))
 
