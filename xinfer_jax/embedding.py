@@ -131,6 +131,8 @@ class TextEncoder:
             max_length: most tokens of a text; None: as the model allows.
             truncation_side: the side that loses tokens; None: the tokenizer's.
         """
+        if not isinstance(prompt, str | None):
+            raise InputError(f"prompt must be a text, got {format_value(prompt)}")
         modules = model.embedding or _WITHOUT
         limits = (model.config.context_length, modules.max_seq_length, max_length)
         self._model = model
@@ -148,10 +150,11 @@ class TextEncoder:
         if isinstance(text, str):
             ids = self._encode_text(name, text)
         elif is_sequence(text):
-            ids = check_token_ids(name, text, model.config.vocab_size, model.config.placeholder_ids)
-            ids = self._truncated(ids, self._most)
+            ids = text
         else:
             raise InputError(f"{name} must be a text or a list of token ids, got {format_value(text)}")
+        ids = check_token_ids(name, ids, model.config.vocab_size, model.config.placeholder_ids)
+        ids = ids if isinstance(text, str) else self._truncated(ids, self._most)
         if not ids:
             raise InputError(f"{name} has no tokens: got {format_value(text)}, give some text")
         if len(ids) > self._limit:

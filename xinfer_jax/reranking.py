@@ -11,6 +11,7 @@ import numpy as np
 from .checkpoint.conversation import check_text_length
 from .checkpoint.escaping import encode_wrapped
 from .checkpoint.loading import Model
+from .checks import check_token_ids
 from .config.model_config import ModelConfig
 from .config.unsupported import check_causal
 from .embedding import check_finite, check_texts, hidden_states_of, kept_tokens
@@ -84,6 +85,7 @@ class RerankEncoder:
             raise InputError("this checkpoint has no tokenizer.json: texts cannot be reranked")
         check_causal(model.config, "rerank")
         no_yes_ids(model)
+        self._model = model
         self._tokenizer = model.tokenizer
         self._limit = model.config.context_length
         self._most = kept_tokens(truncate_prompt_tokens, self._limit)
@@ -91,13 +93,13 @@ class RerankEncoder:
             "instruction", _INSTRUCTION if instruction in (None, "") else instruction
         )
         self._escape = escape
-        self._answer_ids = self._encode([_ANSWER])
+        self._answer_ids = self._encode("the template", [_ANSWER])
         self.fewest = len(self._answer_ids)  # ids of a document
 
     def encode_query(self, name: str, query: Any) -> list[int]:
         """The ids up to the document. Raises InputError with the query's name."""
         check_text_length(name, _checked(name, query), self._tokenizer, self._limit)
-        return self._encode([f"{_JUDGE}<Instruct>: ", self._instruction, "\n<Query>: ", query, "\n"])
+        return self._encode(name, [f"{_JUDGE}<Instruct>: ", self._instruction, "\n<Query>: ", query, "\n"])
 
     def encode_document(self, name: str, document: Any, num_query_ids: int) -> list[int]:
         """The ids of a document and of what follows it, after so many ids of its query. Raises InputError
@@ -105,7 +107,7 @@ class RerankEncoder:
         """
         if self._most is None:
             check_text_length(name, _checked(name, document), self._tokenizer, self._limit)
-        ids = self._encode(["<Document>: ", _checked(name, document)])
+        ids = self._encode(name, ["<Document>: ", _checked(name, document)])
         others = num_query_ids + self.fewest
         if self._most is not None:
             if self._most <= others:
@@ -121,8 +123,10 @@ class RerankEncoder:
             )
         return ids + self._answer_ids
 
-    def _encode(self, pieces: list[str]) -> list[int]:
-        return encode_wrapped(self._tokenizer, pieces, self._escape, _ANSWER)
+    def _encode(self, name: str, pieces: list[str]) -> list[int]:
+        ids = encode_wrapped(self._tokenizer, pieces, self._escape, _ANSWER)
+        config = self._model.config
+        return check_token_ids(name, ids, config.vocab_size, config.placeholder_ids)
 
 
 def _checked(name: str, text: Any) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -243,7 +244,7 @@ def causal_layers(config: xj.ModelConfig) -> tuple:
         (dict(default_prompt_name="other"), "default_prompt_name 'other' is none of its prompts"),
         (dict(truncate_dim=0), "truncate_dim must be a whole number from 1 on, got 0"),
         (dict(transformer=dict(max_seq_length="9")), "max_seq_length must be a whole number from 1 on"),
-        (dict(transformer=dict(do_lower_case=1)), "do_lower_case must be true or false"),
+        (dict(transformer=dict(do_lower_case=3)), "do_lower_case must be true or false"),
         (dict(transformer=dict(query_length=8)), "{'query_length': 8}: it is not supported"),
         (dict(transformer=dict(transformer_task="fill-mask")), "{'transformer_task': 'fill-mask'}: it"),
         (dict(transformer=dict(modality_config={"message": {}})), "{'message': {}}}: it is not"),
@@ -323,7 +324,8 @@ def test_both_parts_have_the_ids_of_the_whole_text(reranker):
     if not (directory := DATA / "qwen2.5-0.5b-instruct").exists():
         pytest.skip("needs the tokenizer of Qwen2.5")
     tokenizer = xj.Tokenizer.from_dir(directory)
-    encoder = RerankEncoder(xj.Model(reranker.params, reranker.config, tokenizer), "Judge")
+    config = dataclasses.replace(reranker.config, vocab_size=151_936)
+    encoder = RerankEncoder(types.SimpleNamespace(config=config, tokenizer=tokenizer), "Judge")
     draws = np.random.RandomState(0)
     letters = list("ab <>|\n\r\t.?!'`{}/é世 0")
     for _ in range(300):

@@ -58,13 +58,9 @@ def parse_rerank_body(
     documents = _listed(body, "documents")
     top = fields.integer("top_n", 1, 2**31 - 1) or len(documents)
     shown = [one if isinstance(one, dict) else dict(text=one) for one in documents]
-    shown_or_none = shown if fields.boolean("return_documents", True) else None
-    query = [] if "query" not in body else [body["query"]]
-    return RerankBody(
-        _encode_pairs(model, fields, ("query", query), ("documents", documents), escape, count),
-        shown_or_none,
-        top,
-    )
+    query = _text("query", body.get("query"))
+    pairs = _encode_pairs(model, fields, ("query", [query]), ("documents", documents), escape, count)
+    return RerankBody(pairs, shown if fields.boolean("return_documents", True) else None, top)
 
 
 def parse_pairs_body(model: Model, body: dict[str, Any], escape: bool, count: Callable[[int], None]) -> Pairs:
@@ -153,7 +149,5 @@ def _text(name: str, value: Any) -> str:
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
         text = "".join(texts) if all(isinstance(one, str) for one in texts) else None
     if not isinstance(text, str):
-        raise BodyError(
-            name, f'{name} must be texts or objects like {{"text": …}}, got {format_value(value)}'
-        )
+        raise BodyError(name, f'{name}: a text or {{"text": …}} is needed, got {format_value(value)}')
     return text

@@ -115,21 +115,21 @@ def _read_transformer(path: Path) -> dict[str, Any]:
     asked = {name: settings[name] for name in _UNSUPPORTED if settings.get(name)}
     asked |= {} if task == "feature-extraction" else dict(transformer_task=task)
     modalities = settings.get("modality_config") or {"text": _TEXT}
-    asked |= {} if modalities.get("text") == _TEXT else dict(modality_config=modalities)
+    plain = isinstance(modalities, dict) and modalities.get("text") == _TEXT
+    asked |= {} if plain else dict(modality_config=modalities)
     if asked:
         raise InputError(f"{path}: {_TRANSFORMER_FILES[0]} has {format_value(asked)}: it is not supported")
     tokenizer = read_json(path / "tokenizer_config.json") or {}
-    longest = settings.get("max_seq_length")
-    longest = tokenizer.get("model_max_length") if longest is None else longest
-    lower = settings.get("do_lower_case", False)
-    side = tokenizer.get("truncation_side", "right")
+    lower = settings.get("do_lower_case") or False
+    side = tokenizer.get("truncation_side") or "right"
     if not isinstance(lower, bool) or side not in ("left", "right"):
         raise InputError(
             f"{path}: do_lower_case must be true or false and truncation_side left or right, got"
             f" {format_value(lower)} and {format_value(side)}"
         )
-    size = _size(path, "max_seq_length", longest)
-    return dict(max_seq_length=size, do_lower_case=lower, truncation_side=side)
+    most = _size(path, "max_seq_length", settings.get("max_seq_length"))
+    most = _size(path, "model_max_length", tokenizer.get("model_max_length")) if most is None else most
+    return dict(max_seq_length=most, do_lower_case=lower, truncation_side=side)
 
 
 def _size(path: Path, name: str, value: Any) -> int | None:
