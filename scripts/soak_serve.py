@@ -12,7 +12,8 @@ quartile before; or a first token that takes more than three times as long durin
 
 With --attacks only attacks run. Each attack has a new server process: one client attacks it while a second
 one makes --calls small calls; then the server gets SIGTERM. soak/attacks.py defines the attacks. Prints a
-JSON line for the calls without an attack, and for each attack. Exit code 1: a 99th percentile above three
+JSON line for the calls without an attack, and for each attack; the second client of some attacks makes other
+calls, which are measured first on the same server. Exit code 1: a 99th percentile above three
 times that without an attack plus half a second; a status other than 200 for the second client or /health; a
 text that differs from that without an attack; memory (of the server and its worker processes, after a warm-
 up) that grows by 200 MiB or more (400 for grammars); a log of 10 MiB; or a server that needs more than five

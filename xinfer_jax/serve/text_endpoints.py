@@ -35,7 +35,7 @@ from ..generation.executor import bucket
 from ..reranking import answer_scores
 from .admission import Reservation
 from .http_responses import APIError, json_response, until_disconnect
-from .json_encoding import embeddings_to_json, list_to_json, object_to_json, to_json
+from .json_encoding import embeddings_to_json, list_to_json, object_to_json, objects_to_json, to_json
 from .request_body import receive_body
 from .service import Service
 from .worker_pool import is_large
@@ -158,7 +158,9 @@ class TextEndpoints:
         for batch in _batches(lengths):
             work = partial(_embed, model, body, batch)
             vectors += await service.workers.run(client, True, work, exclusive=True)
-        return embeddings_to_json(iter(vectors), service.settings.name, sum(lengths))
+        encode = partial(embeddings_to_json, iter(vectors), service.settings.name, sum(lengths))
+        response: bytes = await service.workers.run(client, True, encode)
+        return response
 
     async def _rerank(self, reservation: Reservation, data: list[bytes]) -> bytes:
         known = "/rerank", RERANK_FIELDS, parse_rerank_body, "documents"
@@ -169,7 +171,7 @@ class TextEndpoints:
         if body.documents is not None:
             results = [one | dict(document=body.documents[one["index"]]) for one in results]
         head = dict(id=f"rerank-{uuid.uuid4().hex}", model=self._service.settings.name, usage=usage)
-        return to_json(head | dict(results=results))
+        return await self._encode(reservation, head, "results", results)
 
     async def _score(self, reservation: Reservation, data: list[bytes]) -> bytes:
         known = "/score", SCORE_FIELDS, parse_pairs_body, score_list_name(data[0])
@@ -177,7 +179,14 @@ class TextEndpoints:
         scores, usage = await self._scores(reservation, pairs)
         found = [dict(index=i, object="score", score=score) for i, score in enumerate(scores)]
         head = dict(id=f"score-{uuid.uuid4().hex}", object="list", created=int(time.time()))
-        return to_json(head | dict(model=self._service.settings.name, usage=usage, data=found))
+        head |= dict(model=self._service.settings.name, usage=usage)
+        return await self._encode(reservation, head, "data", found)
+
+    async def _encode(self, reservation: Reservation, head: dict[str, Any], name: str, values: Any) -> bytes:
+        """The JSON of a response with a list, which is made in a thread: its values may be large."""
+        work = partial(objects_to_json, head, name, values)
+        response: bytes = await self._service.workers.run(reservation.client, True, work)
+        return response
 
     async def _parse_pairs(
         self,
