@@ -38,7 +38,7 @@ from .http_responses import APIError, json_response, until_disconnect
 from .json_encoding import embeddings_to_json, list_to_json, object_to_json, objects_to_json, to_json
 from .request_body import receive_body
 from .service import Service
-from .worker_pool import is_large
+from .worker_pool import LARGE_TOKENS, is_large
 
 _TOKENIZE_FIELDS = {
     "model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message",
@@ -159,8 +159,7 @@ class TextEndpoints:
             work = partial(_embed, model, body, batch)
             vectors += await service.workers.run(client, True, work, exclusive=True)
         encode = partial(embeddings_to_json, iter(vectors), service.settings.name, sum(lengths))
-        response: bytes = await service.workers.run(client, True, encode)
-        return response
+        return await self._encode(reservation, encode)
 
     async def _rerank(self, reservation: Reservation, data: list[bytes]) -> bytes:
         known = "/rerank", RERANK_FIELDS, parse_rerank_body, "documents"
@@ -171,7 +170,7 @@ class TextEndpoints:
         if body.documents is not None:
             results = [one | dict(document=body.documents[one["index"]]) for one in results]
         head = dict(id=f"rerank-{uuid.uuid4().hex}", model=self._service.settings.name, usage=usage)
-        return await self._encode(reservation, head, "results", results)
+        return await self._encode(reservation, partial(objects_to_json, head, "results", results))
 
     async def _score(self, reservation: Reservation, data: list[bytes]) -> bytes:
         known = "/score", SCORE_FIELDS, parse_pairs_body, score_list_name(data[0])
@@ -180,12 +179,12 @@ class TextEndpoints:
         found = [dict(index=i, object="score", score=score) for i, score in enumerate(scores)]
         head = dict(id=f"score-{uuid.uuid4().hex}", object="list", created=int(time.time()))
         head |= dict(model=self._service.settings.name, usage=usage)
-        return await self._encode(reservation, head, "data", found)
+        return await self._encode(reservation, partial(objects_to_json, head, "data", found))
 
-    async def _encode(self, reservation: Reservation, head: dict[str, Any], name: str, values: Any) -> bytes:
-        """The JSON of a response with a list, which is made in a thread: its values may be large."""
-        work = partial(objects_to_json, head, name, values)
-        response: bytes = await self._service.workers.run(reservation.client, True, work)
+    async def _encode(self, reservation: Reservation, encode: Callable[[], bytes]) -> bytes:
+        """Encodes a response in a thread."""
+        large = reservation.amounts["tokens"] > LARGE_TOKENS
+        response: bytes = await self._service.workers.run(reservation.client, large, encode)
         return response
 
     async def _parse_pairs(
@@ -202,12 +201,9 @@ class TextEndpoints:
         escape = self._service.settings.escape
 
         def run() -> Any:
-            size = len(data[0])
             body = self._body(data, list_name)
             _check_known(path, body, known, model)
-            found = parse(model, body, escape, lambda tokens: reservation.reserve(tokens=tokens))
-            reservation.reserve(bytes=size)  # of the documents, until the client has read them
-            return found
+            return parse(model, body, escape, lambda tokens: reservation.reserve(tokens=tokens))
 
         return await self._service.workers.run(reservation.client, is_large(data), run)
 
