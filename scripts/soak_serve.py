@@ -11,13 +11,13 @@ tenth as long, that creates threads and caches, `first_mib`); calls that are aft
 quartile before; or a first token that takes more than three times as long during another client's flood.
 
 With --attacks only attacks run. Each attack has a new server process: one client attacks it while a second
-one makes --calls small calls (of grammars, against attacks on those); then the server gets SIGTERM.
-soak/attacks.py defines the attacks. Prints a JSON line for the calls without an attack, and for each attack.
-Exit code 1: a 99th percentile above three times that without an attack plus half a second; a status other
-than 200 for the second client or /health; a text that differs from that without an attack; memory (of the
-server and its worker processes, after a warm- up) that grows by 200 MiB or more (400 for grammars); a log of
-10 MiB; or a server that needs more than five seconds beyond its --grace to exit. Needs Linux and two idle
-cores; about seventeen minutes for all attacks.
+makes --calls small calls, first without the attack and then during it; then the server gets SIGTERM.
+soak/attacks.py defines the attacks, and the calls where they are other ones. Prints a JSON line for the calls
+without an attack, and for each attack. Exit code 1: a 99th percentile above three times that without an
+attack plus half a second; a status other than 200 for the second client or /health; a text that differs from
+that without an attack; memory (of the server and its worker processes, after a warm-up) that grows by 200 MiB
+or more (400 for grammars); a log of 10 MiB; or a server that needs more than five seconds beyond its --grace
+to exit. Needs Linux and two idle cores; about half an hour for all attacks.
 """
 
 from launcher import start

@@ -24,7 +24,7 @@ from .checkpoint.tokenizer import Tokenizer as Tokenizer
 from .checkpoint.tool_choice import tool_grammar as tool_grammar
 from .config.model_config import ModelConfig as ModelConfig
 from .config.rope import RopeConfig as RopeConfig
-from .embedding import embed_texts as embed_texts, rerank as rerank
+from .embedding import embed_texts as embed_texts
 from .engine.async_sampling import SampleOutput as SampleOutput
 from .engine.engine import Engine as Engine
 from .engine.engines import Engines as Engines
@@ -78,6 +78,7 @@ from .model.decoder import (
     unembed as unembed,
 )
 from .model.taps import Tap as Tap
+from .reranking import rerank as rerank
 from .sampling.caller_processors import Processor as Processor, SamplingContext as SamplingContext
 from .sampling.logprobs import TokenLogprobs as TokenLogprobs
 from .sampling.sampling_config import SamplingConfig as SamplingConfig

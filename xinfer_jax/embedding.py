@@ -1,5 +1,6 @@
-"""`embed_texts`: vectors of texts, of their final hidden states; `rerank`: how well texts answer a query."""
+"""`embed_texts`: vectors of texts, of their final hidden states."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,29 +11,20 @@ import numpy as np
 
 from .checkpoint.conversation import check_text_length
 from .checkpoint.embedding_modules import EmbeddingModules
+from .checkpoint.escaping import encode_wrapped
 from .checkpoint.loading import Model
-from .checks import check_token_ids, is_sequence
-from .config.model_config import ModelConfig
-from .config.unsupported import check_causal
+from .checkpoint.tokenizer import Tokenizer
+from .checks import check_integer, check_token_ids, is_sequence
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
 from .generation.executor import bucket, next_power_of_two
 from .generation.executor_choice import executor_class
 from .generation.loop import last_hidden
 from .generation.validation import non_finite_reason
-from .model.decoder import unembed
-from .weights.params import Params
 
 POOLINGS = ("mean", "last", "first")
 _MAX_BATCH_TOKENS = 2048  # padding included; a longer text is a batch of its own
 _WITHOUT = EmbeddingModules("mean", (), True, {}, "")  # where the checkpoint does not say
-# As Qwen3-Reranker was trained.
-_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-_JUDGE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the"
-    ' Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-_ANSWER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def embed_texts(
@@ -42,6 +34,9 @@ def embed_texts(
     pooling: str | None = None,
     normalize: bool | None = None,
     prompt: str | None = None,
+    dimensions: int | None = None,
+    truncate_prompt_tokens: int | None = None,
+    escape_control_tokens: bool = True,
 ) -> np.ndarray:
     """Computes one vector per text by pooling the model's final hidden states (`hidden_states`), as
     sentence-transformers does with the same checkpoint.
@@ -59,14 +54,22 @@ def embed_texts(
         normalize: scale each vector to length 1; None: as the checkpoint says, else True.
         prompt: goes before each text: the name of one of the checkpoint's prompts, or a text; None: its
             default, if it has one. Token ids get none.
+        dimensions: keep the first numbers of each vector, as many as this, and normalize again (Matryoshka
+            vectors); None: all, or as many as the checkpoint says.
+        truncate_prompt_tokens: keep so many tokens of a longer text, special tokens included, from its start
+            (from its end if the tokenizer's `truncation_side` is "left"); -1: as many as the limit allows;
+            None: a longer text raises an error, unlike in sentence-transformers.
+        escape_control_tokens: control tokens that a text after a prompt spells stay ordinary text. A text
+            without a prompt is never escaped.
 
     Returns:
-        float32 [texts, D], or with the outputs of the last dense layer.
+        float32 [texts, D], or with the outputs of the last dense layer, or with `dimensions`.
 
     Raises:
         InputError: not a list, an empty list, a text without tokens or with more tokens than the context
-            limit, ids outside the vocabulary, texts without a tokenizer, an unknown pooling, or hidden states
-            that are not finite.
+            or the checkpoint's `max_seq_length` allow, ids outside the vocabulary, texts without a tokenizer,
+            an unknown pooling, dimensions that the checkpoint does not have, or hidden states that are not
+            finite.
     """
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {type(model).__name__}")
@@ -77,82 +80,129 @@ def embed_texts(
         raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {format_value(pooling)}")
     if not isinstance(normalize, bool | np.bool_):
         raise InputError(f"normalize must be True or False, got {format_value(normalize)}")
-    start = modules.default_prompt if prompt is None else modules.prompts.get(prompt, prompt)
-    config = model.config
-    limit = config.context_length
-    given = (start + text if isinstance(text, str) else text for text in _check_texts(texts))
-    rows = [text_token_ids(f"text {i}", text, model, limit) for i, text in enumerate(given)]
-    width = modules.dense[-1].weight.shape[0] if modules.dense else config.hidden_size
-    vectors_ND = np.zeros((len(rows), width), np.float32)
-    for batch, hidden_BTD, num_tokens_B in _hidden_states(model, rows):
+    size = embedding_size(model, dimensions)
+    encoder = TextEncoder(model, prompt, truncate_prompt_tokens, escape=escape_control_tokens)
+    rows = [encoder.encode(f"text {i}", text) for i, text in enumerate(check_texts(texts))]
+    vectors_ND = np.zeros((len(rows), size), np.float32)
+    for batch, hidden_BTD, num_tokens_B in hidden_states_of(model, rows):
         vectors_BD = _pool(hidden_BTD, num_tokens_B, pooling)
         for layer in modules.dense:
             vectors_BD = vectors_BD @ layer.weight.T + (0 if layer.bias is None else layer.bias)
             vectors_BD = jnp.tanh(vectors_BD) if layer.activation == "Tanh" else vectors_BD
-        vectors_BD = _unit(vectors_BD) if normalize else vectors_BD
+        vectors_BD = (_unit(vectors_BD) if normalize else vectors_BD)[:, :size]
+        vectors_BD = _unit(vectors_BD) if normalize and dimensions is not None else vectors_BD
         vectors_ND[batch] = np.asarray(vectors_BD)[: len(batch)]
-    _check_finite("text", vectors_ND, model)
+    check_finite("text", vectors_ND, model)
     return vectors_ND
 
 
-def rerank(
-    model: Model, query: str, documents: Sequence[str], *, instruction: str | None = None
-) -> np.ndarray:
-    """Scores how well each document answers a query, by a model that was trained to say "yes" or "no", as
-    Qwen3-Reranker.
-
-    Args:
-        model: from `load_model`.
-        query: a text.
-        documents: a list of texts.
-        instruction: what the query asks for; None: passages that answer a web search.
-
-    Returns:
-        float32 [documents]: the probability of "yes" against "no".
-
-    Raises:
-        InputError: not texts, too many tokens, or no tokenizer whose "yes" and "no" are one token each.
+def embedding_size(model: Model, dimensions: int | None = None) -> int:
+    """How many numbers a vector has. dimensions: as in `embed_texts`; InputError: the model has none of this
+    size.
     """
-    if not isinstance(model, Model):
-        raise InputError(f"model must be what load_model gives, got {type(model).__name__}")
-    numbered = enumerate(_check_texts(documents))
-    rows = [rerank_token_ids(f"document {i}", model, query, text, instruction) for i, text in numbered]
-    return answer_scores(model, rows)
+    modules = model.embedding or _WITHOUT
+    width = modules.dense[-1].weight.shape[0] if modules.dense else model.config.hidden_size
+    if dimensions is None:
+        return min(width, modules.truncate_dim or width)
+    size = check_integer("dimensions", dimensions, 1, width)
+    sizes = modules.matryoshka_dimensions
+    if sizes is not None and size not in (*sizes, width):
+        have = f"{', '.join(map(str, sizes))} are" if sizes else f"only {width} is"
+        raise InputError(f"dimensions {size} is no size that the model was trained for: {have}")
+    return size
 
 
-def rerank_token_ids(
-    name: str, model: Model, query: Any, document: Any, instruction: str | None = None
-) -> list[int]:
-    """The token ids that ask whether a document answers a query. Raises InputError with its name."""
-    for what, text in (("query", query), (name, document), ("instruction", instruction or "")):
-        if not isinstance(text, str):
-            raise InputError(f"{what} must be a text, got {format_value(text)}")
-    asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-    return text_token_ids(name, f"{_JUDGE}{asked}{_ANSWER}", model, model.config.context_length)
+class TextEncoder:
+    """Encodes texts of which vectors are made."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        *,
+        max_length: int | None = None,
+        truncation_side: str | None = None,
+        escape: bool = True,
+    ):
+        """prompt, truncate_prompt_tokens and escape are as in `embed_texts`.
+
+        Args:
+            max_length: most tokens of a text; None: as the model allows.
+            truncation_side: the side that loses tokens; None: the tokenizer's.
+        """
+        if not isinstance(prompt, str | None):
+            raise InputError(f"prompt must be a text, got {format_value(prompt)}")
+        modules = model.embedding or _WITHOUT
+        limits = (model.config.context_length, modules.max_seq_length, max_length)
+        self._model = model
+        self._limit = min(limit for limit in limits if limit is not None)
+        self._prompt = modules.default_prompt if prompt is None else modules.prompts.get(prompt, prompt)
+        self._most = kept_tokens(truncate_prompt_tokens, self._limit)
+        self._side = truncation_side or modules.truncation_side
+        self._escape = escape
+
+    def encode(self, name: str, text: Any) -> list[int]:
+        """The ids of a text with its prompt, or of a list of ids: at least one. Raises InputError with the
+        text's name.
+        """
+        model = self._model
+        if isinstance(text, str):
+            ids = self._encode_text(name, text)
+        elif is_sequence(text):
+            ids = text
+        else:
+            raise InputError(f"{name} must be a text or a list of token ids, got {format_value(text)}")
+        ids = check_token_ids(name, ids, model.config.vocab_size, model.config.placeholder_ids)
+        ids = ids if isinstance(text, str) else self._truncated(ids, self._most)
+        if not ids:
+            raise InputError(f"{name} has no tokens: got {format_value(text)}, give some text")
+        if len(ids) > self._limit:
+            raise ContextLengthError(
+                f"{name} has {len(ids)} tokens, which exceeds the context limit {self._limit}: shorten it, or"
+                " truncate it by truncate_prompt_tokens"
+            )
+        return ids
+
+    def _encode_text(self, name: str, text: str) -> list[int]:
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise InputError(f"{name}: this checkpoint has no tokenizer.json: give lists of token ids")
+        if self._most is None:
+            check_text_length(name, self._prompt + text, tokenizer, self._limit)
+        first, last = _special_ids(tokenizer)
+        ids = encode_wrapped(tokenizer, [self._prompt, text], bool(self._prompt) and self._escape)
+        most = None if self._most is None else self._most - len(first) - len(last)
+        if most is not None and most < 1:
+            raise InputError(f"truncate_prompt_tokens {self._most} leaves no token of {name}: give more")
+        return [*first, *self._truncated(ids, most), *last]
+
+    def _truncated(self, ids: list[int], most: int | None) -> list[int]:
+        if most is None or len(ids) <= most:
+            return ids
+        return ids[-most:] if self._side == "left" else ids[:most]
 
 
-def no_yes_ids(model: Model) -> np.ndarray:
-    """The token ids of "no" and "yes". Raises InputError where one has several."""
-    assert model.tokenizer is not None  # it encodes the rows
-    answers = [model.tokenizer.encode(word, False) for word in ("no", "yes")]
-    if any(len(ids) != 1 for ids in answers):
-        raise InputError("the tokenizer has more than one token for yes or no: this model is no reranker")
-    return np.ravel(answers)
+def kept_tokens(truncate_prompt_tokens: int | None, limit: int) -> int | None:
+    """How many tokens of a text are kept; None: all. Raises InputError for more than the limit."""
+    if truncate_prompt_tokens is None:
+        return None
+    if truncate_prompt_tokens == -1:
+        return limit
+    return check_integer("truncate_prompt_tokens", truncate_prompt_tokens, 1, limit)
 
 
-def answer_scores(model: Model, rows: list[list[int]]) -> np.ndarray:
-    """float32 [rows]: the probability of "yes" against "no" after each row of ids. Raises InputError."""
-    check_causal(model.config, "rerank")
-    answer_ids = no_yes_ids(model)
-    scores_N = np.zeros(len(rows), np.float32)
-    for batch, hidden_BTD, num_tokens_B in _hidden_states(model, rows):
-        logits_B2 = _answer_logits(model.params, model.config, hidden_BTD, num_tokens_B, answer_ids)
-        scores_N[batch] = np.asarray(jax.nn.softmax(logits_B2))[: len(batch), 1]
-    _check_finite("document", scores_N[:, None], model)
-    return scores_N
+@functools.lru_cache(4)
+def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids of the special tokens before each text, and after it."""
+    plain, whole = (tokenizer.encode("a", special) for special in (False, True))
+    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return whole[:at], whole[at + len(plain) :]
 
 
-def _hidden_states(model: Model, rows: list[list[int]]) -> Iterator[tuple[list[int], jax.Array, np.ndarray]]:
+def hidden_states_of(
+    model: Model, rows: list[list[int]]
+) -> Iterator[tuple[list[int], jax.Array, np.ndarray]]:
     """Batches of rows, as indices, their final hidden states [B, T, D], padded, and lengths [B]."""
     tree = (model.params, model.config)
     limit = model.config.context_length
@@ -162,13 +212,15 @@ def _hidden_states(model: Model, rows: list[list[int]]) -> Iterator[tuple[list[i
         yield batch, executor.hidden(tree, inputs), inputs[1]
 
 
-def _check_finite(name: str, vectors_ND: np.ndarray, model: Model) -> None:
+def check_finite(name: str, vectors_ND: np.ndarray, model: Model) -> None:
+    """Raises InputError for a row with a number that is not finite. name: of a row."""
     if len(broken := np.flatnonzero(~np.isfinite(vectors_ND).all(-1))):
         reason = non_finite_reason(model.params)
         raise InputError(f"{name} {broken[0]}: its hidden states are not finite: {reason}")
 
 
-def _check_texts(texts: Any) -> Any:
+def check_texts(texts: Any) -> Any:
+    """Returns a list of texts that is not empty, or raises InputError."""
     if not is_sequence(texts):
         raise InputError(
             f"texts must be a list of texts or of token ids, got {format_value(texts)}: give [text]"
@@ -178,29 +230,6 @@ def _check_texts(texts: Any) -> Any:
     if isinstance(texts, jax.Array):
         texts = np.asarray(texts)  # iterating over it would slice it on the device
     return texts
-
-
-def text_token_ids(name: str, text: Any, model: Model, limit: int) -> list[int]:
-    """The token ids of a text, or of its ids: at least one and at most `limit`. Raises InputError with the
-    text's name.
-    """
-    if isinstance(text, str):
-        if model.tokenizer is None:
-            raise InputError(f"{name}: this checkpoint has no tokenizer.json: give lists of token ids")
-        check_text_length(name, text, model.tokenizer, limit)
-        ids = model.tokenizer.encode(text)
-    elif is_sequence(text):
-        ids = text
-    else:
-        raise InputError(f"{name} must be a text or a list of token ids, got {format_value(text)}")
-    ids = check_token_ids(name, ids, model.config.vocab_size, model.config.placeholder_ids)
-    if not ids:
-        raise InputError(f"{name} has no tokens: got {format_value(text)}, give some text")
-    if len(ids) > limit:
-        raise ContextLengthError(
-            f"{name} has {len(ids)} tokens, which exceeds the context limit {limit}: shorten it"
-        )
-    return ids
 
 
 def _batches(widths: list[int]) -> Iterator[list[int]]:
@@ -228,12 +257,3 @@ def _pool(hidden_BTD: jax.Array, num_tokens_B: jax.Array, pooling: str) -> jax.A
 def _unit(vectors_BD: jax.Array) -> jax.Array:
     length_B1 = jnp.linalg.norm(vectors_BD, axis=-1, keepdims=True)
     return vectors_BD / jnp.maximum(length_B1, jnp.finfo(jnp.float32).tiny)
-
-
-@partial(jax.jit, static_argnums=1)
-def _answer_logits(
-    params: Params, config: ModelConfig, hidden_BTD: jax.Array, num_tokens_B: jax.Array, ids: jax.Array
-) -> jax.Array:
-    """float32 [B, A]: the logits of these tokens after each row."""
-    logits_BV = unembed(params, config, last_hidden(hidden_BTD, num_tokens_B))
-    return logits_BV[:, ids].astype(jnp.float32)

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from soak.attacks import ATTACKS, CHAT, COMPLETIONS, Attack
+from soak.attacks import ATTACKS, CALL, CHAT, COMPLETIONS, Attack, Call
+from soak.reranker import write_reranker
 from soak.server_process import GRACE, MORE_GRACE, SHAPE, Server, Watcher
 from xinfer_jax.errors import InputError
 
@@ -27,7 +28,6 @@ EXTRA = 0.5  # limit of the 99th percentile: FACTOR times that without an attack
 LOG = 10  # limit in MiB of the size of the log
 WARM = 60.0  # limit in seconds of a call of the warm-up
 LAST = 2.0  # seconds that a call may last beyond the time of an attack; the attacker continues too
-CALL = dict(prompt="What is the capital of France?", max_tokens=16, ignore_eos=True, temperature=0)
 
 
 def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]) -> int:
@@ -46,16 +46,16 @@ def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]
     for name in wanted:
         if name not in ATTACKS:
             raise InputError(f"there is no attack {name!r}: use all, or some of {', '.join(ATTACKS)}")
-    kinds = dict.fromkeys(ATTACKS[name].call for name in wanted)
-    alone = {call: measure_alone(calls, options, call) for call in kinds}
-    rows = [run_attack(name, calls, seconds, options, *alone[ATTACKS[name].call]) for name in wanted]
+    rows = [run_attack(name, calls, seconds, options) for name in wanted]
     return int(any(row["missed"] for row in rows))
 
 
 @contextlib.contextmanager
-def serving(options: Sequence[str], attack: Attack | None) -> Iterator[Server]:
+def serving(options: Sequence[str], attack: Attack) -> Iterator[Server]:
     """A server after its warm-up; it is killed at the end."""
     with tempfile.TemporaryDirectory() as folder:
+        if attack.reranker:
+            options = [f"--model={write_reranker(Path(folder) / 'reranker')}"]
         server = Server(Path(folder), options, attack)
         try:
             warm_up(server)
@@ -85,20 +85,19 @@ def warm_up(server: Server) -> None:
                 raise InputError(f"before any attack, the server answered {status} {text[:300]!r}")
 
 
-def measure(server: Server, calls: int, end: float, text: str | None, call: Any) -> dict[str, Any]:
-    """Times of the second client's calls, statuses, and how many answers differ from the text. call: as in
-    `Attack`.
-    """
+def measure(server: Server, calls: int, end: float, text: str | None, call: Call) -> dict[str, Any]:
+    """Times of the second client's calls, statuses, and how many answers differ from the text."""
     seconds = list[float]()
     statuses = Counter[str]()
     wrong = 0
     while len(seconds) < calls and time.monotonic() < end:
         start_s = time.monotonic()
-        status, data = server.send("POST", COMPLETIONS, CALL | call(len(seconds)), end - start_s + LAST)
+        status, data = server.send("POST", *call(len(seconds)), end - start_s + LAST)
         seconds.append(time.monotonic() - start_s)
         statuses[status] += 1
         if status == "200":
-            answer = json.loads(data)["choices"][0]["text"]
+            body = json.loads(data)
+            answer = body["choices"][0]["text"] if "choices" in body else str(body["data"])
             wrong += text not in (None, answer)
             text = text or answer
         else:
@@ -108,14 +107,18 @@ def measure(server: Server, calls: int, end: float, text: str | None, call: Any)
     return dict(calls=len(seconds), **dict(times), statuses=dict(statuses), wrong=wrong, text=text)
 
 
-def measure_alone(calls: int, options: Sequence[str], call: Any) -> tuple[dict[str, Any], str]:
-    """Results of the same calls without an attack, and the text of their answers."""
-    with serving(options, None) as server:
-        result = measure(server, calls, time.monotonic() + 300, None, call)
+def measure_alone(server: Server, calls: int, attack: Attack) -> tuple[dict[str, Any], str]:
+    """Results of the same calls before the attack, and the text of their answers."""
+    requests = [attack.call(0)]
+    if attack.reranker:
+        path, body = attack.chains(SHAPE["capacity"])[0][-1]
+        requests.append((path, json.loads(body)))
+    for request in requests:  # compiles their programs
+        server.send("POST", *request)
+    result = measure(server, calls, time.monotonic() + 300, None, attack.call)
     text = result.pop("text")
     if not text or result["statuses"] != {"200": calls} or result["wrong"]:
         raise InputError(f"without an attack, the second client got {result['statuses']}: nothing to compare")
-    print(json.dumps(dict(part="alone", **result)), flush=True)
     return result, text
 
 
@@ -141,19 +144,20 @@ def attacker(name: str, server: Server, seconds: float) -> Iterator[tuple[Any, d
         process.wait()
 
 
-def run_attack(
-    name: str, calls: int, seconds: float, options: Sequence[str], alone: dict[str, Any], text: str
-) -> dict[str, Any]:
+def run_attack(name: str, calls: int, seconds: float, options: Sequence[str]) -> dict[str, Any]:
     """Runs an attack, at whose end SIGTERM comes while it goes on: results of the second client, memory and
     health of the server, and exceeded limits.
     """
-    with serving(options, ATTACKS[name]) as server:
+    attack = ATTACKS[name]
+    with serving(options, attack) as server:
+        alone, text = measure_alone(server, calls, attack)
+        print(json.dumps(dict(part="alone", attack=name, **alone)), flush=True)
         with attacker(name, server, seconds + 10) as (begin, report):
             watcher = Watcher(server)
             end = time.monotonic() + seconds
             begin()
             time.sleep(1)
-            result = measure(server, calls, end, text, ATTACKS[name].call)
+            result = measure(server, calls, end, text, attack.call)
             watcher.stop()
             died = server.process.poll() is not None
             exit_s, left = server.end()
@@ -161,7 +165,7 @@ def run_attack(
         log_end = server.log_end()[-300:] if died else ""
     del result["text"]
     result |= dict(
-        attack=name, what=ATTACKS[name].what, health=dict(watcher.health),
+        attack=name, what=attack.what, health=dict(watcher.health),
         health_worst_ms=round(1e3 * watcher.slowest, 1), before_mib=round(watcher.before),
         peak_mib=round(watcher.peak - watcher.before, 1), log_mib=round(log, 2), log_end=log_end,
         end_seconds=round(exit_s, 1), died=died, killed=watcher.killed, left_processes=len(left),

@@ -34,7 +34,7 @@ class Target:
     Attributes:
         headers: headers of each request.
         end: `time.monotonic()` at which all waiting ends.
-        source: the address that requests come from.
+        source: the address from which the attacker connects.
     """
 
     port: int
@@ -122,6 +122,8 @@ def drip(target: Target, path: str, body: bytes) -> str:
 MOST_REQUESTS = 20_000
 PAUSE = 1.0  # seconds before the next request of a worker whose last one was rejected
 COMPLETIONS = "/v1/completions"
+CALL = dict(prompt="What is the capital of France?", max_tokens=16, ignore_eos=True, temperature=0)
+Call = Callable[[int], tuple[str, dict[str, Any]]]  # path and body of a call, by its number
 CHAT = "/v1/chat/completions"
 LARGEST = 2**22 - 64  # bytes, just below the limit of every body
 RawRequest = tuple[str, bytes]  # path and body
@@ -142,8 +144,9 @@ class Attack:
     keyed: bool = False  # the second client has an API key; the attacker has none
     growth: int = 200  # limit of the growth of memory, in MiB
     rotates: bool = False  # a worker goes on to the next request after every answer
-    clients: int = 1  # addresses that the workers come from
-    call: Callable[[int], dict[str, Any]] = lambda _: {}  # more fields of the second client's calls
+    clients: int = 1  # addresses from which the workers connect in turn
+    reranker: bool = False  # the server has a model whose yes and no are one token each
+    call: Call = lambda _: (COMPLETIONS, CALL)  # of the second client, by its number
 
 
 def _body(**fields: Any) -> bytes:
@@ -195,6 +198,15 @@ def _embeddings(context: int) -> list[list[RawRequest]]:
     rows = [_prompts(8, length, length) for length in (5, 50, 500, context - 50)]
     bodies = [[[5]] * 2048, *rows]
     return [[("/v1/embeddings", _body(input=texts))] for texts in bodies]
+
+
+def _rerank(context: int) -> list[list[RawRequest]]:
+    """A query that fills the context, times 2,048 documents of a letter, or of 40; a small one times 120."""
+    bodies = []
+    most = context - 200
+    for words, count, document in ((most, 2048, "a"), (most, 2048, "a " * 40), (200, 120, "a")):
+        bodies.append(("/v1/rerank", _body(query="the " * words, documents=[document] * count)))
+    return [bodies, bodies[1:]]
 
 
 def _answers(_: int) -> list[list[RawRequest]]:
@@ -310,9 +322,10 @@ def _compiles(_: int) -> list[list[RawRequest]]:
     return [bodies[i::6] for i in range(6)]
 
 
-def _grammar_call(number: int) -> dict[str, Any]:
+def _grammar_call(number: int) -> tuple[str, dict[str, Any]]:
     """A grammar that needs masks of the host, and another one for each call, though all allow the same."""
-    return dict(guided_grammar=f'start: (/[a-z ]+/ | "(" start ")")+ // {number}', ignore_eos=False)
+    grammar = f'start: (/[a-z ]+/ | "(" start ")")+ // {number}'
+    return COMPLETIONS, CALL | dict(guided_grammar=grammar, ignore_eos=False)
 
 
 def _breakers(_: int) -> list[list[RawRequest]]:
@@ -345,6 +358,7 @@ _UNLIMITED = (
     "--max_waiting=100000", "--max_waiting_per_client=100000", "--max_waiting_tokens=1000000000",
     "--max_waiting_tokens_per_client=1000000000",
 )  # fmt: skip
+_VECTOR = ("/v1/embeddings", dict(input="What is the capital of France?"))
 ATTACKS = dict(
     flood=Attack("500 requests of 200 tokens", 500, _flood, flags=_UNLIMITED),
     echo=Attack(
@@ -356,6 +370,13 @@ ATTACKS = dict(
     ),
     long=Attack("100 prompts of 900 ids, echo, logprobs, no answer", 2, partial(_echo, 100, 900)),
     shown=Attack("echo of a prompt of 1,900 ids with n=128 answers × 20 alternatives", 8, _prompt_logprobs),
+    rerank=Attack(
+        "a query of 1,848 words × 2,048 documents × 4", 4, _rerank, clients=4, reranker=True, call=lambda _: _VECTOR
+    ),
+    rerank_leave=Attack(
+        "the same, and the client disconnects", 4, _rerank,
+        partial(send_and_disconnect, least=0.1, most=0.5), clients=4, reranker=True, call=lambda _: _VECTOR,
+    ),
     vectors=Attack("/v1/embeddings of all lengths × 64", 64, _embeddings),
     answers=Attack("64 bodies of n=128 × 900 tokens, 8 prompts × best_of=128", 64, _answers),
     stop=Attack("300,000 stop strings", 8, _stop),

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax.embedding import TextEncoder
 
 pytestmark = pytest.mark.oldest
 
@@ -97,6 +98,16 @@ def test_texts_get_the_tokenizers_special_tokens(good):
 def test_bad_arguments_of_embed_texts_raise(model, texts, more, named):
     with pytest.raises(xj.InputError, match=named):
         xj.embed_texts(model, texts, **more)
+
+
+def test_a_text_that_spells_an_image_is_rejected(model):
+    config = dataclasses.replace(model.config, placeholder_ids={1917: "image_token_id"})
+    with_images = dataclasses.replace(model, config=config)
+    with pytest.raises(xj.InputError, match="text 1.* image_token_id in config.json"):
+        xj.embed_texts(with_images, ["a", "<|endoftext|>"])
+    assert len(TextEncoder(with_images, "query: ").encode("a text", "<|endoftext|>")) > 5
+    with pytest.raises(xj.InputError, match="prompt must be a text, got 3"):
+        xj.embed_texts(model, ["a"], prompt=3)
 
 
 def test_text_needs_a_tokenizer_and_ids_do_not(model):

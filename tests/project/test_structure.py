@@ -91,6 +91,7 @@ PACKAGES = {
     "adapters": ("adapter", "fitted_adapter", "adapted_params", "peft_config", "peft_modules", "peft_files"),
     "text": (),
     "embedding": (),
+    "reranking": (),
     "testing": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
@@ -102,7 +103,7 @@ PACKAGES = {
     ),
     "api": (
         "other_servers", "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies",
-        "responses", "score_body",
+        "responses", "score_body", "embedding_body", "rerank_body",
     ),
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
     "cli": (

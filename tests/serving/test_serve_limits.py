@@ -18,15 +18,16 @@ import pytest
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
 pytest.importorskip("prometheus_client")
 import serving
+from soak.reranker import write_reranker
 
 import xinfer_jax as xj
-from xinfer_jax import embedding
+from xinfer_jax import reranking
 from xinfer_jax.api.bodies import parse_request_body
 from xinfer_jax.serve import service as service_module, text_endpoints
 from xinfer_jax.serve.admission import count_tokens
 from xinfer_jax.serve.http_responses import APIError
 from xinfer_jax.serve.request_body import load_json_body, scan_json
-from xinfer_jax.serve.worker_pool import WorkerPool
+from xinfer_jax.serve.worker_pool import FairLock, WorkerPool
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
@@ -84,7 +85,7 @@ def test_scan_counts_what_the_parser_makes():
         assert (levels, containers) == (wanted[0], wanted[2]), text
         assert wanted[1] <= values <= wanted[1] + wanted[2]
         given = body["prompt"]
-        several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+        several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list | dict)
         assert prompts == (len(given) if several else 0), text
 
 
@@ -182,6 +183,40 @@ def test_worker_pool_runs_one_job_of_a_client_at_a_time():
     assert (
         ("a", 3) not in order and order.index(("b", 0)) < 3 and order.index(("c", 0)) < 4 and len(order) == 6
     )
+
+
+def test_a_client_with_a_short_job_goes_before_those_with_long_ones():
+    """The next turn is of the client that has used the least time. A client that is gone gets no turn."""
+
+    async def run():
+        lock = FairLock()
+        order = []
+
+        async def job(client, seconds):
+            start = await lock.acquire(client)
+            order.append(client)
+            await asyncio.sleep(0)
+            gone.cancel()
+            if len(order) == 4:
+                light.extend(asyncio.ensure_future(job(name, 0.1)) for name in ("d", "e"))
+                await asyncio.sleep(0)
+            lock.release(client, start, seconds)
+
+        async def several(client):
+            for _ in range(3):
+                await job(client, 1.0)
+
+        light = []
+        heavy = [asyncio.ensure_future(several(client)) for client in "abc"]
+        gone = asyncio.ensure_future(lock.acquire("gone"))
+        await asyncio.sleep(0)
+        await asyncio.gather(*heavy)
+        await asyncio.gather(*light)
+        assert gone.cancelled()
+        return "".join(order)
+
+    order = asyncio.run(run())
+    assert sorted(order) == sorted("abcabcabcde") and order[4:6] == "de", order
 
 
 def test_work_for_a_disconnected_client_stops(server, model, monkeypatch):
@@ -328,11 +363,15 @@ def test_embeddings_equal_embed_texts(server, model):
     found = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in body["data"]]
     np.testing.assert_allclose(found, xj.embed_texts(model, ids, pooling="last"), atol=1e-6)
     assert ask(server, "/v1/embeddings", input=ids[1])[1]["data"][0]["object"] == "embedding"
+    status, body, _ = ask(server, "/v1/embeddings", input=texts, dimensions=7, truncate_prompt_tokens=2)
+    found = [one["embedding"] for one in body["data"]]
+    cut = xj.embed_texts(model, [row[:2] for row in ids], dimensions=7)
+    np.testing.assert_allclose(found, cut, atol=1e-6)
     for field, fields in [
         ("input", {}), ("input", dict(input=[])), ("input", dict(input=[""])), ("input", dict(input=[[-1]])),
-        ("input", dict(input=[[5] * 600])), ("dimensions", dict(input="a", dimensions=8)),
+        ("input", dict(input=[[5] * 600])), ("dimensions", dict(input="a", dimensions=0)),
         ("encoding_format", dict(input="a", encoding_format="int8")), ("tools", dict(input="a", tools=[])),
-        ("pooling", dict(input="a", pooling="max")),
+        ("pooling", dict(input="a", pooling="max")), ("prompt_name", dict(input="a", prompt_name="query")),
     ]:  # fmt: skip
         status, error, _ = ask(server, "/v1/embeddings", **fields)
         assert (status, error["error"]["param"]) == (400, field), fields
@@ -357,14 +396,29 @@ def test_documents_are_reranked(server, model, monkeypatch):
     status, error, _ = ask(server, "/v1/rerank", **asked)
     assert status == 400 and "this model is no reranker" in error["error"]["message"]
     ids = np.array([model.tokenizer.encode(word)[0] for word in ("no", "yes")])
-    for module in (embedding, text_endpoints):
-        monkeypatch.setattr(module, "no_yes_ids", lambda model: ids)
+    monkeypatch.setattr(reranking, "no_yes_ids", lambda model: ids)
     wanted = xj.rerank(model, "Where?", documents)
     status, body, _ = ask(server, "/v1/rerank", **asked, model="tiny", top_n=2)
     assert status == 200 and body["id"].startswith("rerank-") and body["usage"]["total_tokens"] > 3
     best = np.argsort(-wanted, kind="stable")[:2].tolist()
     assert [(x["index"], x["document"]["text"]) for x in body["results"]] == [(i, documents[i]) for i in best]
     np.testing.assert_allclose([x["relevance_score"] for x in body["results"]], wanted[best], atol=1e-6)
+    objects = [dict(text=text, id=i) for i, text in enumerate(documents)]
+    for path, fields in (
+        ("/rerank", dict(return_documents=False)), ("/v2/rerank", dict(documents=objects))
+    ):  # fmt: skip
+        status, other, _ = ask(server, path, **asked | fields, top_n=2)
+        assert status == 200 and other["usage"] == body["usage"]
+        for one, wanted_one in zip(other["results"], body["results"], strict=True):
+            given = None if path == "/rerank" else objects[one["index"]]
+            assert one.pop("document", None) == given
+            assert one == {name: wanted_one[name] for name in ("index", "relevance_score")}
+    for path in ("/score", "/v1/score"):
+        status, scores, _ = ask(server, path, text_1="Where?", text_2=documents, model="tiny")
+        assert status == 200 and scores["usage"] == body["usage"] and scores["object"] == "list"
+        np.testing.assert_allclose([one["score"] for one in scores["data"]], wanted, atol=1e-6)
+        assert [one["index"] for one in scores["data"]] == [0, 1, 2]
+    assert ask(server, "/score", text_1="a", documents=["b"])[1]["error"]["param"] == "text_1"
     for field, fields in [
         ("documents", dict(query="a")), ("documents", dict(query="a", documents=[])),
         ("documents", dict(query="a", documents=["b", 3])), ("query", dict(documents=["b"])),
@@ -375,6 +429,11 @@ def test_documents_are_reranked(server, model, monkeypatch):
         status, error, _ = ask(server, "/v1/rerank", **fields)
         assert (status, error["error"]["param"]) == (400, field), fields
     assert server.idle()
+
+
+def test_the_reranker_of_the_attacks_is_one(tmp_path):
+    model = xj.load_model(write_reranker(tmp_path / "reranker"))
+    assert reranking.no_yes_ids(model).shape == (2,)
 
 
 def test_many_embeddings_are_computed_in_batches(server, model, monkeypatch):

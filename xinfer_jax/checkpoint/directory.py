@@ -12,7 +12,7 @@ from ..families.reading import from_hf
 from ..families.wrappers import text_settings
 from ..sampling.sampling_config import check_generation_config
 from ..weights.quantization import check_quantize
-from .embedding_modules import EmbeddingModules, read_embedding_modules
+from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_modules
 from .files import file_exists, read_json
 from .other_formats import describe_files
 from .quantized_formats import KEEP_FP8, quantization_settings, stored_format
@@ -62,6 +62,8 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
         config, quant_format.method if quant_format else None if quantize == KEEP_FP8 else quantize
     )
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
+    if tokenizer and embedding and embedding.do_lower_case:
+        add_lowercase(tokenizer.backend)
     generation = read_json(path / "generation_config.json") or {}
     check_generation_config(generation, config.vocab_size)
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)

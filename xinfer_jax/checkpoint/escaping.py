@@ -1,4 +1,4 @@
-"""Encodes control tokens that a message spells as ordinary text, so that no user can fake another role."""
+"""Encodes control tokens that a user's text spells as ordinary text: no user can fake another role."""
 
 import functools
 import re
@@ -114,7 +114,26 @@ class ControlTokenEscaper:
         return sum(i in self._control.ids for i in ids)
 
 
-@functools.lru_cache(2)
+def encode_wrapped(
+    tokenizer: Tokenizer, pieces: Sequence[str], escape: bool = True, template: str = ""
+) -> list[int]:
+    """The ids of pieces as one text, without the tokenizer's special tokens around it. Pieces at even places
+    are of a template and may spell control tokens. Those between them are texts of a user and never become
+    control tokens, unless escape is False.
+
+    Args:
+        template: the whole template, if the pieces have a part of it.
+
+    Raises:
+        InputError: as the methods of `ControlTokenEscaper`.
+    """
+    if not escape:
+        return tokenizer.encode("".join(pieces), add_special_tokens=False)
+    escaper = ControlTokenEscaper(tokenizer, template or "".join(pieces[::2]))
+    return escaper.encode("".join(escaper.mask(piece) if i % 2 else piece for i, piece in enumerate(pieces)))
+
+
+@functools.lru_cache(8)
 def _control_tokens(tokenizer: Tokenizer, template: str) -> tuple[_ControlTokens, _ControlTokens]:
     """The control tokens, and the special ones among them. Cached: some tokenizers have thousands."""
     added = tokenizer.backend.get_added_tokens_decoder()

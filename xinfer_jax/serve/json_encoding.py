@@ -37,6 +37,11 @@ def object_to_json(fields: dict[str, Any], **encoded: bytes) -> bytes:
     return b"{%s}" % b",".join([first, *parts] if first else parts)
 
 
+def objects_to_json(fields: dict[str, Any], name: str, values: Iterable[Any]) -> bytes:
+    """Encodes an object as JSON. values: of one more field, a list; they are encoded one by one."""
+    return object_to_json(fields, **{name: _join(map(to_json, values))})
+
+
 def response_to_json(
     parsed: ParsedBody,
     outs: Sequence[GenerateOutput],

@@ -21,7 +21,7 @@ _BYTES_PER_VALUE = 8  # of the largest body: 524,288 values in 4 MiB
 _BYTES_PER_CONTAINER = 64  # arrays and objects take more memory than other values
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
 _QUOTE, _COMMA, _COLON, _LIST_NAME = (ord(c) for c in '",:\x01')
-_TEXT_OR_LIST = (b'"', b"[", b"\x01")  # the first byte of a text or a list
+_ELEMENTS = (b'"', b"[", b"{", b"\x01")  # the first byte of a text, a list or an object
 _STEPS = np.zeros(256, np.int8)
 _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
@@ -84,7 +84,7 @@ def load_json_body(
         raise APIError(400, "the body must be a JSON object")
     # Again: the scan does not find a field whose name is spelled with escapes.
     prompt = body.get(list_name) if list_name else None
-    is_list = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    is_list = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list | dict)
     _check_size(len(data), max_length, len(prompt or ()) if is_list else 1)
     return body
 
@@ -104,8 +104,8 @@ def scan_json(data: bytes, list_name: str | None = "prompt") -> tuple[int, int, 
 
     Returns:
         The levels of nesting; an upper bound of its values; its arrays and objects; the elements of the list
-        in the field `list_name` of the outermost object, if they are texts or lists (token ids are one
-        prompt).
+        in the field `list_name` of the outermost object, if they are texts, lists or objects (token ids are
+        one prompt).
     """
     # Removes what a backslash escapes. The name of the list becomes one byte that JSON text cannot have.
     plain = bytes(data).replace(b"\\\\", b"_").replace(b'\\"', b"_").translate(None, b"\x01")
@@ -125,7 +125,7 @@ def scan_json(data: bytes, list_name: str | None = "prompt") -> tuple[int, int, 
         raise APIError(400, f"the body has the field {list_name} more than once: send it once")
     if len(names):
         begin = int(names[0]) + 3
-        if plain[begin - 1 : begin] == b"[" and plain[begin : begin + 1] in _TEXT_OR_LIST:
+        if plain[begin - 1 : begin] == b"[" and plain[begin : begin + 1] in _ELEMENTS:
             end = begin + (int(np.argmax(depth_N[begin:] < 2)) or len(plain))  # of the list
             prompts = 1 + int((comma_N[begin:end] & (depth_N[begin:end] == 2)).sum())
     return int(depth_N.max()), int(comma_N.sum()) + containers + 1, containers, prompts

@@ -1,8 +1,9 @@
-"""Endpoints that need the model but no engine: /tokenize, /detokenize, /v1/embeddings, /v1/rerank. The limits
-of clients hold here too.
+"""Endpoints that need the model but no engine: /tokenize, /detokenize, /v1/embeddings, /rerank, /score. The
+limits of clients hold here too.
 """
 
 import base64
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
@@ -12,29 +13,37 @@ import jax
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from ..api.embedding_body import EMBEDDING_FIELDS, EmbeddingBody, parse_embedding_body
 from ..api.fields import BodyError, Fields
 from ..api.prompts import PromptEncoder
+from ..api.rerank_body import (
+    RERANK_FIELDS,
+    SCORE_FIELDS,
+    Pairs,
+    RerankBody,
+    parse_pairs_body,
+    parse_rerank_body,
+    score_list_name,
+)
 from ..api.tool_fields import parse_tools
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..checks import check_token_ids
-from ..embedding import POOLINGS, answer_scores, embed_texts, no_yes_ids, rerank_token_ids, text_token_ids
-from ..errors import InputError, format_value
+from ..embedding import embed_texts
+from ..errors import format_value
 from ..generation.executor import bucket
+from ..reranking import answer_scores
 from .admission import Reservation
 from .http_responses import APIError, json_response, until_disconnect
-from .json_encoding import embeddings_to_json, list_to_json, object_to_json, to_json
+from .json_encoding import embeddings_to_json, list_to_json, object_to_json, objects_to_json, to_json
 from .request_body import receive_body
 from .service import Service
-from .worker_pool import is_large
+from .worker_pool import LARGE_TOKENS, is_large
 
 _TOKENIZE_FIELDS = {
     "model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message",
     "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
-_EMBEDDING_FIELDS = {"input", "model", "encoding_format", "dimensions", "pooling", "user"}
-_RERANK_FIELDS = {"model", "query", "documents", "top_n", "instruction", "user"}
-_MAX_INPUTS = 2048  # texts of a request: the OpenAI API's limit
 _BATCH_TOKENS = 512  # with padding; the engine and other clients' batches run between two batches
 
 
@@ -59,8 +68,13 @@ class TextEndpoints:
 
     async def rerank(self, request: HTTPRequest) -> Response:
         """Documents, those first that answer a query best."""
-        self._check_one_process("/v1/rerank")
+        self._check_one_process("/rerank")
         return await self._respond(request, self._rerank)
+
+    async def score(self, request: HTTPRequest) -> Response:
+        """How well each document answers a query, or its own."""
+        self._check_one_process("/score")
+        return await self._respond(request, self._score)
 
     def _check_one_process(self, path: str) -> None:
         if jax.process_count() > 1:
@@ -129,40 +143,79 @@ class TextEndpoints:
         service = self._service
         client = reservation.client
 
-        def parse() -> tuple[list[list[int]], str | None, bool]:
+        def parse() -> EmbeddingBody:
             body = self._body(data, "input")
-            found = _parse_embedding(model, body, service.max_model_len or 0)
-            numbers = len(found[0]) * model.config.hidden_size
-            reservation.reserve(tokens=sum(map(len, found[0])) + numbers // 4, bytes=0)
+            _check_known("/v1/embeddings", body, EMBEDDING_FIELDS, model)
+            count = lambda tokens: reservation.reserve(tokens=tokens)  # noqa: E731
+            most = service.max_model_len or 0
+            found = parse_embedding_body(model, body, most, service.settings.escape, count)
+            reservation.reserve(bytes=0)
             return found
 
-        texts, *how = await service.workers.run(client, is_large(data), parse)
+        body = await service.workers.run(client, is_large(data), parse)
+        lengths = [len(text) for text in body.texts]
         vectors = list[bytes]()
-        for batch in _batches(texts):
-            work = partial(_embed, model, batch, *how)
+        for batch in _batches(lengths):
+            work = partial(_embed, model, body, batch)
             vectors += await service.workers.run(client, True, work, exclusive=True)
-        return embeddings_to_json(iter(vectors), service.settings.name, sum(map(len, texts)))
+        encode = partial(embeddings_to_json, iter(vectors), service.settings.name, sum(lengths))
+        return await self._encode(reservation, encode)
 
     async def _rerank(self, reservation: Reservation, data: list[bytes]) -> bytes:
-        """Computes the scores in batches, of which only one of all clients runs at a time."""
+        known = "/rerank", RERANK_FIELDS, parse_rerank_body, "documents"
+        body: RerankBody = await self._parse_pairs(reservation, data, *known)
+        scores, usage = await self._scores(reservation, body.pairs)
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top]
+        results: list[dict[str, Any]] = [dict(index=i, relevance_score=scores[i]) for i in best]
+        if body.documents is not None:
+            results = [one | dict(document=body.documents[one["index"]]) for one in results]
+        head = dict(id=f"rerank-{uuid.uuid4().hex}", model=self._service.settings.name, usage=usage)
+        return await self._encode(reservation, partial(objects_to_json, head, "results", results))
+
+    async def _score(self, reservation: Reservation, data: list[bytes]) -> bytes:
+        known = "/score", SCORE_FIELDS, parse_pairs_body, score_list_name(data[0])
+        pairs: Pairs = await self._parse_pairs(reservation, data, *known)
+        scores, usage = await self._scores(reservation, pairs)
+        found = [dict(index=i, object="score", score=score) for i, score in enumerate(scores)]
+        head = dict(id=f"score-{uuid.uuid4().hex}", object="list", created=int(time.time()))
+        head |= dict(model=self._service.settings.name, usage=usage)
+        return await self._encode(reservation, partial(objects_to_json, head, "data", found))
+
+    async def _encode(self, reservation: Reservation, encode: Callable[[], bytes]) -> bytes:
+        """Encodes a response in a thread."""
+        large = reservation.amounts["tokens"] > LARGE_TOKENS
+        response: bytes = await self._service.workers.run(reservation.client, large, encode)
+        return response
+
+    async def _parse_pairs(
+        self,
+        reservation: Reservation,
+        data: list[bytes],
+        path: str,
+        known: set[str],
+        parse: Callable[..., Any],
+        list_name: str,
+    ) -> Any:
+        """What `parse` makes of a body, in a thread. known: fields; list_name: that with many texts."""
         model = self._model
-        workers = self._service.workers
-        client = reservation.client
+        escape = self._service.settings.escape
 
-        def parse() -> tuple[list[list[int]], list[str], int]:
-            found = _parse_rerank(model, self._body(data, "documents"))
-            reservation.reserve(tokens=sum(map(len, found[0])), bytes=sum(map(len, found[1])))
-            return found
+        def run() -> Any:
+            body = self._body(data, list_name)
+            _check_known(path, body, known, model)
+            return parse(model, body, escape, lambda tokens: reservation.reserve(tokens=tokens))
 
-        rows, documents, top = await workers.run(client, is_large(data), parse)
+        return await self._service.workers.run(reservation.client, is_large(data), run)
+
+    async def _scores(self, reservation: Reservation, pairs: Pairs) -> tuple[list[float], dict[str, int]]:
+        """Computes the scores in batches, of which only one of all clients runs at a time; and the usage."""
+        model = self._model
+        lengths = pairs.lengths()
         scores = list[float]()
-        for batch in _batches(rows):
-            found = await workers.run(client, True, partial(answer_scores, model, batch), exclusive=True)
-            scores += found.tolist()
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top]
-        results = [dict(index=i, document=dict(text=documents[i]), relevance_score=scores[i]) for i in best]
-        head = dict(id=f"rerank-{uuid.uuid4().hex}", model=self._service.settings.name)
-        return to_json(head | dict(usage=dict(total_tokens=sum(map(len, rows))), results=results))
+        for batch in _batches(lengths):
+            work = lambda batch=batch: answer_scores(model, pairs.rows(batch)).tolist()  # noqa: E731
+            scores += await self._service.workers.run(reservation.client, True, work, exclusive=True)
+        return scores, dict.fromkeys(("prompt_tokens", "total_tokens"), sum(lengths))
 
     @property
     def _model(self) -> Model:
@@ -178,70 +231,19 @@ def _check_known(path: str, body: dict[str, Any], known: set[str], model: Model 
         raise BodyError(others[0], f"{format_value(others[0])} is not a field of {path}: leave it out")
 
 
-def _parse_embedding(
-    model: Model, body: dict[str, Any], max_length: int
-) -> tuple[list[list[int]], str | None, bool]:
-    """Token ids of each text, of at most `max_length`; the pooling; whether vectors are encoded in base64."""
-    _check_known("/v1/embeddings", body, _EMBEDDING_FIELDS, model)
-    if "dimensions" in body:
-        raise BodyError("dimensions", "dimensions is not served here: leave it out for whole vectors")
-    encoding = body.get("encoding_format", "float")
-    pooling = body.get("pooling")
-    choices = (("encoding_format", encoding, ("float", "base64")), ("pooling", pooling, (None, *POOLINGS)))
-    for name, value, known in choices:
-        if value not in known:
-            shown = ", ".join(filter(None, known))
-            raise BodyError(name, f"{name} must be one of {shown}, got {format_value(value)}")
-    inputs = body.get("input")
-    if isinstance(inputs, str) or isinstance(inputs, list) and inputs and type(inputs[0]) is int:
-        inputs = [inputs]
-    if not isinstance(inputs, list) or not 0 < len(inputs) <= _MAX_INPUTS:
-        wanted = f"a text, token ids, or a list of 1 to {_MAX_INPUTS} of them"
-        raise BodyError("input", f"input must be {wanted}, got {format_value(inputs)}")
-    try:
-        texts = [text_token_ids("an input", text, model, max_length) for text in inputs]
-    except InputError as error:
-        raise BodyError("input", error) from error
-    return texts, pooling, encoding == "base64"
+def _batches(lengths: list[int]) -> Iterator[slice]:
+    start = tokens = 0
+    for i, length in enumerate(lengths):
+        tokens += bucket(length)
+        if i > start and tokens > _BATCH_TOKENS:
+            yield slice(start, i)
+            start = i
+            tokens = bucket(length)
+    yield slice(start, len(lengths))
 
 
-def _parse_rerank(model: Model, body: dict[str, Any]) -> tuple[list[list[int]], list[str], int]:
-    """Token ids of each question; the documents; how many of them are returned."""
-    _check_known("/v1/rerank", body, _RERANK_FIELDS, model)
-    documents = body.get("documents")
-    if not isinstance(documents, list) or not 0 < len(documents) <= _MAX_INPUTS:
-        wanted = f"a list of 1 to {_MAX_INPUTS} texts"
-        raise BodyError("documents", f"documents must be {wanted}, got {format_value(documents)}")
-    top = body.get("top_n", len(documents))
-    if type(top) is not int or top < 1:
-        raise BodyError("top_n", f"top_n must be a whole number from 1 on, got {format_value(top)}")
-    for name in ("query", "instruction"):
-        if not isinstance(body.get(name, ""), str) or name == "query" and name not in body:
-            raise BodyError(name, f"{name} must be a text, got {format_value(body.get(name))}")
-    asked = (body["query"], body.get("instruction"))
-    try:
-        no_yes_ids(model)
-        rows = [rerank_token_ids("a document", model, asked[0], text, asked[1]) for text in documents]
-    except InputError as error:
-        raise BodyError("documents", error) from error
-    return rows, documents, top
-
-
-def _batches(texts: list[list[int]]) -> Iterator[list[list[int]]]:
-    batch: list[list[int]] = []
-    tokens = 0
-    for ids in texts:
-        tokens += bucket(len(ids))
-        if batch and tokens > _BATCH_TOKENS:
-            yield batch
-            batch = []
-            tokens = bucket(len(ids))
-        batch.append(ids)
-    yield batch
-
-
-def _embed(model: Model, texts: list[list[int]], pooling: str | None, as_base64: bool) -> list[bytes]:
-    vectors_ND = embed_texts(model, texts, pooling=pooling)
-    if as_base64:
+def _embed(model: Model, body: EmbeddingBody, batch: slice) -> list[bytes]:
+    vectors_ND = embed_texts(model, body.texts[batch], pooling=body.pooling, dimensions=body.dimensions)
+    if body.as_base64:
         return [to_json(base64.b64encode(vector.tobytes()).decode()) for vector in vectors_ND.astype("<f4")]
     return [to_json(vector.tolist()) for vector in vectors_ND]

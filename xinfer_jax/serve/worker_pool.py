@@ -5,6 +5,9 @@ milliseconds at a time, because bodies are limited and responses are formatted i
 """
 
 import asyncio
+import heapq
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,11 +15,78 @@ from weakref import WeakValueDictionary
 _LARGE_BYTES = 2**14  # of a body
 LARGE_TOKENS = 2**10  # of a response
 _MAX_LARGE_JOBS = 2  # at a time, of all clients
+_CREDIT = 0.01  # seconds that a client counts as behind the others, at most
 
 
 def is_large(data: list[bytes]) -> bool:
     """Whether work on this body may take long."""
     return len(data[0]) > _LARGE_BYTES
+
+
+class FairLock:
+    """Lets one job run at a time. The next one is of the client that has used the least time. A client that
+    has used less than the others counts as just behind them, so its first job is the next one, and nobody
+    waits without end. Source: start-time fair queueing (Goyal et al., 1996).
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+        self._now = 0.0  # the latest start of a job, in seconds used
+        self._used: dict[str, float] = {}  # by client, where it is more than its credit leaves
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    def turn(self, client: str) -> "_Turn":
+        """What acquires the lock for one job of a client, and releases it."""
+        return _Turn(self, client)
+
+    async def acquire(self, client: str) -> float:
+        """Waits for the client's turn, and returns when it started, in seconds used."""
+        start = max(self._now - _CREDIT, self._used.get(client, -_CREDIT))
+        if self._held:
+            turn = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (start, next(self._numbers), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # it was granted meanwhile
+                    self._grant_next()
+                raise
+        self._held = True
+        self._now = max(self._now, start)
+        return start
+
+    def release(self, client: str, start: float, seconds: float) -> None:
+        """Ends a turn that lasted so long."""
+        self._used[client] = start + seconds
+        self._used = {name: used for name, used in self._used.items() if used > self._now - _CREDIT}
+        self._grant_next()
+
+    def _grant_next(self) -> None:
+        self._held = False
+        while self._waiting and not self._held:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():  # else its client is gone
+                turn.set_result(None)
+                self._held = True
+
+
+class _Turn:
+    """One turn of a client at a `FairLock`."""
+
+    def __init__(self, lock: FairLock, client: str):
+        self._lock = lock
+        self._client = client
+        self._start = self._acquired = 0.0
+
+    async def acquire(self) -> None:
+        """Waits for the turn."""
+        self._start = await self._lock.acquire(self._client)
+        self._acquired = time.monotonic()
+
+    def release(self) -> None:
+        """Ends the turn."""
+        self._lock.release(self._client, self._start, time.monotonic() - self._acquired)
 
 
 class WorkerPool:
@@ -27,7 +97,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._per_client: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
         self._large = asyncio.Semaphore(_MAX_LARGE_JOBS)
-        self._exclusive = asyncio.Semaphore(1)
+        self._exclusive = FairLock()
 
     async def run(self, client: str, large: bool, work: Callable[[], Any], exclusive: bool = False) -> Any:
         """Returns what the work returns. If this call is cancelled while it waits, the work never runs; a
@@ -37,12 +107,12 @@ class WorkerPool:
         """
         per_client = self._per_client.get((client, large)) or asyncio.Semaphore(1)
         self._per_client[client, large] = per_client
-        needed = [per_client]
+        needed: list[asyncio.Semaphore | _Turn] = [per_client]
         if exclusive:
-            needed.append(self._exclusive)
+            needed.append(self._exclusive.turn(client))
         if large:
             needed.append(self._large)
-        acquired = list[asyncio.Semaphore]()
+        acquired = list[asyncio.Semaphore | _Turn]()
         try:
             # The client's own comes first, so a client has one job at most in the queues that all share.
             for semaphore in needed:
