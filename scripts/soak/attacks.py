@@ -371,7 +371,8 @@ ATTACKS = dict(
     long=Attack("100 prompts of 900 ids, echo, logprobs, no answer", 2, partial(_echo, 100, 900)),
     shown=Attack("echo of a prompt of 1,900 ids with n=128 answers × 20 alternatives", 8, _prompt_logprobs),
     rerank=Attack(
-        "a query of 1,848 words × 2,048 documents × 4", 4, _rerank, clients=4, reranker=True, call=lambda _: _VECTOR
+        "a query of 1,848 words × 2,048 documents × 4", 4, _rerank, clients=4, reranker=True,
+        call=lambda _: _VECTOR,
     ),
     rerank_leave=Attack(
         "the same, and the client disconnects", 4, _rerank,
