@@ -72,6 +72,12 @@ def post(target: Target, path: str, body: bytes) -> str:
         connection.close()
 
 
+def post_as_user(target: Target, path: str, body: bytes) -> str:
+    """`post` of a client of its own: the field `user` is its address, which a trusted proxy would forward."""
+    headers = target.headers | {"x-forwarded-for": json.loads(body)["user"]}
+    return post(dataclasses.replace(target, headers=headers), path, body)
+
+
 def send_and_disconnect(target: Target, path: str, body: bytes, least: float, most: float) -> str:
     """Sends a request and disconnects after some seconds."""
     with contextlib.closing(target.connect()) as raw:
@@ -279,6 +285,13 @@ def _storm(_: int) -> list[list[RawRequest]]:
     return [[(COMPLETIONS, _body(**body, stream=i % 2 == 0, n=1 + i % 8))] for i, body in enumerate(bodies)]
 
 
+def _long_answers(context: int) -> list[list[RawRequest]]:
+    """Answers as long as the context, each of a client of its own."""
+    fields = dict(max_tokens=context - 58, ignore_eos=True)
+    rows = enumerate(_prompts(16, 50))
+    return [[(COMPLETIONS, _body(prompt=row, user=f"10.0.0.{i}", **fields))] for i, row in rows]
+
+
 def _half_letters(context: int) -> list[list[RawRequest]]:
     """Answers that never complete a character, and answers without repeated 400-grams."""
     common = dict(max_tokens=context - 100, ignore_eos=True, stop=["never"], stream=True)
@@ -355,6 +368,13 @@ ATTACKS = dict(
     storm=Attack(
         "16 clients that disconnect within 0.3 s, a deadline of 2 s", 16, _storm,
         partial(send_and_disconnect, least=0.0, most=0.3), flags=("--deadline=2",),
+    ),
+    slots=Attack(
+        "answers of 1,990 tokens for 8 clients, one for each slot", 8, _long_answers, post_as_user,
+        flags=("--trusted_proxy=127.0.0.1",),
+    ),
+    more_clients=Attack(
+        "the same for 16 clients", 16, _long_answers, post_as_user, flags=("--trusted_proxy=127.0.0.1",)
     ),
     half_letters=Attack("long answers of half characters, and without repeats", 16, _half_letters),
     grammars=Attack("212 hostile grammars × 6", 6, _grammars, growth=400, rotates=True),
