@@ -20,9 +20,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from soak import hostile_grammars
+from soak import hostile_adapters, hostile_grammars
 
 HOST = "127.0.0.1"
 
@@ -75,6 +76,12 @@ def post(target: Target, path: str, body: bytes) -> str:
 def post_as_user(target: Target, path: str, body: bytes) -> str:
     """`post` of a client of its own: the field `user` is its address, which a trusted proxy would forward."""
     headers = target.headers | {"x-forwarded-for": json.loads(body)["user"]}
+    return post(dataclasses.replace(target, headers=headers), path, body)
+
+
+def post_as_admin(target: Target, path: str, body: bytes) -> str:
+    """`post` with the key of an admin."""
+    headers = target.headers | {"authorization": f"Bearer {hostile_adapters.ADMIN_KEY}"}
     return post(dataclasses.replace(target, headers=headers), path, body)
 
 
@@ -141,6 +148,8 @@ class Attack:
     keyed: bool = False  # the second client has an API key; the attacker has none
     growth: int = 200  # limit of the growth of memory, in MiB
     rotates: bool = False  # a worker goes on to the next request after every answer
+    # Writes files of the attack into a folder, and returns further flags of the server.
+    prepare: Callable[[Path], tuple[str, ...]] | None = None
 
 
 def _body(**fields: Any) -> bytes:
@@ -319,6 +328,14 @@ def _ambiguous(_: int) -> list[list[RawRequest]]:
     return [[(COMPLETIONS, _body(**fields))]]
 
 
+def _adapters(_: int) -> list[list[RawRequest]]:
+    """All hostile adapters, each worker from another one on."""
+    names = hostile_adapters.NAMES
+    load = "/v1/load_lora_adapter"
+    bodies = [(load, _body(lora_name=name, lora_path=name, load_inplace=True)) for name in names]
+    return [bodies[at:] + bodies[:at] for at in range(len(bodies))]
+
+
 def _nothing(_: int) -> list[list[RawRequest]]:
     return [[("", b"")]]
 
@@ -384,6 +401,10 @@ ATTACKS = dict(
         partial(send_and_disconnect, least=0.1, most=0.5), growth=400,
     ),
     ambiguous=Attack("long answers by an ambiguous grammar × 4", 4, _ambiguous, growth=400),
+    adapters=Attack(
+        "an admin loads hostile adapters × 4", 4, _adapters, post_as_admin, rotates=True,
+        prepare=hostile_adapters.write,
+    ),
     idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),
     trickle=Attack("200 requests sent at one byte per second", 200, _trickle, drip),
 )  # fmt: skip

@@ -236,16 +236,20 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_tensor_file(file: Path) -> dict[str, StoredTensor]:
+def read_tensor_file(file: Path, max_header: int | None = None) -> dict[str, StoredTensor]:
     """The tensors of one file. Its header is 8 bytes with the length of the JSON that follows; offsets count
-    from the end of that JSON.
+    from the end of that JSON. max_header: limit of that length, which is compared before anything is parsed.
     """
     try:
-        with safe_open(file, "numpy"):  # validates the whole header
-            pass
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
+            if max_header is not None and size > max_header:
+                raise InputError(f"{file} has a header of {size} bytes, the limit is {max_header}")
+            with safe_open(file, "numpy"):  # validates the whole header
+                pass
             header = json.loads(opened.read(size))
+    except InputError:
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{file} is truncated or not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
