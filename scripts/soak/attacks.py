@@ -402,7 +402,7 @@ ATTACKS = dict(
     ),
     ambiguous=Attack("long answers by an ambiguous grammar × 4", 4, _ambiguous, growth=400),
     adapters=Attack(
-        "an admin loads hostile adapters × 4", 4, _adapters, post_as_admin, rotates=True,
+        "an admin loads hostile adapters × 4", 4, _adapters, post_as_admin, growth=500, rotates=True,
         prepare=hostile_adapters.write,
     ),
     idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),

@@ -9,8 +9,8 @@ from typing import Any
 from script_paths import SCRIPTS
 
 ADMIN_KEY = "attacking-admin"
-NAMES = ("rank", "tensors", "metadata", "patterns", "backtracking", "deep", "large", "pipe", "device")
-_RANK = 200_000
+NAMES = ("metadata", "rank", "tensors", "patterns", "backtracking", "deep", "large", "pipe", "device")
+_RANK = 1_000_000
 _SETTINGS = dict(peft_type="LORA", r=4, lora_alpha=4, target_modules=["q_proj"])
 
 

@@ -11,12 +11,12 @@ pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
 
 def test_a_request_gets_the_bits_it_gets_alone():
-    """40 requests of all kinds, in so few pages that rows are preempted; scripts/soak_engine.py has other
-    families.
+    """40 requests of all kinds, in so few pages and such short time slices that rows are preempted;
+    scripts/soak_engine.py has other families.
     """
     rng = random.Random(3)
     small = engine_requests.random_model("gemma3", None)
-    shape = dict(rows=4, capacity=512, pages=9, chunk=128)
+    shape = dict(rows=4, capacity=512, pages=9, chunk=128, time_slice=1e-3)
     asked = engine_requests.draw(rng, 512, 40, 200, shape)
     found = engine_requests.check(small, asked, shape, rng, 0, 2, 2e-4)
     assert (found["differ"], found["differ_from_generate"]) == (0, 0)

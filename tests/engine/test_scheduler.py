@@ -621,6 +621,14 @@ def test_a_client_without_a_slot_takes_that_of_another_after_a_time_slice():
     assert [old.state for old in rows] == ["running", "running", "waiting"]
 
 
+def test_a_time_slice_for_a_row_that_another_engine_prefilled():
+    scheduler = Scheduler(rows=1, pages=200, capacity=4096, chunk=256, time_slice=10)
+    (old,) = one_row_each(scheduler, "a")
+    scheduler.submit(row := Row([1] * 10, 20, client="b", num_computed=10))
+    (out, back) = scheduler.schedule(10)
+    assert (out.row, out.out, back.row, back.out) == (old, True, row, False)
+
+
 def test_time_slices_are_for_clients_without_a_slot_and_without_less_priority():
     scheduler = Scheduler(rows=2, pages=200, capacity=4096, chunk=256, time_slice=1)
     rows = one_row_each(scheduler, "ab")

@@ -5,6 +5,7 @@ of peft 0.21's `LoraConfig`; what is not done is rejected by name.
 import ctypes
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -33,6 +34,7 @@ _REGULAR = ("target_modules", "exclude_modules")  # patterns if they are no list
 _MOST_MATCHES = 10**6  # without a process of their own
 _SECONDS = 10.0
 _MEMORY = 2**27  # bytes
+_NICENESS = 5  # a server's own threads go first
 _PR_SET_PDEATHSIG = 1
 _Patterns = list[tuple[re.Pattern[str], Any]]
 _MAX_ALPHA = 1e30  # float32 holds the scale
@@ -128,6 +130,7 @@ def main() -> None:
     """The other process: writes what `_read_modules` returns, or the text of its error. It ends with its
     parent (on Linux), after some seconds of CPU time, and if it needs much memory.
     """
+    os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (int(_SECONDS) + 1,) * 2)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     with suppress(AttributeError):

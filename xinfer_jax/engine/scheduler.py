@@ -344,7 +344,7 @@ class Scheduler:
 
     def _preempt_over_time(self, actions: list[Action]) -> list[Row]:
         """Gives a slot to the next new row, and to the next preempted one, whose clients have none, in place
-        of rows that have had theirs for the longest time. Returns the new row, which prefills next.
+        of rows that have had theirs for the longest time. Returns the new row, if it is to prefill next.
         """
         waiting = self.clients.first_rows()
         priority = max((row.priority for row in waiting), default=0)
@@ -361,7 +361,7 @@ class Scheduler:
             if not self._begin_read(row, actions):
                 actions += map(self._preempt, group)
                 self._admit(row, actions)
-        return [row for row in new if row.slot is not None]
+        return [row for row in new if row.state == "prefilling"]
 
     def _over_time(self, row: Row, seconds: float) -> list[Row]:
         """The rows that may be preempted for a row as they have had their slots for so long, the longest
