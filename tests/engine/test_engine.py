@@ -204,6 +204,7 @@ def test_time_slices_keep_the_bits(engine, monkeypatch):
     ]
     keys = [jax.random.key(i) for i in range(len(asked))]
     alone = [engine.submit(*one, key=key).result() for one, key in zip(asked, keys, strict=True)]
+    assert engine._core.scheduler.time_slice == 0.5
     monkeypatch.setattr(engine._core.scheduler, "time_slice", 1e-9)
     before = engine.stats.preemptions
     clients = [
