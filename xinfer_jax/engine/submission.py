@@ -204,7 +204,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
             keys: of each prompt, as in `generate`.
             priority: higher ones go first. A row goes first whatever its priority once 32 later rows of its
                 client got slots before it, or once its client waited without a slot while 32 new rows of
-                other clients got one. A priority higher by 16 or more preempts another row, which continues later.
+                other clients got one. A priority higher by 16 or more preempts another row, which continues
+                later.
             deadline: seconds from now, or from `received`, after which the request ends with what it has and
                 the finish_reason "deadline".
             salt: prompts share pages only with prompts of the same salt.
