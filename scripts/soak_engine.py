@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     model = xj.load_model(MODEL.value)
     rng = random.Random(0)
     compiled = []
-    shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128)
+    shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128, time_slice=0.01)
     if UPDATES.value:
         runs = [update_runs.run(model, q, shape, TOKENS.value, LONGEST.value) for q in (None, "int8")]
         for found in runs:

@@ -20,9 +20,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from soak import hostile_grammars, raw_requests
+from soak import hostile_adapters, hostile_grammars, raw_requests
 
 HOST = "127.0.0.1"
 
@@ -77,6 +78,18 @@ def post(target: Target, path: str, body: bytes) -> str:
         return str(answer.status) if answer.status == 200 else f"{answer.status} {start.decode()}"
     finally:
         connection.close()
+
+
+def post_as_user(target: Target, path: str, body: bytes) -> str:
+    """`post` of a client of its own: the field `user` is its address, which a trusted proxy would forward."""
+    headers = target.headers | {"x-forwarded-for": json.loads(body)["user"]}
+    return post(dataclasses.replace(target, headers=headers), path, body)
+
+
+def post_as_admin(target: Target, path: str, body: bytes) -> str:
+    """`post` with the key of an admin."""
+    headers = target.headers | {"authorization": f"Bearer {hostile_adapters.ADMIN_KEY}"}
+    return post(dataclasses.replace(target, headers=headers), path, body)
 
 
 def send_and_disconnect(target: Target, path: str, body: bytes, least: float, most: float) -> str:
@@ -147,6 +160,8 @@ class Attack:
     clients: int = 1  # addresses from which the workers connect in turn
     reranker: bool = False  # the server has a model whose yes and no are one token each
     call: Call = lambda _: (COMPLETIONS, CALL)  # of the second client, by its number
+    # Writes files of the attack into a folder, and returns further flags of the server.
+    prepare: Callable[[Path], tuple[str, ...]] | None = None
 
 
 def _body(**fields: Any) -> bytes:
@@ -300,6 +315,13 @@ def _storm(_: int) -> list[list[RawRequest]]:
     return [[(COMPLETIONS, _body(**body, stream=i % 2 == 0, n=1 + i % 8))] for i, body in enumerate(bodies)]
 
 
+def _long_answers(context: int) -> list[list[RawRequest]]:
+    """Answers as long as the context, each of a client of its own."""
+    fields = dict(max_tokens=context - 58, ignore_eos=True)
+    rows = enumerate(_prompts(16, 50))
+    return [[(COMPLETIONS, _body(prompt=row, user=f"10.0.0.{i}", **fields))] for i, row in rows]
+
+
 def _half_letters(context: int) -> list[list[RawRequest]]:
     """Answers that never complete a character, and answers without repeated 400-grams."""
     common = dict(max_tokens=context - 100, ignore_eos=True, stop=["never"], stream=True)
@@ -340,6 +362,14 @@ def _breakers(_: int) -> list[list[RawRequest]]:
 def _ambiguous(_: int) -> list[list[RawRequest]]:
     fields = dict(prompt="a", max_tokens=500, guided_grammar=hostile_grammars.AMBIGUOUS, stream=True)
     return [[(COMPLETIONS, _body(**fields))]]
+
+
+def _adapters(_: int) -> list[list[RawRequest]]:
+    """All hostile adapters, each worker from another one on."""
+    names = hostile_adapters.NAMES
+    load = "/v1/load_lora_adapter"
+    bodies = [(load, _body(lora_name=name, lora_path=name, load_inplace=True)) for name in names]
+    return [bodies[at:] + bodies[:at] for at in range(len(bodies))]
 
 
 def _nothing(_: int) -> list[list[RawRequest]]:
@@ -405,6 +435,13 @@ ATTACKS = dict(
         "16 clients that disconnect within 0.3 s, a deadline of 2 s", 16, _storm,
         partial(send_and_disconnect, least=0.0, most=0.3), flags=("--deadline=2",),
     ),
+    slots=Attack(
+        "answers of 1,990 tokens for 8 clients, one for each slot", 8, _long_answers, post_as_user,
+        flags=("--trusted_proxy=127.0.0.1",),
+    ),
+    more_clients=Attack(
+        "the same for 16 clients", 16, _long_answers, post_as_user, flags=("--trusted_proxy=127.0.0.1",)
+    ),
     half_letters=Attack("long answers of half characters, and without repeats", 16, _half_letters),
     grammars=Attack("212 hostile grammars × 6", 6, _grammars, growth=400, rotates=True),
     compiles=Attack("schemas that compile without end × 6", 6, _compiles, growth=400),
@@ -423,6 +460,10 @@ ATTACKS = dict(
     ),
     breakers=Attack(
         "new sequence breakers in each request, of 8 clients", 8, _breakers, rotates=True, clients=8
+    ),
+    adapters=Attack(
+        "an admin loads hostile adapters × 4", 4, _adapters, post_as_admin, growth=500, rotates=True,
+        prepare=hostile_adapters.write,
     ),
     idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),
     trickle=Attack("200 requests sent at one byte per second", 200, _trickle, drip),

@@ -83,7 +83,7 @@ def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) 
             n=rng.choice((1, 1, 1, 2)),
         )
         more = dict(priority=rng.choice((0, 0, 0, 1, 20)), salt=rng.choice(("", "", "other")))
-        more |= dict(client=rng.choice("aaab"))
+        more |= dict(client=rng.choice("aaabcdef"))
         more |= dict(deadline=0.2) if rng.random() < 0.03 else {}
         if rng.random() < 0.2:
             more |= dict(

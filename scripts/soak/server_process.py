@@ -37,6 +37,8 @@ class Server:
         self.headers = {"content-type": "application/json"}
         shape = [f"--{name}={value}" for name, value in SHAPE.items()]
         flags = ["--port=0", f"--grace={GRACE}", *shape, *options, *(attack.flags if attack else ())]
+        if attack and attack.prepare:
+            flags += attack.prepare(folder)
         if attack and attack.keyed:
             keys = folder / "keys"
             keys.write_text("second-client\n", encoding="utf-8")
@@ -118,6 +120,7 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE + MORE_GRACE + 5)
         seconds = time.monotonic() - start_s
+        time.sleep(0.2)  # the system kills children of a process after it
         left = [pid for pid in others if _is_running(pid)]
         self.kill(others)
         return seconds, left

@@ -14,9 +14,10 @@ from quick import full_except
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
-from xinfer_jax.adapters import peft_config
+from xinfer_jax.adapters import peft_config, peft_files
 from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.cache.fingerprint import fingerprint
+from xinfer_jax.checkpoint import tensors
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf
@@ -58,6 +59,22 @@ def test_rows_have_their_own_adapters(quantize):
     assert np.abs(alone[1] - alone[0]).max() > 0.1
     swapped = logits(xj.with_adapters(params, ADAPTERS, np.array([1, 0, -1])))
     np.testing.assert_array_equal(swapped[0], together[0])  # others change no bit
+
+
+def test_adapters_of_several_dtypes_are_each_as_alone():
+    """Float32 next to bfloat16, with a scale that bfloat16 rounds, in either order."""
+    wide = random_adapter(1, 4, targets=["q"], alpha=7)
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), wide)
+    alone = [logits(xj.with_adapter(PARAMS, adapter)) for adapter in (wide, narrow)]
+    assert np.abs(alone[0] - alone[1]).max() > 1e-4
+    for adapters, own_B in (([wide, narrow], [0, 1, 1]), ([narrow, wide], [1, 0, 0])):
+        together = logits(xj.with_adapters(PARAMS, adapters, np.array(own_B)))
+        expected = np.stack([alone[0][0], alone[1][1], alone[1][2]])
+        np.testing.assert_allclose(together, expected, atol=1e-5)
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
+    for other, dtype in ((narrow, "bfloat16"), (wide, "float32")):
+        stacked = xj.with_adapters(params, [narrow, other], np.arange(2))["layers"][0]["q"]["weight"]
+        assert stacked.lora_a.dtype == stacked.lora_b.dtype == dtype
 
 
 def test_merged_split_stacked_and_generated():
@@ -331,6 +348,34 @@ def test_tensors_that_do_not_fit(tmp_path):
         xj.load_adapter(CONFIG, tmp_path)
 
 
+@pytest.mark.parametrize("rows", [90, 96, 100])
+def test_adapters_of_a_resized_vocabulary_name_the_way_out(tmp_path, rows):
+    """PEFT saves the embedding and the head beside the adapter, or also what it adds to them."""
+    adapter = xj.init_adapter(CONFIG, jax.random.key(0), 2, ["q", "embed"])
+    xj.save_adapter(tmp_path / "a", adapter, CONFIG)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    matrix = np.zeros((rows, 48), np.float32)
+    prefix = "base_model.model."
+    resized = f"has {rows} rows, the model's 96: .*resize_token_embeddings.{rows}.*merge_and"
+    for changes in (
+        {"model.embed_tokens.weight": matrix, "lm_head.weight": matrix},
+        {"lm_head.weight": matrix},
+        {"model.embed_tokens.base_layer.weight": matrix},
+        {"model.embed_tokens.lora_embedding_A": matrix[:, :2].T},
+        {"lm_head.lora_B.weight": matrix[:, :2]},
+    ):
+        save_file(tensors | {prefix + name: np.ascontiguousarray(x) for name, x in changes.items()}, file)
+        if rows != 96:
+            with pytest.raises(xj.InputError, match=resized):
+                xj.load_adapter(CONFIG, tmp_path / "a")
+        elif "lm_head.weight" in changes:
+            with pytest.raises(xj.InputError, match="it has the whole .*merge_and_unload"):
+                xj.load_adapter(CONFIG, tmp_path / "a")
+        else:
+            xj.load_adapter(CONFIG, tmp_path / "a")
+
+
 def test_patterns_and_numbers_of_the_settings(tmp_path):
     """Flags of a pattern are its own; a huge number is no scale."""
     xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
@@ -358,6 +403,23 @@ def test_patterns_of_clients_take_bounded_time(tmp_path, monkeypatch):
         file.write_text(json.dumps(settings | change))
         with pytest.raises(xj.InputError, match="more than 0.5 s"):
             xj.load_adapter(CONFIG, tmp_path / "a")
+
+
+def test_headers_are_compared_before_tensors_are_read(tmp_path, monkeypatch):
+    """A file without blocks on the disk may hold matrices of any rank; a header, any number of tensors."""
+    xj.save_adapter(tmp_path / "a", ADAPTERS[0], CONFIG)
+    assert xj.load_adapter(CONFIG, tmp_path / "a", max_rank=4).scales == ADAPTERS[0].scales
+    monkeypatch.setattr(peft_files, "_read_array", None)
+    with pytest.raises(xj.InputError, match="it has rank 4, and max_rank is 3"):
+        xj.load_adapter(CONFIG, tmp_path / "a", max_rank=3)
+    model = xj.Model(PARAMS, CONFIG)
+    with pytest.raises(xj.InputError, match="it has rank 4, and max_rank is 2"):
+        xj.Engine(model, adapters=dict(a=tmp_path / "a"), max_rank=2)
+    monkeypatch.setattr(tensors, "safe_open", None)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    file.write_bytes((2**19).to_bytes(8, "little") + b"{" * 2**19)
+    with pytest.raises(xj.InputError, match="header of 524288 bytes, the limit is"):
+        xj.load_adapter(CONFIG, tmp_path / "a")
 
 
 def test_a_scale_of_zero_is_saved(tmp_path):

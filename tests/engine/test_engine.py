@@ -174,12 +174,12 @@ def test_rows_that_are_preempted_before_their_first_token(engine, monkeypatch):
     schedule = core.scheduler.schedule
     preempted = []
 
-    def preempt_or_schedule():
+    def preempt_or_schedule(now):
         for answer in core._firsts:
             if answer not in preempted:
                 preempted.append(answer)
                 return [core.scheduler._preempt(answer.row)]
-        return schedule()
+        return schedule(now)
 
     monkeypatch.setattr(core.scheduler, "schedule", preempt_or_schedule)
     requests = [engine.submit(*one) for one in asked]
@@ -187,6 +187,35 @@ def test_rows_that_are_preempted_before_their_first_token(engine, monkeypatch):
     assert [(o.tokens, o.logprobs) for o in outs] == [(o.tokens, o.logprobs) for o in expected]
     assert len(preempted) > 1 and preempted[0].request is requests[0]
     assert engine.stats.pages_used == 0
+
+
+def test_time_slices_keep_the_bits(engine, monkeypatch):
+    """Five clients on three slots, where a row is preempted in each step: with shared pages, a grammar, two
+    answers, and a stream.
+    """
+    common = [*range(40, 180)]
+    warm = xj.GenerateOptions(20, xj.SamplingConfig(temperature=1.0), logprobs=2, **NO_END)
+    asked = [
+        (common + [5], dataclasses.replace(warm, max_new_tokens=60)),
+        (common + [6], warm),
+        ("Hello", xj.GenerateOptions(20, grammar=xj.regex("[a-z ]{60}"))),
+        ([7] * 9, dataclasses.replace(warm, n=2)),
+        ([8] * 70, dataclasses.replace(warm, sampling=xj.SamplingConfig(repetition_penalty=1.3))),
+    ]
+    keys = [jax.random.key(i) for i in range(len(asked))]
+    alone = [engine.submit(*one, key=key).result() for one, key in zip(asked, keys, strict=True)]
+    assert engine._core.scheduler.time_slice == 0.5
+    monkeypatch.setattr(engine._core.scheduler, "time_slice", 1e-9)
+    before = engine.stats.preemptions
+    clients = [
+        engine.submit(*one, key=key, client=str(i))
+        for i, (one, key) in enumerate(zip(asked, keys, strict=True))
+    ]
+    assert [*clients[0]] == alone[0].tokens[0]
+    outs = [request.result(60) for request in clients]
+    for name in ("tokens", "logprobs", "alternatives", "finish_reason"):
+        assert [getattr(out, name) for out in outs] == [getattr(out, name) for out in alone]
+    assert engine.stats.preemptions - before >= 10 and engine.stats.pages_used == 0
 
 
 def test_greedy_rows_run_no_sampler(engine, monkeypatch):
@@ -303,6 +332,7 @@ def test_invalid_requests_are_rejected(engine, given, message):
         (dict(rows=0), "rows"), (dict(chunk=100), "a multiple of 64, got 100"), (dict(pages=1), "pages"),
         (dict(capacity=10**6), "capacity"), (dict(draft="small"), "'lookup', or no speculative decoding"),
         (dict(cache_dtype="gear"), "use 'int8' or 'int4'"), (dict(pages=10**9), "fewer pages"),
+        (dict(time_slice=-1), "time_slice must be a number of seconds from 0 on, got -1"),
     ],
 )  # fmt: skip
 def test_invalid_engine_arguments_are_rejected(model, given, message):

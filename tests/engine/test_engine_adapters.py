@@ -45,7 +45,9 @@ def submit(engine, adapter=None, prompt=PROMPT, options=LONG, **how) -> xj.Reque
     return engine.submit(prompt, options, key=jax.random.key(len(prompt)), adapter=adapter, **how)
 
 
-def test_rows_have_their_own_adapters_and_the_bits_that_they_have_alone(engine, model, adapters):
+def test_rows_have_their_own_adapters_and_the_bits_that_they_have_alone(
+    engine, model, adapters, monkeypatch
+):  # fmt: skip
     names = [None, "a", "b", "c"]
     with compiling.events() as seen:
         alone = {None: answer(submit(engine))}
@@ -55,6 +57,12 @@ def test_rows_have_their_own_adapters_and_the_bits_that_they_have_alone(engine, 
         for order in (names, ["c", None, "a", "b", "a"]):
             requests = [submit(engine, name) for name in order]
             assert [answer(request) for request in requests] == [alone[name] for name in order]
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._core.scheduler, "time_slice", 1e-9)
+            before = engine.stats.preemptions
+            requests = [submit(engine, name, client=f"client of {name}") for name in names]
+            assert [answer(request) for request in requests] == [alone[name] for name in names]
+            assert engine.stats.preemptions - before > 5
         engine.remove_adapter("a")
         engine.add_adapter("d", adapters[1])  # in the place of another one
         assert answer(submit(engine, "d")) == alone["b"]

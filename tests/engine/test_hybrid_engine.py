@@ -37,8 +37,8 @@ def answers(requests: list[xj.Request]) -> list[tuple]:
 
 @pytest.mark.full
 def test_bits_alone_equal_those_beside_others(model, prompts):
-    """With rows that are preempted while they prefill and while they decode, and with hits of the prefix
-    cache; `==`, not about.
+    """With rows that are preempted while they prefill and while they decode, for one of higher priority and
+    by time slices, and with hits of the prefix cache; `==`, not about.
     """
     engine = xj.Engine(model, rows=2, capacity=256, chunk=64)
     alone = []
@@ -55,6 +55,10 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
         requests += [engine.submit(prompts[2], OPTIONS, priority=20)]  # preempts another
         assert [row[:2] for row in answers(requests)] == [row[:2] for row in alone]
     assert engine.stats.preemptions == 2
+    engine._core.scheduler.time_slice = 1e-9
+    requests = [engine.submit(prompt, OPTIONS, client=str(i)) for i, prompt in enumerate(prompts)]
+    assert [row[:2] for row in answers(requests)] == [row[:2] for row in alone]
+    assert engine.stats.preemptions > 9
     again = answers([engine.submit(prompt, OPTIONS) for prompt in prompts])
     assert [row[:2] for row in again] == [row[:2] for row in alone]
     assert [row[2] for row in again] == [128, 128, 128]

@@ -42,14 +42,18 @@ class FakeDevice:
     that wrote it. `row.expected` are the cells that a row should have. Files keep what is saved, by hash.
     """
 
-    def __init__(self, slots, pages, prefix_cache=True, several_clients=False, host_pages=0):
+    def __init__(
+        self, slots, pages, prefix_cache=True, several_clients=False, host_pages=0, time_slice=0
+    ):  # fmt: skip
         self.several_clients = several_clients
+        self.steps = 0
         self.files = {}
         self.names = set()
         self.host_cells = {}
         self.reads = []
         self.tier = HostTier(host_pages, self.names) if host_pages else None
-        self.scheduler = Scheduler(slots, pages, CAPACITY, CHUNK, prefix_cache, self.tier)
+        sizes = slots, pages, CAPACITY, CHUNK
+        self.scheduler = Scheduler(*sizes, prefix_cache, self.tier, time_slice=time_slice)
         self.cells = [[None] * PAGE_SIZE for _ in range(pages)]
         self.rows = []
         self.queue = []
@@ -72,6 +76,11 @@ class FakeDevice:
             self.queue.append(row)
         return row
 
+    def schedule(self):
+        """A step a second."""
+        self.steps += 1
+        return self.execute(self.scheduler.schedule(self.steps))
+
     def execute(self, actions):
         highest = max((row.priority for row in self.queue), default=0)
         self.lost |= len(self.scheduler.pool.page_of_hash) < self.num_cached  # before new ones are cached
@@ -84,7 +93,7 @@ class FakeDevice:
             elif not isinstance(action, Swap):
                 self.transfer(action)
             elif action.out:
-                if action.row.is_swapped_out:  # else it begins anew
+                if action.pages:  # else it begins anew
                     self.host[action.row] = [self.cells[page].copy() for page in action.pages]
                 self.queue.append(action.row)
             else:
@@ -304,7 +313,7 @@ class FakeDevice:
         while self.rows:
             if self.reads:
                 self.end_read(0, 99)
-            actions = self.execute(self.scheduler.schedule())
+            actions = self.schedule()
             prefilled = any(isinstance(action, PrefillChunk | LoadPages) for action in actions)
             assert self.decode(5) or prefilled or self.reads
         while self.reads:
@@ -354,10 +363,11 @@ def test_any_requests_in_any_order(small_sizes, slots, pages, prefix_cache, step
     st.integers(1, 5),
     st.sampled_from([9, 12, 16, 20, 26, 200]),
     st.lists(STEPS, min_size=50, max_size=100),
-    st.lists(st.sampled_from("aaab"), min_size=1, max_size=9),
+    st.lists(st.sampled_from("aaabcd"), min_size=1, max_size=9),
+    st.sampled_from([0, 1, 2, 9]),
 )
-def test_any_requests_of_several_clients(small_sizes, slots, pages, steps, names):
-    run(FakeDevice(slots, pages, several_clients=True), steps, names)
+def test_any_requests_of_several_clients(small_sizes, slots, pages, steps, names, time_slice):
+    run(FakeDevice(slots, pages, several_clients=True, time_slice=time_slice), steps, names)
 
 
 # Reads from files end in any order, some after a part of their pages, or the row does not wait for them.
@@ -391,7 +401,7 @@ def run(device, steps, names=("",)):
                 [*device.texts[at % len(device.texts)], 2], most, client=next(clients_of), **options
             )
         elif name == "step":
-            device.execute(device.scheduler.schedule())
+            device.schedule()
             device.decode(*values)
         elif name == "end" and device.rows:
             device.end(device.rows[values[0] % len(device.rows)], valid=values[1])
@@ -578,12 +588,85 @@ def test_clients_share_slots_and_every_row_ends():
     assert all(row.ended for row in sum(rows.values(), []))
 
 
-def prefill_all(scheduler):
+def prefill_all(scheduler, now=0):
     """Prefills all rows that fit."""
-    while actions := scheduler.schedule():
+    while actions := scheduler.schedule(now):
         for action in actions:
             if isinstance(action, PrefillChunk):
                 scheduler.record_prefill(action)
+
+
+def one_row_each(scheduler, names, now=0):
+    """Running rows with long answers of these clients."""
+    rows = [Row([ord(name)] * 10, 491, client=name) for name in names]
+    for row in rows:
+        scheduler.submit(row)
+    prefill_all(scheduler, now)
+    return rows
+
+
+def test_a_client_without_a_slot_takes_that_of_another_after_a_time_slice():
+    scheduler = Scheduler(rows=3, pages=200, capacity=4096, chunk=256, time_slice=10)
+    rows = [one_row_each(scheduler, name, now)[0] for now, name in enumerate("abc")]
+    (row,) = one_row_each(scheduler, "d", 9)
+    assert row.state == "waiting"
+    prefill_all(scheduler, 10)
+    assert row.state == "running" and [old.state for old in rows] == ["waiting", "running", "running"]
+    scheduler.end(row)  # the row that it preempted continues, and the next one that has run longest goes
+    (row,) = one_row_each(scheduler, "d", 11)
+    assert row.state == "running" and [old.state for old in rows] == ["running", "waiting", "running"]
+    prefill_all(scheduler, 30)  # a row continues in place of another one after a time slice for each slot
+    assert row.state == "running" and rows[1].state == "waiting"
+    prefill_all(scheduler, 32)
+    assert [old.state for old in rows] == ["running", "running", "waiting"]
+
+
+def test_a_time_slice_for_a_row_that_another_engine_prefilled():
+    scheduler = Scheduler(rows=1, pages=200, capacity=4096, chunk=256, time_slice=10)
+    (old,) = one_row_each(scheduler, "a")
+    scheduler.submit(row := Row([1] * 10, 20, client="b", num_computed=10))
+    (out, back) = scheduler.schedule(10)
+    assert (out.row, out.out, back.row, back.out) == (old, True, row, False)
+
+
+def test_time_slices_are_for_clients_without_a_slot_and_without_less_priority():
+    scheduler = Scheduler(rows=2, pages=200, capacity=4096, chunk=256, time_slice=1)
+    rows = one_row_each(scheduler, "ab")
+    scheduler.submit(Row([1], 5, client="b"))
+    scheduler.submit(Row([1], 5, client="c", priority=-1))
+    prefill_all(scheduler, 100)
+    assert [row.state for row in rows] == ["running"] * 2
+    scheduler.time_slice = 0
+    one_row_each(scheduler, "d", 100)
+    assert [row.state for row in rows] == ["running"] * 2
+
+
+def test_swapped_out_rows_fill_no_more_host_memory_than_the_device_has():
+    scheduler = Scheduler(rows=2, pages=24, capacity=640, chunk=256, time_slice=1)
+    rows = []
+    for now, name in enumerate("abcdefghijklmnop"):
+        rows += one_row_each(scheduler, name, 2 * now)
+        scheduler.reserve_pages(500)
+        for row in scheduler.running:
+            scheduler.record_decode(row, 500 - row.num_computed)
+    assert [row.state for row in rows].count("running") == 2
+    assert [row.num_computed for row in rows if row.is_swapped_out] == [500] * 3  # of eight pages each
+
+
+def test_rows_of_more_clients_than_slots_take_turns():
+    """Each client's rows end, in the order of their lengths, and a row is swapped about once in a slice."""
+    scheduler = Scheduler(rows=4, pages=200, capacity=4096, chunk=256, time_slice=5)
+    rows = one_row_each(scheduler, "abcdefghijkl")
+    for now in range(2000):
+        prefill_all(scheduler, now)
+        for row in scheduler.running:
+            scheduler.reserve_pages(10)
+            scheduler.record_decode(row, 10)
+            if row.num_computed >= 500:
+                scheduler.end(row)
+        if now == 20:
+            assert all(row.num_computed for row in rows)  # all have their first tokens
+    assert all(row.ended for row in rows) and scheduler.preemptions <= 12 * 50 / 4 / 5 + 12
 
 
 def test_no_row_is_preempted_for_a_row_that_does_not_fit():

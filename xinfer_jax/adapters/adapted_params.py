@@ -11,7 +11,7 @@ from ..checks import check_array, is_traced
 from ..errors import InputError, format_names, format_value
 from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.param_specs import leaf_name
-from ..weights.params import AnyArray, Params
+from ..weights.params import AnyArray, Params, activation_dtype
 from ..weights.quantized_weight import is_quantized
 from .adapter import Adapter, LowRank, for_all_rows_only, make_adapter
 from .fitted_adapter import check_adapter, is_rotated, weights_by_path
@@ -47,7 +47,8 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
 
     Args:
         params: as in `with_adapter`.
-        adapters: at least one; of any ranks and matrices.
+        adapters: at least one; of any ranks, matrices and dtypes. Those of a matrix are stacked in the widest
+            of their dtypes and that of activations, so each gives what it gives alone.
         adapter_B: int32: the index of each row's adapter; -1: it has none.
 
     Raises:
@@ -73,14 +74,14 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     def adapt(path: str, weight: Any) -> AdaptedWeight:
         found = [adapter.matrices.get(path) for adapter in adapters]
         (outputs, inputs) = weight.shape
-        dtype = jax.tree.leaves(found)[0].dtype
+        dtype = jnp.result_type(activation_dtype(params), *jax.tree.leaves(found))
         rank = max(len(pair.a) for pair in found if pair)
         a = jnp.zeros((number + 1, rank, inputs), dtype)
         b = jnp.zeros((number + 1, outputs, rank), dtype)
         for i, pair in enumerate(found):
             if pair:
                 a = a.at[i, : len(pair.a)].set(pair.a)
-                b = b.at[i, :, : len(pair.a)].set(pair.b * scales[i][path])
+                b = b.at[i, :, : len(pair.a)].set(pair.b.astype(dtype) * scales[i][path])
         return AdaptedWeight(weight, a, b, jnp.asarray(adapter_B, jnp.int32))
 
     return map_matrices(params, {path for adapter in adapters for path in adapter.matrices}, adapt)

@@ -2,12 +2,17 @@
 of peft 0.21's `LoraConfig`; what is not done is rejected by name.
 """
 
+import ctypes
 import json
 import math
+import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +33,9 @@ _PLAIN = re.compile(r"(\\[^\W\d]|\\\W|[\w.-])*")  # what cannot take long to mat
 _REGULAR = ("target_modules", "exclude_modules")  # patterns if they are no lists
 _MOST_MATCHES = 10**6  # without a process of their own
 _SECONDS = 10.0
+_MEMORY = 2**27  # bytes
+_NICENESS = 5  # a server's own threads go first
+_PR_SET_PDEATHSIG = 1
 _Patterns = list[tuple[re.Pattern[str], Any]]
 _MAX_ALPHA = 1e30  # float32 holds the scale
 _REJECTED = {
@@ -106,7 +114,11 @@ def _read_in_time(*arguments: Any) -> dict[str, Module]:
         raise InputError(
             f"the patterns of adapter_config.json take more than {_SECONDS:g} s: write names of modules"
         ) from None
-    except (OSError, subprocess.CalledProcessError) as error:
+    except subprocess.CalledProcessError:
+        raise InputError(
+            f"the patterns of adapter_config.json need more than {_MEMORY >> 20} MiB: write names of modules"
+        ) from None
+    except OSError as error:
         raise InputError(f"the patterns of adapter_config.json cannot be read: {error}") from error
     found = json.loads(done.stdout)
     if isinstance(found, str):
@@ -115,7 +127,14 @@ def _read_in_time(*arguments: Any) -> dict[str, Module]:
 
 
 def main() -> None:
-    """The other process: writes what `_read_modules` returns, or the text of its error."""
+    """The other process: writes what `_read_modules` returns, or the text of its error. It ends with its
+    parent (on Linux), after some seconds of CPU time, and if it needs much memory.
+    """
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(_SECONDS) + 1,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         answer: Any = _read_modules(*json.load(sys.stdin))
     except InputError as error:

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,18 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MAX_CONFIG = 2**20  # bytes
+_MAX_HEADER = 2**18  # bytes, and more for each tensor that an adapter of the model can have:
+_HEADER_PER_TENSOR = 256
 _BASE = ".base_layer.weight"  # PEFT also saves the matrices of embedding and head themselves
 
 
 def load_adapter(
-    config: ModelConfig, path_or_repo_id: str | Path, *, dtype: Any = None, base: str | None = None
+    config: ModelConfig,
+    path_or_repo_id: str | Path,
+    *,
+    dtype: Any = None,
+    base: str | None = None,
+    max_rank: int | None = None,
 ) -> Adapter:
     """Returns a LoRA adapter as PEFT saves it.
 
@@ -49,10 +56,11 @@ def load_adapter(
         path_or_repo_id: its directory, or a hub name owner/name.
         dtype: of the arrays; None: that of the file.
         base: the name or path of the model: another one than that of the adapter's is a warning; None: none.
+        max_rank: the largest rank of a matrix; None: any.
 
     Raises:
         InputError: a file is missing or damaged; adapter_config.json has what is not done; tensors that are
-            missing, unknown, misshapen or not finite.
+            missing, unknown, misshapen or not finite; a rank above `max_rank`, before any tensor is read.
     """
     path = resolve_directory(path_or_repo_id, download_adapter, "adapter")
     file = path / CONFIG
@@ -69,22 +77,34 @@ def load_adapter(
         )
     if not file_exists(path / WEIGHTS):
         raise InputError(f"{path} holds no {WEIGHTS}: save the adapter as safetensors")
-    stored = read_tensor_file(path / WEIGHTS)
+    matrices = adaptable_matrices(config).values()
+    pairs = sum(spec.shape[0] if len(spec.shape) > 2 else 1 for spec in matrices)  # one for each expert
+    stored = read_tensor_file(path / WEIGHTS, _MAX_HEADER + 2 * pairs * _HEADER_PER_TENSOR)
     try:
-        return _read(config, settings, stored, None if dtype is None else resolve_dtype(dtype))
+        return _read(config, settings, stored, None if dtype is None else resolve_dtype(dtype), max_rank)
     except InputError as error:
         raise InputError(f"adapter {path}: {error}") from None
 
 
-def _read(config: ModelConfig, settings: Mapping[str, Any], stored: Mapping[str, Any], dtype: Any) -> Adapter:
+def _read(
+    config: ModelConfig,
+    settings: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    dtype: Any,
+    max_rank: int | None,
+) -> Adapter:
     named = {_own_name(name): tensor for name, tensor in stored.items()}
     if len(named) < len(stored):
         twice = Counter(map(_own_name, stored)) - Counter(list(named))
         raise InputError(f"tensors are there twice, by two prefixes: {format_names(sorted(twice), 8)}")
     modules = peft_modules(config, {name.rpartition(".lora_")[0] for name in named})
+    _check_vocabulary(modules.values(), named)
     raw = next(filter(find_prefix, (name.removeprefix(_PREFIX) for name in stored)), "")
     by_raw = {full_name(name, raw): module for name, module in modules.items()}
     wanted = _wanted(settings, by_raw, named)
+    rank = max(rank for _, rank, _ in wanted)
+    if max_rank is not None and rank > max_rank:
+        raise InputError(f"it has rank {rank}, and max_rank is {max_rank}: make the engine with a larger one")
     if config.tie_word_embeddings and settings.get("ensure_weight_tying"):
         head = next(module for module in modules.values() if module.paths == [HEAD])
         wanted += [(head, rank, scale) for module, rank, scale in wanted if module.paths == [EMBED]]
@@ -203,6 +223,29 @@ def _own_name(name: str) -> str:
     if own is None:
         raise InputError(f"{name} is not of the text model")
     return own
+
+
+def _check_vocabulary(modules: Iterable[PeftModule], found: Mapping[str, Any]) -> None:
+    """Raises InputError where an embedding or a head has another number of rows than the model's, or is there
+    as a whole.
+    """
+    for module in modules:
+        spec = module.specs[0]
+        if "vocab" not in spec.axes:
+            continue
+        whole = f"{module.name}.weight"
+        pair = module.tensors[0 if module.is_embedding else 1]
+        for name in (whole, module.name + _BASE, pair):
+            shape = found[name].shape if name in found else ()
+            axis = -1 if name == pair and module.is_embedding else 0
+            if len(shape) == 2 and (rows := shape[axis]) != spec.shape[0]:
+                raise InputError(
+                    f"its {module.name} has {rows} rows, the model's {spec.shape[0]}: in transformers call"
+                    f" resize_token_embeddings({rows}) on the model, load the adapter with PEFT, call"
+                    " merge_and_unload(), and save the model for here"
+                )
+        if whole in found:
+            raise InputError(f"it has the whole {whole}: merge it with PEFT, by merge_and_unload()")
 
 
 def _check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> None:

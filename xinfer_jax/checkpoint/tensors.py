@@ -237,16 +237,16 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_tensor_file(file: Path) -> dict[str, StoredTensor]:
+def read_tensor_file(file: Path, max_header: int = _MAX_HEADER) -> dict[str, StoredTensor]:
     """The tensors of one file. Its header is 8 bytes with the length of the JSON that follows; offsets count
-    from the end of that JSON.
+    from the end of that JSON. max_header: limit of that length, which is compared before anything is parsed.
     """
     file_exists(file)  # raises for a git-LFS pointer
     try:
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            if _MAX_HEADER < size < os.path.getsize(file):  # a longer one is not there
-                raise InputError(f"{file} has a header of {size} bytes, the limit is {_MAX_HEADER}")
+            if max_header < size < os.path.getsize(file):  # a longer one is not there
+                raise InputError(f"{file} has a header of {size} bytes, the limit is {max_header}")
             with safe_open(file, "numpy"):  # validates the whole header
                 pass
             header = json.loads(opened.read(size))

@@ -24,7 +24,7 @@ class Client:
     waiting: list[Any] = dataclasses.field(default_factory=list)  # its rows without a slot, by rank
     slots: int = 0  # the number of its other rows
     tokens: int = 0  # that the model computed for it, padding included
-    overtaken: int = 0  # rows of other clients that got a slot while it waited and had none
+    overtaken: int = 0  # rows of other clients that got their first slot while it waited and had none
 
     @property
     def is_active(self) -> bool:
@@ -72,8 +72,9 @@ class Clients:
         if own.overtaken >= STARVATION_LIMIT:
             row.overtaken = STARVATION_LIMIT
         own.overtaken = 0
-        for client in self._active:
-            client.overtaken += bool(client is not own and client.waiting and not client.slots)
+        if row.is_new:
+            for client in self._active:
+                client.overtaken += bool(client is not own and client.waiting and not client.slots)
 
     def overtake(self, row: Any, earlier: Iterable[Any]) -> None:
         """A row got a slot before these earlier rows of its client."""

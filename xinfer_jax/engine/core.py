@@ -122,7 +122,8 @@ class EngineCore(WeightSwitch):
         self.tiers.step()
         busy = False
         width = 0
-        while self._pacing.may_prefill(width) and (actions := self.scheduler.schedule()):
+        now = time.monotonic()
+        while self._pacing.may_prefill(width) and (actions := self.scheduler.schedule(now)):
             busy = True
             self._execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))

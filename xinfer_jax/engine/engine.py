@@ -37,7 +37,7 @@ from .replay import AdapterVersions, replay_answer
 from .requests import Answer, Request
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
-from .shape import EngineShape, check_host_pages, engine_shape, page_settings
+from .shape import EngineShape, check_host_pages, check_time_slice, engine_shape, page_settings
 from .warm_up import create_device
 from .weight_updates import own_array, own_params
 
@@ -68,6 +68,7 @@ class Engine(EngineLoop):
         pages: int | None = None,
         chunk: int = 256,
         prefix_cache: bool = True,
+        time_slice: float = 0.5,
         draft: str | None = None,
         draft_tokens: int = 3,
         cache_dtype: Any = None,
@@ -98,6 +99,10 @@ class Engine(EngineLoop):
                 weights (on a CPU: this engine's devices' part of it), at most twice what all rows can fill.
             chunk: tokens of a prompt that are prefilled between decode steps; a multiple of 64.
             prefix_cache: the common beginning of prompts is computed once.
+            time_slice: seconds. While a client without a slot waits, the row that has had its slot for the
+                longest time, and for so long at least, is preempted. It continues with the same bits when a
+                slot is free, or in place of a row that has had its slot for `rows` time slices. A smaller
+                value swaps more pages out and in. 0: no row is preempted for this.
             draft: "lookup": speculative decoding with draft tokens found earlier in the text.
             draft_tokens: of each pass.
             cache_dtype: of keys and values, as in `GenerateOptions`; "gear" is for whole rows only.
@@ -138,8 +143,8 @@ class Engine(EngineLoop):
         if prefill_devices is not None or decode_devices is not None:
             shape_of_each = dict(
                 rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
-                draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype, impl=impl, warm_up=warm_up,
-                host_pages=host_pages, page_directory=page_directory,
+                time_slice=time_slice, draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype,
+                impl=impl, warm_up=warm_up, host_pages=host_pages, page_directory=page_directory,
                 page_directory_bytes=page_directory_bytes, routes=routes, max_adapters=max_adapters,
                 max_rank=max_rank, processors=processors, taps=taps,
             )  # fmt: skip
@@ -151,6 +156,7 @@ class Engine(EngineLoop):
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role, routes
         shape = engine_shape(self.model, *sizes, max_adapters, max_rank)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
+        time_slice = check_time_slice(time_slice)
         if role == "decode":  # a prefix is found where prompts are prefilled
             prefix_cache = False
             host_pages = 0
@@ -183,7 +189,7 @@ class Engine(EngineLoop):
                 "page_directory does not go with a model over several processes: leave it out, host_pages do"
             )
         self._files = None if page_directory is None else PageFiles(page_directory, page_directory_bytes)
-        self._core = self._create_core(shape, prefix_cache, warm_up)
+        self._core = self._create_core(shape, prefix_cache, time_slice, warm_up)
         if self.error is None:  # else process 0 adds them, and this one repeats its calls
             self.add_adapters(adapters)
 
@@ -228,7 +234,9 @@ class Engine(EngineLoop):
             what = f"{self.host_pages} host pages" + (", weights and pages" if on_host else "")
             check_memory(int(own + on_host), what, "ask for fewer host_pages", host_memory_bytes())
 
-    def _create_core(self, shape: EngineShape, prefix_cache: bool, warm_up: bool) -> EngineCore:
+    def _create_core(
+        self, shape: EngineShape, prefix_cache: bool, time_slice: float, warm_up: bool
+    ) -> EngineCore:
         """Compiles programs. Over several processes only process 0 takes requests."""
         config = self.model.config
         began = time.perf_counter()
@@ -255,7 +263,7 @@ class Engine(EngineLoop):
         tier = HostTier(shape.host_pages, files) if shape.host_pages else None
         snapshots = PagePool(1 + shape.snapshots) if shape.state_bytes else None
         sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
-        scheduler = Scheduler(*sizes, prefix_cache, tier, snapshots)
+        scheduler = Scheduler(*sizes, prefix_cache, tier, snapshots, time_slice)
         core_class = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
         ready = self._warm_up.is_ready
         paths = device.adapters.paths if device.adapters else ()

@@ -35,7 +35,8 @@ def adapter_sizes(
     """`Engine`'s adapters, loaded, with its max_adapters and max_rank. Raises InputError."""
     if not isinstance(adapters or {}, Mapping):
         raise InputError(f"adapters must be a dict of names, got {format_value(adapters)}")
-    loaded = {name: _loaded(model, adapter) for name, adapter in (adapters or {}).items()}
+    rank = None if rank is None else check_integer("max_rank", rank, 1)
+    loaded = {name: _loaded(model, adapter, rank) for name, adapter in (adapters or {}).items()}
     for adapter in loaded.values():
         check_adapter(model.params, adapter)
     ranks = [len(a) for adapter in loaded.values() for a, _ in adapter.matrices.values()]
@@ -44,10 +45,10 @@ def adapter_sizes(
     )  # fmt: skip
 
 
-def _loaded(model: Model, adapter: Adapter | str | Path) -> Adapter:
+def _loaded(model: Model, adapter: Adapter | str | Path, max_rank: int | None) -> Adapter:
     """What is not the path or hub name of an adapter stays as it is."""
     if isinstance(adapter, str | Path):
-        return load_adapter(model.config, adapter, base=model.name)
+        return load_adapter(model.config, adapter, base=model.name, max_rank=max_rank)
     return adapter
 
 
@@ -57,7 +58,7 @@ def own_adapter(model: Model, shape: EngineShape, adapter: Adapter | str | Path)
     """
     if not shape.max_adapters:
         raise InputError("the engine has no place for adapters: make it with max_adapters")
-    loaded = _loaded(model, adapter)
+    loaded = _loaded(model, adapter, shape.max_rank)
     if is_deleted(loaded):
         raise InputError("the adapter's arrays were donated to another program, or deleted: copy them before")
     adapter = check_adapter(model.params, loaded)

@@ -1,6 +1,7 @@
 """`Row`: one answer as the scheduler sees it, and what the scheduler tells the engine to do with it."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -65,6 +66,7 @@ class Row:
     hits: int = 0  # tokens of the prompt found in the prefix cache
     shared: int = 0  # tokens whose pages it has, also beyond the last snapshot of recurrent states
     arrival: int = 0  # its number in the order of `submit`
+    slot_time: float = math.inf  # when it got its last slot; inf: it has had none
     overtaken: int = 0  # later rows of its client that got a slot before it
     exact: bool = True  # its keys have the bits that they have without other requests
     cacheable: bool = True  # its pages may be found by other rows
@@ -83,6 +85,11 @@ class Row:
     def variant(self) -> Variant:
         """How its model differs from the engine's."""
         return Variant(-1 if self.adapter is None else self.adapter.index, self.factors)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has had no slot yet."""
+        return self.slot_time == math.inf
 
     @property
     def is_prefilled(self) -> bool:

@@ -25,6 +25,12 @@ class Scheduler:
     more urgent (`URGENT`). If several clients have rows, the rows that a client has beyond its share of the
     slots are preempted first, also to give a slot to a client with less than its share.
 
+    Time slices: while a client without a slot waits, the row that has had its slot for the longest time is
+    preempted: after one time slice for a new row, and after as many time slices as there are slots for a row
+    that was preempted before. So a new client waits for a time slice or less, and if all answers are long,
+    about one row in each time slice is swapped out and in. No row is preempted for this while the rows that
+    are swapped out fill as many pages as the device has.
+
     Prefill: of a prompt of n tokens the first (n - 1) // chunk * chunk are prefilled in full chunks, the rest
     page by page. So n alone decides which program computes a token. The prefix cache reuses whole chunks, but
     never the last.
@@ -43,13 +49,16 @@ class Scheduler:
         host: the prefix cache beyond the device.
         snapshots: of recurrent states, of a model that has these. They are taken at the end of some full
             chunks, and cached pages are reused only up to one.
+        time_slice: seconds; 0: there are no time slices.
     """
 
     def __init__(  # noqa: PLR0913
         self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True,
-        host: HostTier | None = None, snapshots: PagePool | None = None,
+        host: HostTier | None = None, snapshots: PagePool | None = None, time_slice: float = 0.0,
     ):  # fmt: skip
         self.capacity = capacity
+        self.time_slice = time_slice
+        self._now = 0.0
         self.chunk = chunk
         self.prefix_cache = prefix_cache
         self.slots: list[Row | None] = [None] * rows
@@ -110,16 +119,19 @@ class Scheduler:
         row.cacheable = self._may_share(row)
         self.clients.add(row)
 
-    def schedule(self) -> list[Action]:
-        """Actions before the next decode steps: swaps, then at most one prefill chunk or `LoadPages`."""
+    def schedule(self, now: float = 0.0) -> list[Action]:
+        """Actions before the next decode steps: swaps, then at most one prefill chunk or `LoadPages`. now:
+        seconds at which the step began.
+        """
         actions: list[Action] = []
+        self._now = now
         self._preempt_for_urgent(actions)
         self._preempt_for_share(actions)
+        newest = self._preempt_over_time(actions) if self.time_slice else []
         while (row := self.clients.next_row()) and row.is_swapped_out and self._admit(row, actions):
-            self._allocate(row, row.num_computed, actions)
-            actions.append(self.swap(row, False))
+            pass
         prefilling = [row for row in self.rows_with_slots if not row.is_prefilled]
-        ordered = self.clients.by_urgency(prefilling + self.clients.first_rows())
+        ordered = newest + self.clients.by_urgency(prefilling + self.clients.first_rows())
         if ordered and ordered[0].slot is None and not ordered[0].is_swapped_out:
             self._admit(ordered[0], actions)
         for row in ordered:
@@ -261,8 +273,8 @@ class Scheduler:
         return actions
 
     def _admit(self, row: Row, actions: list[Action]) -> bool:
-        """Gives a waiting row a slot and the cached pages of its prompt, if it fits, and none of these pages
-        are in files. If some are, it waits for them first.
+        """Gives a waiting row a slot and its swapped-out pages, or the cached ones of its prompt, if it fits,
+        and none of these pages are in files. If some are, it waits for them first.
         """
         if self._begin_read(row, actions):
             return False
@@ -270,7 +282,9 @@ class Scheduler:
         hits = found.pages
         if not self._fits(row, hits):
             return False
+        is_swapped_out = row.is_swapped_out
         self.clients.take_slot(row)
+        row.slot_time = self._now
         row.slot = self.slots.index(None)
         self.slots[row.slot] = row
         if not row.num_computed:
@@ -286,6 +300,9 @@ class Scheduler:
         earlier = [r for r in others + self.clients.client_of(row).waiting if r.arrival < row.arrival]
         if overtaken := [other for other in earlier if other.state != "running"]:
             self.clients.overtake(row, overtaken)
+        if is_swapped_out:
+            self._allocate(row, row.num_computed, actions)
+            actions.append(self.swap(row, False))
         return True
 
     def _fits(self, row: Row, hits: list[int], preempted: Sequence[Row] = ()) -> bool:
@@ -324,6 +341,38 @@ class Scheduler:
             if self._fits(row, hits, beyond[:count]):
                 actions += map(self._preempt, beyond[:count])
                 return
+
+    def _preempt_over_time(self, actions: list[Action]) -> list[Row]:
+        """Gives a slot to the next new row, and to the next preempted one, whose clients have none, in place
+        of rows that have had theirs for the longest time. Returns the new row, if it is to prefill next.
+        """
+        waiting = self.clients.first_rows()
+        priority = max((row.priority for row in waiting), default=0)
+        waiting = [r for r in waiting if not self.clients.client_of(r).slots and r.priority == priority]
+        new = self.clients.by_urgency([row for row in waiting if row.is_new])[:1]
+        preempted = self.clients.by_urgency([row for row in waiting if not row.is_new])[:1]
+        for row in new + preempted:
+            over = self._over_time(row, self.time_slice * (1 if row in new else len(self.slots)))
+            hits = self.prefixes.find(row).pages if over else []
+            if not over or self._fits(row, hits) or not self._fits(row, hits, over):
+                continue
+            groups = [*([other] for other in over), *(over[:n] for n in range(2, len(over) + 1))]
+            group = next(group for group in groups if self._fits(row, hits, group))
+            if not self._begin_read(row, actions):
+                actions += map(self._preempt, group)
+                self._admit(row, actions)
+        return [row for row in new if row.state == "prefilling"]
+
+    def _over_time(self, row: Row, seconds: float) -> list[Row]:
+        """The rows that may be preempted for a row as they have had their slots for so long, the longest
+        first.
+        """
+        over = [other for other in self.rows_with_slots if other.slot_time + seconds <= self._now]
+        over = [other for other in over if other.priority <= row.priority and not other.moving]
+        others = (other for other in self.clients.waiting if other is not row)
+        if not over or sum(num_pages_for(other.num_computed) for other in others) >= self.pool.size:
+            return []
+        return sorted(over, key=lambda other: other.slot_time)
 
     def _begin_read(self, row: Row, actions: list[Action]) -> bool:
         """Lets a waiting row wait for the pages of its prompt that are in files, if there are any, and no

@@ -16,7 +16,7 @@ from ..cache.kv_cache import cache_bytes, state_bytes
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
 from ..cache.stored_kv import resolve_cache_dtype
 from ..checkpoint.loading import Model
-from ..checks import check_integer
+from ..checks import check_integer, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
@@ -115,6 +115,14 @@ def check_capacity(config: ModelConfig, capacity: int | None) -> int:
     if capacity is None:
         capacity = min(_DEFAULT_CAPACITY, config.context_length)
     return check_integer("capacity", capacity, 2, config.context_length)
+
+
+def check_time_slice(seconds: Any) -> float:
+    """`Engine`'s time_slice."""
+    number = number_array(seconds)
+    if number is None or number.ndim or not 0 <= number < math.inf:
+        raise InputError(f"time_slice must be a number of seconds from 0 on, got {format_value(seconds)}")
+    return float(number)
 
 
 def check_host_pages(shape: EngineShape, host_pages: Any, prefix_cache: bool, page_directory: Any) -> int:

@@ -203,8 +203,9 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
                 are rejected.
             keys: of each prompt, as in `generate`.
             priority: higher ones go first. A row goes first whatever its priority once 32 later rows of its
-                client got slots before it, or once its client waited without a slot while 32 rows of other
-                clients got one. A priority higher by 16 or more preempts another row, which continues later.
+                client got slots before it, or once its client waited without a slot while 32 new rows of
+                other clients got one. A priority higher by 16 or more preempts another row, which continues
+                later.
             deadline: seconds from now, or from `received`, after which the request ends with what it has and
                 the finish_reason "deadline".
             salt: prompts share pages only with prompts of the same salt.
@@ -217,7 +218,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
                 requests.
             live: the caller may stream the answer. False: more decode steps in each step of the engine.
             client: whose request it is. Clients with requests share the slots equally: rows of a client with
-                more than its share are preempted for another's, and continue later with the same bits.
+                more than its share are preempted for another's, and continue later with the same bits. More
+                clients than slots take turns (`time_slice` of `Engine`).
             received: when the request arrived, by time.monotonic(), if that was before this call; its times
                 count from then.
             escape_control_tokens: as in `encode_prompt`, for a text or messages.

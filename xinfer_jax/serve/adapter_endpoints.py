@@ -15,6 +15,7 @@ from .http_responses import APIError
 from .request_body import receive_body
 from .service import Service
 
+_ADMINS = "admins"  # the client of their jobs
 _FIELDS = {"lora_name", "lora_path", "load_inplace"}
 
 
@@ -46,7 +47,8 @@ class AdapterEndpoints:
                 service.log(text)
                 return text
 
-            return PlainTextResponse(await service.workers.run(reservation.client, True, run, exclusive=True))
+            # One at a time, of all admins: patterns of a file may take seconds, in which other bodies go on.
+            return PlainTextResponse(await service.workers.run(_ADMINS, False, run))
         finally:
             reservation.release()
 

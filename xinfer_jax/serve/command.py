@@ -68,6 +68,11 @@ PARSER.add_switch("stop_in_reasoning", "Stop strings of chats end the reasoning 
 PARSER.add_switch("escape_control_tokens", "The text of messages never becomes a control token.", True)
 PARSER.add_switch("share_prefixes", "Keys share prefix pages: cached_tokens may reveal another's prompt.")
 define_engine(PARSER)
+PARSER.add_number(
+    "time_slice",
+    "Seconds that an answer may keep its slot while another client waits for one; 0: to its end.",
+    lambda x: 0 <= x <= 1e9, "from 0 to 1e9", 0.5,
+)  # fmt: skip
 PARSER.add_text(
     "adapter_dir",
     "Directory of LoRA adapters that POST /v1/load_lora_adapter may load; needs --admin_key_file, and"
@@ -145,7 +150,7 @@ def _run() -> int:
     _check_roles(flags)
     if (code := supervise(PARSER)) is not None:
         return code
-    shape = engine_sizes(flags)
+    shape = engine_sizes(flags) | dict(time_slice=flags.time_slice)
     if flags.role:
         return _serve_role(flags, shape)
     if distributed_args().get("process_id"):

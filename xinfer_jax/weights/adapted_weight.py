@@ -113,5 +113,8 @@ def _rows(matrix: Any, index: jax.Array) -> jax.Array:
 
 
 def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: float) -> jax.Array:
-    """float32 [..., O]: what an adapter adds to a product of x [..., I]."""
+    """float32 [..., O]: what an adapter adds to a product of x [..., I]. Its matrices are at least as wide as
+    x, since a product may round x to the dtype of the matrix.
+    """
+    (a_RI, b_OR) = (m.astype(jnp.promote_types(m.dtype, x.dtype)) for m in (a_RI, b_OR))
     return float_product((float_product(x, a_RI) * scale).astype(x.dtype), b_OR)
