@@ -99,7 +99,7 @@ class CompressedTensorsFormat(MatrixFormat):
         regular expression for it, or of its class. Raises InputError.
         """
         matching = (target for pattern, target in self._patterns if any(map(pattern.match, names)))
-        classes = ("Linear", "Embedding") if names[0].endswith("embed_tokens") else ("Linear",)
+        classes = ("Embedding", "Linear") if names[0].endswith("embed_tokens") else ("Linear",)
         for target in chain(names, matching, classes):
             if target in self._by_target:
                 return self._by_target[target]
@@ -224,15 +224,17 @@ def _read_zeros(stored: Any, shape: tuple[int, int], packed: np.ndarray | None) 
 def compressed_tensors_format(
     config: Mapping[str, Any], require: Callable[[bool, str], None]
 ) -> CompressedTensorsFormat:
-    """Reads quantization_config. require: raises where a setting, by its name, is not supported."""
-    groups: Any = config.get("config_groups")
+    """Reads quantization_config, which may have groups of activations and of the KV cache alone. require:
+    raises where a setting, by its name, is not supported.
+    """
+    groups: Any = config.get("config_groups") or {}
     ignore = config.get("ignore") or []
     sparsity = config.get("sparsity_config") or {}
     require(isinstance(ignore, list | tuple) and all(isinstance(x, str) for x in ignore), "ignore")
     require(isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense", "sparsity_config")
     require(not config.get("transform_config"), "transform_config")
     are_groups = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
-    require(are_groups and bool(groups), "config_groups")
+    require(are_groups, "config_groups")
     used = [group for group in groups.values() if group.get("weights") is not None]
     schemes = tuple(_read_scheme(group, group.get("format") or config.get("format")) for group in used)
     targets = [target for scheme in schemes for target in scheme.targets]

@@ -12,7 +12,7 @@ from .tensors import StoredTensor
 
 # How the names of a family's tensors begin.
 _FAMILIES = ("model.embed_tokens", "model.layers.", "model.norm.", "model.per_layer_", "lm_head.")
-_CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_scale$")  # for keys and values in 8 bits
+_CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_(scale|zero_point)$")  # for keys and values in 8 bits
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
