@@ -83,7 +83,7 @@ PACKAGES = {
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "tensor_files", "own_format", "bitnet_format",
-        "scaled_tensor", "awq_gptq_format", "mxfp4_format", "fp8_format", "nvfp4_format", "mlx_format",
+        "scaled_tensor", "awq_gptq_format", "awq_gptq_settings", "mxfp4_format", "fp8_format", "nvfp4_format", "mlx_format",
         "compressed_tensors_packing", "compressed_tensors_format", "quantized_formats", "kept_leaves",
         "gguf_file", "gguf_format", "sharded_leaves", "leaf_loader", "embedding_modules", "directory",
         "gguf_tensors", "gguf_tokenizer", "gguf_checkpoint", "loading", "saving",

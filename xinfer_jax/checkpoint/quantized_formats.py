@@ -13,6 +13,7 @@ from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.padded_weight import stored_weight
 from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
+from .awq_gptq_settings import auto_round_format, awq_gptq_format
 from .bitnet_format import BitNetFormat, is_listed
 from .compressed_tensors_format import CompressedTensorsFormat, compressed_tensors_format
 from .files import read_json
@@ -26,7 +27,7 @@ from .tensors import StoredFormat
 
 KEEP_FP8 = "fp8"  # as quantize
 _REMEDY = (
-    "awq (gemm, 4 bits), gptq (4, 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
+    "awq (gemm, 4 bits), gptq and auto-round (4, 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
     " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
     " dequantize() and save_pretrained() of transformers make"
 )
@@ -141,7 +142,12 @@ def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, An
     if method == "gptq":
         rules: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
         if rules:
-            found["dynamic"] = {**(settings.get("dynamic") or {}), **rules}
+            found["dynamic"] = rules | (settings.get("dynamic") or {})  # the first that matches counts
+    elif method == "auto-round":
+        extra = settings.get("extra_config") or {}
+        is_new = lambda module: module != "lm_head" and extra.get(module, {}).get("bits") != 16  # noqa: E731
+        if listed := {module: dict(bits=16) for module in filter(is_new, floats)}:
+            found["extra_config"] = extra | listed
     elif method != Mxfp4Format.method:
         field = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
         names = settings.get(field)
@@ -182,36 +188,6 @@ def _modelopt_format(config: Mapping[str, Any], require: Require) -> ModelOptFor
     return ModelOptFormat((128, 128))
 
 
-def _awq_gptq_format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
-    method = config["quant_method"]
-    bits = config.get("bits")
-    group = config.get("group_size")
-    require(type(bits) is int and bits in ((4,) if method == "awq" else (4, 8)), "bits")
-    require(type(group) is int and (group == -1 or group > 0 and group % 2 == 0), "group_size")
-    require(config.get("pack_dtype", "int32") == "int32", "pack_dtype")
-    # Rules for single modules. "-:" means not quantized, which the tensors show too.
-    dynamic = config.get("dynamic") or {}
-    require(isinstance(dynamic, Mapping) and all(rule.startswith("-:") for rule in dynamic), "dynamic")
-    require(str(config.get("backend")) != "llm-awq", "backend")
-    require(config.get("desc_act") in (None, True, False), "desc_act")
-    layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
-    layout = layouts[0]
-    for name in ("version", "format", "checkpoint_format"):
-        if config.get(name) is not None and not (method == "gptq" and name == "version"):
-            layout = str(config[name]).lower()
-            require(layout in layouts, name)
-    if method == "awq":
-        require(config.get("zero_point", True) is True, "zero_point")
-        return AwqGptqFormat(method, bits, group)
-    require(not config.get("is_marlin_format"), "is_marlin_format")
-    require(not config.get("adapter"), "adapter")
-    zeros_minus_one = layout == "gptq"
-    zeros_borrow = zeros_minus_one and "gptqmodel" in str(config.get("meta"))
-    needs_order = bool(config.get("desc_act"))
-    symmetric = config.get("sym") is True
-    return AwqGptqFormat(method, bits, group, needs_order, zeros_minus_one, zeros_borrow, symmetric)
-
-
 def _bitnet_format(config: Mapping[str, Any], require: Require) -> BitNetFormat:
     linear = config.get("linear_class", "bitlinear")
     mode = config.get("quantization_mode", "offline")
@@ -237,8 +213,9 @@ def _old_settings(path: Path) -> Mapping[str, Any] | None:
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Require], StoredFormat]] = {
-    "awq": _awq_gptq_format,
-    "gptq": _awq_gptq_format,
+    "awq": awq_gptq_format,
+    "gptq": awq_gptq_format,
+    "auto-round": auto_round_format,
     "bitnet": _bitnet_format,
     "mxfp4": lambda config, require: Mxfp4Format(),  # the tensors show what is not converted
     "mlx": lambda config, require: MlxFormat({text_name(key) or key: x for key, x in config.items()}),

@@ -5,8 +5,10 @@ which tensors hold both (`ScaledNumbers`). Splits, fused tensors, experts and me
 (`ScaledTensor`).
 """
 
+import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -16,6 +18,7 @@ import numpy as np
 from ..errors import InputError
 from .tensors import RowsAsTensor, Shape, StoredFormat, StoredTensor, Tensors, TransposedMatrix
 
+_SLOW = re.compile(r"\)[*+{]")  # a group that is repeated
 Read = Callable[[slice, slice], np.ndarray]  # returns those rows and columns
 
 
@@ -152,6 +155,13 @@ def quantized_shapes(shapes: Mapping[str, Shape], tensors: Mapping[str, Any]) ->
     """Of tensors with these shapes those that are matrices of `with_matrices`, none of them a vector."""
     is_quantized = lambda name: isinstance(tensors.get(name), jax.ShapeDtypeStruct)  # noqa: E731
     return {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_quantized(name)}
+
+
+def is_quick_pattern(text: str) -> bool:
+    """Whether it is a regular expression that takes little time: without groups that are repeated."""
+    with contextlib.suppress(re.error):
+        return bool(re.compile(text)) and not _SLOW.search(text) and len(re.findall(r"[*+{]", text)) < 9
+    return False
 
 
 def check_groups(name: str, inputs: int, J: int) -> None:
