@@ -291,7 +291,11 @@ def test_asymmetric_gptq_with_8_bits(tmp_path):
 
 
 UNSUPPORTED = {
-    "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method 'bitsandbytes'"),
+    "torchao": (dict(quant_method="torchao", quant_type="int4"), "quant_method 'torchao'"),
+    "bitsandbytes": (
+        dict(quant_method="bitsandbytes", load_in_8bit=8),
+        "bitsandbytes with load_in_8bit 8",
+    ),
     "fp8": (dict(quant_method="fp8", activation_scheme="block"), "fp8 with activation_scheme 'block'"),
     "no-method": (dict(bits=4), "quant_method None"),
     "no-object": ("int8", "quant_method 'int8'"),

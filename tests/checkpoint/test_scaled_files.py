@@ -414,7 +414,7 @@ def _group(**changed):
         (dict(quant_method="modelopt", quant_algo="FP8", quantized_layers=dict(a=dict(quant_algo="X"))), {},
          "modelopt with quantized_layers"),
         *((dict(quant_method=name), {}, f"quant_method '{name}' is not supported: awq .*fp8.*compressed-t")
-          for name in ("bitsandbytes", "torchao", "hqq", "quark")),
+          for name in ("torchao", "hqq", "quark")),
     ],
 )  # fmt: skip
 def test_rejected_by_name(tmp_path, settings, changed, message):

@@ -15,6 +15,7 @@ from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
 from .awq_gptq_settings import auto_round_format, awq_gptq_format
 from .bitnet_format import BitNetFormat, is_listed
+from .bitsandbytes_format import BitsAndBytesFormat, bitsandbytes_format
 from .compressed_tensors_format import CompressedTensorsFormat, compressed_tensors_format
 from .files import read_json
 from .fp8_format import Fp8Format
@@ -27,9 +28,9 @@ from .tensors import StoredFormat
 
 KEEP_FP8 = "fp8"  # as quantize
 _REMEDY = (
-    "awq (gemm, 4 bits), gptq and auto-round (4, 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
-    " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
-    " dequantize() and save_pretrained() of transformers make"
+    "awq (gemm, 4 bits), gptq and auto-round (4, 8 bits), bitsandbytes, bitnet, mlx, mxfp4, fp8, modelopt"
+    " (FP8, NVFP4) and compressed-tensors are supported: use such a checkpoint, or the unquantized one with"
+    " quantize=, which dequantize() and save_pretrained() of transformers make"
 )
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 Require = Callable[[bool, str], None]  # raises where a setting, by its name, is not supported
@@ -40,6 +41,7 @@ _WRITTEN_APART = (
     CompressedTensorsFormat,
     Fp8Format,
 )  # not where published files have matrices joined
+_LOAD_IN = {"load_in_4bit", "load_in_8bit"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 # The modules of gpt-oss that its files have as float numbers.
 _MXFP4_FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -53,6 +55,8 @@ def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
     mlx = settings.get("quantization")
     if isinstance(mlx, Mapping) and "group_size" in mlx and config in (None, mlx):
         return {**mlx, "quant_method": MlxFormat.method}
+    if isinstance(config, Mapping) and "quant_method" not in config and config.keys() & _LOAD_IN:
+        return {**config, "quant_method": BitsAndBytesFormat.method}  # as older versions wrote it
     return config or None
 
 
@@ -216,6 +220,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Require], StoredFormat]] = {
     "awq": awq_gptq_format,
     "gptq": awq_gptq_format,
     "auto-round": auto_round_format,
+    "bitsandbytes": bitsandbytes_format,
     "bitnet": _bitnet_format,
     "mxfp4": lambda config, require: Mxfp4Format(),  # the tensors show what is not converted
     "mlx": lambda config, require: MlxFormat({text_name(key) or key: x for key, x in config.items()}),

@@ -33,6 +33,7 @@ class ScaledNumbers:
     scales: Read  # a row and a column for each block
     zeros: Read | None = None  # int8, like the scales
     offsets: Read | None = None  # float32, like the scales
+    rounded_to: Any = None  # a type of floats to which its values are rounded; None: float32
     group_of: np.ndarray | None = None  # of each column the column of its scale; None: by the block
     # How it can stay as it is: whole numbers of so many bits, and whether scales are float16; 0: as floats.
     bits: int = 0
@@ -61,7 +62,8 @@ class ScaledNumbers:
             blocks = blocks * self.finite_per_row(self.scales, rows, at)[..., None]
             if self.offsets is not None:
                 blocks += self.finite_per_row(self.offsets, rows, at)[..., None]
-        return blocks.reshape(numbers.shape)
+        values = blocks.reshape(numbers.shape)
+        return values if self.rounded_to is None else values.astype(self.rounded_to).astype(np.float32)
 
     def finite_per_row(self, read: Read, rows: slice, columns: np.ndarray) -> np.ndarray:
         """Returns `per_row` of scales or offsets, float32. Raises InputError: one is NaN or inf."""
