@@ -28,9 +28,9 @@ from .tensors import StoredFormat
 
 KEEP_FP8 = "fp8"  # as quantize
 _REMEDY = (
-    "awq (gemm, 4 bits), gptq and auto-round (4, 8 bits), bitsandbytes, bitnet, mlx, mxfp4, fp8, modelopt"
-    " (FP8, NVFP4) and compressed-tensors are supported: use such a checkpoint, or the unquantized one with"
-    " quantize=, which dequantize() and save_pretrained() of transformers make"
+    "awq (gemm, 4 bits), gptq, auto-round (4, 8), bitsandbytes, bitnet, mlx, mxfp4, fp8, modelopt and"
+    " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
+    " dequantize() and save_pretrained() of transformers make"
 )
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 Require = Callable[[bool, str], None]  # raises where a setting, by its name, is not supported
