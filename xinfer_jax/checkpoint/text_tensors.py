@@ -30,6 +30,11 @@ def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredT
     return found, _counted(skipped)
 
 
+def has_head(names: Iterable[str]) -> bool:
+    """Whether some tensor, quantized or not, is the head's."""
+    return any((text_name(name) or "").startswith("lm_head.") for name in names)
+
+
 def other_tensors(names: Iterable[str]) -> set[str]:
     """Of tensors that a model lacks, those that no family has: value heads, and scales of caches in 8 bits.
 
