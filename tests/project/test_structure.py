@@ -67,7 +67,7 @@ PACKAGES = {
     "generation": (
         "state", "executor", "strategies", "loop", "executor_choice", "speculation", "beam_steps",
         "functional", "rollouts", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
-        "drafting", "scoring", "beams", "batch_generator", "entrypoints",
+        "drafting", "score_masks", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("cudnn_attention", "top_k", "reductions", "gpu_sampler"),
     "ops.expert_tiles": (),

@@ -50,7 +50,8 @@ def is_tied_without_head(hf: Mapping[str, Any]) -> bool:
     """Whether the embedding is the head too if files have no head, and is not if they have one: config.json
     does not say it, and its default, or the text model's settings, do. So transformers loads such a model.
     """
-    (kind, text) = (hf.get("model_type"), hf.get("text_config"))
+    kind = hf.get("model_type")
+    text = hf.get("text_config")
     if not isinstance(kind, str) or kind not in WRAPPERS or hf.get("tie_word_embeddings") is not None:
         return False
     return kind in _TIED or isinstance(text, Mapping) and text.get("tie_word_embeddings") is True
