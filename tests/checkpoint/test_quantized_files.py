@@ -226,6 +226,24 @@ def test_some_modules_of_gptq_and_auto_round_are_stored_otherwise(tmp_path):
         save_and_compare(path, tmp_path / f"to{i}")
 
 
+def test_rules_of_gptq_by_names_of_the_whole_model(tmp_path):
+    """Which a model that sees has. They are there again if it is saved beside the whole."""
+    (stored, _) = convert(GPTQ)
+    (others, equal) = convert(GPTQ | dict(bits=8, sym=True), zeros=128)
+    mlp = "model.layers.0.mlp."
+    packed = {name: others[name] if name.startswith(mlp) else x for name, x in stored.items()}
+    whole = {name.replace("model.", "model.language_model.", 1): x for name, x in packed.items()}
+    rules = {r"+:model\.language_model\.layers\.0\.mlp": dict(bits=8, sym=True)}
+    hf = dict(
+        model_type="mistral3", text_config=tiny.UNTIED, vision_config={}, tie_word_embeddings=False,
+        quantization_config=GPTQ | dict(dynamic=rules),
+    )  # fmt: skip
+    path = tiny.write(tmp_path / "from", hf, weights=whole)
+    found = leaves(xj.load_model(path, "float32"))[f"{mlp}up_proj.weight"]
+    np.testing.assert_array_equal(found.dequantize(), equal[f"{mlp}up_proj.weight"])
+    assert save_and_compare(path, tmp_path / "to", like=path)["dynamic"] == rules
+
+
 def test_rules_of_gptq_that_change_nothing(tmp_path):
     """Their expressions are not looked at."""
     rules = {"+:(a+)+": dict(bits=4, group_size=16, desc_act=False), "lm_head": {}, "-:.*mtp.*": {}}

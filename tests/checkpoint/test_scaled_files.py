@@ -203,6 +203,9 @@ def test_a_model_that_sees(tmp_path):
     path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
     model = xj.load_model(path, "float32")
     assert_equal(model, equal_model(tmp_path / "b", HF, equal))
+    xj.save_model(tmp_path / "c", model.params, model.config, like=path)
+    again = xj.load_model(tmp_path / "c", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 
 def test_mixed_precision_and_fused_matrices(tmp_path):

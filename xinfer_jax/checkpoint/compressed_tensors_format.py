@@ -178,7 +178,8 @@ class CompressedTensorsFormat(MatrixFormat):
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
         tensors: dict[str, TensorOfLeaves] = {}
         for name, leaf in leaves.items():
-            scheme = self._scheme(name.removesuffix(".weight").format(0))
+            module = name.removesuffix(".weight").format(0)
+            scheme = self.of_module.get(module) or self._scheme(module)
             even = leaf.shape[-1] + leaf.shape[-1] % 2
             J = min(scheme.block[1], even) if scheme.block else even
             stored: Any = stored_weight(leaf)

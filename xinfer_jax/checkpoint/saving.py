@@ -203,6 +203,8 @@ def _tensors(
     stored = {text_name(name) or name: tensor for name, tensor in kept.items()}
     specs, leaves = specs_and_leaves(params, config)
     (quant_format, quantization) = format_to_write(config, specs, leaves)
+    if isinstance(quant_format, MatrixFormat) and kept:  # its settings may have names of the whole model
+        quant_format = quant_format.of_files(kept)
     is_float = [not is_quantized(leaf) for leaf in leaves]
     floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
     if dtype is None and (others := [name for name, x in floats.items() if x.dtype not in _FLOATS]):
