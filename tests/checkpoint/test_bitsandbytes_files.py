@@ -164,6 +164,7 @@ def blob(**changed):
         ({f"{Q0}.weight.absmax": np.zeros(3, np.float32)}, r"absmax has shape \[3\], .* \[36\]"),
         ({f"{Q0}.weight.absmax": np.full(36, np.nan, np.float32)}, "its scales hold NaN or inf"),
         ({f"{Q0}.weight.quant_map": None}, "missing .*quant_map"),
+        ({f"{Q0}.weight.quant_map": np.full(16, np.inf, np.float32)}, "quant_map holds NaN or inf"),
     ],
 )  # fmt: skip
 def test_four_bits_that_are_wrong(tmp_path, changed, message):

@@ -57,7 +57,7 @@ class AwqGptqByModule(AwqGptqFormat):
 
 
 def awq_gptq_format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
-    """Returns the format of AWQ's or GPTQ's settings. require: raises where a setting, by its name, is not
+    """Returns the format of AWQ's or GPTQ's settings. require: raises if a setting, by its name, is not
     supported.
     """
     format = _format(config, require)

@@ -8,7 +8,6 @@ output.
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -68,28 +67,9 @@ class BitsAndBytesFormat(MatrixFormat):
         return specs
 
     def open(self, name: str, shape: Shape, tensors: Tensors) -> ScaledTensor:
-        (outputs, inputs) = shape
-        if (scale := _int8_scale(name)) in tensors:
-            stored = tensors[scale]
-            read = read_bytes(tensors[name], _INT8)
-            scales = lambda rows, _: (stored[rows].astype(np.float32) * np.float32(1 / 127))[:, None]  # noqa: E731
-            return ScaledTensor(
-                ScaledNumbers(name, (outputs, inputs), (1, inputs), read, scales, bits=8), shape
-            )
-        state = _read_state(name, shape, tensors)
-        J = math.gcd(inputs, state.block)
-
-        @functools.cache
-        def absmax() -> np.ndarray:
-            return _scales(name, state, tensors)
-
-        def scales(rows: slice, groups: slice) -> np.ndarray:
-            first_R = np.arange(rows.start, rows.stop)[:, None] * inputs
-            return absmax()[(first_R + np.arange(groups.start, groups.stop) * J) // state.block]
-
-        read = _read_pairs(tensors[name], tensors[f"{name}.quant_map"].array(), inputs, outputs * inputs)
-        numbers = ScaledNumbers(name, (outputs, inputs), (1, J), read, scales, rounded_to=state.dtype)
-        return ScaledTensor(numbers, shape)
+        matrix = (shape[0], shape[1])
+        is_int8 = _int8_scale(name) in tensors
+        return ScaledTensor((_int8_numbers if is_int8 else _numbers_of_4_bits)(name, matrix, tensors), shape)
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         """The layout of an int8 matrix, of which only rows are known."""
@@ -106,8 +86,8 @@ class BitsAndBytesFormat(MatrixFormat):
 def bitsandbytes_format(
     config: Mapping[str, Any], require: Callable[[bool, str], None]
 ) -> BitsAndBytesFormat:
-    """Reads quantization_config: what else it says the tensors show. require: raises where a setting, by its
-    name, is not supported.
+    """Reads quantization_config. The tensors show the rest. require: raises if a setting, by its name, is not
+    supported.
     """
     for name in ("load_in_4bit", "load_in_8bit"):
         require(config.get(name) in (None, True, False), name)
@@ -148,12 +128,41 @@ def _read_state(name: str, shape: Shape, tensors: Tensors) -> _State:
     return state
 
 
-def _scales(name: str, state: _State, tensors: Tensors) -> np.ndarray:
-    """The scale of each block, float32."""
-    absmax = tensors[f"{name}.absmax"].array()
+def _int8_numbers(name: str, shape: tuple[int, int], tensors: Tensors) -> ScaledNumbers:
+    stored = tensors[_int8_scale(name)]
+
+    def scales(rows: slice, _: slice) -> np.ndarray:
+        return (stored[rows].astype(np.float32) * np.float32(1 / 127))[:, None]
+
+    return ScaledNumbers(name, shape, (1, shape[1]), read_bytes(tensors[name], _INT8), scales, bits=8)
+
+
+def _numbers_of_4_bits(name: str, shape: tuple[int, int], tensors: Tensors) -> ScaledNumbers:
+    state = _read_state(name, shape, tensors)
+    quant_map = tensors[f"{name}.quant_map"].array()
+    if not np.isfinite(quant_map).all():
+        raise InputError(f"{name}.quant_map holds NaN or inf: fetch the checkpoint again")
+    (outputs, inputs) = shape
+    J = math.gcd(inputs, state.block)
+
+    def scales(rows: slice, groups: slice) -> np.ndarray:
+        first_R = np.arange(rows.start, rows.stop)[:, None] * inputs
+        block_RQ = (first_R + np.arange(groups.start, groups.stop) * J) // state.block
+        first = block_RQ[0, 0]
+        return _scales(name, state, tensors, slice(first, block_RQ[-1, -1] + 1))[block_RQ - first]
+
+    read = _read_pairs(tensors[name], quant_map, inputs, outputs * inputs)
+    return ScaledNumbers(name, shape, (1, J), read, scales, rounded_to=state.dtype)
+
+
+def _scales(name: str, state: _State, tensors: Tensors, blocks: slice) -> np.ndarray:
+    """The scales of these blocks, float32."""
+    absmax = tensors[f"{name}.absmax"][blocks]
     if not state.nested_block:
         return absmax
-    outer = tensors[f"{name}.nested_absmax"].array()[np.arange(len(absmax)) // state.nested_block]
+    outer = tensors[f"{name}.nested_absmax"].array()[
+        np.arange(blocks.start, blocks.stop) // state.nested_block
+    ]
     return tensors[f"{name}.nested_quant_map"].array()[absmax] * outer + state.offset
 
 

@@ -19,8 +19,8 @@ def mask_scores(  # noqa: PLR0913
     scores: Mapping[str, Any], config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: Any,
     segment_ids_BT: Any, reads_tokens: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the fields [B, T-1] of `Scores`, or None, that are 0 where the target is padding, and NaN where
-    a token before it in its segment is not of the vocabulary.
+    """Returns the fields [B, T-1] of `Scores`, or None: 0 if the target is padding, NaN if a token before it
+    in its segment is not of the vocabulary.
 
     reads_tokens: whether the model has read tokens_BT; False: the reference alone has, for `kl_BT`.
     """
