@@ -109,8 +109,8 @@ def _format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
     """The format of all modules, or of one."""
     method = config["quant_method"]
     kind = config.get("layout", method)
-    bits = config.get("bits")
-    group = config.get("group_size")
+    bits: Any = config.get("bits")
+    group: Any = config.get("group_size")
     require(type(bits) is int and bits in ((4,) if kind == "awq" else (4, 8)), "bits")
     require(type(group) is int and (group == -1 or group > 0 and group % 2 == 0), "group_size")
     require(config.get("pack_dtype", "int32") == "int32", "pack_dtype")

@@ -179,8 +179,8 @@ def open_checkpoint(
     tensors = opened.tensors
     quant_format = opened.quant_format
     matrix_format = opened.matrix_format
-    becomes_float = matrix_format and not matrix_format.stays_quantized and quantize in (None, KEEP_FP8)
-    if becomes_float and given_dtype is None and matrix_format.find(tensors):
+    to_floats = matrix_format.find(tensors) if matrix_format and not matrix_format.stays_quantized else {}
+    if to_floats and given_dtype is None and quantize in (None, KEEP_FP8):
         dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
     eos_token_ids = tuple(i for i in opened.eos_token_ids if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
