@@ -174,7 +174,7 @@ def _read_pairs(stored: StoredTensor, quant_map: np.ndarray, inputs: int, count:
     def read(rows: slice, columns: slice) -> np.ndarray:
         first = rows.start * inputs
         end = rows.stop * inputs
-        numbers = pairs[raw[first // 2 : -(-end // 2)]].reshape(-1)[first % 2 :]
+        numbers = np.take(pairs, raw[first // 2 : -(-end // 2)], axis=0).reshape(-1)[first % 2 :]
         return numbers[: end - first].reshape(-1, inputs)[:, columns]
 
     return read
