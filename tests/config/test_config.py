@@ -327,6 +327,10 @@ ROPES = {
         ),
         RopeConfig("yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=16, truncate=False),
     ),
+    "yarn-no-mscale": (
+        hf(rope_scaling=dict(rope_type="yarn", factor=4.0, mscale=0.5, mscale_all_dim=0)),
+        RopeConfig("yarn", factor=4.0, original_max_position_embeddings=512, mscale=0.5),
+    ),
     "yarn-factor-from-lengths": (
         hf(rope_scaling=dict(rope_type="yarn", original_max_position_embeddings=128)),
         RopeConfig("yarn", factor=4.0, original_max_position_embeddings=128),

@@ -11,6 +11,7 @@ from .layer_fields import FULL, SLIDING
 from .values import get_boolean, get_integer, get_number, get_numbers, get_object
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_NONE_IF_0 = ("mscale", "mscale_all_dim")
 _STRETCHED = ("yarn", "longrope")  # by the ratio of two lengths if there is no factor
 _NEEDED = dict(
     llama3=("factor", "low_freq_factor", "high_freq_factor"), linear=("factor",), dynamic=("factor",)
@@ -28,7 +29,8 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
             f"rope type {format_value(rope_type)} is not supported: use one of {', '.join(rope_types)}"
         )
     theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
-    given = {"rope_theta": theta, **{k: v for k, v in scaling.items() if v is not None}}
+    is_given = lambda name, x: x is not None and (name not in _NONE_IF_0 or x != 0)  # noqa: E731
+    given = {"rope_theta": theta} | {name: x for name, x in scaling.items() if is_given(name, x)}
     if hf.get("partial_rotary_factor") is not None:
         given.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     if given.setdefault("partial_rotary_factor", 1.0) != 1.0 and not partial:
