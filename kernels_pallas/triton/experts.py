@@ -24,6 +24,8 @@ from .fp8 import block_scale, flat_numbers, has_blocks
 from .groups import expert_products
 from .parts import Range, dot, outer, tile_size
 
+_MOST_KEYS = 2**31  # of int32
+
 
 class _Sizes(NamedTuple):
     """Sizes of a program's tiles, and its settings."""
@@ -119,12 +121,16 @@ def _sizes(mean: float, dtype, is_grouped: bool) -> _Sizes:
 
 
 def _sort(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
-    """The choices in order of their experts, int32 [C], as expert * C + choice; and where in that order each
-    expert begins, with the end of the last one, int32 [X + 1].
+    """The choices in order of their experts, int32 [C], as expert * C + choice, or as the choice if int32
+    cannot hold that; and where in that order each expert begins, with the end of the last one, int32 [X + 1].
     """
     C = len(expert_C)
-    key_C = lax.sort(expert_C * C + jnp.arange(C), is_stable=False)  # no two keys are equal
-    return key_C, (key_C < C * jnp.arange(X + 1)[:, None]).sum(1)
+    expert_C = jnp.clip(expert_C, -1, X)  # experts of other devices
+    if (X + 1) * C <= _MOST_KEYS:
+        key_C = lax.sort(expert_C * C + jnp.arange(C), is_stable=False)  # no two keys are equal
+        return key_C, (key_C < C * jnp.arange(X + 1)[:, None]).sum(1)
+    expert_C, choice_C = lax.sort((expert_C, jnp.arange(C)), num_keys=2, is_stable=False)
+    return choice_C, jnp.searchsorted(expert_C, jnp.arange(X + 1), method="sort")
 
 
 def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:

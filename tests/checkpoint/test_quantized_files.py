@@ -25,6 +25,11 @@ from xinfer_jax.weights.quantized_weight import is_quantized
 pytestmark = pytest.mark.oldest
 
 Q1 = "model.layers.1.self_attn.q_proj"
+K1 = "model.layers.1.self_attn.k_proj"
+AUTO_ROUND = dict(
+    quant_method="auto-round", bits=4, group_size=16, sym=False, data_type="int", iters=200, backend="auto",
+    packing_format="auto_round:auto_gptq", block_name_to_quantize="model.layers",
+)  # fmt: skip
 
 
 def leaves(model) -> dict:
@@ -176,6 +181,76 @@ def test_zero_biases_that_the_model_lacks_are_ignored(tmp_path):
     assert f"unexpected {name}" in tiny.load_error(path)
 
 
+@pytest.mark.parametrize(
+    "packing, like",
+    [("auto_round:auto_gptq", GPTQ), ("auto_round", V2), ("auto_round:auto_awq", AWQ)],
+    ids=["gptq", "gptq-v2", "awq"],
+)
+def test_auto_round_packs_as_gptq_or_awq(tmp_path, packing, like):
+    """A module in 16 bits has a float matrix. Saved, it has the bytes of its files."""
+    stored, equal = convert(like)
+    stored = {name: x for name, x in stored.items() if not name.startswith(f"{Q1}.")}
+    stored |= {name: x for name, x in equal.items() if name.startswith(f"{Q1}.")}
+    settings = AUTO_ROUND | dict(packing_format=packing, extra_config={Q1: dict(bits=16, data_type="fp")})
+    path, _ = write(tmp_path / "from", settings, weights=stored)
+    for name, leaf in leaves(xj.load_model(path, "float32")).items():
+        assert is_quantized(leaf) == (f"{name.removesuffix('weight')}qweight" in stored)
+        leaf = leaf.dequantize() if is_quantized(leaf) else leaf
+        np.testing.assert_array_equal(leaf, equal[name], err_msg=name)
+    assert save_and_compare(path, tmp_path / "to") == settings
+    model = xj.load_model(path, "float32")
+    model.params["layers"][1]["k"]["weight"] = jnp.asarray(equal[f"{K1}.weight"])
+    xj.save_model(tmp_path / "float", model.params, model.config)
+    again = xj.load_model(tmp_path / "float", "float32").config.quantization_config
+    assert again["extra_config"] == settings["extra_config"] | {K1: dict(bits=16)}
+
+
+def test_some_modules_of_gptq_and_auto_round_are_stored_otherwise(tmp_path):
+    """By the first expression that matches: the projections of layer 0 in 8 bits, its gate as the others."""
+    (stored, equal) = convert(GPTQ)
+    eight = GPTQ | dict(bits=8, sym=True, group_size=8)
+    (others, equal_others) = convert(eight, zeros=128)
+    mlp = [f"model.layers.0.mlp.{x}_proj." for x in ("gate", "up", "down")]
+    packed = {name: x for name, x in stored.items() if not name.startswith((mlp[1], mlp[2]))}
+    packed |= {name: x for name, x in others.items() if name.startswith((mlp[1], mlp[2]))}
+    equal |= {name: x for name, x in equal_others.items() if name.startswith((mlp[1], mlp[2]))}
+    changes = dict(bits=8, sym=True, group_size=8)
+    rules = {"-:.*vision": {}, "+:.*gate_proj": dict(bits=4, damp_percent=0.1), r".*layers\.0\.mlp": changes}
+    extra = {mlp[0][:-1]: dict(bits=4), r".*layers\.0\.mlp.*": changes}
+    for i, settings in enumerate((GPTQ | dict(dynamic=rules), AUTO_ROUND | dict(extra_config=extra))):
+        path, _ = write(tmp_path / f"from{i}", settings, weights=packed)
+        found = leaves(xj.load_model(path, "float32"))
+        for name in (f"{x}weight" for x in (*mlp, f"{Q1}.")):
+            np.testing.assert_array_equal(found[name].dequantize(), equal[name], err_msg=name)
+        assert found[f"{mlp[1]}weight"].group == 8
+        save_and_compare(path, tmp_path / f"to{i}")
+
+
+def test_rules_of_gptq_by_names_of_the_whole_model(tmp_path):
+    """Which a model that sees has. They are there again if it is saved beside the whole."""
+    (stored, _) = convert(GPTQ)
+    (others, equal) = convert(GPTQ | dict(bits=8, sym=True), zeros=128)
+    mlp = "model.layers.0.mlp."
+    packed = {name: others[name] if name.startswith(mlp) else x for name, x in stored.items()}
+    whole = {name.replace("model.", "model.language_model.", 1): x for name, x in packed.items()}
+    rules = {r"+:model\.language_model\.layers\.0\.mlp": dict(bits=8, sym=True)}
+    hf = dict(
+        model_type="mistral3", text_config=tiny.UNTIED, vision_config={}, tie_word_embeddings=False,
+        quantization_config=GPTQ | dict(dynamic=rules),
+    )  # fmt: skip
+    path = tiny.write(tmp_path / "from", hf, weights=whole)
+    found = leaves(xj.load_model(path, "float32"))[f"{mlp}up_proj.weight"]
+    np.testing.assert_array_equal(found.dequantize(), equal[f"{mlp}up_proj.weight"])
+    assert save_and_compare(path, tmp_path / "to", like=path)["dynamic"] == rules
+
+
+def test_rules_of_gptq_that_change_nothing(tmp_path):
+    """Their expressions are not looked at."""
+    rules = {"+:(a+)+": dict(bits=4, group_size=16, desc_act=False), "lm_head": {}, "-:.*mtp.*": {}}
+    path, _ = write(tmp_path / "from", GPTQ | dict(dynamic=rules))
+    assert save_and_compare(path, tmp_path / "to", like=path)["dynamic"] == rules
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +309,11 @@ def test_asymmetric_gptq_with_8_bits(tmp_path):
 
 
 UNSUPPORTED = {
-    "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method 'bitsandbytes'"),
+    "torchao": (dict(quant_method="torchao", quant_type="int4"), "quant_method 'torchao'"),
+    "bitsandbytes": (
+        dict(quant_method="bitsandbytes", load_in_8bit=8),
+        "bitsandbytes with load_in_8bit 8",
+    ),
     "fp8": (dict(quant_method="fp8", activation_scheme="block"), "fp8 with activation_scheme 'block'"),
     "no-method": (dict(bits=4), "quant_method None"),
     "no-object": ("int8", "quant_method 'int8'"),
@@ -256,7 +335,16 @@ UNSUPPORTED = {
     "gptq-marlin": (GPTQ | dict(checkpoint_format="marlin"), "gptq with checkpoint_format 'marlin'"),
     "gptq-marlin-flag": (GPTQ | dict(is_marlin_format=True), "gptq with is_marlin_format True"),
     "gptq-words-of-16": (GPTQ | dict(pack_dtype="int16"), "gptq with pack_dtype 'int16'"),
-    "gptq-some-modules-otherwise": (GPTQ | dict(dynamic={"+:.*mlp.*": dict(bits=8)}), "gptq with dynamic"),
+    "gptq-dynamic-3": (GPTQ | dict(dynamic={"+:.*mlp.*": dict(bits=3)}), "gptq with dynamic"),
+    "gptq-dynamic-method": (GPTQ | dict(dynamic={"a": dict(method="awq")}), "gptq with dynamic"),
+    "gptq-dynamic-slow": (GPTQ | dict(dynamic={"(a+)+b": dict(bits=8)}), "gptq with dynamic"),
+    "auto-round-mxfp4": (AUTO_ROUND | dict(data_type="mx_fp"), "auto-round with data_type 'mx_fp'"),
+    "auto-round-activations": (AUTO_ROUND | dict(act_bits=8), "auto-round with act_bits 8"),
+    "auto-round-packing": (
+        AUTO_ROUND | dict(packing_format="auto_round:fp8_static"),
+        "auto-round with packing_format 'auto_rou",
+    ),
+    "auto-round-module": (AUTO_ROUND | dict(extra_config={Q1: dict(bits=2)}), "auto-round with extra_config"),
     "ours-of-the-future": (dict(quant_method="xinfer_jax", version=5), "xinfer_jax with version 5"),
 }
 

@@ -129,6 +129,26 @@ def test_like_a_model_that_sees(tmp_path, itself):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"whole", target.name})
 
 
+@pytest.mark.parametrize(
+    "model_type, text_says, is_headless",
+    [("mistral3", {}, False), ("mistral3", {}, True), ("qwen3_vl", dict(tie_word_embeddings=True), True)],
+    ids=["head", "no-head", "text-says-tied"],
+)
+def test_a_model_that_sees_and_does_not_say_whether_it_is_tied(tmp_path, model_type, text_says, is_headless):
+    """Its default, or its text model, says that it is. It is not if its files have a head."""
+    text = {name: x for name, x in tiny.UNTIED.items() if name != "tie_word_embeddings"} | text_says
+    hf = dict(model_type=model_type, text_config=text, vision_config={})
+    tensors = {
+        name: x for name, x in tiny.tensors(tiny.UNTIED).items() if name != tiny.HEAD or not is_headless
+    }
+    path = tiny.write(tmp_path / "whole", hf, weights=tensors)
+    model = xj.load_model(path, "float32")
+    assert model.config.tie_word_embeddings == is_headless
+    assert_same(xj.params_to_tensors(model.params, model.config), tensors)
+    xj.save_model(tmp_path / "like", model.params, model.config, like=path)
+    assert_same(tensors_in(tmp_path / "like"), tensors)
+
+
 def test_like_another_model(tmp_path, small):
     params, config = small
     sees(tmp_path / "whole")

@@ -203,6 +203,9 @@ def test_a_model_that_sees(tmp_path):
     path = write(tmp_path / "a", hf | dict(quantization_config=settings), stored)
     model = xj.load_model(path, "float32")
     assert_equal(model, equal_model(tmp_path / "b", HF, equal))
+    xj.save_model(tmp_path / "c", model.params, model.config, like=path)
+    again = xj.load_model(tmp_path / "c", "float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 
 def test_mixed_precision_and_fused_matrices(tmp_path):
@@ -220,6 +223,45 @@ def test_mixed_precision_and_fused_matrices(tmp_path):
     model = xj.load_model(path, "float32")
     assert isinstance(model.params["layers"][1]["attn_gate"]["weight"], GroupedWeight)
     assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+
+
+@pytest.mark.parametrize("is_tied", full_except([False], [False, True]))
+def test_the_embedding_is_of_its_own_class(tmp_path, is_tied):
+    """Linear in 4 bits, Embedding in 8: a tied matrix is an embedding."""
+    settings = w4(32, ignore=[])
+    settings["config_groups"]["group_1"] = compressed("", 8)["config_groups"]["group_0"] | dict(
+        targets=["Embedding"], format="pack-quantized"
+    )
+    hf = HF | dict(tie_word_embeddings=is_tied)
+    (stored, equal) = convert(float_tensors(hf), integers(4, 32))
+    for name in [name for name in (tiny.EMBED, tiny.HEAD) if name in stored]:
+        encode = integers(8) if name == tiny.EMBED else integers(4, 32)
+        (parts, equal[name]) = encode(name, stored.pop(name))
+        stored |= parts
+    model = xj.load_model(write(tmp_path / "a", hf | dict(quantization_config=settings), stored), "float32")
+    assert model.params["embed"]["weight"].values.dtype == np.int8
+    assert_equal(model, equal_model(tmp_path / "b", hf, equal))
+
+
+@pytest.mark.parametrize(
+    "settings, scales",
+    [
+        (dict(quant_method="compressed-tensors", config_groups={}, kv_cache_scheme=dict(num_bits=8)), "{}_"),
+        (dict(quant_method="modelopt", quant_algo="FP8", kv_cache_quant_algo="FP8"), "{}_proj.{}_"),
+    ],
+    ids=["compressed-tensors", "modelopt"],
+)
+@pytest.mark.filterwarnings("ignore:.*tensors that are not read")
+def test_scales_of_the_cache_alone(tmp_path, settings, scales):
+    """The model is one of floats, in the dtype of such models."""
+    equal = float_tensors(HF)
+    stems = [f"model.layers.0.self_attn.{scales.format(x, x)}" for x in "kv"]
+    unused = {stem + field: np.ones((), np.float32) for stem in stems for field in ("scale", "zero_point")}
+    path = write(tmp_path / "a", HF | dict(quantization_config=settings), equal | unused)
+    model = xj.load_model(path)
+    assert model.load_stats.dtype == "float32" and model.config.quantization_config is None
+    assert_equal(model, equal_model(tmp_path / "b", HF, equal))
+    assert xj.load_model(path, quantize="int8").load_stats.dtype == "int8"
 
 
 def test_the_dtype_of_floats(tmp_path):
@@ -375,7 +417,7 @@ def _group(**changed):
         (dict(quant_method="modelopt", quant_algo="FP8", quantized_layers=dict(a=dict(quant_algo="X"))), {},
          "modelopt with quantized_layers"),
         *((dict(quant_method=name), {}, f"quant_method '{name}' is not supported: awq .*fp8.*compressed-t")
-          for name in ("bitsandbytes", "torchao", "hqq", "quark", "auto-round")),
+          for name in ("torchao", "hqq", "quark")),
     ],
 )  # fmt: skip
 def test_rejected_by_name(tmp_path, settings, changed, message):

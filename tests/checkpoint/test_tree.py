@@ -1,6 +1,8 @@
 """One tree of parameters: its tensors by the names of Hugging Face, its config.json, its layers stacked."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ import tiny
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
+from xinfer_jax.config.rope import RopeConfig
 from xinfer_jax.families.writing import to_hf
+from xinfer_jax.plugins import load
 
 pytestmark = pytest.mark.oldest
 
@@ -166,6 +170,34 @@ def test_what_has_no_tensors():
 def test_config_json_is_written(name):
     config = cases.CASES[name].config
     assert xj.from_hf(to_hf(config)) == config
+
+
+def neutral(hf: dict) -> Iterator[dict]:
+    """A config.json with each of its settings at 0, at 1, at its family's default, or left out."""
+    defaults = load("family", hf["model_type"]).defaults
+    scaling = next((name for name in ("rope_scaling", "rope_parameters") if hf.get(name)), None)
+    for name in sorted(hf.keys() | defaults.keys()):
+        for value in (0, 1, 1.0, defaults.get(name)):
+            yield hf | {name: value}
+        yield {other: x for other, x in hf.items() if other != name}
+    for field in dataclasses.fields(RopeConfig) if scaling else ():
+        for value in (0, 1, 1.0, field.default):
+            yield hf | {scaling: hf[scaling] | {field.name: value}}
+
+
+FAMILIES = {case.hf["model_type"]: name for name, case in cases.CASES.items()}
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES.values(), *OTHERS, "llama-yarn-mscale", "olmo3-yarn-old"}))
+def test_config_json_is_written_with_numbers_at_neutral_values(name):
+    """A factor of yarn and longrope that is 1 is not the ratio of their lengths."""
+    configs = []
+    for hf in neutral(cases.CASES[name].hf):
+        with contextlib.suppress(xj.InputError):  # a value that no model has
+            configs.append(xj.from_hf(hf))
+    assert len(configs) > 20
+    for config in configs:
+        assert xj.from_hf(to_hf(config)) == config
 
 
 def test_a_config_that_its_family_cannot_have_is_not_written():

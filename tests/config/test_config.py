@@ -327,6 +327,10 @@ ROPES = {
         ),
         RopeConfig("yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=16, truncate=False),
     ),
+    "yarn-no-mscale": (
+        hf(rope_scaling=dict(rope_type="yarn", factor=4.0, mscale=0.5, mscale_all_dim=0)),
+        RopeConfig("yarn", factor=4.0, original_max_position_embeddings=512, mscale=0.5),
+    ),
     "yarn-factor-from-lengths": (
         hf(rope_scaling=dict(rope_type="yarn", original_max_position_embeddings=128)),
         RopeConfig("yarn", factor=4.0, original_max_position_embeddings=128),
@@ -540,6 +544,27 @@ def test_harmless_keys_change_nothing():
         my_own_note={"a": [1]}, partial_rotary_factor=1.0,
     )  # fmt: skip
     assert from_hf(hf() | harmless) == from_hf(hf())
+
+
+@pytest.mark.parametrize(
+    "model_type, text_type, is_tied, follows_text",
+    [
+        ("gemma3", "gemma3_text", True, False),
+        ("mistral3", "mistral", True, False),
+        ("qwen2_5_vl", "qwen2_5_vl_text", False, True),
+        ("qwen3_vl", "qwen3_vl_text", False, False),
+    ],
+)
+def test_wrappers_that_do_not_say_whether_they_are_tied(model_type, text_type, is_tied, follows_text):
+    """As transformers 5.24 reads them: it goes by the outer object, in Qwen2-VL's also by the text's."""
+    text = hf(text_type, head_dim=8)
+    for own in ({}, dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)):
+        wants = is_tied or follows_text and own.get("tie_word_embeddings", False)
+        outer = dict(model_type=model_type, text_config=text | own)
+        assert from_hf(outer).tie_word_embeddings is wants
+        assert from_hf(outer | dict(tie_word_embeddings=True)).tie_word_embeddings is True
+        wants = follows_text and own.get("tie_word_embeddings", False)
+        assert from_hf(outer | dict(tie_word_embeddings=False)).tie_word_embeddings is wants
 
 
 def test_from_hf_does_not_change_its_argument():

@@ -74,6 +74,43 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
         )
 
 
+def test_ids_that_are_no_tokens_in_a_trace():
+    """Below 0 they are padding, as in labels; above the vocabulary, and after both, scores are NaN."""
+    config = dataclasses.replace(cases.CASES["qwen2-gqa-tied-old"].config, num_hidden_layers=1)
+    params = cases.params_from(config, cases.random_tensors(config, 5))
+    tokens_BT = jnp.asarray(batch()[0])[:, :12]
+    tokens_BT = jnp.concatenate([tokens_BT] * 2)[:4].at[0, 7:].set(-100).at[1, 4].set(-1).at[2, 4].set(96)
+    segment_ids_BT = jnp.zeros_like(tokens_BT).at[1:, 5:].set(1)
+    reference = jax.tree.map(lambda x: 1.5 * x, params)
+    ids = jnp.full((4, 11, 1), -1).at[1].set(5).at[2].set(96)
+    teacher = ids, jnp.full((4, 11, 1), -jnp.inf).at[1:].set(-1.0)
+
+    @jax.jit
+    def scores(tokens_BT, teacher):
+        more = xj.score(
+            params, config, tokens_BT, entropy=True, reference=reference, teacher_topk=teacher
+        )  # fmt: skip
+        return more, xj.score(params, config, tokens_BT, segment_ids_BT=segment_ids_BT)
+
+    more, packed_BT = scores(tokens_BT, teacher)
+    want, want_packed_BT = scores(jnp.clip(tokens_BT, 0, 95), teacher)
+    at_T = np.arange(11)
+    other_BT = np.stack([at_T < 0, at_T > 3, at_T > 3, at_T < 0])  # an id before the target is no token
+    padding_BT = np.asarray(tokens_BT)[:, 1:] < 0
+    for name in ("logprobs_BT", "entropy_BT", "kl_BT", "topk_kl_BT"):
+        expected_BT = np.where(other_BT, np.nan, getattr(want, name))
+        if name == "logprobs_BT":
+            expected_BT[2, 3] = np.nan
+        expected_BT = np.where(padding_BT, 0, expected_BT)
+        np.testing.assert_allclose(getattr(more, name), expected_BT, atol=1e-6, err_msg=name)
+    assert np.isnan(more.topk_kl_BT[2]).all() and not np.any(more.topk_kl_BT[0])
+    expected_BT = np.where(padding_BT, 0, want_packed_BT)
+    expected_BT[2, 3] = np.nan
+    np.testing.assert_allclose(packed_BT, expected_BT, atol=1e-6)
+    gradient = jax.grad(lambda params: (xj.score(params, config, tokens_BT[:1]) * 2).sum())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(gradient)(params)))
+
+
 @pytest.mark.full
 def test_vmap_and_a_callers_jit(model):
     params, config = model

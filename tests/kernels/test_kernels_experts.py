@@ -17,8 +17,10 @@ from quick import full_except
 import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference, triton
+from kernels_pallas.triton.experts import _sort
 from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.ops.expert_tiles import sort_choices
 
 pytestmark = [
     pytest.mark.oldest,  # in two thirds of the time of the newest, which compiles these kernels
@@ -27,6 +29,17 @@ pytestmark = [
 D = 48
 F = 32
 X = 6
+
+
+@pytest.mark.parametrize("sort", [sort_choices, _sort], ids=["xla", "triton"])
+@pytest.mark.parametrize("X", [9, 70_000])  # 31,000 choices of 70,000 experts are beyond int32
+def test_choices_in_order_of_their_experts(sort, X):
+    """Those of other devices' experts, below 0 or from X on, are before or after all."""
+    expert_C = np.random.RandomState(0).randint(-5, X + 5, 31_000)
+    keys_C, start_X1 = map(np.asarray, sort(jnp.asarray(expert_C), X))
+    order_C = np.argsort(np.clip(expert_C, -1, X), kind="stable")
+    np.testing.assert_array_equal(keys_C % len(expert_C), order_C)
+    np.testing.assert_array_equal(start_X1, np.searchsorted(np.sort(expert_C), np.arange(X + 1)))
 
 
 def case(dtype, expert_MU, experts=X):

@@ -67,7 +67,7 @@ PACKAGES = {
     "generation": (
         "state", "executor", "strategies", "loop", "executor_choice", "speculation", "beam_steps",
         "functional", "rollouts", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
-        "drafting", "scoring", "beams", "batch_generator", "entrypoints",
+        "drafting", "score_masks", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("cudnn_attention", "top_k", "reductions", "gpu_sampler"),
     "ops.expert_tiles": (),
@@ -83,7 +83,8 @@ PACKAGES = {
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer_limits",
         "tokenizer", "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "tensor_files", "own_format", "bitnet_format",
-        "scaled_tensor", "awq_gptq_format", "mxfp4_format", "fp8_format", "nvfp4_format", "mlx_format",
+        "scaled_tensor", "awq_gptq_format", "awq_gptq_settings", "bitsandbytes_format", "mxfp4_format",
+        "fp8_format", "nvfp4_format", "mlx_format",
         "compressed_tensors_packing", "compressed_tensors_format", "quantized_formats", "kept_leaves",
         "gguf_file", "gguf_format", "sharded_leaves", "leaf_loader", "embedding_modules", "directory",
         "gguf_tensors", "gguf_tokenizer", "gguf_keys", "gguf_checkpoint", "loading", "saving",

@@ -25,7 +25,8 @@ _FIELDS = ("qweight", "qzeros", "scales")
 
 @dataclasses.dataclass(frozen=True)
 class AwqGptqFormat(MatrixFormat):
-    method: str  # awq or gptq
+    method: str  # awq, gptq, or auto-round, which packs as they do
+    layout: str  # awq or gptq
     bits: int
     group: int  # inputs that share a scale; -1: all of them
     needs_order: bool = False  # gptq: X.g_idx must be present
@@ -43,7 +44,7 @@ class AwqGptqFormat(MatrixFormat):
         per_word = 32 // self.bits
         Q = -(-inputs // self._group_size(inputs))
         packed_outputs = -(-outputs // per_word)
-        words = (inputs, packed_outputs) if self.method == "awq" else (-(-inputs // per_word), outputs)
+        words = (inputs, packed_outputs) if self.layout == "awq" else (-(-inputs // per_word), outputs)
         specs: dict[str, TensorSpec] = {
             "qweight": (words, {"I32"}),
             "qzeros": ((Q, packed_outputs), {"I32"}),
@@ -61,7 +62,7 @@ class AwqGptqFormat(MatrixFormat):
             name,
             (shape[0], shape[1]),
             (1, J),
-            self._read_outputs(words) if self.method == "awq" else self._read_inputs(words),
+            self._read_outputs(words) if self.layout == "awq" else self._read_inputs(words),
             lambda rows, groups: _columns(scales, rows)[groups].T,
             lambda rows, groups: self._read_zeros(name, zeros, rows, groups),
             group_of=self._groups(name, shape[1], tensors),
@@ -76,7 +77,7 @@ class AwqGptqFormat(MatrixFormat):
             if not self._has_layout(leaf):
                 raise self.misfit(name)
             module = name.removesuffix(".weight")
-            known: Any = [f"{module}.qweight", *([f"{module}.g_idx"] if self.method == "gptq" else [])]
+            known: Any = [f"{module}.qweight", *([f"{module}.g_idx"] if self.layout == "gptq" else [])]
             for stored, (shape, _) in self.tensor_specs(name, leaf.shape, known).items():
                 field = stored.rpartition(".")[2]
                 kind = leaf.scale.dtype if field == "scales" else np.int32
@@ -89,7 +90,7 @@ class AwqGptqFormat(MatrixFormat):
             return False
         values = grouped_struct(leaf.shape, self.bits, self._group_size(leaf.inputs)).values
         same = (leaf.values.shape, leaf.values.dtype) == (values.shape, values.dtype)
-        return same and (leaf.order is None or self.method == "gptq")
+        return same and (leaf.order is None or self.layout == "gptq")
 
     def _pack_field(
         self, field: str, name: str, leaf: GroupedWeight, shape: Shape, convert: Callable[[Any], np.ndarray]
@@ -113,7 +114,7 @@ class AwqGptqFormat(MatrixFormat):
             levels_QJO = unpack_int4(part) if self.bits == 4 else part.view(np.uint8) ^ 128
             levels_IO = np.empty((leaf.inputs, part.shape[-1]), np.uint8)
             levels_IO[order] = levels_QJO.reshape(-1, part.shape[-1])[: leaf.inputs]
-            if self.method == "awq":
+            if self.layout == "awq":
                 words[:, at.start // 8 : -(-at.stop // 8)] = self._pack_rows(levels_IO)
             else:
                 words[:, at] = self._pack_rows(levels_IO.T).T
@@ -137,7 +138,7 @@ class AwqGptqFormat(MatrixFormat):
         """X.g_idx, the group of each input; None: neighbours share one."""
         J = self._group_size(inputs)
         field = f"{name.removesuffix('.weight')}.g_idx"
-        if self.method == "awq" or field not in tensors:
+        if self.layout == "awq" or field not in tensors:
             return None
         return group_of_inputs(name, tensors[field], J)
 
@@ -168,7 +169,7 @@ class AwqGptqFormat(MatrixFormat):
         first = rows.start // per_word
         part = _columns(words, slice(first, -(-rows.stop // per_word)))[columns]
         numbers = _unpack_words((part.view(np.uint32) + np.uint32(added)).view(np.int32), self.bits)
-        if self.method == "awq":
+        if self.layout == "awq":
             numbers = [numbers[nibble] for nibble in _AWQ_NIBBLES]
         skipped = rows.start - first * per_word
         return np.stack(numbers, -1).reshape(len(part), -1)[:, skipped : skipped + rows.stop - rows.start]
@@ -214,7 +215,7 @@ class AwqGptqFormat(MatrixFormat):
         size = 32 // self.bits
         padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)))
         columns = [padded[:, i::size] for i in range(size)]
-        if self.method == "awq":
+        if self.layout == "awq":
             columns = [columns[i] for i in np.argsort(_AWQ_NIBBLES)]
         if self.bits == 4:
             columns = [low | high << 4 for low, high in zip(columns[::2], columns[1::2], strict=True)]

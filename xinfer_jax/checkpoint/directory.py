@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.reading import from_hf
-from ..families.wrappers import text_settings
+from ..families.wrappers import is_tied_without_head, text_settings
 from ..sampling.sampling_config import check_generation_config
 from ..weights.quantization import check_quantize
 from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_modules
@@ -18,7 +18,7 @@ from .other_formats import describe_files
 from .quantized_formats import KEEP_FP8, quantization_settings, stored_format
 from .scaled_tensor import MatrixFormat
 from .tensors import QuantizedFormat, open_tensors
-from .text_tensors import text_tensors
+from .text_tensors import has_head, text_tensors
 from .tokenizer import Tokenizer, eos_ids
 
 
@@ -46,6 +46,7 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
         others = [name for name in os.listdir(path) if not name.startswith("model")]
         no_config = "holds no config.json: give the directory of a Hugging Face checkpoint"
         raise InputError(f"{path} {describe_files(others, no_config)}")
+    files_say_tied = is_tied_without_head(settings)
     settings = text_settings(settings)
     embedding = read_embedding_modules(path)
     if embedding is not None:
@@ -70,6 +71,8 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
     stored = open_tensors(path)
     matrix_format = matrix_format and matrix_format.of_files(stored)
     (tensors, skipped) = text_tensors(stored)
+    if files_say_tied:
+        config = dataclasses.replace(config, tie_word_embeddings=not has_head(tensors))
     if kept:
         config = dataclasses.replace(config, quantization_config=stored_settings)
     files = config, tensors, skipped, tokenizer, ends, generation, embedding

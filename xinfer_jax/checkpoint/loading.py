@@ -127,10 +127,11 @@ def load_model(
     Args:
         path_or_repo_id: a directory with config.json and safetensors (and tokenizer.json for text), a hub
             name owner/name, or a GGUF file; None: the bundled checkpoint. Quantized matrices stay as they are
-            stored where a leaf has that form: GGUF, AWQ, GPTQ, BitNet, MLX, MXFP4, whole numbers of
-            compressed-tensors. Those in FP8 and NVFP4 become floats on every device, unless FP8 is asked for.
+            stored where a leaf has that form: GGUF, AWQ, GPTQ, AutoRound, BitNet, MLX, MXFP4, whole numbers
+            of compressed-tensors and bitsandbytes. Those in FP8, NVFP4, NF4 and FP4 become floats on every
+            device, unless FP8 is asked for.
         dtype: float32, bfloat16 or float16, whatever the checkpoint has; None: float32 on CPU, else bfloat16;
-            of FP8 and NVFP4 bfloat16.
+            of FP8, NVFP4, NF4 and FP4 bfloat16.
         quantize: "int8" or "int4": the matrices are quantized while loading, rounded to nearest; "fp8": those
             of a checkpoint in FP8 (E4M3; a scale for a matrix, an output, or 128 × 128 numbers) stay as they
             are stored, and others of it, or whose blocks a mesh cuts, are as without quantize; None: they are
@@ -178,8 +179,8 @@ def open_checkpoint(
     tensors = opened.tensors
     quant_format = opened.quant_format
     matrix_format = opened.matrix_format
-    becomes_float = matrix_format and not matrix_format.stays_quantized and quantize in (None, KEEP_FP8)
-    if becomes_float and given_dtype is None:
+    to_floats = matrix_format.find(tensors) if matrix_format and not matrix_format.stays_quantized else {}
+    if to_floats and given_dtype is None and quantize in (None, KEEP_FP8):
         dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
     eos_token_ids = tuple(i for i in opened.eos_token_ids if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable

@@ -13,7 +13,9 @@ from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.padded_weight import stored_weight
 from ..weights.quantized_weight import is_quantized
 from .awq_gptq_format import AwqGptqFormat
+from .awq_gptq_settings import auto_round_format, awq_gptq_format
 from .bitnet_format import BitNetFormat, is_listed
+from .bitsandbytes_format import BitsAndBytesFormat, bitsandbytes_format
 from .compressed_tensors_format import CompressedTensorsFormat, compressed_tensors_format
 from .files import read_json
 from .fp8_format import Fp8Format
@@ -26,7 +28,7 @@ from .tensors import StoredFormat
 
 KEEP_FP8 = "fp8"  # as quantize
 _REMEDY = (
-    "awq (gemm, 4 bits), gptq (4, 8 bits), bitnet, mlx, mxfp4, fp8, modelopt (FP8, NVFP4) and"
+    "awq (gemm, 4 bits), gptq, auto-round (4, 8), bitsandbytes, bitnet, mlx, mxfp4, fp8, modelopt and"
     " compressed-tensors are supported: use such a checkpoint, or the unquantized one with quantize=, which"
     " dequantize() and save_pretrained() of transformers make"
 )
@@ -39,6 +41,7 @@ _WRITTEN_APART = (
     CompressedTensorsFormat,
     Fp8Format,
 )  # not where published files have matrices joined
+_LOAD_IN = {"load_in_4bit", "load_in_8bit"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 # The modules of gpt-oss that its files have as float numbers.
 _MXFP4_FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -52,6 +55,8 @@ def quantization_settings(settings: Mapping[str, Any], path: Path) -> Any:
     mlx = settings.get("quantization")
     if isinstance(mlx, Mapping) and "group_size" in mlx and config in (None, mlx):
         return {**mlx, "quant_method": MlxFormat.method}
+    if isinstance(config, Mapping) and "quant_method" not in config and config.keys() & _LOAD_IN:
+        return {**config, "quant_method": BitsAndBytesFormat.method}  # as older versions wrote it
     return config or None
 
 
@@ -141,7 +146,12 @@ def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, An
     if method == "gptq":
         rules: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in floats if module != "lm_head"}
         if rules:
-            found["dynamic"] = {**(settings.get("dynamic") or {}), **rules}
+            found["dynamic"] = rules | (settings.get("dynamic") or {})  # the first that matches counts
+    elif method == "auto-round":
+        extra = settings.get("extra_config") or {}
+        is_new = lambda module: module != "lm_head" and extra.get(module, {}).get("bits") != 16  # noqa: E731
+        if listed := {module: dict(bits=16) for module in filter(is_new, floats)}:
+            found["extra_config"] = extra | listed
     elif method != Mxfp4Format.method:
         field = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
         names = settings.get(field)
@@ -182,36 +192,6 @@ def _modelopt_format(config: Mapping[str, Any], require: Require) -> ModelOptFor
     return ModelOptFormat((128, 128))
 
 
-def _awq_gptq_format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
-    method = config["quant_method"]
-    bits = config.get("bits")
-    group = config.get("group_size")
-    require(type(bits) is int and bits in ((4,) if method == "awq" else (4, 8)), "bits")
-    require(type(group) is int and (group == -1 or group > 0 and group % 2 == 0), "group_size")
-    require(config.get("pack_dtype", "int32") == "int32", "pack_dtype")
-    # Rules for single modules. "-:" means not quantized, which the tensors show too.
-    dynamic = config.get("dynamic") or {}
-    require(isinstance(dynamic, Mapping) and all(rule.startswith("-:") for rule in dynamic), "dynamic")
-    require(str(config.get("backend")) != "llm-awq", "backend")
-    require(config.get("desc_act") in (None, True, False), "desc_act")
-    layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
-    layout = layouts[0]
-    for name in ("version", "format", "checkpoint_format"):
-        if config.get(name) is not None and not (method == "gptq" and name == "version"):
-            layout = str(config[name]).lower()
-            require(layout in layouts, name)
-    if method == "awq":
-        require(config.get("zero_point", True) is True, "zero_point")
-        return AwqGptqFormat(method, bits, group)
-    require(not config.get("is_marlin_format"), "is_marlin_format")
-    require(not config.get("adapter"), "adapter")
-    zeros_minus_one = layout == "gptq"
-    zeros_borrow = zeros_minus_one and "gptqmodel" in str(config.get("meta"))
-    needs_order = bool(config.get("desc_act"))
-    symmetric = config.get("sym") is True
-    return AwqGptqFormat(method, bits, group, needs_order, zeros_minus_one, zeros_borrow, symmetric)
-
-
 def _bitnet_format(config: Mapping[str, Any], require: Require) -> BitNetFormat:
     linear = config.get("linear_class", "bitlinear")
     mode = config.get("quantization_mode", "offline")
@@ -237,8 +217,10 @@ def _old_settings(path: Path) -> Mapping[str, Any] | None:
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Require], StoredFormat]] = {
-    "awq": _awq_gptq_format,
-    "gptq": _awq_gptq_format,
+    "awq": awq_gptq_format,
+    "gptq": awq_gptq_format,
+    "auto-round": auto_round_format,
+    "bitsandbytes": bitsandbytes_format,
     "bitnet": _bitnet_format,
     "mxfp4": lambda config, require: Mxfp4Format(),  # the tensors show what is not converted
     "mlx": lambda config, require: MlxFormat({text_name(key) or key: x for key, x in config.items()}),

@@ -19,7 +19,7 @@ from ..families.conversion import plan_tensors, specs_and_leaves
 from ..families.naming import TIED
 from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
-from ..families.wrappers import text_settings
+from ..families.wrappers import is_tied_without_head, text_settings
 from ..families.writing import to_hf
 from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
@@ -29,7 +29,7 @@ from .quantized_formats import OLD_FILES, format_to_write, quantization_settings
 from .scaled_tensor import MatrixFormat, quantized_shapes
 from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
 from .tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
-from .text_tensors import other_tensors
+from .text_tensors import has_head, other_tensors
 from .tokenizer import Tokenizer
 
 _LARGE = re.compile(r"^\.|\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx)$|\.index\.json$")  # not copied
@@ -88,9 +88,7 @@ def save_model(
     if source is None:
         settings = to_hf(dataclasses.replace(config, rotated=False))
     else:
-        (settings, original) = _settings_like(
-            source, config, any((text_name(name) or "").startswith("lm_head.") for name in kept)
-        )
+        (settings, original) = _settings_like(source, config, has_head(kept))
         if original != config:
             params = with_kv_heads_once(params, config, original)
             config = original
@@ -122,8 +120,10 @@ def _check_target(path: Path, overwrite: bool) -> None:
         raise InputError(f"{old} exists, where the directory would be meanwhile: move it away")
 
 
-def _settings_like(source: Path, config: ModelConfig, has_head: bool) -> tuple[dict[str, Any], ModelConfig]:
-    """config.json of another checkpoint with this config, and its own config, without repeated key heads."""
+def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[dict[str, Any], ModelConfig]:
+    """config.json of another checkpoint with this config, and its own config, without repeated key heads.
+    is_untied: whether it has a head.
+    """
     settings = read_json(source / "config.json")
     if settings is None:
         raise InputError(f"like: {source} holds no config.json")
@@ -131,8 +131,8 @@ def _settings_like(source: Path, config: ModelConfig, has_head: bool) -> tuple[d
         from_hf(settings | dict(architectures=None)), rotated=config.rotated,
         quantization_config=config.quantization_config,
     )  # fmt: skip
-    if not has_head:  # tied, or of vectors alone
-        other = dataclasses.replace(other, tie_word_embeddings=True)
+    if not is_untied or is_tied_without_head(settings):  # of no head also models of vectors alone
+        other = dataclasses.replace(other, tie_word_embeddings=not is_untied)
     with contextlib.suppress(InputError):  # these numbers do not divide each other
         if config == with_repeated_kv_heads(other, config.num_key_value_heads):
             return settings, other
@@ -203,6 +203,8 @@ def _tensors(
     stored = {text_name(name) or name: tensor for name, tensor in kept.items()}
     specs, leaves = specs_and_leaves(params, config)
     (quant_format, quantization) = format_to_write(config, specs, leaves)
+    if isinstance(quant_format, MatrixFormat) and kept:  # its settings may have names of the whole model
+        quant_format = quant_format.of_files(kept)
     is_float = [not is_quantized(leaf) for leaf in leaves]
     floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
     if dtype is None and (others := [name for name, x in floats.items() if x.dtype not in _FLOATS]):

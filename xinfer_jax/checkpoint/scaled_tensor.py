@@ -5,8 +5,10 @@ which tensors hold both (`ScaledNumbers`). Splits, fused tensors, experts and me
 (`ScaledTensor`).
 """
 
+import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -16,6 +18,7 @@ import numpy as np
 from ..errors import InputError
 from .tensors import RowsAsTensor, Shape, StoredFormat, StoredTensor, Tensors, TransposedMatrix
 
+_SLOW = re.compile(r"\)[*+{]")  # a group that is repeated
 Read = Callable[[slice, slice], np.ndarray]  # returns those rows and columns
 
 
@@ -30,6 +33,7 @@ class ScaledNumbers:
     scales: Read  # a row and a column for each block
     zeros: Read | None = None  # int8, like the scales
     offsets: Read | None = None  # float32, like the scales
+    rounded_to: Any = None  # a type of floats to which its values are rounded; None: float32
     group_of: np.ndarray | None = None  # of each column the column of its scale; None: by the block
     # How it can stay as it is: whole numbers of so many bits, and whether scales are float16; 0: as floats.
     bits: int = 0
@@ -58,7 +62,8 @@ class ScaledNumbers:
             blocks = blocks * self.finite_per_row(self.scales, rows, at)[..., None]
             if self.offsets is not None:
                 blocks += self.finite_per_row(self.offsets, rows, at)[..., None]
-        return blocks.reshape(numbers.shape)
+        values = blocks.reshape(numbers.shape)
+        return values if self.rounded_to is None else values.astype(self.rounded_to).astype(np.float32)
 
     def finite_per_row(self, read: Read, rows: slice, columns: np.ndarray) -> np.ndarray:
         """Returns `per_row` of scales or offsets, float32. Raises InputError: one is NaN or inf."""
@@ -152,6 +157,13 @@ def quantized_shapes(shapes: Mapping[str, Shape], tensors: Mapping[str, Any]) ->
     """Of tensors with these shapes those that are matrices of `with_matrices`, none of them a vector."""
     is_quantized = lambda name: isinstance(tensors.get(name), jax.ShapeDtypeStruct)  # noqa: E731
     return {name: shape for name, shape in shapes.items() if len(shape) > 1 and is_quantized(name)}
+
+
+def is_quick_pattern(text: str) -> bool:
+    """Whether it is a regular expression that takes little time: without groups that are repeated."""
+    with contextlib.suppress(re.error):
+        return bool(re.compile(text)) and not _SLOW.search(text) and len(re.findall(r"[*+{]", text)) < 9
+    return False
 
 
 def check_groups(name: str, inputs: int, J: int) -> None:

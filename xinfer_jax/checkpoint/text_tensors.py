@@ -12,7 +12,7 @@ from .tensors import StoredTensor
 
 # How the names of a family's tensors begin.
 _FAMILIES = ("model.embed_tokens", "model.layers.", "model.norm.", "model.per_layer_", "lm_head.")
-_CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_scale$")  # for keys and values in 8 bits
+_CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_(scale|zero_point)$")  # for keys and values in 8 bits
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
@@ -28,6 +28,11 @@ def text_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredT
         if not own or own.endswith(INV_FREQ):
             skipped[f"*{INV_FREQ}" if own else f"{find_prefix(name)}*"] += 1
     return found, _counted(skipped)
+
+
+def has_head(names: Iterable[str]) -> bool:
+    """Whether some tensor, quantized or not, is the head's."""
+    return any((text_name(name) or "").startswith("lm_head.") for name in names)
 
 
 def other_tensors(names: Iterable[str]) -> set[str]:

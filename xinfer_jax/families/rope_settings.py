@@ -11,6 +11,8 @@ from .layer_fields import FULL, SLIDING
 from .values import get_boolean, get_integer, get_number, get_numbers, get_object
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_NONE_IF_0 = ("mscale", "mscale_all_dim")
+_STRETCHED = ("yarn", "longrope")  # by the ratio of two lengths if there is no factor
 _NEEDED = dict(
     llama3=("factor", "low_freq_factor", "high_freq_factor"), linear=("factor",), dynamic=("factor",)
 )
@@ -27,7 +29,8 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
             f"rope type {format_value(rope_type)} is not supported: use one of {', '.join(rope_types)}"
         )
     theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
-    given = {"rope_theta": theta, **{k: v for k, v in scaling.items() if v is not None}}
+    is_none = lambda name, x: x is None or name in _NONE_IF_0 and type(x) in (int, float) and x == 0  # noqa: E731
+    given = {"rope_theta": theta} | {name: x for name, x in scaling.items() if not is_none(name, x)}
     if hf.get("partial_rotary_factor") is not None:
         given.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     if given.setdefault("partial_rotary_factor", 1.0) != 1.0 and not partial:
@@ -36,15 +39,16 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
         given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
         if hf.get("original_max_position_embeddings") is not None:
             given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
-    if rope_type in ("yarn", "longrope") and "factor" not in given:
+    if rope_type in _STRETCHED and "factor" not in given:
         original = get_integer(given, "original_max_position_embeddings")
         given["factor"] = hf["max_position_embeddings"] / original
     return _rope(rope_type, {"truncate": True, **given})
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Returns `rope_parameters`: the inverse of `read_rope`."""
-    needed = {"rope_type", "rope_theta", *_NEEDED.get(rope.rope_type, ())}
+    """Returns `rope_parameters`: the inverse of `read_rope`, for which an absent factor is not 1."""
+    needed = {"rope_type", "rope_theta"} | ({"factor"} if rope.rope_type in _STRETCHED else set())
+    needed |= {*_NEEDED.get(rope.rope_type, ())}
     fields = {field.name: field.default for field in dataclasses.fields(rope) if field.name != "head_dim"}
     values = {name: getattr(rope, name) for name in fields}
     written = {name: x for name, x in values.items() if name in needed or x != fields[name]}

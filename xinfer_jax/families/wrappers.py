@@ -18,7 +18,8 @@ WRAPPERS = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-_FLAT = ("qwen2_vl", "qwen2_5_vl")  # published without `text_config`
+_FLAT = ("qwen2_vl", "qwen2_5_vl")  # published without `text_config`; tied too if that says so
+_TIED = ("gemma3", "gemma4", "gemma4_unified", "mistral3")  # by default, whatever their text models are
 # For text all three positions of mrope are equal, so these are models of families without it.
 _SAME = {
     "qwen2_vl_text": "qwen2",
@@ -45,6 +46,17 @@ def placeholder_ids(hf: Mapping[str, Any]) -> dict[int, str]:
     return {hf[name]: name for name in names if type(hf.get(name)) is int}
 
 
+def is_tied_without_head(hf: Mapping[str, Any]) -> bool:
+    """Whether the embedding is the head too if files have no head, and is not if they have one: config.json
+    does not say it, and its default, or the text model's settings, do. So transformers loads such a model.
+    """
+    kind = hf.get("model_type")
+    text = hf.get("text_config")
+    if not isinstance(kind, str) or kind not in WRAPPERS or hf.get("tie_word_embeddings") is not None:
+        return False
+    return kind in _TIED or isinstance(text, Mapping) and text.get("tie_word_embeddings") is True
+
+
 def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
     outer object has. Images are not served: the settings of a vision model are not read. Raises InputError.
@@ -69,8 +81,10 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     settings = outer | of_text | dict(model_type=own_type)
     if isinstance(own_type, str):
         settings = _DEFAULTS.get(own_type, {}) | settings | dict(model_type=_SAME.get(own_type, own_type))
-    if "tie_word_embeddings" in outer:  # which transformers goes by
-        settings["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    is_tied = outer.get("tie_word_embeddings")  # which transformers goes by
+    if outer_type in _FLAT and text.get("tie_word_embeddings") is True:
+        is_tied = True
+    settings["tie_word_embeddings"] = outer_type in _TIED if is_tied is None else is_tied
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := settings.get(name), Mapping):
             plain = {k: "default" for k in ("type", "rope_type") if rope.get(k) == "mrope"}

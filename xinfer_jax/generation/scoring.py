@@ -25,6 +25,7 @@ from ..ops.operation import check_impl, over_any_mesh
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
 from .executor import next_power_of_two
+from .score_masks import are_tokens, mask_scores
 from .validation import check_prompts
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def score(  # noqa: PLR0913  a public function
 
     Args:
         params, config: the model.
-        tokens_BT: int32 token ids, padded on the right.
+        tokens_BT: int32 token ids, padded on the right. In a trace, where ids are not checked, the entry of
+            an id below 0 (as -100, which pads labels) is 0. That of an id above the vocabulary is NaN, and so
+            are those of the tokens after both.
         num_tokens_B: how many of each row are real; None: all.
         inputs_BTD: the input of the first layer, instead of `embed_tokens(params, config, tokens_BT)`: for a
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
@@ -247,6 +250,7 @@ def _score(  # noqa: PLR0913
     routes, taps, *, return_routes, entropy, chunk, remat, impl,
 ):  # fmt: skip
     segment_ids_BT, positions_BT = packing
+    tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
     how = dict(segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=remat, impl=impl)
     hidden_BTD, _, *routes = hidden_states(
         params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, routes=routes,
@@ -258,6 +262,7 @@ def _score(  # noqa: PLR0913
         of_reference_BTD, _ = hidden_states(reference, config, tokens_BT, None, num_tokens_B, **how)
         of_reference_BTD = of_reference_BTD[:, :-1]
     ids_BTk, logprobs_BTk = (None, None) if teacher_topk is None else teacher_topk
+    ids_BTk = None if ids_BTk is None else jnp.asarray(ids_BTk, jnp.int32)
 
     def logits(params, hidden_BCD) -> jax.Array:
         logits_BCV = unembed(params, config, hidden_BCD)
@@ -267,8 +272,9 @@ def _score(  # noqa: PLR0913
         logits_BCV = logits(params, hidden_BCD)
         total_BC = jax.nn.logsumexp(logits_BCV, -1)
 
-        def logprobs_of(ids_BCk: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(logits_BCV, ids_BCk, -1) - total_BC[..., None]
+        def logprobs_of(ids_BCk: jax.Array) -> jax.Array:  # NaN of those that are no tokens
+            at_BCk = jnp.where(are_tokens(ids_BCk, config), ids_BCk, logits_BCV.shape[-1])
+            return jnp.take_along_axis(logits_BCV, at_BCk, -1) - total_BC[..., None]
 
         found: dict[str, Any] = {}
         if entropy:
@@ -285,12 +291,8 @@ def _score(  # noqa: PLR0913
     rows = lm_head(params)["weight"].shape[0]
     given = hidden_BTD[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
     scores = _map_tokens(part, rows, chunk, *given)
-    real_BT: Any = True
-    if num_tokens_B is not None:
-        real_BT = jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
-    if segment_ids_BT is not None:
-        real_BT &= segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
-    return (jax.tree.map(lambda x_BT: jnp.where(real_BT, x_BT, 0), scores), *routes)
+    read = config, tokens_BT, num_tokens_B, segment_ids_BT, inputs_BTD is None
+    return Scores(**mask_scores(vars(scores), *read)), *routes
 
 
 def _map_tokens(function: Callable, V: int, chunk: int | None, *args: Any) -> Any:

@@ -72,7 +72,7 @@ def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     Args:
         params, config: the parameter tree, and its static config. Activations have the dtype of its
             `final_norm`.
-        tokens_BT: int32 token ids.
+        tokens_BT: int32 token ids; in a trace those outside the vocabulary get another's embedding.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
         segment_ids_BT, positions_BT, routes, return_routes, taps, remat: as in `hidden_states`.

@@ -19,6 +19,7 @@ from ..weights.params import AnyArray, Params
 from .operation import match_varying_axes
 
 _TILE_ROWS = 64  # at most: more rows are no faster
+_MOST_KEYS = 2**31  # of int32
 _GRADIENT_ROWS = 128  # of a backward pass, and of the forward pass before it
 
 
@@ -46,12 +47,25 @@ def _tiles(expert_MU: jax.Array, experts: Params, rows: int) -> Tiles:
     M, U = expert_MU.shape
     C = M * U
     X = num_local_experts(experts)
-    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
-    choice_C = key_C % C
+    choice_C, start_X1 = sort_choices(expert_MU.reshape(C), X)
     padded_C = jnp.pad(choice_C, (0, rows))
-    first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
+    first_X = start_X1[:-1]
+    stop_X = start_X1[1:]
     tiles_X = -((first_X - stop_X) // rows)
     return Tiles(padded_C // U, padded_C, first_X, tiles_X, jnp.cumsum(tiles_X), stop_X)
+
+
+def sort_choices(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the choices in order of their experts, int32 [C], and where in that order each expert begins,
+    with the end of the last one, int32 [X + 1].
+    """
+    C = len(expert_C)
+    expert_C = jnp.clip(expert_C, -1, X)  # experts of other devices
+    if (X + 1) * C <= _MOST_KEYS:
+        key_C = lax.sort(expert_C * C + jnp.arange(C), is_stable=False)  # no two are equal
+        return key_C % C, (key_C < C * jnp.arange(X + 1)[:, None]).sum(1)
+    expert_C, choice_C = lax.sort((expert_C, jnp.arange(C)), num_keys=2, is_stable=False)
+    return choice_C, jnp.searchsorted(expert_C, jnp.arange(X + 1), method="sort")
 
 
 def _for_each_tile(tiles: Tiles, rows: int, step: Callable, *carry: Any) -> Any:
