@@ -80,7 +80,7 @@ PACKAGES = {
     "layerwise": ("precompile", "layer_programs", "layerwise_executor"),
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
-        "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
+        "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer_classes", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
         "tensors", "text_tensors", "tensor_files", "own_format", "bitnet_format",
         "scaled_tensor", "awq_gptq_format", "mxfp4_format", "fp8_format", "nvfp4_format", "mlx_format",
