@@ -56,7 +56,8 @@ PACKAGES = {
     "ops.mesh": (),
     "ops.auto_axes": (),
     "tool_calls": (
-        "call_parser", "json_scanner", "json_call", "xml_call", "gemma_call", "tool_call_parser",
+        "call_parser", "json_scanner", "json_values", "parameter_types", "json_call", "gemma_call", "xml_call",
+        "tool_call_parser",
         "reasoning", "harmony", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
