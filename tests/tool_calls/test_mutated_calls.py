@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import string
 from typing import Any
 
@@ -58,13 +59,18 @@ PIECES = [
     "9" * 4400, "[" * 120, "{a:" * 120, '{"a":' * 101, "\x00", "\n", "\n{",
     "  ", "\x85", "\u2028", ", ",
 ]  # fmt: skip
+SLIPS = [
+    ("]", ",]"), ("}", ",}"), ("]", ""), ("}", "}}"), ('<|"|>', "'"), ('<|"|>', '"'), ('"', "'"),
+    ("true", "True"), ("null", "None"), ("</parameter>", ""), (": ", " = "), ("{", "("), (",", ";"), ("\n", ""),
+]  # fmt: skip
+_STRUCTURE = re.compile(r"[\[\]{}<>|,:;'\"()=\n]")  # beside which most mutations are
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
     kind = rng.randrange(8 if depth < 2 else 6)
-    if kind < 3:
+    if kind < 2:
         return rng.choice(TEXTS)
-    if kind == 6:
+    if kind in (2, 6) and depth < 2:
         return [value(rng, depth + 1) for _ in range(rng.randrange(3))]
     if kind == 7:
         return {rng.choice("abxy"): value(rng, depth + 1) for _ in range(rng.randrange(3))}
@@ -151,10 +157,11 @@ def answer(form: str, rng: random.Random) -> str:
 def mutated(text: str, rng: random.Random) -> str:
     """The text with parts of it removed, repeated, moved, replaced or inserted."""
     for _ in range(rng.choice([0, 1, 1, 2, 3, 5])):
-        at = rng.randrange(len(text) + 1)
+        at = rng.choice([*(found.start() for found in _STRUCTURE.finditer(text)), len(text)])
+        at = rng.choice([at, at, at + 1, rng.randrange(len(text) + 1)])
         end = min(len(text), at + rng.choice([1, 1, 2, 5, 30]))
-        more = rng.choice(PIECES) if rng.random() < 0.6 else rng.choice(string.printable)
-        kind = rng.randrange(6)
+        more = rng.choice([rng.choice(PIECES), rng.choice(",'\"[]{}:"), rng.choice(string.printable)])
+        kind = rng.randrange(8)
         if kind == 0:
             text = text[:at] + text[end:]
         elif kind == 1:
@@ -164,8 +171,10 @@ def mutated(text: str, rng: random.Random) -> str:
             text = text[:to] + text[at:end] + text[to:]
         elif kind == 3:
             text = text[:at]
+        elif kind < 6:
+            text = text.replace(*rng.choice(SLIPS), rng.choice([1, 1, 2, -1]))
         else:
-            text = text[:at] + more + text[end if kind == 4 else at :]
+            text = text[:at] + more + text[end if kind == 6 else at :]
     return text
 
 
