@@ -61,7 +61,8 @@ PIECES = [
 ]  # fmt: skip
 SLIPS = [
     ("]", ",]"), ("}", ",}"), ("]", ""), ("}", "}}"), ('<|"|>', "'"), ('<|"|>', '"'), ('"', "'"),
-    ("true", "True"), ("null", "None"), ("</parameter>", ""), (": ", " = "), ("{", "("), (",", ";"), ("\n", ""),
+    ("true", "True"), ("null", "None"), ("</parameter>", ""), (": ", " = "), ("{", "("), (",", ";"),
+    ("\n", ""),
 ]  # fmt: skip
 _STRUCTURE = re.compile(r"[\[\]{}<>|,:;'\"()=\n]")  # beside which most mutations are
 

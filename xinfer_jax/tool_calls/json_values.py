@@ -32,10 +32,10 @@ def json_text(value: Any) -> str:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        values = (v for v in level if isinstance(v, dict | list | tuple))
-        level = [one for v in values for one in (v.values() if isinstance(v, dict) else v)]
+        level = [one for one in level if isinstance(one, dict | list | tuple)]
         if not level:
             return
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
     raise ValueError("nested too deeply")
 
 
