@@ -103,9 +103,9 @@ class AnswerParser:
     - at the end of reasoning that is not closed. If text follows such a call, it is a part of the reasoning.
 
     A call that is malformed or incomplete, or of a function that is not among the tools, is text: it becomes
-    content. So is an object without a mark around it, if it has fields that are no parameters of its function.
-    Its name and the beginning of its arguments may have been returned by then, with an index that no other
-    call has. Whitespace beside calls is left out.
+    content. An object without a mark around it is text too, if it has fields that are no parameters of its
+    function. Its name and the beginning of its arguments may have been returned by then, with an index that
+    no other call has. Whitespace beside calls is left out.
     """
 
     def __init__(
