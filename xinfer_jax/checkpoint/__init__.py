@@ -3,8 +3,8 @@
 In the order to read: `files` finds the directory and reads its small files, `other_formats` says what others
 are; `template_files`, `template_budget` and `chat_template` find, limit and render chat templates,
 `template_tools` finds what one does with tools; `response_template`, `template_content` and
-`template_splitter` read how answers are written; `token_coverage` bounds the number of ids of a text;
-`tokenizer` converts text to ids and back, `escaping` keeps control tokens out of what users write,
+`template_splitter` read how answers are written; `token_coverage` bounds a text's ids; `tokenizer_classes`
+and `tokenizer` convert text to ids and back, `escaping` keeps control tokens out of what users write,
 `conversation` returns the ids of a prompt, `tool_choice` has the grammar of answers that call a tool;
 `detokenizer` and `answer_detokenizer` decode ids as they arrive; `tensors` opens safetensors files,
 `text_tensors` leaves out those of other models, `tensor_files` writes files and directories; `own_format` and
