@@ -297,6 +297,5 @@ def _fix_mistral_words(
 
 
 def _steps(pre_tokenizer: Any) -> list[Any]:
-    if not isinstance(pre_tokenizer, pre_tokenizers.Sequence):
-        return [pre_tokenizer]
-    return [*pre_tokenizer]
+    is_sequence = isinstance(pre_tokenizer, pre_tokenizers.Sequence)
+    return [*pre_tokenizer] if is_sequence else [pre_tokenizer]

@@ -117,7 +117,7 @@ class ToolCallParser:
 
     def trailing(self) -> "TrailingCallParser":
         """A parser of these calls at the end of a text."""
-        return TrailingCallParser(self._formats, self._functions.schemas, None, str)
+        return TrailingCallParser(self._formats, self._functions.schemas)
 
     # Each state returns the text that is left for the next one.
 
@@ -257,8 +257,8 @@ class ToolCallParser:
 class TrailingCallParser(ToolCallParser):
     """Tells the calls at the end of a text from its other text: if any text follows a call, it is none."""
 
-    def __init__(self, formats, parameters, most_calls, new_id) -> None:
-        super().__init__(formats, parameters, most_calls, new_id)
+    def __init__(self, formats: Collection[str], parameters: Mapping[str, Mapping[str, Any]] | None) -> None:
+        super().__init__(formats, parameters, None, str)
         self._marks += (_LINE_OF_OBJECT,) if LLAMA3_JSON in formats else ()
         self.held = ""  # the end of the text, which may be calls
 
