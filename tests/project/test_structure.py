@@ -56,8 +56,8 @@ PACKAGES = {
     "ops.mesh": (),
     "ops.auto_axes": (),
     "tool_calls": (
-        "call_parser", "json_scanner", "json_call", "xml_call", "gemma_call", "tool_call_parser",
-        "reasoning", "harmony", "tool_messages", "answer_parser", "call_grammar",
+        "call_parser", "json_scanner", "json_values", "parameter_types", "json_call", "gemma_call",
+        "xml_call", "tool_call_parser", "reasoning", "harmony", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
@@ -81,7 +81,8 @@ PACKAGES = {
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
         "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer_limits",
-        "tokenizer", "escaping", "conversation", "tool_choice", "detokenizer", "answer_detokenizer",
+        "tokenizer_classes", "tokenizer", "escaping", "conversation", "tool_choice", "detokenizer",
+        "answer_detokenizer",
         "tensors", "text_tensors", "tensor_files", "own_format", "bitnet_format",
         "scaled_tensor", "awq_gptq_format", "awq_gptq_settings", "bitsandbytes_format", "mxfp4_format",
         "fp8_format", "nvfp4_format", "mlx_format",

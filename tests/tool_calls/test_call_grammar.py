@@ -28,8 +28,10 @@ TOOLS = [
     tool("set", zip=dict(type="string", pattern="^[0-9]{2,4}$")),
     tool("move", path=dict(type="string", pattern="a/b", maxLength=5)),
     tool("put", text=dict(type="string", minLength=1, maxLength=4), quote=dict(enum=['"', "x\ny"])),
+    tool("tint", shade={"$ref": "#/$defs/shade"}),
     tool("add.all", kinds=_KINDS, sure=dict(type="boolean")),
 ]
+TOOLS[-2]["function"]["parameters"] |= {"$defs": dict(shade=dict(type="string", enum=["1", "true", '"x"']))}
 TOOLS[-1]["function"]["parameters"] |= {
     "$defs": dict(kind=_KIND | dict(additionalProperties=False)),
     "required": ["kinds"],

@@ -19,6 +19,7 @@ TOOLS = [
     tool("now"),
     tool("weather", city=dict(type="string"), days=dict(type="integer")),
     tool("write", path=dict(type="string"), text=dict(type="string")),
+    tool("find", id=dict(type="integer"), list=dict(type="array"), tree=dict(type="object")),
 ]
 NOW = ("now", {})
 OSLO = ("weather", dict(city="Oslo", days=3))
@@ -33,6 +34,10 @@ NESTED = (
     "write",
     dict(a=[1, -2.5, "}]", [], {}], b=dict(c=True, d=dict(e=None)), text='"a":\\n\n<tool_call>,}'),
 )
+
+
+def find(**arguments) -> tuple[str, dict]:
+    return "find", arguments
 
 
 def tagged(text: str) -> str:
@@ -109,6 +114,45 @@ WRITTEN = [
         [NESTED],
     ),
     (f"<|channel>thought\nHm <|tool_call>\n<channel|>{gemma('call:now{}')}", None, [NOW]),
+    # a comma after the last item
+    (gemma("call:find{list:[1,2,], }"), None, [find(list=[1, 2])]),
+    (gemma("call:find{tree:{a:[ ],b:[[3 , ], ] , }, }"), None, [find(tree=dict(a=[], b=[[3]]))]),
+    # quotes, and escapes in them, as in JSON and Python
+    (
+        gemma("call:find{'list':['x', \"y\", 'it's', '\"', 'a\\'b\\n'],tree:{'a:b':'',\"c,d\":'f, g'}}"),
+        None,
+        [find(list=["x", "y", "it's", '"', "a'b\n"], tree={"a:b": "", "c,d": "f, g"})],
+    ),
+    (gemma(r'call:find{list:["\ud800", "\ud83d\ude00", NaN, 1e999, -]}'), None, [
+        find(list=["\ud800", "😀", "NaN", "1e999", "-"])
+    ]),
+    # values of Qwen3-Coder as in Python
+    (
+        "<function=find><parameter=list>[1, 'it's', None,]</parameter><parameter=tree>{'a': True}</parameter>"
+        "</function>",
+        None,
+        [find(list=[1, "it's", None], tree=dict(a=True))],
+    ),
+    ("<function=find><parameter=list>[1, </parameter></function>", None, [find(list="[1, ")]),
+    # arguments beside the name
+    ('{"name": "weather", "city": "Oslo", "days": 3}', None, [OSLO]),
+    ('{"name": "weather", "parameters": {"city": "Oslo"}, "days": 3}', None, [OSLO]),
+    ('{"days": 3, "parameters": {}, "type": "function", "city": "Oslo", "name": "weather"};', None, [OSLO]),
+    (
+        tagged('{"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}, "days": 3}'),
+        None,
+        [OSLO],
+    ),
+    (tagged('{"name": "now", "arguments": { }, "why": "x"}'), None, [NOW]),
+    ('{"name": "find", "id": 3}', None, [find(id=3)]),
+    ('{"name": "find", "parameters": {"id": 3}, "id": "call_1"}', None, [find(id=3)]),
+    # calls at the end of reasoning that is open
+    (f"<think>\nI look.\n{tagged(JSON)}\n", None, [OSLO]),
+    (f"<think>\nI look.\n<tool_call>\n{JSON}", None, [OSLO]),
+    (f"<think>{tagged(JSON)}? Yes: <tool_call> {tagged(XML)}{tagged(JSON)}", None, [OSLO, OSLO]),
+    (f"<think>\nI look.\n{JSON}; {JSON}", None, [OSLO, OSLO]),
+    (f"<think>{JSON}", None, [OSLO]),
+    (f"<|channel>thought\nHm\n{gemma(GEMMA)}{gemma('call:now{}')}", None, [OSLO, NOW]),
 ]  # fmt: skip
 NO_CALLS = [
     '{"name": "Bob"}',
@@ -125,6 +169,15 @@ NO_CALLS = [
     gemma("call:weather{city:{}"),
     gemma('call:weather{city:<|"|>Oslo,days:3}'),
     gemma("call:weather{days:1,days:2}"),
+    gemma("call:find{list:[1,,2]}"),
+    gemma("call:find{list:[,]}"),
+    gemma("call:find{list:['x}"),
+    # an answer in JSON, whose fields are no parameters
+    '{"name": "weather", "parameters": {"city": "Oslo"}, "unit": "C"}',
+    '{"name": "now", "age": 3}',
+    '{"name": "weather", "parameters": {"city": "Oslo"}, "city": "Bergen"}',
+    tagged('{"name": "weather", "arguments": {"days": 1}, "arguments": {}, "city": "Oslo"}'),
+    tagged('{"name": "now", "function": {"name": "weather"}}'),
 ]  # fmt: skip
 
 
@@ -171,6 +224,36 @@ def test_what_is_no_call_stays_text(text):
     parsed = xj.parse_tool_calls(text, TOOLS)
     assert (parsed.content, parsed.tool_calls) == (text, [])
     assert same_in_any_parts(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{tagged(JSON)}</think>",
+        f"a {tagged(JSON)} b",
+        f"{JSON}\nb",
+        f"a\n{JSON}{JSON[:9]}",
+        "<tool_call>",
+        tagged("{}"),
+    ],
+    ids=range(6),
+)
+def test_calls_within_reasoning_are_a_part_of_it(text):
+    """If text follows them, or the mark that ends the reasoning."""
+    parsed = xj.parse_tool_calls(f"<think>\n{text}", TOOLS)
+    assert (parsed.reasoning, parsed.tool_calls) == (text.removesuffix("</think>"), [])
+    assert same_in_any_parts(f"<think>\n{text}") == []
+
+
+def test_calls_at_the_end_of_reasoning():
+    text = f"I look. {tagged(JSON)} Or {tagged(JSON)}\n{tagged(JSON)}"
+    parsed = xj.AnswerParser(tools=TOOLS, in_reasoning=True, most_calls=1).parse(text)
+    assert parsed.reasoning == f"I look. {tagged(JSON)} Or" and parsed.content is None
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [OSLO]
+    parser = xj.AnswerParser(["hermes"], TOOLS, in_reasoning=True)
+    assert parser.push("Hm <tool_call> and").reasoning == "Hm <tool_call> and"
+    assert parser.push(f" {tagged(JSON)}\n", ended=True).tool_calls[0].name == "weather"
+    assert xj.AnswerParser([], in_reasoning=True).parse(text).reasoning == text
 
 
 def test_an_object_with_a_name_is_an_answer_where_the_tools_are_not_known():

@@ -17,7 +17,7 @@ INDEX = f"{WEIGHTS}.index.json"
 # Patterns of the files of text: the tokenizer, its chat templates, and defaults of sampling.
 TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 # What is downloaded from a hub repository; then the shards that the index names.
 _PATTERNS = [

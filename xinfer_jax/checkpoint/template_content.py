@@ -4,12 +4,13 @@ Source: transformers 5.24, utils/chat_parsing. They raise one of `NO_VALUE` for 
 """
 
 import ast
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..tool_calls.xml_call import json_types, value_json
+from ..tool_calls.json_values import json_text, parse_json
+from ..tool_calls.parameter_types import Parameters
+from ..tool_calls.xml_call import value_json
 
 _UNQUOTED_KEY = re.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
 _MANY_SPACES = re.compile(r"\s{200}")
@@ -30,7 +31,7 @@ def _json(text: str, arguments: Mapping[str, Any]) -> Any:
     for start, end in arguments.get("string_delims", []):
 
         def taken(found: re.Match[str]) -> str:
-            strings.append(json.dumps(found[1]))
+            strings.append(json_text(found[1]))
             return f'"\0{len(strings) - 1}"'
 
         working = re.sub(f"{re.escape(start)}(.*?){re.escape(end)}", taken, working, flags=re.DOTALL)
@@ -38,7 +39,7 @@ def _json(text: str, arguments: Mapping[str, Any]) -> Any:
         working = _UNQUOTED_KEY.sub(lambda m: f'{m[1]}"{m[2]}"{m[3]}:' if m[2] else m[0], working)
     working = re.sub('"\0([0-9]+)"', lambda found: strings[int(found[1])], working)
     try:
-        return json.loads(working)
+        return parse_json(working)
     except ValueError:
         if not arguments.get("allow_non_json"):
             raise
@@ -116,16 +117,15 @@ def transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
     return value
 
 
-def typed_arguments(arguments: Any, schema: Mapping[str, Any] | None) -> dict[str, Any]:
+def typed_arguments(arguments: Any, parameters: Parameters) -> dict[str, Any]:
     """The arguments of a call as an object: texts are read as JSON where the schema's types say so."""
     if isinstance(arguments, str) and arguments:
-        arguments = json.loads(arguments)
+        arguments = parse_json(arguments)
     arguments = arguments or {}
     if not isinstance(arguments, dict):
         raise TypeError("arguments are no object")
-    found = (schema or {}).get("properties")
-    properties = found if isinstance(found, Mapping) else {}
     for key, value in arguments.items():
-        if isinstance(value, str) and (types := json_types(properties.get(key))) is not None:
-            arguments[key] = json.loads(value_json(value, types))
+        types = parameters.types(key) if key in (parameters.described or {}) else None
+        if isinstance(value, str) and types is not None and types != {"string"}:
+            arguments[key] = parse_json(value_json(value, types))
     return arguments

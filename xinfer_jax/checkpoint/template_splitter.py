@@ -1,10 +1,12 @@
 """`TemplateSplitter`: an answer's reasoning, content and calls, as a `ResponseTemplate` tells them apart."""
 
-import json
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..tool_calls.json_values import json_text
+from ..tool_calls.parameter_types import Functions
 from ..tool_calls.tool_call_parser import ToolCallDelta
 from .response_template import Mark, ResponseTemplate, TemplateField
 from .template_content import NO_VALUE, PARSERS, transformed, typed_arguments
@@ -16,6 +18,7 @@ class TemplateSplitter:
     """Splits an answer, in parts as it is generated or whole. What may become a mark is held back until then.
 
     A call whose field ends is returned whole. One that cannot be parsed, or of another function, is content.
+    Reasoning that is not closed may end in calls, as in `ReasoningParser`.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class TemplateSplitter:
         """
         self._template = template
         self._rest = next((field for field in template.fields if field.open is None), None)
-        self._parameters = parameters
+        self._functions = Functions(parameters)
         self._most_calls = most_calls
         self._new_id = new_id
         self._field = self._rest  # what the text belongs to; None: it is dropped
@@ -51,7 +54,11 @@ class TemplateSplitter:
         self._deltas: list[ToolCallDelta] = []
         self.found = False  # the answer has reasoning, perhaps an empty one
         self.calls: list[tuple[str, str, str]] = []  # id, name and arguments' JSON
+        self._trailing: _TrailingTemplateCalls | None = None  # of reasoning that is open
+        self._num_left = 0  # characters from the latest mark on
         self.push(begun, False)
+        if self._trailing:
+            self._trailing = _TrailingTemplateCalls(template, self._functions)
         self.found = self._field is not None and _kind(self._field) == "reasoning"
         self._begun.clear()
         self.calls.clear()
@@ -69,6 +76,7 @@ class TemplateSplitter:
         while (found := self._next_mark(text, ended)) is not None:
             opened, match = found
             self._take(text[: match.start()])
+            self._num_left = len(text) - match.start()
             text = text[match.end() :]
             self._captures |= {key: value for key, value in match.groupdict().items() if value is not None}
             self._end(match[0] if opened is None else "")
@@ -106,7 +114,9 @@ class TemplateSplitter:
         self._field = field
         self._captures = {key: value for key, value in match.groupdict().items() if value is not None}
         self._raw = match[0]
-        self.found = self.found or _kind(field) == "reasoning"
+        if _kind(field) == "reasoning":
+            self.found = True
+            self._trailing = _TrailingTemplateCalls(self._template, self._functions)
 
     def _take(self, text: str) -> None:
         if self._field is None or not text:
@@ -116,6 +126,7 @@ class TemplateSplitter:
             self._raw += text
             self._body += text
         elif kind:
+            text = self._trailing.push_text(text, False) if self._trailing else text
             self._add_text(kind, text, self._field)
 
     def _add_text(self, kind: str, text: str, field: TemplateField) -> None:
@@ -138,6 +149,11 @@ class TemplateSplitter:
             except NO_VALUE:
                 self._in_text = False
                 self._add_text("content", self._raw + closed_by, field)
+        elif field is not None and self._trailing:
+            text = self._trailing.held if closed_by else self._trailing.push_text("", True)
+            self._add_text("reasoning", text, field)
+            self._add_calls([call[1:] for call in self._trailing.calls] if not closed_by else [])
+        self._trailing = None
         self._field = self._rest
         self._captures = {}
         self._raw = self._body = self._blanks = ""
@@ -154,10 +170,10 @@ class TemplateSplitter:
         for call in value if isinstance(value, list) else [value]:
             function = call["function"] if "function" in call else call
             name = function["name"]
-            if not isinstance(name, str) or self._parameters is not None and name not in self._parameters:
+            if not isinstance(name, str) or not name.isprintable() or name not in self._functions:
                 raise ValueError("another function")
-            arguments = typed_arguments(dict(function).get("arguments"), (self._parameters or {}).get(name))
-            found.append((name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+            arguments = typed_arguments(dict(function).get("arguments"), self._functions.parameters(name))
+            found.append((name, json_text(arguments)))
         return found
 
     def _add_calls(self, found: list[tuple[str, str]]) -> None:
@@ -167,6 +183,44 @@ class TemplateSplitter:
                 return
             self.calls.append((self._new_id(index), name, arguments))
             self._deltas.append(ToolCallDelta(index, *self.calls[-1]))
+
+
+class _TrailingTemplateCalls(TemplateSplitter):
+    """Tells the calls at the end of a text from its other text, as `TrailingCallParser`."""
+
+    def __init__(self, template: ResponseTemplate, functions: Functions):
+        calls = (field for field in template.fields if _kind(field) == "calls")
+        other = TemplateField("content", None, None, "text", dict(strip=False), "", None, False)
+        self.held = ""  # the end of the text, which may be calls
+        self._known: list[str] = []  # text that is no call, of the last `push_text`
+        self._has_text = False  # since the latest call
+        fields = dataclasses.replace(template, fields=(*calls, other))
+        super().__init__(fields, "", functions.schemas, None, str)
+
+    def push_text(self, text: str, ended: bool) -> str:
+        """The new text that is no call. ended: it is the last part, then `calls` has the calls at its end."""
+        self._known = []
+        self.held += text
+        self.push(text, ended)
+        if self._field is self._rest:
+            self._release(len(self._pending))
+        return "".join([*self._known, self.held if ended and not self.calls else ""])
+
+    def _release(self, num_left: int) -> None:
+        if self._has_text:
+            cut = len(self.held) - num_left
+            self._known.append(self.held[:cut])
+            self.held = self.held[cut:]
+        self._has_text = False
+
+    def _begin(self, field: TemplateField, match: re.Match[str]) -> None:
+        self._release(self._num_left)
+        super()._begin(field, match)
+
+    def _add_text(self, kind: str, text: str, field: TemplateField) -> None:
+        if text.strip():
+            self._has_text = True
+            self.calls.clear()
 
 
 def _kind(field: TemplateField) -> str:

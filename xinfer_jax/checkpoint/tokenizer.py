@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .response_template import ResponseTemplate, parse_response_template
 from .template_files import read_chat_templates
 from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
+from .tokenizer_classes import follow_settings
 from .tokenizer_limits import (
     check_added_tokens,
     check_text_growth,
@@ -74,15 +75,21 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, the chat templates,
-        generation_config.json and config.json where they exist. Raises InputError.
+        """Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, added_tokens.json, the
+        chat templates, generation_config.json and config.json where they exist. Settings of
+        tokenizer_config.json change the ids as in transformers; a warning says what is not followed.
+
+        Raises:
+            InputError: a file that cannot be read.
         """
         path = Path(path)
         backend = _load_backend(path)
         settings = read_json(path / "tokenizer_config.json") or {}
         generation = read_json(path / "generation_config.json") or {}
         config = read_json(path / "config.json") or {}
-        special = _add_declared_tokens(backend, path, settings)
+        with as_input_error(f"{path / 'tokenizer.json'} cannot be used"):
+            named = follow_settings(backend, settings, config)
+        special = _add_declared_tokens(backend, path, named | settings)
         template, tool_template = read_chat_templates(path, settings)
         ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
         return cls(
@@ -92,7 +99,9 @@ class Tokenizer:
 
     def files(self) -> dict[str, str]:
         """The texts of files that `from_dir` reads, by name, for one that was made otherwise."""
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        if self.backend.encode_special_tokens:
+            settings["split_special_tokens"] = True
         found = {"tokenizer.json": self.backend.to_str(), "tokenizer_config.json": json.dumps(settings)}
         return found | ({"chat_template.jinja": self.chat_template} if self.chat_template else {})
 
@@ -297,9 +306,13 @@ def _add_declared_tokens(
             if isinstance(value, str | dict)  # not a bool, such as add_bos_token
         }
         named = {name: token.content for name, token in tokens_by_name.items()}
-        by_id = present if declared is None else {int(i): _added_token(declared[i]) for i in declared}
-        tokens = {by_id[i].content: by_id[i] for i in sorted(by_id)}
         unnamed = [] if isinstance(extra, dict) else [_added_token(value, special=True) for value in extra]
+        if declared is None:
+            special = {*named.values(), *(token.content for token in unnamed)}
+            by_id = _tokens_of_file(path, special) | present
+        else:
+            by_id = {int(i): _added_token(declared[i]) for i in declared}
+        tokens = {by_id[i].content: by_id[i] for i in sorted(by_id)}
         in_file = {token.content for token in present.values()}
         for token in (*tokens_by_name.values(), *unnamed):
             if token.content not in in_file:
@@ -313,6 +326,15 @@ def _add_declared_tokens(
             f"{path / 'tokenizer_config.json'}: its special tokens cannot be read: {error}"
         ) from error
     return named
+
+
+def _tokens_of_file(path: Path, special: Collection[str]) -> dict[int, tokenizers.AddedToken]:
+    """The tokens of added_tokens.json, which earlier versions of transformers wrote, by id."""
+    found = read_json(path / "added_tokens.json") or {}
+    return {
+        i: tokenizers.AddedToken(text, special=text in special, normalized=text not in special)
+        for text, i in found.items()
+    }
 
 
 def _added_token(value: Any, **options: bool) -> tokenizers.AddedToken:

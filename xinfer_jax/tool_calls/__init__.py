@@ -1,13 +1,15 @@
 """Tools and reasoning: what a request may call, and an answer's text taken apart. Pure text, without a model.
 
-In the order to read: `call_parser` is what `json_call` (with `json_scanner`), `xml_call` and `gemma_call`
-share, which parse one call in the forms that models write; `tool_call_parser` finds the calls in a text;
+In the order to read: `call_parser`, `json_values` and `parameter_types` are what `json_call` (with
+`json_scanner`), `gemma_call` and `xml_call` share, which parse one call in the forms that models write;
+`tool_call_parser` finds the calls in a text;
 `reasoning` splits an answer at <think>, `harmony` gpt-oss's at its control tokens; `tool_messages` checks the
 tools of a request and prepares earlier calls for a chat template; `answer_parser` puts the parsers together;
 `call_grammar` has the answers that are calls. `checkpoint/template_tools.py` finds which form a model writes.
 
 - A whole text and the same text in any parts give the same calls and the same content. So there is one
-  parser, whose time is linear in any text.
+  parser, whose time is linear in any text. Whatever a model writes, the result is calls whose arguments are
+  JSON, or text: `tests/tool_calls/test_mutated_calls.py` tries it.
 - Arguments are returned while they are generated, as the model wrote them. What turns out to be no call is
   text again: all of it is content, though a stream has sent its beginning as a call by then.
 - A call is checked as JSON, its function must be one of the tools, but its arguments are not checked against

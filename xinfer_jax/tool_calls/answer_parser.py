@@ -94,12 +94,18 @@ class AnswerParser:
       answer that begins with such a header has channels: `analysis` is the reasoning, `final` the content,
       and so are messages on `commentary` that are no calls.
 
-    The names are vLLM's, but for the last. Calls are found as models write them: without arguments, with
-    arguments null or as JSON in a text, with a brace too many, several objects or a list in one mark, within
-    {"function": …}; Qwen3-Coder's without the first mark or </parameter>. A call that is malformed or
-    incomplete, or of a function that is not among the tools, is text: it becomes content. Its name and the
-    beginning of its arguments may have been returned by then, with an index that no other call has.
-    Whitespace beside calls is left out.
+    The names are vLLM's, except the last. Calls are found as models write them:
+
+    - without arguments, with arguments null or as JSON in a text, with some of them beside the name;
+    - with a brace too many, several objects or a list in one mark, within {"function": …};
+    - Qwen3-Coder's without the first mark or </parameter>, with lists and objects as Python writes them;
+    - Gemma 4's with quotes of JSON or Python, and with a comma after the last item;
+    - at the end of reasoning that is not closed. If text follows such a call, it is a part of the reasoning.
+
+    A call that is malformed or incomplete, or of a function that is not among the tools, is text: it becomes
+    content. An object without a mark around it is text too, if it has fields that are no parameters of its
+    function. Its name and the beginning of its arguments may have been returned by then, with an index that
+    no other call has. Whitespace beside calls is left out.
     """
 
     def __init__(
@@ -117,8 +123,8 @@ class AnswerParser:
         Args:
             formats: in which calls are recognized; `tokenizer.template_tools.format` is that of a model. None
                 of them: calls stay text.
-            tools: as in `encode_prompt`. In Qwen3-Coder's form they tell the types of arguments, which are
-                texts otherwise. None: any function may be called.
+            tools: as in `encode_prompt`. In Qwen3-Coder's form they tell the types of arguments, also through
+                $ref, allOf and anyOf; otherwise arguments are texts. None: any function may be called.
             in_reasoning: the prompt ends within the reasoning.
             most_calls: what follows this many calls is dropped; None: no limit.
             new_id: returns the id of a call from its index; None: random ids.

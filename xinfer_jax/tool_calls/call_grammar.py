@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import InputError, format_value
 from .call_parser import GEMMA_END, GEMMA_QUOTE, GEMMA_START
 from .harmony import call_rules
+from .parameter_types import Parameters
 from .tool_call_parser import GEMMA4, HARMONY, LLAMA3_JSON, QWEN3_CODER
-from .xml_call import json_types
 
 # What llguidance lets a backslash be followed by in strings and keys: without u each text has one form, so no
 # key is another form of a property's name.
@@ -112,12 +112,14 @@ def _xml_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
     where = f"tool {name!r}"
     required = schema.get("required") or []
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    described = Parameters(schema)
     parts = []
     rules = []
     for j, (key, value) in enumerate(_properties(where, schema, _KEY, "spaces, < or >").items()):
         parts.append(f"p{i}_{j}" + ("" if key in required else "?"))
         start = _text(f"<parameter={key}>\n")
-        if json_types(value) == {"string"}:
+        if described.json_types(value) == {"string"}:
+            value = described.merged(value)
             rules.append(f"p{i}_{j}: {start} V{i}_{j}")
             rules.append(f"V{i}_{j}: ({_string(f'{where}, parameter {key!r}', value)}) {_text(_VALUE_END)}")
         else:

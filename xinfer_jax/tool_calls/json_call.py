@@ -1,19 +1,21 @@
 """`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}.
 
 Models also write {"type": "function", "function": {…}} around it, leave arguments out where there are none,
-and write them as JSON in a text.
+write them as JSON in a text, or write some of them beside the name.
 """
 
 import json
 import re
-from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 from .call_parser import CallParser
 from .json_scanner import JSONObjectScanner
+from .json_values import json_text, parse_json
+from .parameter_types import Functions
 
 _ARGUMENTS = ("arguments", "parameters")
+_OWN = {"name", "function", "id", *_ARGUMENTS}  # fields of a call
 # What precedes the arguments in the usual order of the keys. No name is longer than this.
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
@@ -25,14 +27,18 @@ _HEAD_CHARACTERS = 4096  # beyond it the call is parsed when it ends, so the tim
 class JSONCallParser(CallParser):
     """Parses one call in this form."""
 
-    def __init__(self, names: Collection[str] | None, may_lack_arguments: bool = True):
-        """names: of the functions that may be called; None: any."""
+    def __init__(self, functions: Functions, is_marked: bool = True):
+        """is_marked: a mark says that this is a call. Without it, an object that has no arguments, or fields
+        that are no parameters of the function, may be an answer in JSON.
+        """
         super().__init__()
-        self._names = names
-        self._may_lack_arguments = may_lack_arguments
+        self._functions = functions
+        self._is_marked = is_marked
         self._text = ""
         self._object = JSONObjectScanner()
         self._arguments = JSONObjectScanner()
+        self._start = 0  # of the arguments in the text
+        self._place: slice | None = None  # of the arguments in the text, once they have ended
 
     def push(self, text: str) -> str:
         start = self.length
@@ -41,50 +47,82 @@ class JSONCallParser(CallParser):
         if may_begin and (head := _HEAD.match(self._text, 0, _HEAD_CHARACTERS)):
             with suppress(ValueError):
                 self._set_name(json.loads(head[1]))
-                start = head.end()
+                start = self._start = head.end()
             if self.failed:
                 self.length = start
                 return ""
         piece = ""
-        if self.name is not None and not self._arguments.ended:
+        if self.name is not None and self._place is None:
             end = start + self._arguments.push(self._text[start:])
+            if self._arguments.ended:
+                self._place = slice(self._start, end)
+                end -= 1  # further arguments may stand beside the object
             piece = self._text[start:end]
         self.length += self._object.push(text)
         self.failed = self._object.failed
-        return self._end(piece) if self._object.ended else piece
+        return piece + self._end() if self._object.ended else piece
 
     def _set_name(self, name: object) -> None:
-        self.failed = not isinstance(name, str) or self._names is not None and name not in self._names
+        is_name = isinstance(name, str) and name.isprintable()
+        self.failed = not is_name or name not in self._functions
         self.name = None if self.failed else str(name)
 
-    def _end(self, piece: str) -> str:
-        """Checks the whole object. Returns the arguments' last piece: all, if their key came first."""
+    def _end(self) -> str:
+        """Checks the whole object. Returns what is left of the arguments: all, if their key came first."""
         try:
-            call = json.loads(self._text[: self.length])
-            function = call.get("function")
-            if isinstance(function, dict) and "name" not in call:
-                call = function
-            arguments = self._arguments_of(call)
-            json.dumps(call, allow_nan=False)
-            found = json.dumps(arguments, allow_nan=False)
-        except (ValueError, RecursionError):  # a number that is too large
+            call = parse_json(self._text[: self.length])
+            return self._end_call(call)
+        except ValueError:
             self.failed = True
             return ""
-        name = call.get("name", function)
-        if not isinstance(arguments, dict) or self.name is not None and name != self.name:
-            self.failed = True
-            return ""
+
+    def _end_call(self, call: dict[str, Any]) -> str:
+        beside = [call]
+        name = call.get("name", call.get("function"))
+        if isinstance(call.get("function"), dict):
+            if "name" in call:
+                raise ValueError("two functions")
+            call = call["function"]
+            beside.append(call)
+            name = call.get("name")
         if self.name is None:
             self._set_name(name)
-            piece = found
-        self.ended = not self.failed
+        if self.failed or name != self.name:
+            raise ValueError("another name")
+        arguments = self._arguments_of(call)
+        more = self._further_arguments(beside, arguments)
+        if self._place is None:
+            piece = json_text(arguments | more)
+        else:
+            if parse_json(self._text[self._place]) != arguments:
+                raise ValueError("two objects of arguments")
+            separator = ", " if arguments and more else ""
+            piece = separator + json_text(more)[1:]
+        self.ended = True
         return piece
 
-    def _arguments_of(self, call: dict[str, Any]) -> Any:
+    def _arguments_of(self, call: dict[str, Any]) -> dict[str, Any]:
         keys = [key for key in _ARGUMENTS if key in call]
-        if len(keys) != 1:
-            return {} if not keys and self._may_lack_arguments else None
-        arguments = call[keys[0]]
+        may_lack = not keys and (self._is_marked or self._functions.are_known)
+        arguments = None if may_lack else call[keys[0]] if len(keys) == 1 else 0
         if isinstance(arguments, str) and arguments:
-            arguments = json.loads(arguments)
-        return {} if arguments in (None, "", []) else arguments
+            arguments = parse_json(arguments)
+        if arguments in (None, "", []):
+            return {}
+        if not isinstance(arguments, dict):
+            raise ValueError("no arguments")
+        return arguments
+
+    def _further_arguments(self, objects: list[dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+        """The parameters of the function that stand beside its name, as fields of the call."""
+        has_arguments = any(key in one for one in objects for key in _ARGUMENTS)
+        own = _OWN if has_arguments else _OWN - {"id"}
+        fields = {key: value for one in objects for key, value in one.items() if key not in own}
+        if fields.get("type") == "function":
+            del fields["type"]
+        described = self._functions.parameters(str(self.name)).described or {}
+        found = {key: value for key, value in fields.items() if key in described}
+        is_in_doubt = not self._is_marked and fields.keys() - {*found, "id", "type"}
+        if is_in_doubt or found.keys() & arguments.keys():
+            raise ValueError("fields that are no arguments")
+        return found

@@ -11,6 +11,9 @@ _ENDS = {THINK_START: THINK_END, f"{GEMMA_CHANNEL}thought": GEMMA_CHANNEL_END}
 class ReasoningParser:
     """Splits an answer into reasoning, content and calls, in parts as it is generated or whole.
 
+    If an answer ends within its reasoning, calls at its end are calls. If text follows a call, or the mark
+    that ends the reasoning, it is a part of the reasoning.
+
     Attributes:
         found: the answer has reasoning, perhaps an empty one.
     """
@@ -18,6 +21,7 @@ class ReasoningParser:
     def __init__(self, in_reasoning: bool, calls: ToolCallParser | None = None):
         """in_reasoning: the prompt ends within the reasoning; calls: takes the content apart."""
         self._calls = calls
+        self._trailing = calls.trailing() if calls else None
         self._state = "reasoning" if in_reasoning else "start"
         self._end = THINK_END
         self._pending = ""  # may be the beginning of a mark
@@ -35,7 +39,11 @@ class ReasoningParser:
         reasoning, content = self._split(text, ended)
         if self._calls is None:
             return reasoning, content, []
-        return reasoning, *self._calls.push(content, ended)
+        content, deltas = self._calls.push(content, ended)
+        if ended and self._state == "reasoning" and self._trailing:
+            for _, name, arguments in self._trailing.calls:
+                deltas += self._calls.add(name, arguments)
+        return reasoning, content, deltas
 
     def _split(self, text: str, ended: bool) -> tuple[str, str]:
         text = self._pending + text
@@ -73,6 +81,10 @@ class ReasoningParser:
             cut = len(reasoning) - length_of_partial_mark(reasoning, [self._end])
             self._pending = reasoning[cut:]
             reasoning = reasoning[:cut]
+        if self._trailing:
+            reasoning = (
+                self._trailing.held + reasoning if mark else self._trailing.push_text(reasoning, ended)
+            )
         if reasoning and self._at_start:
             self._at_start = False
             reasoning = reasoning.removeprefix("\n")

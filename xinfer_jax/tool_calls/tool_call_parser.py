@@ -8,6 +8,7 @@ from typing import Any
 from .call_parser import GEMMA_END, GEMMA_START, CallParser, length_of_partial_mark
 from .gemma_call import GemmaCallParser
 from .json_call import JSONCallParser
+from .parameter_types import Functions
 from .xml_call import CALL_END, FUNCTION_START, XMLCallParser
 
 CALL_START = "<tool_call>"
@@ -21,6 +22,7 @@ HARMONY = "harmony"  # `HarmonyParser` finds the calls
 TOOL_FORMATS = (HERMES, LLAMA3_JSON, QWEN3_CODER, GEMMA4, HARMONY)
 # What calls begin with. Qwen3-Coder leaves its first mark out at times.
 _MARKS = {HERMES: (CALL_START,), QWEN3_CODER: (CALL_START, FUNCTION_START), GEMMA4: (GEMMA_START,)}
+_LINE_OF_OBJECT = "\n{"  # begins a call of Llama 3 in `TrailingCallParser`
 _CALL_ENDS = re.compile("|".join(map(re.escape, (CALL_END, GEMMA_END))))
 _FILLER = " \t\r\n}],"  # between objects in one mark, and before the mark that ends them
 
@@ -79,7 +81,7 @@ class ToolCallParser:
         self.calls: list[tuple[str, str, str]] = []
         self._formats = formats
         self._marks = tuple({mark: None for form in formats for mark in _MARKS.get(form, ())})
-        self._parameters = parameters
+        self._functions = Functions(parameters)
         self._most_calls = most_calls
         self._new_id = new_id
         self._pending = ""  # what the next part decides about
@@ -103,6 +105,20 @@ class ToolCallParser:
             text = self._state(text, ended)
         return "".join(self._content), self._deltas
 
+    def add(self, name: str, arguments: str) -> list[ToolCallDelta]:
+        """Adds a complete call. Returns what is new: nothing, if there are enough calls."""
+        if len(self.calls) == self._most_calls:
+            return []
+        own = self._new_id(self._num_indices)
+        delta = ToolCallDelta(self._num_indices, own, name, arguments)
+        self._num_indices += 1
+        self.calls.append((own, name, arguments))
+        return [delta]
+
+    def trailing(self) -> "TrailingCallParser":
+        """A parser of these calls at the end of a text."""
+        return TrailingCallParser(self._formats, self._functions.schemas)
+
     # Each state returns the text that is left for the next one.
 
     def _push_start(self, text: str, ended: bool) -> str:
@@ -117,7 +133,7 @@ class ToolCallParser:
         if not objects.startswith("{"):
             self._state = self._push_content
             return text
-        parser = JSONCallParser(self._parameters, may_lack_arguments=self._parameters is not None)
+        parser = JSONCallParser(self._functions, is_marked=False)
         self.begin(parser, text[: len(text) - len(objects)], _SEPARATOR)
         return objects
 
@@ -131,14 +147,17 @@ class ToolCallParser:
         if not mark:
             self._pending = text[len(before) :]
             return ""
+        if mark == _LINE_OF_OBJECT:
+            self._state = self._push_start
+            return text[len(before) :]
         self._mark = text[len(before) : cut + len(mark)]
         after = text[cut + len(mark) :]
         if mark == CALL_START:
             self._state = self._push_form
         elif mark == GEMMA_START:
-            self.begin(GemmaCallParser(self._parameters), self._mark, GEMMA_END)
+            self.begin(GemmaCallParser(self._functions), self._mark, GEMMA_END)
         else:
-            self.begin(XMLCallParser(self._parameters), text[len(before) : cut], CALL_END)
+            self.begin(XMLCallParser(self._functions), text[len(before) : cut], CALL_END)
             return mark + after
         return after
 
@@ -150,11 +169,11 @@ class ToolCallParser:
             self._pending = text
             return ""
         if QWEN3_CODER in self._formats and (first not in ("{", "[") or HERMES not in self._formats):
-            self.begin(XMLCallParser(self._parameters), self._mark, CALL_END)
+            self.begin(XMLCallParser(self._functions), self._mark, CALL_END)
             return text
         objects = body[1:] if first == "[" else text
         mark = self._mark + text[: len(text) - len(objects)]
-        self.begin(JSONCallParser(self._parameters), mark, CALL_END)
+        self.begin(JSONCallParser(self._functions), mark, CALL_END)
         return objects
 
     def begin(self, parser: CallParser, mark: str = "", end_mark: str = "") -> None:
@@ -205,7 +224,7 @@ class ToolCallParser:
             self._state = self._push_start
             return body.removeprefix(mark)
         if is_json and body.startswith("{"):
-            self.begin(JSONCallParser(self._parameters), text[: len(text) - len(body)], mark)
+            self.begin(JSONCallParser(self._functions), text[: len(text) - len(body)], mark)
             return body
         self._state = self._push_after_call
         if mark and body.startswith(mark):
@@ -233,3 +252,37 @@ class ToolCallParser:
             self._deltas.append(ToolCallDelta(call.index, call.id, name, piece))
         elif piece:
             self._deltas.append(ToolCallDelta(call.index, None, None, piece))
+
+
+class TrailingCallParser(ToolCallParser):
+    """Tells the calls at the end of a text from its other text: if any text follows a call, it is none."""
+
+    def __init__(self, formats: Collection[str], parameters: Mapping[str, Mapping[str, Any]] | None) -> None:
+        super().__init__(formats, parameters, None, str)
+        self._marks += (_LINE_OF_OBJECT,) if LLAMA3_JSON in formats else ()
+        self.held = ""  # the end of the text, which may be calls
+
+    def push_text(self, text: str, ended: bool) -> str:
+        """The new text that is no call. ended: it is the last part, then `calls` has the calls at its end."""
+        self.held += text
+        text = self._pending + text
+        self._pending = ""
+        self._deltas = []
+        known = []
+        while text or ended and self._state in (self._push_form, self._push_call):
+            self._content = []
+            text = self._state(text, ended)
+            if "".join(self._content).strip():
+                cut = len(self.held) - len(text) - self._num_undecided()
+                known.append(self.held[:cut])
+                self.held = self.held[cut:]
+                self.calls.clear()
+        if ended and not self.calls:
+            known.append(self.held)
+        return "".join(known)
+
+    def _num_undecided(self) -> int:
+        """How many characters before what is left may begin a call."""
+        if self._state == self._push_call and self._call is not None:
+            return len(self._call.raw)
+        return len(self._pending) + (len(self._mark) if self._state == self._push_form else 0)

@@ -4,12 +4,13 @@ The values have no types in this form: the schema of the parameters tells them. 
 at times: then the next parameter ends a value, or the end of the call.
 """
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
 
 from .call_parser import CallParser, length_of_partial_mark
+from .gemma_call import parse_loosely
+from .json_values import json_text, parse_json, type_names
+from .parameter_types import Functions, Parameters
 
 CALL_END = "</tool_call>"
 FUNCTION_START = "<function="
@@ -31,11 +32,10 @@ _PYTHON = {"True": True, "False": False, "None": None}  # as templates write the
 class XMLCallParser(CallParser):
     """Parses one call in this form."""
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]] | None):
-        """parameters: the schema of each function that may be called; None: any, all values are texts."""
+    def __init__(self, functions: Functions):
         super().__init__()
-        self._schemas = parameters
-        self._properties: Any = None  # of the function
+        self._functions = functions
+        self._parameters = Parameters({})  # of the function
         self._keys: set[str] = set()
         self._types: set[str] | None = None  # of the value; None: not known
         self._value: str | None = None  # of a value that is no text, until it ends
@@ -45,9 +45,10 @@ class XMLCallParser(CallParser):
     def _push_function(self, text: str) -> tuple[int, str]:
         used, name = self._match(text, "<function=", _FUNCTION)
         if name is not None:
-            self.failed = self._schemas is not None and name not in self._schemas
-            self.name = None if self.failed else name
-            self._properties = (self._schemas or {}).get(name, {}).get("properties")
+            self.failed = name not in self._functions
+            if not self.failed:
+                self.name = name
+                self._parameters = self._functions.parameters(name)
             self._step = self._push_parameter
         return used, "{" if self.name else ""
 
@@ -62,16 +63,15 @@ class XMLCallParser(CallParser):
             return used, ""
         self.failed = key in self._keys
         self._keys.add(key)
-        is_described = isinstance(self._properties, Mapping) and key in self._properties
-        self._types = json_types(self._properties[key]) if is_described else {"string"}
+        self._types = self._parameters.types(key)
         self._step = self._push_first_of_value
         separator = ", " if len(self._keys) > 1 else ""
-        return used, f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+        return used, f"{separator}{json_text(key)}: "
 
     def _may_have(self, key: str) -> bool:
         """Whether a parameter of this name may follow; else its tag is text within a value."""
-        is_known = not isinstance(self._properties, Mapping) or key in self._properties
-        return is_known and key not in self._keys
+        described = self._parameters.described
+        return (described is None or key in described) and key not in self._keys
 
     def _push_first_of_value(self, text: str) -> tuple[int, str]:
         if not text:
@@ -85,7 +85,7 @@ class XMLCallParser(CallParser):
         end = next((end for end in ends if end["key"] is None or self._may_have(end["key"])), None)
         part = text[: end.start() if end else _undecided(text)]
         if self._value is None:
-            piece = json.dumps(part, ensure_ascii=False)[1:-1]
+            piece = json_text(part)[1:-1]
         else:
             self._value += part
             piece = ""
@@ -113,39 +113,15 @@ def _undecided(text: str) -> int:
     return len(text) - length_of_partial_mark(text, (*marks, *(f"\n{mark}" for mark in marks)))
 
 
-def json_types(schema: Any) -> set[str] | None:
-    """The names of the JSON types that a schema allows, as far as it lists them; None: it does not."""
-    if not isinstance(schema, Mapping):
-        return None
-    if isinstance(types := schema.get("type"), str | list):
-        return {types} if isinstance(types, str) else {str(one) for one in types}
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values:
-        return set[str]().union(*map(_type_names, values))
-    branches = schema.get("anyOf") or schema.get("oneOf")
-    found = [json_types(branch) for branch in branches] if isinstance(branches, list) else []
-    if not found or any(types is None for types in found):
-        return None
-    return set[str]().union(*(types or () for types in found))
-
-
 def value_json(text: str, types: set[str] | None) -> str:
-    """The JSON of a value: what the text is as JSON where the types allow that, else the text."""
-    try:
-        value = _PYTHON[text] if text in _PYTHON else json.loads(text)
-        if types is None or types & _type_names(value):
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # no JSON, or NaN, or a number that is too large
-        pass
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _type_names(value: Any) -> set[str]:
-    if value is None or isinstance(value, bool):
-        return {"null" if value is None else "boolean"}
-    if isinstance(value, int | float):
-        is_whole = isinstance(value, int) or value.is_integer()
-        return {"number", "integer"} if is_whole else {"number"}
-    if isinstance(value, str):
-        return {"string"}
-    return {"object" if isinstance(value, dict) else "array"}
+    """The JSON of a value: the text read as JSON if the types allow that, or read as Python writes it if they
+    allow no text. Else it is the text itself.
+    """
+    found = None
+    with suppress(ValueError):
+        found = [_PYTHON[text] if text in _PYTHON else parse_json(text)]
+    if found is None and types is not None and "string" not in types:
+        with suppress(ValueError):
+            found = [parse_loosely(text)]
+    fits = found is not None and (types is None or types & type_names(found[0]))
+    return json_text(found[0] if found and fits else text)
