@@ -57,7 +57,8 @@ PACKAGES = {
     "ops.auto_axes": (),
     "tool_calls": (
         "call_parser", "json_scanner", "json_values", "parameter_types", "json_call", "gemma_call",
-        "xml_call", "tool_call_parser", "reasoning", "harmony", "tool_messages", "answer_parser", "call_grammar",
+        "xml_call", "tool_call_parser", "reasoning", "harmony", "tool_messages", "answer_parser",
+        "call_grammar",
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
