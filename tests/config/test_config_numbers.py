@@ -34,6 +34,8 @@ ACCEPTED = dict(
     max_window_layers=lambda value: type(value) is int and value >= 0,
     mlp_only_layers=lambda value: type(value) is int and value >= 0,
     llama_4_scaling_beta=lambda value: type(value) in (int, float) and value == 0,
+    mscale=lambda value: type(value) in (int, float) and value == 0,  # none
+    mscale_all_dim=lambda value: type(value) in (int, float) and value == 0,
     rope_theta=lambda value: value == 2**31,
     rope_local_base_freq=lambda value: value == 2**31,
 )

@@ -29,8 +29,8 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
             f"rope type {format_value(rope_type)} is not supported: use one of {', '.join(rope_types)}"
         )
     theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
-    is_given = lambda name, x: x is not None and (name not in _NONE_IF_0 or x != 0)  # noqa: E731
-    given = {"rope_theta": theta} | {name: x for name, x in scaling.items() if is_given(name, x)}
+    is_none = lambda name, x: x is None or name in _NONE_IF_0 and type(x) in (int, float) and x == 0  # noqa: E731
+    given = {"rope_theta": theta} | {name: x for name, x in scaling.items() if not is_none(name, x)}
     if hf.get("partial_rotary_factor") is not None:
         given.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     if given.setdefault("partial_rotary_factor", 1.0) != 1.0 and not partial:
