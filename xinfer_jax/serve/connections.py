@@ -149,8 +149,10 @@ class Connection(H11Protocol):
             if self._discarded > self._connections.most_discarded:
                 self.abort()
                 return
+        cycle = self.cycle
         self.handle_events()
-        if len(data) >= _LARGE_READ:
+        is_part = self.cycle is cycle and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if len(data) >= _LARGE_READ or is_part:  # neither begins nor completes a request
             self._hold()
 
     def handle_events(self) -> None:
