@@ -16,8 +16,8 @@ soak/attacks.py defines the attacks, and the calls where they are other ones. Pr
 without an attack, and for each attack. Exit code 1: a 99th percentile above three times that without an
 attack plus half a second; a status other than 200 for the second client or /health; a text that differs from
 that without an attack; memory (of the server and its worker processes, after a warm-up) that grows by 200 MiB
-or more (400 for grammars); a log of 10 MiB; or a server that needs more than five seconds beyond its --grace
-to exit. Needs Linux and two idle cores; about half an hour for all attacks.
+or more (400 for grammars, 500 for adapters); a log of 10 MiB; or a server that needs more than five seconds
+beyond its --grace to exit. Needs Linux and two idle cores; about half an hour for all attacks.
 """
 
 from launcher import start

@@ -66,12 +66,15 @@ def one(model):
 
 @pytest.fixture(scope="module")
 def apart(model):
-    with xj.Engine(model, prefill_devices=[0], decode_devices=[1, 1], **SHAPE) as engine:
+    devices = dict(prefill_devices=[0], decode_devices=[1, 1])
+    with xj.Engine(model, **devices, time_slice=1e-3, **SHAPE) as engine:
         yield engine
 
 
 def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
-    """In so few pages that rows are preempted. Programs of the other side are not there."""
+    """In so few pages, and such short time slices, that rows are preempted. Programs of the other side are
+    not there.
+    """
     assert type(apart) is xj.Engine
     (first,) = engines_of(apart, "prefill")
     decoding = engines_of(apart, "decode")
