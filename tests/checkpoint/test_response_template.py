@@ -100,6 +100,21 @@ def test_transformers_finds_the_same():
         )
 
 
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('[THINK]why\n[CALL]add{"a": 1, "b": 2}[/CALL]', (None, "why", [ADD])),
+        ('[THINK][CALL]no{}[/CALL] no\n[CALL]add{"a": 1, "b": "2"}', (None, "[CALL]no{}[/CALL] no", [ADD])),
+        ("[THINK]why [CALL]add{}[/CALL][/THINK]Hi.", ("Hi.", "why [CALL]add{}[/CALL]", [])),
+        ("[THINK][CALL]add{}[/CALL] and", (None, "[CALL]add{}[/CALL] and", [])),
+    ],
+    ids=range(4),
+)
+def test_calls_at_the_end_of_reasoning_that_is_open(text, expected):
+    assert split(BRACKETS, [text]) == split(BRACKETS, [*text]) == expected
+    assert split(BRACKETS, [text.removeprefix("[THINK]")], "[THINK]") == expected
+
+
 def test_what_a_prompt_has_begun_counts():
     template = parse_response_template(BRACKETS)
     begun = template.begun("<|assistant|>old<|user|>x<|assistant|>[THINK]")

@@ -211,9 +211,8 @@ def check(form: str, seed: int) -> int:
         assert name in SCHEMAS and isinstance(json.loads(arguments), dict)
         json.dumps(json.loads(arguments), allow_nan=False)
         arguments.encode()
-    if not calls and not reasoning and form in ("hermes", "llama3_json", "qwen3_coder", "gemma4"):
-        start, end = FORMS[form][1:]
-        assert content == text or start in text, "nothing is lost"
+    may_lose_marks = form in ("harmony", *TEMPLATES) or "<think>" in text or "<|channel>thought" in text
+    assert calls or may_lose_marks or content == text
     return len(calls)
 
 
