@@ -21,6 +21,7 @@ from .generation.executor_choice import executor_class
 from .generation.loop import last_hidden
 from .generation.validation import non_finite_reason
 from .model.decoder import unembed
+from .modes import in_default_modes
 from .weights.params import Params
 
 POOLINGS = ("mean", "last", "first")
@@ -35,6 +36,7 @@ _JUDGE = (
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+@in_default_modes
 def embed_texts(
     model: Model,
     texts: Sequence[str | Sequence[int]],
@@ -95,6 +97,7 @@ def embed_texts(
     return vectors_ND
 
 
+@in_default_modes
 def rerank(
     model: Model, query: str, documents: Sequence[str], *, instruction: str | None = None
 ) -> np.ndarray:

@@ -10,6 +10,7 @@ from ..cache.kv_cache import KVCache, reorder
 from ..checks import check_array, check_integer, check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..modes import in_default_modes
 from ..weights.params import AnyArray, Params
 from .functional import Decoded, prefill
 
@@ -32,6 +33,7 @@ class PackedRollout(NamedTuple):
     routes: jax.Array | None = None
 
 
+@in_default_modes
 def pack_rollout(
     prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded, prompt_routes: AnyArray | None = None
 ) -> PackedRollout:
@@ -80,6 +82,7 @@ def pack_rollout(
     return PackedRollout(tokens_BT, prompt_B + out.length_B, is_answer_BT[:, 1:], logprobs_BT, routes)
 
 
+@in_default_modes
 def continue_rows(
     params: Params,
     config: ModelConfig,
@@ -119,6 +122,7 @@ def continue_rows(
     return prefill(params, config, together_BT, count_B, out.cache, **how)
 
 
+@in_default_modes
 def repeat_rows(cache: KVCache, n: int) -> KVCache:
     """Returns the cache with each row n times, one after the other: for several answers to a prompt."""
     n = check_integer("n", n, 1)

@@ -12,12 +12,14 @@ from .. import plugin
 from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..modes import in_default_modes
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
+@in_default_modes
 def init_params(
     config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None
 ) -> Params:
@@ -48,9 +50,9 @@ def init_params(
         if spec.init == "norm":
             return jnp.full(spec.shape, 1 - (config.norm_offset or 0), dtype)
         if spec.init == "log_decay":  # exp of it: between 0.01 and 16
-            return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
+            return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 0.01, 16)).astype(dtype)
         scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])
-        matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
+        matrix = (scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
         return quantized(matrix, spec.name) if quantized and spec.is_quantizable else matrix
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])

@@ -6,9 +6,11 @@ import jax
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..modes import in_default_modes
 from .params import Params, check_params
 
 
+@in_default_modes
 def stack_layers(params: Params, config: ModelConfig) -> Params:
     """Returns the tree with equal layers stacked. A pure function of any tree with the parameters' structure:
     gradients and optimizer states too.
@@ -43,6 +45,7 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
     return {**params, "layers": dict(blocks=blocks, rest=tuple(layers[whole:]))}
 
 
+@in_default_modes
 def unstack_layers(params: Params) -> Params:
     """Returns the tree with a tuple of layers: the inverse of `stack_layers`."""
     if not isinstance(params["layers"], dict) or params["layers"].keys() != {"blocks", "rest"}:
