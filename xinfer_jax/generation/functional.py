@@ -219,6 +219,7 @@ def decode_loop(  # noqa: PLR0913  a public function
         check_array("seen_BV", seen_BV, np.bool_, B, V)
     if history_BS is not None:
         check_array("history_BS", history_BS, np.integer, B, "tokens")
+        history_BS = history_BS.astype(np.int32)
     size, limit = _size(max_new_tokens, output_size, B)
     _check_capacity(impl, cache, limit - 1)
     logprobs = None if logprobs is None else check_integer("logprobs", logprobs, 0, V)

@@ -52,15 +52,15 @@ def pack_rollout(
         InputError: arrays of another shape or type; routes of the prompt alone; outside a trace also a number
             of tokens outside the row.
     """
-    check_array("prompt_BT", prompt_BT, jnp.integer, len(out.tokens_BT), "tokens")
-    check_array("num_tokens_B", num_tokens_B, jnp.integer, len(out.tokens_BT))
+    check_array("prompt_BT", prompt_BT, jnp.integer, out.tokens_BT.shape[0], "tokens")
+    check_array("num_tokens_B", num_tokens_B, jnp.integer, out.tokens_BT.shape[0])
     B, T = prompt_BT.shape
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     if prompt_routes is not None:
         if out.routes is None:
             raise InputError("the answer has no routes: give return_routes=True to decode_loop")
         check_array("prompt_routes", prompt_routes, jnp.integer, B, T, *out.routes.shape[2:])
-    prompt_B = jnp.asarray(num_tokens_B)
+    prompt_B = jnp.asarray(num_tokens_B, jnp.int32)
     size = T + out.tokens_BT.shape[1]
     index_BT = jnp.arange(size) - prompt_B[:, None]  # of the answer's tokens
     is_answer_BT = (index_BT >= 0) & (index_BT < out.length_B[:, None])
@@ -73,7 +73,7 @@ def pack_rollout(
         if of_prompt is None:
             return row
         widths = [(0, 0), (0, size - T), *[(0, 0)] * (row.ndim - 2)]
-        return jnp.where(expand(index_BT < 0), jnp.pad(jnp.asarray(of_prompt), widths), row)
+        return jnp.where(expand(index_BT < 0), jnp.pad(jnp.asarray(of_prompt, row.dtype), widths), row)
 
     tokens_BT = pack(prompt_BT, out.tokens_BT)
     sampled_BT = out.logprobs_BT if out.alternatives is None else out.alternatives.processed_BT
@@ -113,11 +113,11 @@ def continue_rows(
     """
     if out.cache is None:
         raise InputError("these rows have no cache: give what decode_loop returned")
-    check_array("tokens_BT", tokens_BT, jnp.integer, len(out.tokens_BT), "tokens")
-    check_array("num_tokens_B", num_tokens_B, jnp.integer, len(out.tokens_BT))
+    check_array("tokens_BT", tokens_BT, jnp.integer, out.tokens_BT.shape[0], "tokens")
+    check_array("num_tokens_B", num_tokens_B, jnp.integer, out.tokens_BT.shape[0])
     check_range("num_tokens_B:", num_tokens_B, 0, tokens_BT.shape[1])
-    together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT)], 1)
-    count_B = jnp.asarray(num_tokens_B) + 1
+    together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT, jnp.int32)], 1)
+    count_B = jnp.asarray(num_tokens_B, jnp.int32) + 1
     how: dict[str, Any] = dict(return_routes=return_routes, donate=donate, impl=impl)
     return prefill(params, config, together_BT, count_B, out.cache, **how)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import plugin
-from ..checks import check_fits
+from ..checks import check_fits, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..modes import in_default_modes
@@ -41,7 +41,8 @@ def init_params(
     float_bits = 8 * jnp.dtype(dtype).itemsize
     matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
     bits = (math.prod(x.shape) * (matrix_bits if x.is_quantizable else float_bits) for x in specs)
-    check_weights(sum(bits) // 8)
+    if not is_traced(key):  # else only shapes may be wanted
+        check_weights(sum(bits) // 8)
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
@@ -71,6 +72,12 @@ def check_params(params: Any, config: Any, stacked: bool = False) -> None:
         raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
     if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
         raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
+    kind = type(params["final_norm"])
+    if any(base.__module__.startswith("flax.") for base in kind.__mro__):
+        raise InputError(
+            f"params must be a tree of arrays, got leaves of flax ({kind.__name__}): give what"
+            " nnx.pure(params) returns"
+        )
     if isinstance(params["layers"], dict):
         if not stacked:
             raise InputError("the layers are stacked: this function takes what unstack_layers returns")

@@ -43,8 +43,8 @@ class TernaryWeight(QuantizedWeight):
     axis_name: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[-1], self.inputs
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-3], self.values.shape[-1], self.inputs
 
     @property
     def group(self) -> int:
