@@ -111,7 +111,8 @@ def score(  # noqa: PLR0913  a public function
             It reads the tokens, not inputs_BTD.
         teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens; those
             of -inf count nothing.
-        chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them.
+        chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them, or all tokens if
+            those of all take at most 256 MiB and, with their gradient, no more than the vocabulary's matrix.
         taps: as in `hidden_states`, which is for those that read; the reference model has none.
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
@@ -182,7 +183,7 @@ def map_logits(
         hidden_BTD: from `hidden_states`.
         function: of float32 logits [B, C, V] and the same C tokens of each of args, to arrays [B, C, ...].
         args: arrays [B, T, ...], or None.
-        chunk: C; None: such that 128 MiB of logits exist at the same time.
+        chunk: C; None: as in `score`.
     """
     check_params(params, config, stacked=True)
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
