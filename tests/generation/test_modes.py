@@ -76,7 +76,7 @@ def rollout(config, cache_dtype=None, quantize=None):
         history_BS = jnp.pad(tokens_BT, ((0, 0), (0, 56)))
         how = dict(history_BS=history_BS, logprobs=2)
         out = xj.decode_loop(params, config, logits_BV, cache, key, SETTINGS, EOS, 4, **how)
-        logits_BV, cache = xj.decode_step(params, config, np.asarray(out.tokens_BT)[:, 0], out.cache)
+        logits_BV, cache = xj.decode_step(params, config, out.tokens_BT[:, 0], out.cache)
         packed = xj.pack_rollout(tokens_BT, num_tokens_B, out)
         return out, logits_BV, xj.truncate(cache, 3), xj.repeat_rows(cache, 2), packed
 
