@@ -29,5 +29,6 @@ def float_precision(dtype: Any = jnp.float32) -> lax.Precision | None:
     """The precision of a product by the dtype of an operand. No backend rounds float32 to TF32 or bfloat16,
     unless the caller chose another precision by `jax.default_matmul_precision`.
     """
-    is_chosen = jax.config.jax_default_matmul_precision is not None
+    settings: Any = jax.config
+    is_chosen = settings.jax_default_matmul_precision is not None
     return None if is_chosen or dtype != jnp.float32 else lax.Precision.HIGHEST
