@@ -73,6 +73,7 @@ from .grammar.grammars import (
 from .model.attention_maps import attention_weights as attention_weights
 from .model.decoder import (
     embed_tokens as embed_tokens,
+    final_norm as final_norm,
     forward as forward,
     hidden_states as hidden_states,
     unembed as unembed,
@@ -98,6 +99,7 @@ from .tool_calls.answer_parser import (
     parse_tool_calls as parse_tool_calls,
 )
 from .tool_calls.tool_call_parser import ToolCallDelta as ToolCallDelta
+from .weights.dequantization import dequantize as dequantize
 from .weights.layout import shardings as shardings
 from .weights.params import init_params as init_params
 from .weights.resharding import reshard as reshard

@@ -23,6 +23,11 @@ def is_traced(value: Any) -> bool:
     )
 
 
+def array_module(*sizes: Any) -> Any:
+    """NumPy, with which nothing is compiled; `jax.numpy` where a size is symbolic, as in `jax.export`."""
+    return np if all(isinstance(size, int | np.integer) for size in sizes) else jnp
+
+
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Returns the value as an int; raises InputError where it is not an integer in least … most. Bools and
     floats are rejected.

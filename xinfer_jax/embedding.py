@@ -21,12 +21,14 @@ from .generation.executor import bucket, next_power_of_two
 from .generation.executor_choice import executor_class
 from .generation.loop import last_hidden
 from .generation.validation import non_finite_reason
+from .modes import in_default_modes
 
 POOLINGS = ("mean", "last", "first")
 _MAX_BATCH_TOKENS = 2048  # padding included; a longer text is a batch of its own
 _WITHOUT = EmbeddingModules("mean", (), True, {}, "")  # where the checkpoint does not say
 
 
+@in_default_modes
 def embed_texts(
     model: Model,
     texts: Sequence[str | Sequence[int]],

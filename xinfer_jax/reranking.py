@@ -18,6 +18,7 @@ from .embedding import check_finite, check_texts, hidden_states_of, kept_tokens
 from .errors import ContextLengthError, InputError, format_value
 from .generation.loop import last_hidden
 from .model.decoder import unembed
+from .modes import in_default_modes
 from .weights.params import Params
 
 # As Qwen3-Reranker was trained.
@@ -30,6 +31,7 @@ _JUDGE = (
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+@in_default_modes
 def rerank(
     model: Model,
     query: str,

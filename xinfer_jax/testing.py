@@ -19,11 +19,13 @@ from .generation.rollouts import pack_rollout
 from .generation.scoring import score
 from .generation.validation import check_prompts
 from .model.decoder import forward
+from .modes import in_default_modes
 from .sampling.sampling_config import SamplingConfig
 from .weights.params import Params
 from .weights.stacking import unstack_layers
 
 
+@in_default_modes
 def assert_parity(
     path: str | Path, *, tokens: Sequence[Sequence[int]], atol: float = 1e-4, model: Model | None = None
 ) -> float:
@@ -63,6 +65,7 @@ def assert_parity(
     return _assert_close(logits_BTV, expected_BTV, atol, "logit", "transformers")
 
 
+@in_default_modes
 def assert_rollout_matches_score(
     params: Params,
     config: ModelConfig,

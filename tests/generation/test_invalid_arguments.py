@@ -279,12 +279,6 @@ def test_bad_keys_raise(params, key):
         run(params, key=key, sampling=xj.SamplingConfig(0.7))
 
 
-@pytest.mark.full
-def test_rbg_keys_raise(params):
-    with pytest.raises(xj.InputError, match="make them by jax.random.key.seed, impl='threefry2x32'"):
-        run(params, key=jax.random.key(0, impl="rbg"), sampling=xj.SamplingConfig(0.7))
-
-
 BAD_SETTINGS = {
     "temperature": ("0.7", True, None, 1j, 1e39, [], [0.5, True], [[0.5]], np.array([0.5, None]), [0.5] * 3),
     "top_k": ("5", 1.5, 2**70, np.array(["5"])),

@@ -5,6 +5,7 @@ and transformers agree.
 import dataclasses
 import json
 import math
+import re
 from functools import partial
 
 import chex
@@ -393,3 +394,27 @@ def test_the_script_rejects_a_text_of_one_token(tmp_path):
     (tmp_path / "text.txt").write_text("the", encoding="utf-8")
     done = perplexity(f"--text={tmp_path / 'text.txt'}")
     assert done.returncode == 2 and "has 1 tokens" in done.stderr
+
+
+SHORT = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=64, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def test_short_batches_are_one_part():
+    """If all logits and their gradient take no more than the gradient of the vocabulary's matrix: a loop
+    would carry that, and each of its parts compute the logits again.
+    """
+
+    def sizes(tokens, dtype="float32", **changes):
+        config = xj.from_hf(SHORT | changes)
+        init = lambda key: xj.init_params(config, key, dtype)  # noqa: E731
+        given = jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        text = str(jax.make_jaxpr(lambda p, t: xj.score(p, config, t))(*given))
+        return {int(size) for size in re.findall(r"f32\[1,(\d+),151936\]", text)}
+
+    assert sizes(257) == {256}  # 148 MiB
+    assert sizes(401) == {400} and sizes(500) == {167}  # 232 MiB, and 290 MiB in 3 parts
+    assert sizes(401, "bfloat16") == {200}  # the gradient is half as large
+    assert sizes(201, hidden_size=256) == {200} and sizes(257, hidden_size=256) == {128}

@@ -204,6 +204,7 @@ def test_an_eos_id_that_the_model_cannot_produce_is_left_out(tmp_path):
 
 # --- arguments of wrong types -------------------------------------------------------------------------------
 
+Param = type("Param", (tuple,), dict(__module__="flax.nnx.variablelib"))
 WRONG_TYPES = {
     "hidden-list": (lambda p, c: xj.hidden_states(p, c, [[1, 2]]), "tokens must be an array"),
     "hidden-none": (lambda p, c: xj.hidden_states(p, c, None), "tokens must be an array"),
@@ -225,6 +226,11 @@ WRONG_TYPES = {
     "embed-id": (lambda p, c: xj.embed_tokens(p, c, -TOKENS), "token id -1 is outside"),
     "unembed-width": (lambda p, c: xj.unembed(p, c, np.ones((2, 7))), "must be an array .* got .2, 7"),
     "unembed-none": (lambda p, c: xj.unembed(p, c, None), "hidden states must be an array"),
+    "norm-width": (lambda p, c: xj.final_norm(p, c, np.ones((2, 7))), "must be an array .* got .2, 7"),
+    "flax": (
+        lambda p, c: xj.forward(p | dict(final_norm=Param(p["final_norm"])), c, TOKENS),
+        "tree of arrays, got leaves of flax .Param.: give what nnx.pure",
+    ),
     "unembed-params": (lambda p, c: xj.unembed(None, c, np.ones((2, 288))), "params must be"),
     "truncate-none": (lambda p, c: xj.truncate(None, 3), "cache must be a KVCache, .* got None"),
     "truncate-text": (lambda p, c: xj.truncate(xj.init_cache(c), "3"), "needs lengths of at least 0"),
@@ -266,6 +272,9 @@ def test_public_parts_compose_to_forward(model):
     logits, cache = forward(params, config, TOKENS, xj.init_cache(config, 2, 16))
     hidden, _ = hidden_states(params, config, TOKENS)
     np.testing.assert_allclose(xj.unembed(params, config, hidden), logits, atol=1e-6)
+    last = config.num_hidden_layers - 1
+    *_, reads = xj.hidden_states(params, config, TOKENS, taps={last: xj.Tap(read=True)})
+    np.testing.assert_allclose(xj.final_norm(params, config, reads[last]), hidden, atol=1e-5)
     for length in (2, np.int64(2), np.array([2, 2]), jnp.array([2, 2]), 10**12):
         back = xj.truncate(cache, length)
         assert back.length_B.tolist() == [min(length, 4) if isinstance(length, int) else 2] * 2

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.oldest
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": (
-        "errors", "signing", "formatting", "checks", "caller_functions", "memory", "device_defaults", "host",
-        "stats", "plugins",
+        "errors", "modes", "signing", "formatting", "checks", "caller_functions", "memory", "device_defaults",
+        "host", "stats", "plugins",
     ),
     "sharding": (),
     "ops": ("operation", "largest", "product", "forms", "row_groups"),
@@ -31,10 +31,10 @@ PACKAGES = {
     "ops.tpu": ("tpu_products", "tpu_embedding"),
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
-        "weight_leaf", "param_specs", "linear_attention_specs", "params", "hadamard", "layout", "stacking",
+        "weight_leaf", "param_specs", "linear_attention_specs", "params", "hadamard", "stacking", "layout",
         "quantized_weight", "adapted_weight", "ternary", "mxfp4", "rotated_weight", "int8_weight",
-        "grouped_weight", "padded_weight", "fp8_weight", "quantization", "device_quantization", "resharding",
-        "params_like",
+        "grouped_weight", "padded_weight", "fp8_weight", "dequantization", "quantization",
+        "device_quantization", "resharding", "params_like",
     ),
     "families": (
         "family", "values", "layer_fields", "rope_settings", "llama", "qwen", "olmo", "gemma", "gemma4",

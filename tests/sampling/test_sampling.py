@@ -169,6 +169,22 @@ def test_repetition_penalty_comes_before_temperature():
     assert sampled[0][0] == 1
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_of_rbg_become_threefry_keys(impl):
+    """The same alone, in a batch and under vmap; each word of their data counts."""
+    words = lambda keys: jax.random.key_data(keys).tolist()  # noqa: E731
+    data = np.arange(12, dtype=np.uint32).reshape(3, 4)
+    keys = jax.random.wrap_key_data(data, impl=impl)
+    each = random_keys.row_keys(keys, 3)
+    assert str(each.dtype) == "key<fry>"
+    assert words(each) == [words(random_keys.check_key(key, 1)) for key in keys]
+    assert words(each) == words(jax.vmap(lambda key: random_keys.check_key(key, 1))(keys))
+    assert words(random_keys.row_keys(data, 3)) == words(each)  # of old style
+    changed = jax.random.wrap_key_data(data[0] ^ np.eye(4, dtype=np.uint32), impl=impl)
+    assert len({*map(tuple, words(each)[:1] + words(random_keys.row_keys(changed, 4)))}) == 5
+    assert words(random_keys.row_keys(keys[0], 2)) == words(random_keys.row_keys(each[0], 2))
+
+
 def test_old_style_keys_give_the_same_draws():
     new = random_keys.row_keys(jax.random.key(5), 3)
     old = random_keys.row_keys(jax.random.PRNGKey(5), 3)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..checks import check_array, is_traced
 from ..errors import InputError, format_names, format_value
+from ..modes import in_default_modes
 from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.param_specs import leaf_name
 from ..weights.params import AnyArray, Params, activation_dtype
@@ -17,6 +18,7 @@ from .adapter import Adapter, LowRank, for_all_rows_only, make_adapter
 from .fitted_adapter import check_adapter, is_rotated, weights_by_path
 
 
+@in_default_modes
 def with_adapter(params: Params, adapter: Adapter) -> Params:
     """Returns parameters of the adapted model, for `forward`, `score`, `decode_loop`, `generate` and engines.
     Gradients in the adapter are those of its arrays alone.
@@ -41,6 +43,7 @@ def with_adapter(params: Params, adapter: Adapter) -> Params:
     return map_matrices(_with_norms(params, adapter), adapter.matrices, adapt)
 
 
+@in_default_modes
 def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArray) -> Params:
     """Returns parameters of several adapted models, for functions of arrays with B rows: `forward`, `score`,
     `prefill`, `decode_loop`.
@@ -87,6 +90,7 @@ def with_adapters(params: Params, adapters: Sequence[Adapter], adapter_B: AnyArr
     return map_matrices(params, {path for adapter in adapters for path in adapter.matrices}, adapt)
 
 
+@in_default_modes
 def split_adapter(params: Params) -> tuple[Params, Adapter]:
     """Returns what `with_adapter` put together: the model's parameters, and the adapter. Norms stay those of
     the adapter, in the parameters.
@@ -117,6 +121,7 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
     return params, make_adapter(matrices, scales)
 
 
+@in_default_modes
 def merge_adapter(params: Params, adapter: Adapter) -> Params:
     """Returns float parameters with the adapter's sum and norms in them, each of the dtype that it has.
 

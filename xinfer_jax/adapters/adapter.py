@@ -13,6 +13,7 @@ import numpy as np
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
+from ..modes import in_default_modes
 from ..weights.param_specs import leaf_name
 from ..weights.params import ParamSpec, param_specs, resolve_dtype
 
@@ -101,6 +102,7 @@ def _is_for_all_rows(path: str) -> bool:
     return path in ("embed", "layer_embed", "lm_head") or ".experts." in path or path.endswith(".router")
 
 
+@in_default_modes
 def init_adapter(
     config: ModelConfig,
     key: jax.Array,

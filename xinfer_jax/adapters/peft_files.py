@@ -18,6 +18,7 @@ from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import find_prefix, full_name, text_name
+from ..modes import in_default_modes
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter
 from .peft_config import read_modules, read_norms
@@ -41,6 +42,7 @@ _HEADER_PER_TENSOR = 256
 _BASE = ".base_layer.weight"  # PEFT also saves the matrices of embedding and head themselves
 
 
+@in_default_modes
 def load_adapter(
     config: ModelConfig,
     path_or_repo_id: str | Path,
@@ -158,6 +160,7 @@ def _wanted(
     return [(module, *how) for module, how in zip(wanted, hows.values(), strict=True)]
 
 
+@in_default_modes
 def save_adapter(path: str | Path, adapter: Adapter, config: ModelConfig, *, base: str | None = None) -> None:
     """Writes an adapter as PEFT does. Matrices that a module of transformers holds together, and that have
     each their own `a`, become one pair of the sum of their ranks.

@@ -74,12 +74,12 @@ class Contiguous(LayerCache):
         return dataclasses.replace(self, k=append(self.k, k_BTKH), v=append(self.v, v_BTKH))
 
     def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
-        if len(start_B) == 1:  # one row needs no scatter
+        if start_B.shape[0] == 1:  # one row needs no scatter
             return _write_row(old_BKSH[0], new_BKTH[0], start_B[0], num_tokens_B[0])[None]
         if new_BKTH.shape[2] > 1:
             return jax.vmap(_write_row)(old_BKSH, new_BKTH, start_B, num_tokens_B)
         slot_B = jnp.where(num_tokens_B > 0, start_B, self.slots)
-        return self._scatter(old_BKSH, jnp.arange(len(slot_B)), slot_B, new_BKTH[:, :, 0])
+        return self._scatter(old_BKSH, jnp.arange(slot_B.shape[0]), slot_B, new_BKTH[:, :, 0])
 
     def _scatter(self, old_BKSH, row, slot, new_KH):
         """Writes vectors [..., K, H] to these rows and slots, both [...]; none to a slot past the end."""
@@ -95,7 +95,11 @@ class Contiguous(LayerCache):
         return jnp.minimum(length_B, self.capacity) if self.slots > self.capacity else length_B
 
     def block_layout(self, max_width: int) -> tuple[int, int]:
-        """The number of keys in a block, at most max_width, and the number of blocks."""
+        """The number of keys in a block, at most max_width, and the number of blocks. Slots whose number is
+        symbolic are one block.
+        """
+        if not isinstance(self.slots, int):
+            return self.slots, 1
         width = min(self.slots, max_width)
         return width, -(-self.slots // width)
 

@@ -87,7 +87,7 @@ def _empty(shape: tuple[int, ...]) -> GearKV:
     rank = min(_RANK, H)
     values = jnp.zeros((B, K, S, H * _BITS // 8 + _OUTLIERS), jnp.uint8)
     scale = jnp.zeros((B, K, S, 2 + _OUTLIERS + rank), jnp.float16)
-    return GearKV(values, scale, jnp.zeros((B, K, rank, H)))
+    return GearKV(values, scale, jnp.zeros((B, K, rank, H), jnp.float32))
 
 
 def _check_width(width: int) -> None:

@@ -10,11 +10,12 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .. import plugin
-from ..checks import check_fits
+from ..checks import array_module, check_fits
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..formatting import ShortRepr
+from ..modes import in_default_modes
 from .contiguous import Contiguous
 from .layer_cache import LayerCache, sharded_pair
 from .ring import Ring, num_slots
@@ -84,6 +85,7 @@ class KVCache(ShortRepr):
         return min(layer.most_at_once for layer in self.layers)
 
 
+@in_default_modes
 def init_cache(
     config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None, mesh: Mesh | None = None
 ) -> KVCache:
@@ -127,10 +129,12 @@ def init_cache(
     dtype = resolve_cache_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
-    check_fits(int(fraction * cache_bytes(config, batch, capacity, dtype)), what, remedy)
+    xp = array_module(batch)
+    if xp is np:  # else their size is not known
+        check_fits(int(fraction * cache_bytes(config, batch, capacity, dtype)), what, remedy)
     layers = empty_layers(config, batch, capacity, dtype, mesh)
     has_limits = any(layer.limits for layer in layers)
-    counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
+    counts = (xp.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
     length_B, overflow_B, reached_B = jax.device_put(tuple(counts), replicated)  # nothing to compile
     return KVCache(layers, length_B, overflow_B, reached_B if has_limits else None)
 
@@ -208,6 +212,7 @@ def without_layers(cache: KVCache) -> KVCache:
     return dataclasses.replace(cache, layers=())
 
 
+@in_default_modes
 def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
     """Drops the tokens from a position on: the next ones that are appended overwrite them.
 

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..modes import in_default_modes
 from ..weights.params import Params
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, init_cache
@@ -23,6 +24,7 @@ from .stored_kv import quantized_dtype
 _FORMAT = 5  # earlier ones have a fingerprint of another config
 
 
+@in_default_modes
 def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
     """Writes a prefix to a safetensors file: tokens, keys, values and the model's fingerprint.
 
@@ -50,6 +52,7 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
         raise InputError(f"{path} cannot be written: {error}") from error
 
 
+@in_default_modes
 def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity: int | None = None) -> Prefix:
     """Reads what `save_prefix` wrote.
 

@@ -127,7 +127,7 @@ class Recurrent(LayerCache):
                 f"this cache has {self.draft_slots} draft slots, {count} are needed: prefill again"
             )
         inputs = tuple(pad_slots(x, x.shape[2] + count) for x in self.inputs)
-        steps = jnp.zeros((*self.state.shape[:2], count, 2))
+        steps = jnp.zeros((*self.state.shape[:2], count, 2), jnp.float32)
         return dataclasses.replace(self, inputs=inputs, steps=steps, base_B=length_B)
 
     def used_arrays(self, tokens: int) -> tuple[Inputs, jax.Array]:

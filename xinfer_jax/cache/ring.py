@@ -31,7 +31,7 @@ class Ring(Contiguous):
         position_BT = start_B[:, None] + t_T
         kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < self.capacity)
         slot_BT = jnp.where(kept_BT, position_BT % self.slots, self.slots)
-        row_B1 = jnp.arange(len(old_BKSH))[:, None]
+        row_B1 = jnp.arange(old_BKSH.shape[0])[:, None]
         return self._scatter(old_BKSH, row_B1, slot_BT, jnp.swapaxes(new_BKTH, 1, 2))
 
     @property

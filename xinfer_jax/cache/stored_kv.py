@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .. import plugin
@@ -167,7 +168,8 @@ def slice_slots(x: Stored, at: Any, width: int, row: Any) -> Any:
     first, rows = (0, x.shape[0]) if row is None else (row, 1)
 
     def cut(y: jax.Array, at: Any, width: int) -> jax.Array:
-        return lax.dynamic_slice(y, (first, 0, at, 0), (rows, y.shape[1], width, y.shape[3]))
+        start = (np.int32(i) if isinstance(i, int) else i.astype(np.int32) for i in (first, 0, at, 0))
+        return lax.dynamic_slice(y, (*start,), (rows, y.shape[1], width, y.shape[3]))
 
     y = map_slots(partial(cut, at=at, width=width), x)
     return y.of_rows(lambda z: cut(z, 0, z.shape[2])) if isinstance(y, StoredKV) else y

@@ -21,6 +21,7 @@ from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import is_tied_without_head, text_settings
 from ..families.writing import to_hf
+from ..modes import in_default_modes
 from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
@@ -37,6 +38,7 @@ _FLOATS = {np.dtype(DTYPES[name]) for name in ("F32", "F16", "BF16")}
 _NORM = "model.norm.weight"  # a tensor of every family
 
 
+@in_default_modes
 def save_model(
     path: str | Path,
     params: Params,

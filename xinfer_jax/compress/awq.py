@@ -218,7 +218,8 @@ def _matrix_inputs(
     config, _ = layer_key
     factor = config.residual_multiplier
     attn_BTD = norm(x_BTD, layer, "attn_norm", config)
-    identity = {"o": {"weight": jnp.eye(layer["o"]["weight"].shape[1])}}  # so the output is the input of "o"
+    one = jnp.eye(layer["o"]["weight"].shape[1], dtype=jnp.float32)
+    identity = {"o": {"weight": one}}  # so the output is the input of "o"
     heads_BTI = _attention_output(layer | identity, layer_key, attn_BTD, calibration)
     mid_BTD = x_BTD + factor * linear(heads_BTI, layer["o"])
     mlp_BTD = norm(mid_BTD, layer, "mlp_norm", config)

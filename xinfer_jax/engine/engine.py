@@ -366,6 +366,7 @@ class Engine(EngineLoop):
         if isinstance(self._core.device, Leader):
             self._core.device.close()
 
+    @without_mesh_context
     def follow(self) -> bool:
         """If the model lies on devices of several processes, all but process 0 call this: it repeats the
         device calls of process 0's engine. It returns False once that is closed, and True where process 0

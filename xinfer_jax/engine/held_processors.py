@@ -70,7 +70,7 @@ def _try(callers: Callers, row: DecodeState) -> tuple[Callers, DecodeState]:
     """The callers of a row at its start, and the row after a step with them."""
     callers = callers.start(row.context, row.key_B)
     row = _with_callers(row, callers)
-    logits_1V = jnp.zeros(row.context.seen_BV.shape)
+    logits_1V = jnp.zeros(row.context.seen_BV.shape, jnp.float32)
     token_1, logprob_1, _ = sample_tokens(logits_1V, row.key_B, row.sampling_B, row.context)
     return callers, append_token(row, token_1, logprob_1)
 

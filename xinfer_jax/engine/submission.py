@@ -274,6 +274,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         self.enqueue(requests)
         return requests
 
+    @without_mesh_context
     def generate(
         self,
         prompts: Sequence[Prompt | Sequence[int]],

@@ -14,6 +14,7 @@ from ..config.model_config import ModelConfig
 from ..generation.executor_choice import executor_class
 from ..layerwise.layerwise_executor import LayerwiseExecutor
 from ..layerwise.precompile import CompilerStoppedError, Precompiler, shape_struct
+from ..modes import in_default_modes
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from .device import Device
@@ -65,6 +66,7 @@ class WarmUp:
         """
         self._left = dict(stages)
 
+        @in_default_modes
         def compile_stages() -> None:
             while name := self._next_stage(is_busy):
                 self._begin(name).join()

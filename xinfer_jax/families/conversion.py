@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
+from ..modes import in_default_modes
 from ..sharding import RULES
 from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
 from ..weights.layout import partition_specs, shardings
@@ -47,6 +48,7 @@ def param_names(config: ModelConfig) -> list[ParamName]:
     return [ParamName(spec.name, spec.published_name, spec.shape, spec.axes) for spec in specs]
 
 
+@in_default_modes
 def params_to_tensors(params: Params, config: ModelConfig) -> dict[str, Any]:
     """Returns a model's parameters as its family's published files have them: by name, some of them joined,
     experts apart or together, a tied matrix once. A pure function, also under `jit`.
@@ -146,6 +148,7 @@ def plan_tensors(
     return tensors
 
 
+@in_default_modes
 def params_from_tensors(
     config: ModelConfig, tensors: Mapping[str, Any], *, dtype: Any = None, mesh: Any = None
 ) -> Params:

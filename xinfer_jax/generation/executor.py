@@ -120,7 +120,9 @@ def prefill_chunk_size(cache: KVCache) -> int:
     length_B = cache.length_B
     of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
     of_all_rows = of_device(length_B) if of_device else _CHUNK
-    return min(max(_CHUNK, of_all_rows // next_power_of_two(len(length_B))), cache.most_at_once)
+    rows = length_B.shape[0]  # it may be symbolic
+    of_row = of_all_rows // next_power_of_two(rows) if isinstance(rows, int) else _CHUNK
+    return min(max(_CHUNK, of_row), cache.most_at_once)
 
 
 def bucket(size: int) -> int:

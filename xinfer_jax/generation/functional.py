@@ -12,11 +12,12 @@ import numpy as np
 
 from .. import plugin
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
-from ..checks import check_array, check_integer, check_range, check_token_ids, is_traced
+from ..checks import array_module, check_array, check_integer, check_range, check_token_ids, is_traced
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..model.decoder import hidden_states, unembed
+from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
@@ -64,6 +65,7 @@ class Decoded(DecodeState):
     routes: Any = None
 
 
+@in_default_modes
 def prefill(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
@@ -114,6 +116,7 @@ def prefill(  # noqa: PLR0913  a public function
     return append(params, config, tokens_BT, num_tokens_B, cache, *how)
 
 
+@in_default_modes
 def decode_step(
     params: Params,
     config: ModelConfig,
@@ -133,11 +136,12 @@ def decode_step(
     """
     check_impl(impl)
     check_array("token_B", token_B, np.integer, "rows")
-    _check_cache(config, cache, len(token_B))
+    _check_cache(config, cache, token_B.shape[0])
     step = _STEP.donating if donate else _STEP.keeping
     return step(params, config, token_B, cache, impl)
 
 
+@in_default_modes
 def decode_loop(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
@@ -215,6 +219,7 @@ def decode_loop(  # noqa: PLR0913  a public function
         check_array("seen_BV", seen_BV, np.bool_, B, V)
     if history_BS is not None:
         check_array("history_BS", history_BS, np.integer, B, "tokens")
+        history_BS = history_BS.astype(np.int32)
     size, limit = _size(max_new_tokens, output_size, B)
     _check_capacity(impl, cache, limit - 1)
     logprobs = None if logprobs is None else check_integer("logprobs", logprobs, 0, V)
@@ -236,10 +241,10 @@ def decode_loop(  # noqa: PLR0913  a public function
     loop = _LOOP.donating if donate else _LOOP.keeping
     if any(given is not None for given in (callers, stop, taps)):
         loop = plugin("callers", "guard")(loop, callers, stop, taps)
+    seen_BV = array_module(B).zeros((B, V), bool) if seen_BV is None else seen_BV
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
-        np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,
-        callers, stop, logprobs, return_routes, taps,
+        seen_BV, history_BS, bucket(size), impl, automata, callers, stop, logprobs, return_routes, taps,
     )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
@@ -278,8 +283,8 @@ def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
     length_B = cache.length_B
     if isinstance(length_B, jax.Array) and not is_traced(length_B) and length_B.is_deleted():
         raise InputError("the cache was donated to an earlier call: use the one that it returned")
-    if len(length_B) != rows:
-        raise InputError(f"a cache of {len(length_B)} rows for {rows}: init_cache takes their number")
+    if length_B.shape[0] != rows:
+        raise InputError(f"a cache of {length_B.shape[0]} rows for {rows}: init_cache takes their number")
     if (actual := cache.fits) != (wanted := expected_fits(config)):
         raise InputError(
             f"a cache of {describe_fits(actual)} for a model of {describe_fits(wanted)}: init_cache takes the"

@@ -11,6 +11,7 @@ from ..cache.kv_cache import empty_layers
 from ..cache.stored_kv import resolve_cache_dtype
 from ..config.model_config import ModelConfig
 from ..model.decoder import lm_head
+from ..modes import in_default_modes
 from ..ops.forms import named
 from ..ops.kernels.attention_kernels import select_attention
 from ..ops.kernels.delta_kernels import select_delta
@@ -23,6 +24,7 @@ from ..weights.quantized_weight import is_quantized
 from .options import GenerateOptions, default_capacity
 
 
+@in_default_modes
 def kernels_used(
     params: Params,
     config: ModelConfig,

@@ -62,10 +62,10 @@ def prefill_chunks(  # noqa: PLR0913
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, previous_BD), *others
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
-    if T <= chunk:
+    if isinstance(T, int) and T <= chunk:  # else it may be symbolic
         last_BD, *others = run_chunk(tokens_BT, num_tokens_B, cache, none_BD, inputs_BTD)
         return unembed(params, config, last_BD), *others
-    padding = (0, 0), (0, -T % chunk)
+    padding = (0, 0), (0, -(-T // chunk) * chunk - T)
     padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), (tokens_BT, inputs_BTD))
 
     def body(i, carry):

@@ -10,6 +10,7 @@ from ..cache.kv_cache import KVCache, reorder
 from ..checks import check_array, check_integer, check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..modes import in_default_modes
 from ..weights.params import AnyArray, Params
 from .functional import Decoded, prefill
 
@@ -32,6 +33,7 @@ class PackedRollout(NamedTuple):
     routes: jax.Array | None = None
 
 
+@in_default_modes
 def pack_rollout(
     prompt_BT: AnyArray, num_tokens_B: AnyArray, out: Decoded, prompt_routes: AnyArray | None = None
 ) -> PackedRollout:
@@ -50,15 +52,15 @@ def pack_rollout(
         InputError: arrays of another shape or type; routes of the prompt alone; outside a trace also a number
             of tokens outside the row.
     """
-    check_array("prompt_BT", prompt_BT, jnp.integer, len(out.tokens_BT), "tokens")
-    check_array("num_tokens_B", num_tokens_B, jnp.integer, len(out.tokens_BT))
+    check_array("prompt_BT", prompt_BT, jnp.integer, out.tokens_BT.shape[0], "tokens")
+    check_array("num_tokens_B", num_tokens_B, jnp.integer, out.tokens_BT.shape[0])
     B, T = prompt_BT.shape
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     if prompt_routes is not None:
         if out.routes is None:
             raise InputError("the answer has no routes: give return_routes=True to decode_loop")
         check_array("prompt_routes", prompt_routes, jnp.integer, B, T, *out.routes.shape[2:])
-    prompt_B = jnp.asarray(num_tokens_B)
+    prompt_B = jnp.asarray(num_tokens_B, jnp.int32)
     size = T + out.tokens_BT.shape[1]
     index_BT = jnp.arange(size) - prompt_B[:, None]  # of the answer's tokens
     is_answer_BT = (index_BT >= 0) & (index_BT < out.length_B[:, None])
@@ -71,7 +73,7 @@ def pack_rollout(
         if of_prompt is None:
             return row
         widths = [(0, 0), (0, size - T), *[(0, 0)] * (row.ndim - 2)]
-        return jnp.where(expand(index_BT < 0), jnp.pad(jnp.asarray(of_prompt), widths), row)
+        return jnp.where(expand(index_BT < 0), jnp.pad(jnp.asarray(of_prompt, row.dtype), widths), row)
 
     tokens_BT = pack(prompt_BT, out.tokens_BT)
     sampled_BT = out.logprobs_BT if out.alternatives is None else out.alternatives.processed_BT
@@ -80,6 +82,7 @@ def pack_rollout(
     return PackedRollout(tokens_BT, prompt_B + out.length_B, is_answer_BT[:, 1:], logprobs_BT, routes)
 
 
+@in_default_modes
 def continue_rows(
     params: Params,
     config: ModelConfig,
@@ -110,15 +113,16 @@ def continue_rows(
     """
     if out.cache is None:
         raise InputError("these rows have no cache: give what decode_loop returned")
-    check_array("tokens_BT", tokens_BT, jnp.integer, len(out.tokens_BT), "tokens")
-    check_array("num_tokens_B", num_tokens_B, jnp.integer, len(out.tokens_BT))
+    check_array("tokens_BT", tokens_BT, jnp.integer, out.tokens_BT.shape[0], "tokens")
+    check_array("num_tokens_B", num_tokens_B, jnp.integer, out.tokens_BT.shape[0])
     check_range("num_tokens_B:", num_tokens_B, 0, tokens_BT.shape[1])
-    together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT)], 1)
-    count_B = jnp.asarray(num_tokens_B) + 1
+    together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT, jnp.int32)], 1)
+    count_B = jnp.asarray(num_tokens_B, jnp.int32) + 1
     how: dict[str, Any] = dict(return_routes=return_routes, donate=donate, impl=impl)
     return prefill(params, config, together_BT, count_B, out.cache, **how)
 
 
+@in_default_modes
 def repeat_rows(cache: KVCache, n: int) -> KVCache:
     """Returns the cache with each row n times, one after the other: for several answers to a prompt."""
     n = check_integer("n", n, 1)

@@ -21,6 +21,7 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
+from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh
 from ..weights.params import AnyArray, Params, check_params
 from .batch_arrays import pad_prompts
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ..model.taps import Taps
 
 MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
+_MOST_LOGITS = 1 << 26  # of all tokens at the same time, where a loop over parts would take more memory
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +69,7 @@ def score(
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def score(*args: Any, **how: Any) -> Any: ...
+@in_default_modes
 def score(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
@@ -111,7 +114,8 @@ def score(  # noqa: PLR0913  a public function
             It reads the tokens, not inputs_BTD.
         teacher_topk: ids [B, T-1, k] and log-probabilities [B, T-1, k] of another model's best tokens; those
             of -inf count nothing.
-        chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them.
+        chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them, or all tokens if
+            those of all take at most 256 MiB and, with their gradient, no more than the vocabulary's matrix.
         taps: as in `hidden_states`, which is for those that read; the reference model has none.
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
@@ -165,6 +169,7 @@ def score(  # noqa: PLR0913  a public function
     return scores if is_more else scores.logprobs_BT
 
 
+@in_default_modes
 def map_logits(
     params: Params,
     config: ModelConfig,
@@ -181,7 +186,7 @@ def map_logits(
         hidden_BTD: from `hidden_states`.
         function: of float32 logits [B, C, V] and the same C tokens of each of args, to arrays [B, C, ...].
         args: arrays [B, T, ...], or None.
-        chunk: C; None: such that 128 MiB of logits exist at the same time.
+        chunk: C; None: as in `score`.
     """
     check_params(params, config, stacked=True)
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
@@ -189,9 +194,10 @@ def map_logits(
     def part(hidden_BCD: jax.Array, *args: Any) -> Any:
         return function(unembed(params, config, hidden_BCD), *args)
 
-    return _map_tokens(part, lm_head(params)["weight"].shape[0], chunk, hidden_BTD, *args)
+    return _map_tokens(part, lm_head(params)["weight"], chunk, hidden_BTD, *args)
 
 
+@in_default_modes
 def score_completions(
     params: Params,
     config: ModelConfig,
@@ -288,20 +294,18 @@ def _score(  # noqa: PLR0913
             found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * apart_BCk).sum(-1)
         return Scores(logprobs_of(target_BC[..., None])[..., 0], **found)
 
-    rows = lm_head(params)["weight"].shape[0]
     given = hidden_BTD[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
-    scores = _map_tokens(part, rows, chunk, *given)
+    scores = _map_tokens(part, lm_head(params)["weight"], chunk, *given)
     read = config, tokens_BT, num_tokens_B, segment_ids_BT, inputs_BTD is None
     return Scores(**mask_scores(vars(scores), *read)), *routes
 
 
-def _map_tokens(function: Callable, V: int, chunk: int | None, *args: Any) -> Any:
+def _map_tokens(function: Callable, matrix: Any, chunk: int | None, *args: Any) -> Any:
     """function(*args), of arrays [B, T, ...] to arrays [B, T, ...], for parts of T of equal size: of `chunk`
-    tokens; None: so many that a part has at most MAX_LOGITS numbers [B, C, V]. T is split, not B: rows may
-    be on different devices.
+    tokens, or by `_chunk` of the vocabulary's matrix. T is split, not B: rows may be on different devices.
     """
     B, T = args[0].shape[:2]
-    parts = -(-T // (chunk or max(1, MAX_LOGITS // (B * V))))
+    parts = -(-T // (chunk or _chunk(matrix, B, T)))
     size = -(-T // parts)
 
     def split(x_BT: jax.Array) -> jax.Array:  # [parts, B, size, ...]
@@ -312,3 +316,16 @@ def _map_tokens(function: Callable, V: int, chunk: int | None, *args: Any) -> An
     part = jax.checkpoint(lambda args: function(*args), prevent_cse=False)
     done = lax.map(part, jax.tree.map(split, args))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :T], done)
+
+
+def _chunk(matrix: Any, B: int, T: int) -> int:
+    """The tokens of each row whose logits exist at the same time, if the caller gives no `chunk`: all of them
+    if they and their gradient take no more than the gradient of the vocabulary's matrix. A loop over parts
+    would carry that.
+    """
+    if not (isinstance(B, int) and isinstance(T, int)):  # symbolic
+        return T
+    carried = matrix.size * matrix.dtype.itemsize if isinstance(matrix, AnyArray) else 0
+    row = B * matrix.shape[0]
+    is_whole = T * row <= _MOST_LOGITS and 2 * 4 * T * row <= carried
+    return T if is_whole else max(1, MAX_LOGITS // row)

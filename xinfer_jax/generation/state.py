@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..checks import array_module
 from ..formatting import ShortRepr
 from ..ops.operation import run
 from ..sampling.context import Context
@@ -89,8 +90,10 @@ def new_state(
     key_B: jax.Array, sampling_B: SamplingConfig, limit_B: Any, context: Context, size: int
 ) -> DecodeState:
     """Rows before their first token. size: columns of `tokens_BT`."""
-    zeros_B = np.zeros(len(limit_B), np.int32)
-    zeros_BT = np.zeros((len(limit_B), size), np.int32)
+    B = limit_B.shape[0]
+    xp = array_module(B)
+    zeros_B = xp.zeros(B, np.int32)
+    zeros_BT = xp.zeros((B, size), np.int32)
     logprobs_BT = zeros_BT.astype(np.float32)
     return DecodeState(zeros_B, key_B, sampling_B, limit_B, zeros_B > 0, context, zeros_BT, logprobs_BT)
 
@@ -154,7 +157,7 @@ def append_token(
 ) -> DecodeState:
     """The state with the next token of each active row of `among_B`; other rows stay as they are."""
     active_B = state.active_B & among_B
-    row_B = jnp.arange(len(token_B))
+    row_B = jnp.arange(token_B.shape[0])
     column_B = _column(state, among_B)
     ends_B = jnp.any(token_B[:, None] == state.context.eos_BE, -1)
     return dataclasses.replace(

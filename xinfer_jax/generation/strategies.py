@@ -86,7 +86,7 @@ def last_token(
 
 def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
     """This token of each row."""
-    return Inputs(token_B[:, None], jnp.ones(len(token_B), jnp.int32)), cache
+    return Inputs(token_B[:, None], jnp.ones(token_B.shape[0], jnp.int32)), cache
 
 
 def logits_at(logits: jax.Array, position: int) -> jax.Array:

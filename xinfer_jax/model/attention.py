@@ -10,6 +10,7 @@ from jax import lax
 from ..cache.contiguous import Block, Contiguous
 from ..errors import InputError
 from ..ops.operation import match_varying_axes, run
+from ..ops.product import float_precision
 from .layers import soft_cap
 
 QUERY_BLOCK = 512
@@ -75,10 +76,10 @@ def attention(  # noqa: PLR0913
     """
     static = start_B is None
     length_B = kv.stored_length(length_B)
-    start_B = jnp.full(len(q_BTNH), ahead, jnp.int32) if static else start_B
+    start_B = jnp.full(q_BTNH.shape[0], ahead, jnp.int32) if static else start_B
     scoring = Scoring(scale, soft_cap)
     sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
-    few = q_BTNH.shape[1] <= ROW_QUERIES and not static
+    few = not static and q_BTNH.shape[1] <= ROW_QUERIES
     if first_BT is not None:
         if impl not in (None, "xla"):
             raise InputError(f"packed segments have no attention kernel, got impl={impl!r}: leave it out")
@@ -110,7 +111,7 @@ def blocked_attention(  # noqa: PLR0913
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
     sink_KG = None if sink_N is None else sink_N.reshape(K, N // K)
     attend = partial(attend or query_block, scoring=scoring, static=static)
-    if T <= QUERY_BLOCK:
+    if isinstance(T, int) and T <= QUERY_BLOCK:  # else it may be symbolic
         out_BKTGH = attend(q_BKTGH, kv, start_B, length_B, sink_KG, first_BT=first_BT)
     else:
         blocks = -(-T // QUERY_BLOCK)
@@ -199,9 +200,9 @@ def _product(subscripts: str, x_BKTGX: jax.Array, y_BKSH: jax.Array) -> jax.Arra
     product = partial(
         jnp.einsum,
         preferred_element_type=jnp.float32,
-        precision=lax.Precision.HIGHEST if y_BKSH.dtype == jnp.float32 else None,
+        precision=float_precision(y_BKSH.dtype),
     )
-    if B > 1:
+    if B != 1:
         return product(subscripts, x_BKTGX, y_BKSH)
     # One matrix product per key head: with more axes XLA would transpose the keys first.
     z_KMX = product(subscripts.translate(_ONE_ROW), x_BKTGX.reshape(K, T * G, -1), y_BKSH[0])

@@ -86,7 +86,7 @@ def attention_weights(
         k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
         # The output for values that are the rows of the identity.
         B, K, T, _ = k_BKTH.shape
-        ones_BKTT = jnp.broadcast_to(jnp.eye(T), (B, K, T, T))
+        ones_BKTT = jnp.broadcast_to(jnp.eye(T, dtype=jnp.float32), (B, K, T, T))
         kv = dataclasses.replace(uncached_kv(k_BKTH, ones_BKTT), window=spec.window)
         scoring = attention_scoring(layer, config, i)
         out_BTNT = attention(

@@ -184,7 +184,7 @@ def embed_inputs(
     """The input of the first layer, [B, T, D], and its positions. Of the cache only the lengths matter."""
     tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT, *_ = inputs
     B, T = tokens_BT.shape
-    num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
+    num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B, jnp.int32)
     start_B = None if cache is None else cache.length_B
     longest_B = None if cache is None else cache.longest_B
     from_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
@@ -217,10 +217,18 @@ def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> 
     return tuple(inputs_BTLP[:, :, layer] for layer in range(config.num_hidden_layers))
 
 
-def final_norm(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """Hidden states: the output of the last layer through the final norm."""
-    x_BTD = plugin("rotation", "unrotate")(x_BTD, config.hidden_size) if config.rotated else x_BTD
-    return norm(x_BTD, params, "final_norm", config)
+@over_any_mesh
+def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
+    """Returns the final norm of the output of the last layer, [..., D], as `unembed` takes it. A tap of any
+    layer reads such a hidden state; `hidden_states` returns them normed.
+
+    Raises:
+        InputError: not an array, or one of another width.
+    """
+    check_params(params, config, stacked=True)
+    x = _checked_hidden(hidden, config)
+    x = plugin("rotation", "unrotate")(x, config.hidden_size) if config.rotated else x
+    return norm(x, params, "final_norm", config)
 
 
 @over_any_mesh
@@ -254,12 +262,17 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         InputError: not an array, or one of another width.
     """
     check_params(params, config, stacked=True)
-    if not isinstance(hidden, jax.Array | np.ndarray) or hidden.shape[-1:] != (config.hidden_size,):
+    plain = functools.partial(_unembed, config=config)
+    return run("unembed", plain, lm_head(params), _checked_hidden(hidden, config), config=config)
+
+
+def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
+    """The hidden states [..., D]. Raises InputError where they are none."""
+    if not isinstance(hidden, AnyArray) or hidden.shape[-1:] != (config.hidden_size,):
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
         )
-    plain = functools.partial(_unembed, config=config)
-    return run("unembed", plain, lm_head(params), jnp.asarray(hidden), config=config)
+    return jnp.asarray(hidden)
 
 
 def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:

@@ -125,7 +125,8 @@ def num_local_experts(experts: Params) -> int:
 
 def plain_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
     """[M, D], float32: the experts' outputs with their weights, in plain jnp."""
-    mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
+    size = expert_MU.size  # it may be symbolic
+    mix = _chosen_experts if isinstance(size, int) and size < config.num_experts else _all_experts
     return mix(x_MD, weight_MU, expert_MU, experts, config)
 
 

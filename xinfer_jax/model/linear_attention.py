@@ -21,6 +21,7 @@ from jax import lax
 from ..cache.recurrent import Inputs, Recurrent, last_inputs, state_shapes
 from ..config.model_config import ModelConfig
 from ..ops.operation import match_varying_axes, run
+from ..ops.product import float_precision
 from ..weights.params import Params
 from .layers import Norm, activation, linear, products, rms_norm
 
@@ -29,8 +30,6 @@ _INVERSE_BLOCK = 8
 _NORM_EPS = 1e-6  # of queries and keys
 _MOST_DECAY = 128  # of a token, whose exponential is 0 in float32
 _BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_norm")
-
-_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class _Tokens(NamedTuple):
@@ -112,7 +111,7 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
     T = tokens.k_BNTH.shape[2]
     if T == 1:
         return run("recurrent_step", recurrent_step, tokens, state_BNHY)
-    C = min(T, BLOCK)
+    C = min(T, BLOCK) if isinstance(T, int) else BLOCK  # else T is symbolic
     blocks = -(-T // C)
 
     def split(x: jax.Array) -> jax.Array:  # [blocks, B, N, C, ...]
@@ -177,6 +176,10 @@ def _block(carry: tuple[jax.Array, Any], tokens: _Tokens) -> tuple[tuple[jax.Arr
     return (state_BNHY, first_B1), out
 
 
+def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=float_precision())
+
+
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
     """The inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger blocks.
 
@@ -191,7 +194,7 @@ def _unit_lower_inverse(x: jax.Array) -> jax.Array:
     x = jnp.pad(jnp.tril(x, -1), [(0, 0)] * (x.ndim - 2) + [(0, width - C)] * 2)
     L = jnp.stack([x[..., i : i + size, i : i + size] for i in range(0, width, size)], -3)
     L2 = _matmul(L, L)
-    one = jnp.eye(size)
+    one = jnp.eye(size, dtype=jnp.float32)
     inverse = _matmul(_matmul(one - L, one + L2), one + _matmul(L2, L2))
     while size < width:  # [[A, 0], [L, B]] has the inverse [[A⁻¹, 0], [-B⁻¹ L A⁻¹, B⁻¹]]
         (a, b) = (inverse[..., i::2, :, :] for i in (0, 1))
@@ -221,7 +224,7 @@ def _before(
 
 def _empty(new: tuple[jax.Array, ...], config: ModelConfig) -> tuple[Inputs, jax.Array]:
     """Inputs and state before the first token: zeros."""
-    B = len(new[0])
+    B = new[0].shape[0]
     (_, W, _), _, _, (_, H, Y) = state_shapes(config)
     inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)
     state = jnp.zeros((B, new[2].shape[1], H, Y), jnp.float32)

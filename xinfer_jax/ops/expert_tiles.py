@@ -15,8 +15,10 @@ from jax import lax
 from ..config.model_config import ModelConfig
 from ..model.experts import expert_at, expert_output, inner_activation, num_local_experts
 from ..model.layers import products
+from ..modes import in_default_modes
 from ..weights.params import AnyArray, Params
 from .operation import match_varying_axes
+from .product import float_precision
 
 _TILE_ROWS = 64  # at most: more rows are no faster
 _MOST_KEYS = 2**31  # of int32
@@ -36,7 +38,8 @@ class Tiles(NamedTuple):
 
 def is_tiled(expert_MU: jax.Array, config: ModelConfig) -> bool:
     """Whether tiles are faster than every expert for all tokens: that costs up to 3 rows per choice."""
-    return expert_MU.size >= config.num_experts >= 4 * config.num_experts_per_tok
+    size = expert_MU.size
+    return isinstance(size, int) and size >= config.num_experts >= 4 * config.num_experts_per_tok
 
 
 def _rows(expert_MU: jax.Array, config: ModelConfig, most: int = _GRADIENT_ROWS) -> int:
@@ -132,6 +135,7 @@ def _leaves(experts: Params) -> list[Any]:
     return [x for leaf in experts.values() for x in leaf.values()]
 
 
+@in_default_modes
 def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> tuple[jax.Array, Any]:
     """The output, and what the backward pass needs: the operands, and gate and up of each choice, [C, F]."""
     rows = _rows(expert_MU, config)
@@ -156,6 +160,7 @@ def _forwards(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
     return out_MD, (x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF)
 
 
+@in_default_modes
 def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tuple[Any, ...]:
     """The cotangents of the operands, those of experts summed in float32."""
     x_MD, weight_MU, expert_MU, experts, gate_CF, up_CF = residuals
@@ -206,5 +211,5 @@ def _backwards(config: ModelConfig, residuals: Any, out_bar_MD: jax.Array) -> tu
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y in the dtype of x, summed in float32."""
-    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
+    precision = float_precision(y.dtype)
     return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision).astype(x.dtype)

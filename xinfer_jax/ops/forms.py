@@ -4,11 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax import lax
 
 import kernels_pallas
 from kernels_pallas import Selection
 
+from ..checks import array_module
 from ..errors import InputError
 from ..plugins import load
 
@@ -25,9 +28,12 @@ def choose(
 ) -> Callable | None:
     """The form of an operation for these operands; None: `plain` serves. Arguments as in `operation.run`.
 
-    In this order: a form for any platform; one by kernels; the kernel that `impl` names, in programs
-    for all devices; in programs for each platform its kernel, or the platform's own form, or `plain`.
+    Operands with symbolic dimensions, as of `jax.export`, have none. Others, in this order: a form for any
+    platform; one by kernels; the kernel that `impl` names, in programs for all devices; in programs for each
+    platform its kernel, or the platform's own form, or `plain`.
     """
+    if any(array_module(*np.shape(x)) is not np for x in jax.tree.leaves(operands)):
+        return None
     has_kernels = impl != "xla" and (impl or kernels_pallas.dispatch.device_impl().impl) != "xla"
     for kind in ("any", "kernels") if has_kernels else ("any",):
         make = load(name, kind)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 from .. import plugin
 from ..errors import InputError
+from ..modes import in_default_modes
 
 F = TypeVar("F", bound=Callable)
 
@@ -54,6 +55,7 @@ def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, .
         return form(*operands)
 
     @call.defjvp
+    @in_default_modes
     def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         return call(*primals), jax.jvp(derivative, primals, tangents)[1]
 
@@ -91,9 +93,10 @@ def check_impl(impl: str | None) -> None:
 
 def over_any_mesh(function: F) -> F:
     """The function of parameters, config, an array with rows in front, and others, which also takes arrays
-    over a mesh with Explicit axes.
+    over a mesh with Explicit axes. It runs in jax's default modes.
     """
 
+    @in_default_modes
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         on_auto_axes = plugin("mesh", "explicit axes")
@@ -103,8 +106,11 @@ def over_any_mesh(function: F) -> F:
 
 
 def without_mesh_context(function: F) -> F:
-    """The function of the host, whose programs run outside `jax.set_mesh` of a mesh with Explicit axes."""
+    """The function of the host, whose programs run outside `jax.set_mesh` of a mesh with Explicit axes, and
+    in jax's default modes.
+    """
 
+    @in_default_modes
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import is_traced
+from ..checks import array_module, is_traced
 from ..errors import InputError, format_value
 from .biases import bad_word_rows, bias_rows, listed_rows
 from .sampling_config import (
@@ -53,13 +53,15 @@ def settings_per_row(
         )
     for row in rows:
         row.validate()
-    values = {name: _setting_per_row(name, rows, batch) for name in NUMBER_SETTINGS}
+    values = {name: _setting_of_rows(name, rows, batch) for name in NUMBER_SETTINGS}
     ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
     words = [row.bad_words_ids for row in rows]
     breakers = [row.dry_sequence_breakers for row in rows]
     has_ids = any(part is not None for parts in [*ids, words, breakers] for part in parts)
     is_off = (_is_off(values[name], off) for name, off in OPTIONAL_SETTINGS.items())
-    if not all_settings and not has_ids and all(is_off):
+    is_plain = not all_settings and not has_ids and all(is_off)
+    values = {name: _per_row(value, batch) for name, value in values.items()}
+    if is_plain:
         return SamplingConfig(**{name: values[name] for name in PLAIN_SETTINGS})
     bias_BV = bias_rows(ids, batch, vocab_size)
     words_BWL = bad_word_rows(words, batch, vocab_size)
@@ -103,8 +105,14 @@ def _is_off(value_B: Any, off: float) -> bool:
     return not is_traced(value_B) and bool(np.all(np.asarray(value_B) == np.asarray(off, value_B.dtype)))
 
 
-def _setting_per_row(name: str, rows: Sequence[SamplingConfig], batch: int) -> Any:
-    """One setting of each row, [B]."""
+def _per_row(value: Any, batch: int) -> Any:
+    """A setting of each row, [B]."""
+    xp: Any = array_module(batch) if isinstance(value, np.ndarray) else jnp
+    return xp.broadcast_to(value, (batch,))
+
+
+def _setting_of_rows(name: str, rows: Sequence[SamplingConfig], batch: int) -> Any:
+    """One setting of each row, or of all rows: [B], [1] or a number."""
     values = [getattr(row, name) for row in rows]
     values = [OPTIONAL_SETTINGS[name] if value is None else value for value in values]
     # Numbers stay on the host: no program is compiled for them.
@@ -117,5 +125,4 @@ def _setting_per_row(name: str, rows: Sequence[SamplingConfig], batch: int) -> A
         raise InputError(
             f"{name} of shape {np.shape(arrays[0])} for {batch} rows: give one number, or one per row"
         )
-    array = arrays[0] if len(rows) == 1 else xp.stack([array.reshape(()) for array in arrays])
-    return xp.broadcast_to(array, (batch,))
+    return arrays[0] if len(rows) == 1 else xp.stack([array.reshape(()) for array in arrays])

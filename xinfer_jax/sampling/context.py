@@ -34,7 +34,7 @@ class Context:
 
     def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """Returns the context with a token appended to each active row."""
-        row_B = jnp.arange(len(token_B))
+        row_B = jnp.arange(token_B.shape[0])
         one_B = active_B.astype(jnp.int32)
         history_BS = self.history_BS
         if history_BS is not None:

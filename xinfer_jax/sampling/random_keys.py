@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..checks import array_module
 from ..errors import InputError, format_value
 
 DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
@@ -15,25 +16,39 @@ DRAW_XTC = 3
 
 
 def check_key(key: jax.Array, batch: int) -> jax.Array:
-    """Returns the key or keys. Old-style uint32 keys are accepted too.
+    """Returns the key or keys as threefry keys. Keys of rbg and unsafe_rbg, and old-style uint32 keys, are
+    accepted too.
 
     Raises:
-        InputError: no key, a number of keys that is not the batch, or keys of another kind than threefry.
+        InputError: no key, a number of keys that is not the batch, or keys of another kind.
     """
     if not isinstance(key, np.ndarray | jax.Array) or not (
         jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == np.uint32 and key.ndim in (1, 2))
     ):
         raise InputError(f"key must come from jax.random.key(seed), got {format_value(key)}")
-    if key.dtype == np.uint32 and key.shape[-1] == 2:
-        key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    if str(key.dtype) != "key<fry>":  # with rbg a row's numbers would depend on its batch
+    if key.dtype == np.uint32 and key.shape[-1] in (2, 4):
+        key = jax.random.wrap_key_data(key, impl="threefry2x32" if key.shape[-1] == 2 else "rbg")
+    if str(key.dtype) not in ("key<fry>", *_RBG):
         raise InputError(
             f"keys of {key.dtype}{list(key.shape)} are not supported: make them by"
             " jax.random.key(seed, impl='threefry2x32')"
         )
     if key.shape not in ((), (batch,)):
         raise InputError(f"keys of shape {key.shape} for {batch} rows: give one key, or one per row")
-    return key
+    return _threefry_key(key) if str(key.dtype) in _RBG else key
+
+
+_RBG = ("key<rbg>", "key<urbg>")
+
+
+def _threefry_key(key: jax.Array) -> jax.Array:
+    """Threefry keys of the first two words of rbg keys, in which the other two are folded. Draws of rbg keys
+    themselves depend on the batch under `jax.vmap`.
+    """
+    data = jax.random.key_data(key)
+    key = jax.random.wrap_key_data(data[..., :2], impl="threefry2x32")
+    fold_in = FOLD_IN_EACH if key.ndim else jax.random.fold_in
+    return fold_in(fold_in(key, data[..., 2]), data[..., 3])
 
 
 def key_from_seed(seed: int) -> jax.Array:
@@ -49,7 +64,7 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
         InputError: as `check_key`.
     """
     key = check_key(key, batch)
-    return key if key.ndim else FOLD_IN(key, np.arange(batch))
+    return key if key.ndim else FOLD_IN(key, array_module(batch).arange(batch))
 
 
 FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))

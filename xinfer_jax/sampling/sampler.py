@@ -95,7 +95,7 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
 
     plain_greedy = is_plain_greedy(sampling_B, context)
     token_B, taken_BV = lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
-    return token_B, taken_BV, match_varying_axes(jnp.zeros(len(logits_BV)), logits_BV)
+    return token_B, taken_BV, match_varying_axes(jnp.zeros(logits_BV.shape[0], jnp.float32), logits_BV)
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def logsumexp(logits_BV: jax.Array) -> jax.Array:
 
 def at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the logit of each row's token; NaN of an id below 0."""
-    at = jnp.asarray(logits_BV).at[jnp.arange(len(token_B)), token_B]
+    at = jnp.asarray(logits_BV).at[jnp.arange(token_B.shape[0]), token_B]
     return at.get(mode="fill", wrap_negative_indices=False)
 
 
@@ -198,7 +198,7 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
 
 def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
     """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
-    none_B = jnp.zeros(len(context.position_B), bool)
+    none_B = jnp.zeros(context.position_B.shape[0], bool)
     return sum((uses_B for uses_B, _ in _other_processors(sampling_B, context)), none_B)
 
 
@@ -306,7 +306,7 @@ def draw_tokens(
         index_BA: int32, ids of the candidates; None: the whole vocabulary.
         size: V.
     """
-    every_BA = jnp.broadcast_to(jnp.arange(size), (len(key_B), size)) if index_BA is None else index_BA
+    every_BA = jnp.broadcast_to(jnp.arange(size), (key_B.shape[0], size)) if index_BA is None else index_BA
     noise_BA = jax.vmap(gumbel_noise, (0, 0, None, 0))(key_B, position_B, DRAW_TOKEN, every_BA)
     drawn_BA = jnp.where((sampling_B.temperature <= 0)[:, None], warped_BA, warped_BA + noise_BA)
     if index_BA is None:

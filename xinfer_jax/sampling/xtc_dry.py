@@ -28,7 +28,8 @@ def xtc(
     probability_BV = jax.nn.softmax(jnp.where(kept_BV, logits_BV, -jnp.inf), -1)
     reach_BV = kept_BV & (probability_BV >= settings.xtc_threshold[:, None])
     least_B1 = jnp.min(jnp.where(reach_BV, logits_BV, jnp.inf), -1, keepdims=True)
-    noise_B1 = jax.vmap(gumbel_noise, (0, 0, None, None))(key_B, position_B, DRAW_XTC, jnp.zeros(1, int))
+    first_1 = jnp.zeros(1, jnp.int32)
+    noise_B1 = jax.vmap(gumbel_noise, (0, 0, None, None))(key_B, position_B, DRAW_XTC, first_1)
     # A uniform number below the probability: both as a logarithm of a logarithm.
     happens_B1 = noise_B1 < -jnp.log(-jnp.log(settings.xtc_probability))[:, None]
     happens_B1 &= settings.xtc_threshold[:, None] <= 0.5  # more have no effect in llama.cpp either

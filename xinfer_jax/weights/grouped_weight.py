@@ -27,7 +27,7 @@ from jax import lax
 from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import pad_outputs, quantize_activations, row_by_row, tiled_product
 from ..ops.operation import match_varying_axes
-from ..ops.product import dot
+from ..ops.product import dot, float_precision
 from .rotated_weight import RotatedWeight
 
 GROUP = 64  # inputs that share a scale in int4
@@ -206,7 +206,7 @@ def tpu_grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
         levels_QYO = levels_QYO.astype(jnp.int32).astype(jnp.float32)
         x_QMY = jnp.swapaxes(x_MQHY[:, :, half], 0, 1)
         if M <= _FEW_TPU_ROWS:
-            precision = lax.Precision.HIGHEST if x_MI.dtype == jnp.float32 else None
+            precision = float_precision(x_MI.dtype)
             levels_QYO = levels_QYO.astype(x_MI.dtype)
             y_QMO = lax.dot_general(x_QMY, levels_QYO, (((2,), (1,)), ((0,), (0,))), precision, jnp.float32)
             if zero_Q1O is not None:
@@ -242,7 +242,7 @@ def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
         sum_QCO -= total_QC1 * weight.zero.astype(jnp.float32)[:, None]
     y_RO = (sum_QCO * weight.group_scale()[:, None]).reshape(-1, outputs)
     # A dot with ones: XLA would fuse a sum over runs into the loop, which then has no vector instructions.
-    return dot(jnp.ones(len(y_RO)), y_RO, 0)
+    return dot(jnp.ones(len(y_RO), jnp.float32), y_RO, 0)
 
 
 def _int8_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:

@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..sharding import MODEL, RULES, check_divisible, check_mesh, partition_spec
 from .hadamard import mlp_block_width
 from .params import Params, ParamSpec, check_params, param_specs
+from .stacking import stack_layers, unstack_layers
 from .weight_leaf import WeightLeaf
 
 
@@ -42,7 +43,8 @@ def shardings(
             the computation; forms for meshes are for "model" alone.
         fsdp: an axis of the mesh that divides hidden_size too: each device stores less, and parts are
             gathered where they are used. A mesh without "model" is divided along it alone.
-        like: parameters or their shapes, where matrices are quantized or the vocabulary is padded.
+        like: parameters or their shapes, if matrices are quantized, the vocabulary is padded, or layers are
+            stacked.
 
     Raises:
         InputError: no such axis, or its devices do not divide a size other than the vocabulary.
@@ -58,10 +60,13 @@ def shardings(
     rules = {**(RULES if rules is None else rules), **({} if fsdp is None else dict(embed=fsdp))}
     _check_heads(config, mesh, rules)
     if like is not None:
-        check_params(like, config)
+        check_params(like, config, stacked=True)
+    is_stacked = like is not None and isinstance(like["layers"], dict)
+    like = jax.eval_shape(unstack_layers, like) if is_stacked else like
     tree = partition_specs(specs, specs if like is None else like, mesh, rules)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    return jax.tree.map(partial(NamedSharding, mesh), tree, is_leaf=is_spec)
+    tree = jax.tree.map(partial(NamedSharding, mesh), tree, is_leaf=is_spec)
+    return stack_layers(tree, config) if is_stacked else tree
 
 
 def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES) -> None:

@@ -132,4 +132,4 @@ def _row(x_I: jax.Array, weight: Mxfp4Weight) -> jax.Array:
     sum_QCO = lax.reduce(terms_QCRO, np.float32(0), lambda a, b: -(-a - b), (2,))
     y_RO = (sum_QCO * 2**14 * power(weight.scale)[:, None]).reshape(-1, outputs)
     # A dot with ones: XLA would fuse a sum over runs into the loop, which then has no vector instructions.
-    return dot(jnp.ones(len(y_RO)), y_RO, 0)
+    return dot(jnp.ones(len(y_RO), jnp.float32), y_RO, 0)

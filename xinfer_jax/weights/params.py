@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import plugin
-from ..checks import check_fits
+from ..checks import check_fits, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..modes import in_default_modes
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
+@in_default_modes
 def init_params(
     config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None
 ) -> Params:
@@ -39,7 +41,8 @@ def init_params(
     float_bits = 8 * jnp.dtype(dtype).itemsize
     matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
     bits = (math.prod(x.shape) * (matrix_bits if x.is_quantizable else float_bits) for x in specs)
-    check_weights(sum(bits) // 8)
+    if not is_traced(key):  # else only shapes may be wanted
+        check_weights(sum(bits) // 8)
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
@@ -48,9 +51,9 @@ def init_params(
         if spec.init == "norm":
             return jnp.full(spec.shape, 1 - (config.norm_offset or 0), dtype)
         if spec.init == "log_decay":  # exp of it: between 0.01 and 16
-            return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
+            return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 0.01, 16)).astype(dtype)
         scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])
-        matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
+        matrix = (scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
         return quantized(matrix, spec.name) if quantized and spec.is_quantizable else matrix
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
@@ -69,6 +72,12 @@ def check_params(params: Any, config: Any, stacked: bool = False) -> None:
         raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
     if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
         raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
+    kind = type(params["final_norm"])
+    if any(base.__module__.startswith("flax.") for base in kind.__mro__):
+        raise InputError(
+            f"params must be a tree of arrays, got leaves of flax ({kind.__name__}): give what"
+            " nnx.pure(params) returns"
+        )
     if isinstance(params["layers"], dict):
         if not stacked:
             raise InputError("the layers are stacked: this function takes what unstack_layers returns")

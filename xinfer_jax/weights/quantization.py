@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 import kernels_pallas
 from kernels_pallas.mxfp4 import is_for_tpu
 
+from ..checks import is_traced
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError
@@ -22,7 +24,7 @@ from .int8_weight import Int8Weight
 from .mxfp4 import Mxfp4Weight
 from .padded_weight import PaddedWeight
 from .quantized_weight import QuantizedWeight, is_quantized
-from .ternary import ternary_leaf
+from .ternary import ternary_leaf, ternary_struct
 
 METHODS = ("int8", "int4")  # for any model; "ternary" is of models trained so
 _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
@@ -131,9 +133,15 @@ def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], 
     check_quantize_method(None if quantize == "ternary" else quantize)
     check_quantize(config, quantize)
 
-    def leaf(matrix: jax.Array, name: str) -> QuantizedWeight:
+    def on_host(matrix: Any, name: str) -> QuantizedWeight:
         quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
-        return jax.device_put(device_form(quantized(np.asarray(matrix), name, quantize)))
+        return device_form(quantized(np.asarray(matrix), name, quantize))
+
+    def leaf(matrix: jax.Array, name: str) -> QuantizedWeight:
+        if not is_traced(matrix):
+            return jax.device_put(on_host(matrix, name))
+        struct = device_form(quantized_struct(matrix.shape, name, quantize))
+        return jax.pure_callback(partial(on_host, name=name), struct, matrix)
 
     return leaf
 
@@ -182,7 +190,10 @@ def quantized_struct(
     [X, O, I] `quantized_stack`.
     """
     (*experts, outputs, inputs) = shape
-    struct = _quantized_struct((outputs, inputs), bits_of(name, quantize), group)
+    bits = bits_of(name, quantize)
+    if bits == 2:
+        return ternary_struct(shape)
+    struct = _quantized_struct((outputs, inputs), bits, group)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*experts, *x.shape), x.dtype), struct)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..modes import in_default_modes
 from ..ops.product import dot
 from ..ops.tpu.tpu_products import tpu_forms
 from .weight_leaf import WeightLeaf
@@ -66,6 +67,7 @@ def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 @quantized_product.defjvp
+@in_default_modes
 def _quantized_product_jvp(primals, tangents):
     (x, weight) = primals
     (x_dot, weight_dot) = tangents

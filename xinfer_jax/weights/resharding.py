@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..modes import in_default_modes
 from ..sharding import MODEL, RULES, check_divisible, check_mesh
 from .layout import shardings
 from .params import Params, ParamSpec, check_params, param_specs, resolve_dtype
@@ -25,6 +26,7 @@ from .quantization import (
 from .quantized_weight import is_quantized
 
 
+@in_default_modes
 def reshard(
     params: Params,
     config: ModelConfig,

@@ -3,18 +3,22 @@
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError
-from .params import Params, check_params
+from ..errors import InputError, format_value
+from ..modes import in_default_modes
+from .params import AnyArray, Params, check_params
 
 
+@in_default_modes
 def stack_layers(params: Params, config: ModelConfig) -> Params:
     """Returns the tree with equal layers stacked. A pure function of any tree with the parameters' structure:
-    gradients and optimizer states too.
+    of gradients, optimizer states, shapes, shardings, masks and labels too.
 
     Args:
-        params: the tree; `layers` is a tuple of layers.
+        params: the tree; `layers` is a tuple of layers. A sharding gets an axis that is not divided in front.
+            Leaves that are no arrays, as a mask's True or a label, stay as they are.
         config: of the model; its layers repeat a pattern of P kinds R times, and may end within it.
 
     Returns:
@@ -22,7 +26,8 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
         the layers after the last whole pattern. Layer i of the first P·R is at index i // P of block i % P.
 
     Raises:
-        InputError: layers of one kind that differ in their leaves, as by an adapter of some of them.
+        InputError: layers of one kind that differ in their leaves, as by an adapter of some of them, or in
+            the value of a leaf that is no array.
     """
     check_params(params, config)
     layers = params["layers"]
@@ -30,27 +35,51 @@ def stack_layers(params: Params, config: ModelConfig) -> Params:
     repeats = len(layers) // period
     whole = period * repeats
 
-    def stack(*leaves: Any) -> Any:
-        return leaves[0].__array_namespace__().stack(leaves)
-
     for kind in range(period):
         if len({jax.tree.structure(layer) for layer in layers[kind:whole:period]}) > 1:
             raise InputError(
                 "layers of one kind must have equal leaves to be stacked, and adapters of one scale in each"
                 " matrix or in none"
             )
-    blocks = tuple(jax.tree.map(stack, *layers[kind:whole:period]) for kind in range(period))
+    blocks = tuple(jax.tree.map(_stacked, *layers[kind:whole:period]) for kind in range(period))
     return {**params, "layers": dict(blocks=blocks, rest=tuple(layers[whole:]))}
 
 
+@in_default_modes
 def unstack_layers(params: Params) -> Params:
     """Returns the tree with a tuple of layers: the inverse of `stack_layers`."""
     if not isinstance(params["layers"], dict) or params["layers"].keys() != {"blocks", "rest"}:
         raise InputError("the layers are not stacked: unstack_layers takes what stack_layers returns")
     blocks = params["layers"]["blocks"]
-    repeats = len(jax.tree.leaves(blocks[0])[0])
+    first = jax.tree.leaves(blocks[0])[0]
+    if not isinstance(first, AnyArray):
+        raise InputError(
+            f"unstack_layers takes arrays, got {format_value(first)}: of shapes take"
+            " jax.eval_shape(unstack_layers, shapes)"
+        )
+    repeats = len(first)
     layers = [jax.tree.map(lambda x, i=i: x[i], block) for i in range(repeats) for block in blocks]
     return {**params, "layers": (*layers, *params["layers"]["rest"])}
+
+
+def _stacked(*leaves: Any) -> Any:
+    """One leaf of a block: a leaf of several layers."""
+    first: Any = leaves[0]
+    if isinstance(first, AnyArray):
+        return first.__array_namespace__().stack(leaves)
+    if others := [leaf for leaf in leaves if leaf != first]:
+        raise InputError(
+            f"layers of one kind must have equal masks, labels, shapes and shardings to be stacked, got"
+            f" {format_value(first)} and {format_value(others[0])}"
+        )
+    if isinstance(first, PartitionSpec):
+        return PartitionSpec(None, *first)
+    if isinstance(first, NamedSharding):
+        return first.update(spec=_stacked(first.spec))
+    if isinstance(first, jax.ShapeDtypeStruct):
+        sharding = first.sharding and _stacked(first.sharding)
+        return first.update(shape=(len(leaves), *first.shape), sharding=sharding)
+    return first
 
 
 def _period(config: ModelConfig) -> int:

@@ -43,8 +43,8 @@ class TernaryWeight(QuantizedWeight):
     axis_name: str | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[-1], self.inputs
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-3], self.values.shape[-1], self.inputs
 
     @property
     def group(self) -> int:
@@ -180,4 +180,4 @@ def _row(x_I: jax.Array, values_W2O: jax.Array) -> jax.Array:
         sum_CRO = -common if bit == 7 else sum_CRO + sum_CRO + common
     sum_CO = lax.reduce(sum_CRO, np.int32(0), lax.add, (1,)).astype(jnp.float32)
     # A dot with ones: XLA would fuse a sum over runs into the loop, which then has no vector instructions.
-    return dot(jnp.ones(len(sum_CO)), sum_CO, 0)
+    return dot(jnp.ones(len(sum_CO), jnp.float32), sum_CO, 0)

@@ -11,6 +11,7 @@ from jax import lax
 from ...model.attention import blocked_attention, query_block
 from ...model.linear_attention import recurrent_step
 from ..expert_tiles import experts_by_tiles, is_tiled
+from ..product import float_precision
 
 _ROW_BLOCK = 64  # keys per loop step, which is cheap
 
@@ -64,5 +65,5 @@ def _read_by_product(
 ) -> tuple[jax.Array, jax.Array]:
     """Sᵀk and Sᵀq, [B, N, Y]."""
     kq_BN2H = jnp.stack([k_BNH, q_BNH], 2)
-    read_BN2Y = jnp.matmul(kq_BN2H, state_BNHY, precision=lax.Precision.HIGHEST)
+    read_BN2Y = jnp.matmul(kq_BN2H, state_BNHY, precision=float_precision())
     return read_BN2Y[:, :, 0], read_BN2Y[:, :, 1]

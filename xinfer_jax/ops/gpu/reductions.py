@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...modes import in_default_modes
 from ...sharding import abstract_mesh_of
 from ..operation import match_varying_axes
 
@@ -38,6 +39,7 @@ def logsumexp_in_one_pass(logits_BV: jax.Array) -> jax.Array:
 
 
 @logsumexp_in_one_pass.defjvp
+@in_default_modes
 def _logsumexp_jvp(primals, tangents):
     (logits_BV,) = primals
     return logsumexp_in_one_pass(logits_BV), (jax.nn.softmax(logits_BV, -1) * tangents[0]).sum(-1)

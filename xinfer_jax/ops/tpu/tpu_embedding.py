@@ -38,7 +38,7 @@ def _rows_of_columns(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., 
         is_here_ML = jnp.arange(LANES) == (ids_M % LANES)[:, None]
         x_MD = jnp.zeros((M, D), table.dtype)
         for m in range(M):
-            tile_DL = lax.dynamic_slice(table_DV, (0, ids_M[m] // LANES * LANES), (D, LANES))
+            tile_DL = lax.dynamic_slice(table_DV, (np.int32(0), ids_M[m] // LANES * LANES), (D, LANES))
             row_D = jnp.where(is_here_ML[m], tile_DL, 0).sum(1, dtype=table.dtype)
             x_MD = jnp.where(np.arange(M)[:, None] == m, row_D, x_MD)
         return x_MD

@@ -1,0 +1,46 @@
+"""Float arrays in place of quantized leaves."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ..errors import InputError
+from ..modes import in_default_modes
+from .adapted_weight import AdaptedWeight, UntiedWeight
+from .params import Params, activation_dtype, resolve_dtype
+from .quantized_weight import is_quantized
+
+
+@in_default_modes
+def dequantize(params: Params, dtype: Any = None) -> Params:
+    """Returns the parameters with float arrays in place of quantized matrices: those by which the quantized
+    ones multiply. A pure function, also of stacked layers. Adapters stay, and the config too.
+
+    Args:
+        params: the tree. Other leaves stay as they are.
+        dtype: of the new arrays: "float32", "bfloat16" or "float16"; None: that of the norms.
+
+    Raises:
+        InputError: another dtype; matrices of a model that is rotated for int8 activations.
+    """
+    to = activation_dtype(params) if dtype is None else resolve_dtype(dtype)
+    return jax.tree.map(lambda leaf: _float_leaf(leaf, to), params, is_leaf=is_quantized)
+
+
+def _float_leaf(leaf: Any, dtype: Any) -> Any:
+    if not is_quantized(leaf):
+        return leaf
+    if isinstance(leaf, AdaptedWeight):
+        return dataclasses.replace(leaf, base=_float_leaf(leaf.base, dtype))
+    if isinstance(leaf, UntiedWeight):
+        return UntiedWeight(_float_leaf(leaf.embedding, dtype), _float_leaf(leaf.head, dtype))
+    if getattr(leaf, "rotated", (0, 0)) != (0, 0):
+        raise InputError(
+            "the matrices are rotated for int8 activations, and as floats they would not say so: load the"
+            " checkpoint that they were made from"
+        )
+    matrix = lambda leaf: leaf.dequantize()  # noqa: E731
+    for _ in leaf.shape[:-2]:  # stacked layers, and experts
+        matrix = jax.vmap(matrix)
+    return matrix(leaf).astype(dtype)
