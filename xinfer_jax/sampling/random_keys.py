@@ -47,7 +47,7 @@ def _threefry_key(key: jax.Array) -> jax.Array:
     """
     data = jax.random.key_data(key)
     key = jax.random.wrap_key_data(data[..., :2], impl="threefry2x32")
-    fold_in = FOLD_IN_EACH if key.ndim else jax.random.fold_in
+    fold_in = jax.vmap(jax.random.fold_in) if key.ndim else jax.random.fold_in
     return fold_in(fold_in(key, data[..., 2]), data[..., 3])
 
 
