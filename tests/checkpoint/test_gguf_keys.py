@@ -105,6 +105,25 @@ def test_a_key_that_is_not_supported_is_named(tmp_path, key):
         opened(file, **{f"qwen3moe.{key}": other})
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gemma3"])
+def test_keys_of_another_converter(tmp_path, name):
+    """Ollama writes these beside the keys of llama.cpp, from the same checkpoints."""
+    files.write(tmp_path / "x.gguf", name)
+    file = open_gguf(tmp_path / "x.gguf")
+    width = opened(file)[0]["head_dim"]
+    others = {"attention.head_dim": width, "norm_top_k_prob": True, "rope.mrope_section": [1, 2, 3]}
+    changes = {f"{name}.{key}": value for key, value in others.items()}
+    changes |= {"tokenizer.ggml.add_unknown_token": False, "tokenizer.ggml.eos_token_ids": [1, 2]}
+    assert opened(file, **changes) == opened(file)
+    for key in ("attention.head_dim", "norm_top_k_prob"):
+        with pytest.raises(xj.InputError, match=f"{key} .* is not supported"):
+            opened(file, **{f"{name}.{key}": 3 * width})
+    if name == "gemma3":
+        absent = {"gemma3.rope.freq_base_swa": None}
+        swa = opened(file, **absent | {"gemma3.rope.freq_base_swa": 5e3})
+        assert opened(file, **absent | {"gemma3.rope.local.freq_base": 5e3}) == swa != opened(file)
+
+
 ERRORS = {
     "unknown": ({"qwen3.new_key": 3}, "qwen3.new_key 3 is not supported: load this model's Hugging Face"),
     "token-key": ({"tokenizer.ggml.new_key": 3}, "tokenizer.ggml.new_key 3 is not supported"),

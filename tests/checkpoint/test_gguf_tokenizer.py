@@ -170,6 +170,9 @@ def test_tokens_that_end_an_answer():
     assert found.encode("a<|im_end|><|fim_prefix|>b", False) == [0, 3, 7, 1]
     assert found.decode([0, 3, 7, 1]) == "ab"
     assert {*named(tokens=tokens, token_type=kinds, fim_pad_token_id=2).eos_token_ids} == {2, 3, 6}
+    assert {*named(tokens=tokens, token_type=kinds, eos_token_ids=[0, 1]).eos_token_ids} >= {0, 1, 3}
+    with pytest.raises(xj.InputError, match="eos_token_ids must be an array of int, got 3"):
+        named(tokens=tokens, token_type=kinds, eos_token_ids=3)
     harmony = [*tokens[:6], "<|end|>", "<|return|>", "<|call|>"]
     assert {*named(tokens=harmony, token_type=None).eos_token_ids} == {3, 4, 7, 8}
     scores = dict(model="llama", pre=None, merges=None, scores=[0] * 8, add_space_prefix=False)

@@ -340,6 +340,11 @@ UNSUPPORTED = {
     "gptq-dynamic-slow": (GPTQ | dict(dynamic={"(a+)+b": dict(bits=8)}), "gptq with dynamic"),
     "auto-round-mxfp4": (AUTO_ROUND | dict(data_type="mx_fp"), "auto-round with data_type 'mx_fp'"),
     "auto-round-activations": (AUTO_ROUND | dict(act_bits=8), "auto-round with act_bits 8"),
+    "auto-round-backend": (
+        {key: x for key, x in AUTO_ROUND.items() if key != "packing_format"}
+        | dict(backend="auto_round:exllamav2"),
+        "auto-round with backend 'auto_round:exllamav2'",
+    ),
     "auto-round-packing": (
         AUTO_ROUND | dict(packing_format="auto_round:fp8_static"),
         "auto-round with packing_format 'auto_rou",

@@ -57,6 +57,16 @@ def test_configs_of_all_families():
         from_hf(not_causal("llama3-new") | dict(is_causal=None))
 
 
+def test_both_settings_of_gemma():
+    """Its own one halves the window, and `is_causal` adds the token that the window itself does not count."""
+    hf = cases.CASES["gemma3-bidirectional"].hf | dict(sliding_window=8)
+    for settings, reach in ((dict(), 4), (dict(is_causal=False), 5)):
+        mixers = [layer.mixer for layer in from_hf(hf | settings).layers if layer.mixer.window]
+        assert mixers and all((mixer.window, mixer.ahead) == (2 * reach + 1, reach) for mixer in mixers)
+    of_window = dict(use_bidirectional_attention=False, is_causal=False)
+    assert {layer.mixer.ahead for layer in from_hf(hf | of_window).layers if layer.mixer.window} == {8}
+
+
 def test_what_needs_causal_attention_says_so():
     config = from_hf(tiny.CONFIG | dict(is_causal=False))
     params = xj.init_params(config, jax.random.key(0), "float32")

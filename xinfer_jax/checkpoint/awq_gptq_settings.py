@@ -73,6 +73,8 @@ def auto_round_format(config: Mapping[str, Any], require: Require) -> AwqGptqFor
     """Returns the format of AutoRound's settings. require: as of `awq_gptq_format`."""
     packing = config.get("packing_format", "auto")
     require(isinstance(packing, str) and packing in _LAYOUTS, "packing_format")
+    # Earlier versions wrote the packing into `backend`, by names that say less of it.
+    require("packing_format" in config or config.get("backend") in (None, "auto"), "backend")
     require(not config.get("rotation_config"), "rotation_config")
     (layout, version) = _LAYOUTS[packing]
     given = {name: config[name] for name in _AUTO_ROUND if name in config}

@@ -166,7 +166,8 @@ def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
     width = full.head_dim or config.head_dim
     scale = full.attention_multiplier or (full.query_pre_attn_scalar or width) ** -0.5
     expected = {
-        "attention.value_length": width, "attention.value_length_swa": config.head_dim,
+        "attention.head_dim": width, "attention.value_length": width,
+        "attention.value_length_swa": config.head_dim,
         "rope.dimension_count": config.rope.rotated_width(width), "rope.dimension_count_swa": config.head_dim,
         "embedding_length_out": config.hidden_size, "attention.scale": scale,
     }  # fmt: skip
@@ -223,7 +224,7 @@ def _qwen35(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, An
 def _gemma3(own: Mapping[str, Any], settings: Settings, tensors: Mapping[str, Any]) -> Settings:
     is_27b = settings["num_hidden_layers"] == _GEMMA3_27B
     scalar = _width_of_heads(own) if is_27b else _head_width(own)
-    local = own.get("rope.freq_base_swa", 1e4)
+    local = own.get("rope.freq_base_swa", own.get("rope.local.freq_base", 1e4))
     types = _layer_types(own, settings)
     return dict(query_pre_attn_scalar=scalar, rope_local_base_freq=local, layer_types=types)
 

@@ -22,9 +22,7 @@ from .tensors import DTYPES, RowsAsTensor
 _MAX_HEADER = 2**26  # bytes; a vocabulary of 250,000 tokens takes a quarter
 _MAX_KEYS = 2**14
 _MAX_TENSORS = 2**16
-_MAX_ITEMS = (
-    2**22
-)  # of all arrays; a vocabulary of 250,000 tokens, with types, scores and merges, has a third
+_MAX_ITEMS = 2**22  # of all arrays; a vocabulary of 250,000 tokens, with types and merges, has a third
 _MAX_AXES = 4
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8"}
 _SCALARS |= {12: "<f8"}

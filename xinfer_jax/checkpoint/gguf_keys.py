@@ -27,6 +27,7 @@ _READ: dict[str, tuple[str, ...]] = {
             "rope.scaling.original_context_length", "rope.scaling.attn_factor",
             "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "attention.value_length",
             "embedding_length_out", "attention.scale", "classifier.output_labels", "nextn_predict_layers",
+            "attention.head_dim",  # as ollama's converter writes it
         ),
         ARCHITECTURES,
     ),
@@ -43,6 +44,7 @@ _READ: dict[str, tuple[str, ...]] = {
         ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"), _WINDOWS
     ),
     "final_logit_softcapping": ("gemma3", "gemma4"),
+    "rope.local.freq_base": ("gemma3",),  # ollama's name of rope.freq_base_swa
     **dict.fromkeys(
         (
             "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa",
@@ -74,7 +76,7 @@ _WITHOUT_EFFECT = (
     "vocab_size",  # the embedding has so many rows
     "tensor_data_layout",  # llama.cpp does not read it
     "attention.layer_norm_epsilon", "attention.group_norm_epsilon", "attention.group_norm_groups",
-    "rope.dimension_sections",  # a token of text has the same position in each
+    "rope.dimension_sections", "rope.mrope_section",  # a token of text has the same position in each
     "rope.scaling.finetuned", "expert_shared_count",
 )  # fmt: skip
 # The values at which other keys do nothing; (): the key is always an error.
@@ -99,7 +101,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         ),
         (0, 1),
     ),
-    "expert_weights_norm": (True,),
+    **dict.fromkeys(("expert_weights_norm", "norm_top_k_prob"), (True,)),
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_attn_factor": (1, -1),
     **dict.fromkeys(
@@ -134,20 +136,21 @@ _TOKENIZER = tuple(
     f"tokenizer.ggml.{name}"
     for name in (
         "model", "pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "eos_token_id",
-        "eot_token_id", "eom_token_id", "unknown_token_id", "seperator_token_id", "padding_token_id",
-        "mask_token_id", "add_bos_token", "add_eos_token", "add_space_prefix", "fim_pad_token_id",
-        "fim_rep_token_id", "fim_sep_token_id", "suppress_tokens",
+        "eos_token_ids", "eot_token_id", "eom_token_id", "unknown_token_id", "seperator_token_id",
+        "padding_token_id", "mask_token_id", "add_bos_token", "add_eos_token", "add_space_prefix",
+        "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "suppress_tokens",
     )
 ) + ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")  # fmt: skip
 # Names, licences and origins; defaults of samplers that are not ours; ids that no template and no loop uses;
 # what llama.cpp reads for other tokenizers; the same tokenizer in another form.
 _OTHERS_WITHOUT_EFFECT = re.compile(
     r"general\.(file_type|name|author|version|organization|finetune|basename|description|quantized_by"
-    r"|size_label|license|url|doi|uuid|repo_url|source|base_model|dataset|datasets|tags|languages)(\..*)?"
+    r"|parameter_count|size_label|license|url|doi|uuid|repo_url|source|base_model|dataset|datasets|tags|languages)(\..*)?"
     r"|general\.sampling\.(sequence|xtc_probability|xtc_threshold|penalty_last_n|mirostat|mirostat_tau"
     r"|mirostat_eta)"
     r"|tokenizer\.ggml\.(token_type_count|remove_extra_whitespaces|cls_token_id|image_token_id"
-    r"|audio_token_id|(fim_pre|fim_suf|fim_mid|prefix|suffix|middle)_token_id)"
+    r"|audio_token_id|(fim_pre|fim_suf|fim_mid|prefix|suffix|middle)_token_id"
+    r"|add_(unknown|padding|cls|mask)_token)"
     r"|tokenizer\.huggingface\.json|tokenizer\.chat_templates|tokenizer\.chat_template\..*"
 )
 _OTHERS_NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -188,7 +188,8 @@ def _end_ids(found: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> l
     named -= {"<|end|>"} if ends_with_call else set()
     defaults = {"eos": _LLAMA_IDS["eos"]} if found["model"] == "llama" else {}
     by_key = [found.get(f"{key}_token_id", defaults.get(key)) for key in _END_KEYS]
-    return by_key + sorted(ids[token] for token in named)
+    listed = _list(found, "eos_token_ids", int) if found.get("eos_token_ids") else []
+    return by_key + listed + sorted(ids[token] for token in named)
 
 
 def _is_html(model: str, kind: int, ids: Mapping[str, int]) -> bool:

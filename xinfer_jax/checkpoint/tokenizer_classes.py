@@ -8,6 +8,7 @@ Source: transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_
 """
 
 import dataclasses
+import functools
 import json
 import re
 import warnings
@@ -35,8 +36,12 @@ _QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_QWEN_TOKENS = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+_QWEN35_WORDS = _QWEN_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"s\p{L}", r"s\p{L}\p{M}")
+_END_OF_TEXT = "<|endoftext|>"
 _LLAMA_TOKENS = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+# Attributes of BPE models.
+_SENTENCEPIECE = dict(fuse_unk=True, byte_fallback=True, ignore_merges=False)
+_BYTE_LEVEL = dict(unk_token=None, fuse_unk=False, byte_fallback=False, ignore_merges=False)
 # Words that the rules of classes split in different places.
 _PROBE = "It's WE'LL 12345 (the) cat's tokens:\n\n  x_y = {'a': 3.14};\tNaïve 你好，世界! user@example.com"
 _MOST_OF_FIRST_WORD = 4  # ids of the probe, which a space before the text changes
@@ -75,22 +80,15 @@ def _llama(settings: Mapping[str, Any]) -> _Rules:
         pre_tokenizer=pre_tokenizers.Metaspace(_SPACE, scheme, split=False),
         decoder=decoders.Sequence(parts),
     )
-    return _Rules(
-        steps, dict(unk_token=None, fuse_unk=True, byte_fallback=True, ignore_merges=False), _LLAMA_TOKENS
-    )
+    return _Rules(steps, _SENTENCEPIECE | dict(unk_token=None), _LLAMA_TOKENS)
 
 
 def _code_llama(settings: Mapping[str, Any]) -> _Rules:
     rules = _llama({**settings, "legacy": False})
-    parts = [
-        decoders.Replace(_SPACE, " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
     names = dict(prefix="▁<PRE>", middle="▁<MID>", suffix="▁<SUF>", eot="▁<EOT>", fill="<FILL_ME>")
     tokens = {f"{name}_token": text for name, text in names.items()}
-    return _Rules(rules.steps | dict(decoder=decoders.Sequence(parts)), rules.model, _LLAMA_TOKENS | tokens)
+    always_stripped = dict(decoder=_llama({}).steps["decoder"])
+    return _Rules(rules.steps | always_stripped, rules.model, _LLAMA_TOKENS | tokens)
 
 
 def _gemma(_: Mapping[str, Any]) -> _Rules:
@@ -101,27 +99,19 @@ def _gemma(_: Mapping[str, Any]) -> _Rules:
         decoder=decoders.Sequence(parts),
     )
     names = dict(unk="<unk>", bos="<bos>", eos="<eos>", pad="<pad>", mask="<mask>")
-    tokens = {f"{name}_token": text for name, text in names.items()}
-    return _Rules(steps, dict(fuse_unk=True, byte_fallback=True, ignore_merges=False), tokens)
+    return _Rules(steps, _SENTENCEPIECE, {f"{name}_token": text for name, text in names.items()})
 
 
-def _qwen(words: str) -> Callable[[Mapping[str, Any]], _Rules]:
-    def rules(settings: Mapping[str, Any]) -> _Rules:
-        split = pre_tokenizers.Split(Regex(words), "isolated")
-        has_prefix = bool(settings.get("add_prefix_space"))
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix, use_regex=False)
-        steps = dict(
-            normalizer=normalizers.NFC(),
-            pre_tokenizer=pre_tokenizers.Sequence([split, byte_level]),
-            decoder=decoders.ByteLevel(),
-        )
-        return _Rules(
-            steps,
-            dict(unk_token=None, fuse_unk=False, byte_fallback=False, ignore_merges=False),
-            _QWEN_TOKENS,
-        )
-
-    return rules
+def _qwen(settings: Mapping[str, Any], words: str = _QWEN_WORDS) -> _Rules:
+    has_prefix = bool(settings.get("add_prefix_space"))
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix, use_regex=False)
+    steps = dict(
+        normalizer=normalizers.NFC(),
+        pre_tokenizer=pre_tokenizers.Sequence([split, byte_level]),
+        decoder=decoders.ByteLevel(),
+    )
+    return _Rules(steps, _BYTE_LEVEL, dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END_OF_TEXT))
 
 
 def _gpt2(settings: Mapping[str, Any]) -> _Rules:
@@ -131,20 +121,15 @@ def _gpt2(settings: Mapping[str, Any]) -> _Rules:
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=has_prefix),
         decoder=decoders.ByteLevel(),
     )
-    tokens = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
-    return _Rules(
-        steps, dict(unk_token=None, fuse_unk=False, byte_fallback=False, ignore_merges=False), tokens
-    )
+    return _Rules(steps, _BYTE_LEVEL, dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END_OF_TEXT))
 
 
 _RULES: dict[str, Callable[[Mapping[str, Any]], _Rules]] = {
     "LlamaTokenizer": _llama,
     "CodeLlamaTokenizer": _code_llama,
     "GemmaTokenizer": _gemma,
-    "Qwen2Tokenizer": _qwen(_QWEN_WORDS),
-    "Qwen3_5Tokenizer": _qwen(
-        _QWEN_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"s\p{L}", r"s\p{L}\p{M}")
-    ),
+    "Qwen2Tokenizer": _qwen,
+    "Qwen3_5Tokenizer": functools.partial(_qwen, words=_QWEN35_WORDS),
     "GPT2Tokenizer": _gpt2,
 }
 # Other classes with rules of their own: tokenizer.json is followed.

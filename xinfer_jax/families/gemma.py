@@ -54,7 +54,8 @@ def read_gemma3(hf: Mapping, layers: int) -> dict[str, Any]:
     fields, layer = _read_shared(hf, qk_norm="head")
     specs = with_windows(layer, windows, sliding_rope)
     if hf[BOTH_SIDES] is not None and get_boolean(hf, BOTH_SIDES):
-        reaches = (window and window // 2 for window in windows)
+        more = 0 if get_boolean(hf, "is_causal") else 1  # transformers makes half the window, plus 1, of it
+        reaches = (window and window // 2 + more for window in windows)
         specs = tuple(map(with_later_tokens, specs, reaches))
     return fields | dict(rope=rope, layers=specs)
 

@@ -96,7 +96,7 @@ class AnswerParser:
 
     The names are vLLM's, except the last. Calls are found as models write them:
 
-    - without arguments, with arguments null or as JSON in a text, with some of them beside the name;
+    - without arguments, with arguments null or as JSON in a text, with some of them next to the name;
     - with a brace too many, several objects or a list in one mark, within {"function": …};
     - Qwen3-Coder's without the first mark or </parameter>, with lists and objects as Python writes them;
     - Gemma 4's with quotes of JSON or Python, and with a comma after the last item;
@@ -105,7 +105,7 @@ class AnswerParser:
     A call that is malformed or incomplete, or of a function that is not among the tools, is text: it becomes
     content. An object without a mark around it is text too, if it has fields that are no parameters of its
     function. Its name and the beginning of its arguments may have been returned by then, with an index that
-    no other call has. Whitespace beside calls is left out.
+    no other call has. Whitespace next to calls is left out.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ from .parameter_types import Functions
 
 _NAME = re.compile(r"call:\s{0,64}([^\s{}<>]{1,512})\s{0,64}\{")
 _NAME_PART = re.compile(r"(?:c|ca|cal|call|call:\s{0,64}[^\s{}<>]{0,512}\s{0,64})?")
-_DOUBLE = r'"(?:[^"\\]|\\.){0,2048}"'
+_DOUBLE = r'"(?:[^"\\]|\\.){0,2048}+"'
 # A quote within a text, as in 'it's', is not followed by one of these.
-_SINGLE = r"'(?:[^'\\]|\\.|'(?!\s{0,64}[ENDS])){0,2048}'(?=\s{0,64}[ENDS])"
+_SINGLE = r"'(?:[^'\\]|\\.|'(?!\s{0,64}+[ENDS])){0,2048}+'(?=\s{0,64}[ENDS])"
 _STRINGS = {
     '"': re.compile(_DOUBLE, re.DOTALL),
     "'": re.compile(_SINGLE.replace("ENDS", r",\]}"), re.DOTALL),

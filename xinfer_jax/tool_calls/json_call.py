@@ -1,7 +1,7 @@
 """`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}.
 
 Models also write {"type": "function", "function": {…}} around it, leave arguments out where there are none,
-write them as JSON in a text, or write some of them beside the name.
+write them as JSON in a text, or write some of them next to the name.
 """
 
 import json
@@ -56,7 +56,7 @@ class JSONCallParser(CallParser):
             end = start + self._arguments.push(self._text[start:])
             if self._arguments.ended:
                 self._place = slice(self._start, end)
-                end -= 1  # further arguments may stand beside the object
+                end -= 1  # further arguments may stand next to the object
             piece = self._text[start:end]
         self.length += self._object.push(text)
         self.failed = self._object.failed
@@ -114,7 +114,7 @@ class JSONCallParser(CallParser):
         return arguments
 
     def _further_arguments(self, objects: list[dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
-        """The parameters of the function that stand beside its name, as fields of the call."""
+        """The parameters of the function that stand next to its name, as fields of the call."""
         has_arguments = any(key in one for one in objects for key in _ARGUMENTS)
         own = _OWN if has_arguments else _OWN - {"id"}
         fields = {key: value for one in objects for key, value in one.items() if key not in own}
