@@ -31,7 +31,8 @@ def exclusive_as_any(node: Mapping[str, Any], root: Any) -> dict[str, Any]:
 def _tells_apart(name: str, objects: list[Mapping[str, Any]]) -> bool:
     constants: list[Any] = []
     for one in objects:
-        properties, required = one.get("properties"), one.get("required")
+        properties = one.get("properties")
+        required = one.get("required")
         value = properties.get(name) if isinstance(properties, Mapping) else None
         is_required = isinstance(required, list) and name in required and one.get("type") == "object"
         if not is_required or not isinstance(value, Mapping):
