@@ -187,5 +187,6 @@ def exceeded_limits(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
         log=result["log_mib"] < LOG,
         end=result["end_seconds"] <= GRACE + MORE_GRACE and not result["left_processes"],
         died=not result["died"] and not result["killed"],
+        attacker="OSError" not in result["attacker"].get("counts", {}),  # of a socket that cannot be opened
     )
     return [name for name, good in limits.items() if not good]

@@ -43,10 +43,8 @@ class Target:
     end: float
     source: str = HOST
 
-    def connect(self, receive_buffer: int | None = None, source: str | None = None) -> socket.socket:
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
         raw = socket.socket()
-        if source:
-            raw.bind((source, 0))
         if receive_buffer:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         raw.settimeout(max(0.1, self.end - time.monotonic()))

@@ -3,6 +3,7 @@ bodies that never end, many requests at once. Their `target` is an `attacks.Targ
 """
 
 import contextlib
+import dataclasses
 import itertools
 import select
 import socket
@@ -91,7 +92,7 @@ _numbers = itertools.count()
 def unfinished(target: Any, path: str, body: bytes) -> str:
     """Sends a request without the last byte of its body, from one of several addresses, and waits."""
     source = f"127.0.1.{1 + next(_numbers) % _ADDRESSES}"
-    with contextlib.closing(target.connect(source=source)) as raw:
+    with contextlib.closing(dataclasses.replace(target, source=source).connect()) as raw:
         try:
             raw.sendall(_head(target, path) + b"content-length: %d\r\n\r\n" % len(body) + body[:-1])
         except OSError:

@@ -240,13 +240,16 @@ def test_fields_of_other_servers_name_the_way_of_this_one(model):
     for name, why in [
         ("maxTokens", "max_tokens is"), ("response-format", "response_format is"), ("TopP", "top_p is"),
         ("guided_jsn", "constrain the answer"), ("jsonSchema", "constrain the answer"),
-        ("penalty_range", "constrain the answer"),
+        ("penalty_range", "constrain the answer"), ("GBNF", "constrain the answer"),
+        ("choices", "constrain the answer"), ("lark_grammars", "constrain the answer"),
+        ("stopping", "constrain the answer"), ("banTokens", "constrain the answer"),
     ]:  # fmt: skip
         error = body_error(model, "chat", **{name: 1})
         assert error.param == name and why in str(error)
-    assert not parse(
-        model, "chat", repeat_last_n=64, mirostat_tau=5.0, ttl=3, presence_penalty=0
-    ).unknown_fields
+    nothing = dict(repeat_last_n=64, mirostat_tau=5.0, ttl=3, presence_penalty=0, json_output=False, gbnf="")
+    assert not parse(model, "chat", **nothing).unknown_fields
+    others = dict(prompt_template="a", bandwidth=1, temporary=1, guid="a", dryer=1)
+    assert parse(model, "chat", **others).unknown_fields == [*others]
     error = body_error(model, "chat", repeat_last_n=64, presence_penalty=1)
     assert "does not go with presence_penalty" in str(error)
     assert "101 fields" in str(body_error(model, **{f"x{i}": 1 for i in range(101)}))

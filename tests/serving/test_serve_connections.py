@@ -31,6 +31,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 import xinfer_jax as xj
 from xinfer_jax.serve import command, connections, framing, http_server, ip_addresses
 from xinfer_jax.serve.admission import AdmissionControl
+from xinfer_jax.serve.arrivals import Arrivals
 from xinfer_jax.serve.http_responses import APIError
 from xinfer_jax.serve.service import Service
 
@@ -492,6 +493,26 @@ def test_connections_whose_bodies_are_arriving_make_way_for_new_ones(monkeypatch
         assert b"loaded" in health(own.port) and slow[0].recv(1) == b""
         slow[1].sendall(b"2")
         assert b"200 OK" in slow[1].recv(4096)
+
+
+def test_a_body_that_ends_for_others_just_as_its_time_is_over():
+    async def run():
+        arrivals = Arrivals(dataclasses.replace(serving.SETTINGS, max_body_bytes=1000))
+
+        async def send():
+            async with arrivals.receive(("x", "a"), 0) as arrival:
+                arrival.grow(8000)
+                await asyncio.sleep(600)
+
+        slow = asyncio.create_task(send())
+        for _ in range(2):  # its time is over then, and its task has not run
+            await asyncio.sleep(0)
+        async with arrivals.receive(("y", "a"), 600) as arrival:
+            arrival.grow(1)
+        with pytest.raises(APIError, match="this client's the most"):
+            await slow
+
+    asyncio.run(run())
 
 
 def test_bodies_that_arrive_have_limits_of_their_own():

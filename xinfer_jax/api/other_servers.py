@@ -20,16 +20,18 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
     ),
     "give response_format": dict(
         json_schema=(), format=("",), text=({},), response_schema=({},), output_format=(),
-        output_config=({},),
+        output_config=({},), json_mode=(False,), response_mime_type=("text/plain",),
     ),
     "give stop or stop_token_ids": dict(
         stop_regex=("", []), stop_sequences=([],), stop_sequence=([],), stop_words=([],), stop_strings=([],),
-        eos_token_id=(), end_id=(),
+        stopping_strings=([],), custom_stopping_strings=("", []), eos_token_id=(), end_id=(),
     ),
     "give include_stop_str_in_output": dict(no_stop_trim=(False,)),
     "give max_tokens": dict(
         n_predict=(-1,), num_predict=(-1,), max_new_tokens=(), max_output_tokens=(), max_length=(),
+        max_tokens_to_sample=(), max_gen_len=(), max_gen_toks=(),
     ),
+    "give seed": dict(random_seed=(), sampling_seed=()),
     "give min_tokens": dict(min_new_tokens=(0,), min_length=(0,)),
     "give n": dict(n_cmpl=(1,), num_return_sequences=(1,)),
     "give logprobs": dict(
@@ -103,10 +105,11 @@ _WITHOUT_EFFECT = {
 # They limit the tokens that penalties count, and do nothing if these have the values at which they are off.
 _OF_PENALTIES = {"repeat_last_n", "penalize_nl", "rep_pen_range"}
 _PENALTIES = dict(repetition_penalty=1, presence_penalty=0, frequency_penalty=0)
-# A field with one of these words would constrain an answer, whatever it is.
-_WORDS = set(
-    "grammar guided structured schema regex ebnf sampler samplers sampling mirostat dynatemp temperature temp"
-    " penalty penalties stop bias logit logits banned bans dry xtc beam beams constraint constraints".split()
+# A field with a word that begins so would constrain an answer, whatever it is.
+_CONSTRAINS = re.compile(
+    r"\b(grammar|gbnf|ebnf|lark|guid(ed|ance)|outlines|structur|schema|regex|json|choices?\b|pattern|sampl"
+    r"|mirostat|dynatemp|temp(erature)?s?\b|penal|stop|bias|logit|ban(s|ned)?\b|dry\b|xtc|beam|constrain"
+    r"|greedy)"
 )
 
 
@@ -126,10 +129,12 @@ def why_not_served(body: Mapping[str, Any], name: str, known: Collection[str]) -
     if name in _WAYS:
         way, nothing = _WAYS[name]
         return "" if body[name] in nothing else f"{name} is not served here: {way}"
-    words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", name[:_LONGEST]).lower())
+    words = re.findall("[a-z]+", re.sub("(?<=[a-z])([A-Z])", r" \1", name[:_LONGEST]).lower())
     if spelled := next((one for one in known if one.replace("_", "") == "".join(words)), None):
         return f"{format_value(name)} is not a field, {spelled} is: give that"
-    if _WORDS.intersection(words):
-        said = "is not served here, and would constrain the answer"
-        return f"{format_value(name)} {said}: leave it out, or give structured_outputs"
-    return None
+    if not _CONSTRAINS.search(" ".join(words)):
+        return None
+    if body[name] is False or body[name] in ("", [], {}):
+        return ""
+    said = "is not served here, and would constrain the answer"
+    return f"{format_value(name)} {said}: leave it out, or give structured_outputs"

@@ -101,7 +101,7 @@ class PromptEncoder:
         if (role := message.get("role")) not in _ROLES:
             raise InputError(f"a message's role must be one of {', '.join(_ROLES)}, got {format_value(role)}")
         found = {name: value for name, value in message.items() if value is not None}
-        if name := next((name for name in _CONTINUED if found.get(name) is True), None):
+        if name := next((name for name in _CONTINUED if found.get(name)), None):
             raise InputError(f"{name} of a message is not served: give continue_final_message: true")
         if "content" in found:
             found["content"] = _join_text_parts(found["content"])

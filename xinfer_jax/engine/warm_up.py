@@ -70,7 +70,7 @@ class WarmUp:
         def compile_stages() -> None:
             while name := self._next_stage(is_busy):
                 self._begin(name).join()
-            for thread in self._begun.values():  # those that requests began
+            for thread in [*self._begun.values()]:  # those that requests began
                 thread.join()
             self.finish()
 

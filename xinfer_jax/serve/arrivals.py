@@ -80,7 +80,8 @@ class Arrivals:
             largest = max(self._bytes, key=self._bytes.__getitem__)
             oldest = next(arrival for arrival in self._arriving[largest] if arrival.size)
             oldest.dropped = True
-            oldest.timeout.reschedule(asyncio.get_running_loop().time())
+            if not oldest.timeout.expired():
+                oldest.timeout.reschedule(asyncio.get_running_loop().time())
             self._remove(oldest)
 
     def _remove(self, arrival: Arrival) -> None:

@@ -141,29 +141,23 @@ class TextEndpoints:
         """Computes the vectors in batches, of which only one of all clients runs at a time."""
         model = self._model
         service = self._service
-        client = reservation.client
-
-        def parse() -> EmbeddingBody:
-            body = self._body(data, "input")
-            _check_known("/v1/embeddings", body, EMBEDDING_FIELDS, model)
-            count = lambda tokens: reservation.reserve(tokens=tokens)  # noqa: E731
-            most = service.max_model_len or 0
-            found = parse_embedding_body(model, body, most, service.settings.escape, count)
-            reservation.reserve(bytes=0)
-            return found
-
-        body = await service.workers.run(client, is_large(data), parse)
+        parse = partial(parse_embedding_body, max_length=service.max_model_len or 0)
+        body: EmbeddingBody = await self._parse(
+            reservation, data, "/v1/embeddings", EMBEDDING_FIELDS, parse, "input"
+        )
+        reservation.reserve(bytes=0)
         lengths = [len(text) for text in body.texts]
         vectors = list[bytes]()
         for batch in _batches(lengths):
             work = partial(_embed, model, body, batch)
-            vectors += await service.workers.run(client, True, work, exclusive=True)
+            vectors += await service.workers.run(reservation.client, True, work, exclusive=True)
         encode = partial(embeddings_to_json, iter(vectors), service.settings.name, sum(lengths))
         return await self._encode(reservation, encode)
 
     async def _rerank(self, reservation: Reservation, data: list[bytes]) -> bytes:
-        known = "/rerank", RERANK_FIELDS, parse_rerank_body, "documents"
-        body: RerankBody = await self._parse_pairs(reservation, data, *known)
+        body: RerankBody = await self._parse(
+            reservation, data, "/rerank", RERANK_FIELDS, parse_rerank_body, "documents"
+        )
         scores, usage = await self._scores(reservation, body.pairs)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top]
         results: list[dict[str, Any]] = [dict(index=i, relevance_score=scores[i]) for i in best]
@@ -173,21 +167,17 @@ class TextEndpoints:
         return await self._encode(reservation, partial(objects_to_json, head, "results", results))
 
     async def _score(self, reservation: Reservation, data: list[bytes]) -> bytes:
-        known = "/score", SCORE_FIELDS, parse_pairs_body, score_list_name(data[0])
-        pairs: Pairs = await self._parse_pairs(reservation, data, *known)
+        list_name = score_list_name(data[0])
+        pairs: Pairs = await self._parse(
+            reservation, data, "/score", SCORE_FIELDS, parse_pairs_body, list_name
+        )
         scores, usage = await self._scores(reservation, pairs)
         found = [dict(index=i, object="score", score=score) for i, score in enumerate(scores)]
         head = dict(id=f"score-{uuid.uuid4().hex}", object="list", created=int(time.time()))
         head |= dict(model=self._service.settings.name, usage=usage)
         return await self._encode(reservation, partial(objects_to_json, head, "data", found))
 
-    async def _encode(self, reservation: Reservation, encode: Callable[[], bytes]) -> bytes:
-        """Encodes a response in a thread."""
-        large = reservation.amounts["tokens"] > LARGE_TOKENS
-        response: bytes = await self._service.workers.run(reservation.client, large, encode)
-        return response
-
-    async def _parse_pairs(
+    async def _parse(
         self,
         reservation: Reservation,
         data: list[bytes],
@@ -197,15 +187,21 @@ class TextEndpoints:
         list_name: str,
     ) -> Any:
         """What `parse` makes of a body, in a thread. known: fields; list_name: that with many texts."""
-        model = self._model
         escape = self._service.settings.escape
 
         def run() -> Any:
             body = self._body(data, list_name)
-            _check_known(path, body, known, model)
-            return parse(model, body, escape, lambda tokens: reservation.reserve(tokens=tokens))
+            _check_known(path, body, known, self._model)
+            count = lambda tokens: reservation.reserve(tokens=tokens)  # noqa: E731
+            return parse(self._model, body, escape=escape, count=count)
 
         return await self._service.workers.run(reservation.client, is_large(data), run)
+
+    async def _encode(self, reservation: Reservation, encode: Callable[[], bytes]) -> bytes:
+        """Encodes a response in a thread."""
+        large = reservation.amounts["tokens"] > LARGE_TOKENS
+        response: bytes = await self._service.workers.run(reservation.client, large, encode)
+        return response
 
     async def _scores(self, reservation: Reservation, pairs: Pairs) -> tuple[list[float], dict[str, int]]:
         """Computes the scores in batches, of which only one of all clients runs at a time; and the usage."""
