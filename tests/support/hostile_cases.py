@@ -343,7 +343,7 @@ QUANTIZED = {
         },
         "desc_act text": ("desc_act", _GPTQ | dict(desc_act="false")),
         "desc_act number": ("desc_act", _GPTQ | dict(desc_act=2)),
-        "dynamic": ("dynamic", _GPTQ | dict(dynamic={"+:x": {}})),
+        "dynamic": ("dynamic", _GPTQ | dict(dynamic={"+:.*": {"bits": 3}})),
         "dynamic list": ("dynamic", _GPTQ | dict(dynamic=["x"])),
         "version": ("version", _AWQ | dict(version="gemv")),
         "version number": ("version", _AWQ | dict(version=5)),
@@ -361,7 +361,7 @@ QUANTIZED = {
                 "config_groups",
                 dict(quant_method="compressed-tensors", config_groups=groups),
             )
-            for groups in (None, {}, [], "a", {"a": 1}, {"a": ["Linear"]})
+            for groups in ("a", {"a": 1}, {"a": ["Linear"]})
         },
         "ours of a later version": ("version", dict(quant_method="xinfer_jax", version=99)),
     }.items()

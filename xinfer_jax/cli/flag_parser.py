@@ -116,8 +116,14 @@ class FlagParser:
         return found
 
     def with_flag_names(self, message: object) -> str:
-        """Returns an error of the library with the command's flags in place of the library's arguments."""
-        flag_of = {name: f"--{flag}" for name, flag in _FLAG_OF_ARGUMENT.items() if flag in self.values}
+        """Returns an error of the library with the command's flags in place of the library's arguments. A flag
+        without a value stays out: generation_config.json may have the argument's name.
+        """
+        flag_of = {
+            name: f"--{flag}"
+            for name, flag in _FLAG_OF_ARGUMENT.items()
+            if flag in self.values and self.values[flag].value not in (None, [])
+        }
         return re.sub(r"\b[a-z_]+\b", lambda word: flag_of.get(word[0], word[0]), str(message))
 
     def is_set(self, name: str) -> bool:
