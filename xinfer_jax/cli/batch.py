@@ -67,7 +67,7 @@ def _engine_starts(stop: SignalEvent) -> Iterator[None]:
     """Says that programs are compiled. Ctrl-C ends the command at once, since no line has begun."""
     work = "compiling the programs of the engine"
     if not (sys.stderr and sys.stderr.isatty()):
-        status.log(f"xinfer-jax-batch: {work}")
+        status.log(work)
     with status(work), uncaptured(stop):
         yield
 
