@@ -116,8 +116,9 @@ class FlagParser:
         return found
 
     def with_flag_names(self, message: object) -> str:
-        """Returns an error of the library with the command's flags in place of the library's arguments. A flag
-        without a value stays out: generation_config.json may have the argument's name.
+        """Returns an error of the library with the command's flags in place of the library's arguments.
+
+        A flag without a value stays out: generation_config.json may have the argument's name.
         """
         flag_of = {
             name: f"--{flag}"
