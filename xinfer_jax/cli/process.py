@@ -99,17 +99,17 @@ def _handle_signal(number: int, _: object) -> None:
         unset[-1].set()
         return
     with suppress(RuntimeError):  # Python is exiting, and no thread can start
-        # In a thread, since the reader of standard output may have stopped reading.
+        # In a thread, since the reader of standard output, or the terminal, may have stopped.
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(0.2)
     status.close()
-    restore_terminal()
     os._exit(128 + number)
 
 
 def _flush() -> None:
     with suppress(OSError, ValueError, AttributeError):
+        restore_terminal()
         sys.stdout.flush()
 
 

@@ -43,7 +43,8 @@ def read_line(prompt: str) -> str:
 def restore_terminal() -> None:
     """Gives the terminal back as it was before `read_line`, for a process that ends within it."""
     for settings in _reading:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
         write("\n")
 
 
