@@ -41,8 +41,8 @@ from bench.model_work import Work, bytes_per_pass, decode_work, prefill_work
 from jax import lax
 
 import xinfer_jax as xj
+from xinfer_jax.device import cpu_count
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.host import cpu_count
 from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
 FORMATS = ("none", "int8", "int4", "ternary")

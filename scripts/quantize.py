@@ -31,12 +31,12 @@ from absl import flags
 from train import tiny_data
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.compressed_tensors_packing import w4a16_settings
-from xinfer_jax.checkpoint.files import checkpoint_dir
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.awq import with_outliers
 from xinfer_jax.families.conversion import specs_and_leaves
+from xinfer_jax.formats.compressed_tensors_packing import w4a16_settings
+from xinfer_jax.formats.files import checkpoint_dir
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
 from xinfer_jax.weights.hadamard import can_rotate, rotated_params
 from xinfer_jax.weights.params import tree_bytes

@@ -17,7 +17,7 @@ _EXPORTS = {
     "families.reading": ("from_hf",),
     "families.conversion": ("ParamName", "param_names", "params_from_tensors", "params_to_tensors"),
     "generation.rollouts": ("PackedRollout", "continue_rows", "pack_rollout", "repeat_rows"),
-    "generation.kernels": ("kernels_used",),
+    "backends.kernel_report": ("kernels_used",),
     "generation.state": ("DecodeState",),
     "generation.entrypoints": ("Stream", "generate", "stream"),
     "checkpoint.loading": ("Model", "load_model"),
@@ -59,8 +59,8 @@ _EXPORTS = {
         "parse_tool_calls",
     ),
     "tool_calls.tool_call_parser": ("ToolCallDelta",),
-    "checkpoint.tokenizer": ("Tokenizer",),
-    "checkpoint.tool_choice": ("tool_grammar",),
+    "tokenization.tokenizer": ("Tokenizer",),
+    "tokenization.tool_choice": ("tool_grammar",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -9,6 +9,7 @@ from .adapters.adapted_params import (
 )
 from .adapters.adapter import Adapter as Adapter, LowRank as LowRank, init_adapter as init_adapter
 from .adapters.peft_files import load_adapter as load_adapter, save_adapter as save_adapter
+from .backends.kernel_report import kernels_used as kernels_used
 from .batch.dataset import DatasetGenerator as DatasetGenerator
 from .batch.run_batch import generate_file as generate_file
 from .cache.kv_cache import (
@@ -20,8 +21,6 @@ from .cache.prefix import Prefix as Prefix
 from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
 from .checkpoint.loading import Model as Model, load_model as load_model
 from .checkpoint.saving import save_model as save_model
-from .checkpoint.tokenizer import Tokenizer as Tokenizer
-from .checkpoint.tool_choice import tool_grammar as tool_grammar
 from .config.model_config import ModelConfig as ModelConfig
 from .config.rope import RopeConfig as RopeConfig
 from .embedding import embed_texts as embed_texts
@@ -46,7 +45,6 @@ from .generation.functional import (
     decode_step as decode_step,
     prefill as prefill,
 )
-from .generation.kernels import kernels_used as kernels_used
 from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
 from .generation.rollouts import (
     PackedRollout as PackedRollout,
@@ -91,6 +89,8 @@ from .text import (
     generate_text as generate_text,
     stream_text as stream_text,
 )
+from .tokenization.tokenizer import Tokenizer as Tokenizer
+from .tokenization.tool_choice import tool_grammar as tool_grammar
 from .tool_calls.answer_parser import (
     AnswerDelta as AnswerDelta,
     AnswerParser as AnswerParser,

@@ -9,11 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checkpoint.conversation import check_text_length
 from .checkpoint.embedding_modules import EmbeddingModules
-from .checkpoint.escaping import encode_wrapped
 from .checkpoint.loading import Model
-from .checkpoint.tokenizer import Tokenizer
 from .checks import check_integer, check_token_ids, is_sequence
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
@@ -22,6 +19,9 @@ from .generation.executor_choice import executor_class
 from .generation.loop import last_hidden
 from .generation.validation import non_finite_reason
 from .modes import in_default_modes
+from .tokenization.conversation import check_text_length
+from .tokenization.escaping import encode_wrapped
+from .tokenization.tokenizer import Tokenizer
 
 POOLINGS = ("mean", "last", "first")
 _MAX_BATCH_TOKENS = 2048  # padding included; a longer text is a batch of its own

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checkpoint.conversation import check_text_length
-from .checkpoint.escaping import encode_wrapped
 from .checkpoint.loading import Model
 from .checks import check_token_ids
 from .config.model_config import ModelConfig
@@ -19,6 +17,8 @@ from .errors import ContextLengthError, InputError, format_value
 from .generation.loop import last_hidden
 from .model.decoder import unembed
 from .modes import in_default_modes
+from .tokenization.conversation import check_text_length
+from .tokenization.escaping import encode_wrapped
 from .weights.params import Params
 
 # As Qwen3-Reranker was trained.

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple, cast, overload
 
 import jax
 
-from .checkpoint.answer_detokenizer import AnswerDetokenizer
-from .checkpoint.conversation import MESSAGES_FORM, prompt_ids
 from .checkpoint.loading import Model
-from .checkpoint.tokenizer import Tokenizer
 from .checks import is_sequence
 from .errors import InputError, format_value
 from .generation.entrypoints import Stream, generate, stream
@@ -18,6 +15,9 @@ from .generation.options import GenerateOptions, GenerateOutput, options_or_defa
 from .grammar.grammars import with_tokenizer
 from .layerwise.precompile import Precompiler
 from .sampling.sampling_config import min_tokens_of_row
+from .tokenization.answer_detokenizer import AnswerDetokenizer
+from .tokenization.conversation import MESSAGES_FORM, prompt_ids
+from .tokenization.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 64  # of one prompt
 MAX_STOP_STRING_CHARS = 256

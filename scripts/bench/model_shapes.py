@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from xinfer_jax.checkpoint.files import read_json
 from xinfer_jax.errors import InputError
+from xinfer_jax.formats.files import read_json
 
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 import xinfer_jax as xj
-from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
+from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.random_keys import DRAW_TOKEN, gumbel_noise, row_keys

@@ -30,7 +30,7 @@ from gpu.section_cases import (
 from kernels_pallas import reference
 from kernels_pallas.key_layouts import join
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.model.attention import attention
+from xinfer_jax.mixers.attention import attention
 
 # N, K, H; D, V.
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")

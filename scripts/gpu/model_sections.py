@@ -21,7 +21,7 @@ from gpu.model_run import SMALL, ModelRun, settings
 from gpu.program_counts import ProgramCounter
 from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.model.attention import attention
+from xinfer_jax.mixers.attention import attention
 
 
 def layers(plan: SimpleNamespace) -> Iterator[Case]:

@@ -21,7 +21,7 @@ from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
-from xinfer_jax.engine.device import Device
+from xinfer_jax.engine.engine_device import Device
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.shape import EngineShape
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row

@@ -17,7 +17,7 @@ import xinfer_jax as xj
 from xinfer_jax.adapters import peft_config, peft_files
 from xinfer_jax.adapters.adapter import for_all_rows_only
 from xinfer_jax.cache.fingerprint import fingerprint
-from xinfer_jax.checkpoint import tensors
+from xinfer_jax.formats import tensors
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.params_like import params_like
 from xinfer_jax.weights.quantization import quantized_leaf

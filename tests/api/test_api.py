@@ -22,14 +22,14 @@ from xinfer_jax.api.bodies import ParsedBody, parse_request_body
 from xinfer_jax.api.fields import BodyError, check_fields
 from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
 from xinfer_jax.api.sampling_fields import breaker_ids
-from xinfer_jax.checkpoint import template_budget
-from xinfer_jax.checkpoint.conversation import prompt_ids
-from xinfer_jax.checkpoint.tokenizer import Tokenizer
 from xinfer_jax.engine import device
 from xinfer_jax.errors import ContextLengthError
 from xinfer_jax.generation.options import GenerateOutput
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.sampling.logprobs import TokenLogprobs
+from xinfer_jax.tokenization import template_budget
+from xinfer_jax.tokenization.conversation import prompt_ids
+from xinfer_jax.tokenization.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.oldest
 

@@ -13,8 +13,8 @@ import xinfer_jax as xj
 from xinfer_jax.cache.stored_kv import cache_dtype_of, dequantize_kv
 from xinfer_jax.generation.batch_arrays import pad_prompts
 from xinfer_jax.generation.loop import PREFILL
-from xinfer_jax.model.key_bias import rope_bias_fn
-from xinfer_jax.model.layers import apply_rope, rotary_angles
+from xinfer_jax.mixers.key_bias import rope_bias_fn
+from xinfer_jax.weights.layers import apply_rope, rotary_angles
 from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.oldest

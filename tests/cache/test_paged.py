@@ -15,7 +15,7 @@ from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.kv_cache import KVCache
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.ring import Ring
-from xinfer_jax.model.attention import attention
+from xinfer_jax.mixers.attention import attention
 
 pytestmark = pytest.mark.oldest
 

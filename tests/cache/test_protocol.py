@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from quick import full_except
 
+from xinfer_jax.backends.kernels.attention_kernels import kernel_arrays, select_attention
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, check_page_dtype
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of, empty_pair
 from xinfer_jax.errors import InputError
-from xinfer_jax.model.attention import attention
-from xinfer_jax.ops.kernels.attention_kernels import kernel_arrays, select_attention
+from xinfer_jax.mixers.attention import attention
 from xinfer_jax.plugins import names
 from xinfer_jax.sharding import cache_specs
 from xinfer_jax.weights.params import tree_bytes

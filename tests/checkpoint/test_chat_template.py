@@ -9,7 +9,7 @@ import time
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.chat_template import render
+from xinfer_jax.tokenization.chat_template import render
 
 pytestmark = pytest.mark.oldest
 

@@ -10,9 +10,9 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint import gguf_checkpoint as opening
-from xinfer_jax.checkpoint.gguf_file import open_gguf
-from xinfer_jax.checkpoint.gguf_keys import ARCHITECTURES, key_role
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.formats.gguf_file import open_gguf
+from xinfer_jax.formats.gguf_keys import ARCHITECTURES, key_role
 
 gguf = pytest.importorskip("gguf")
 import gguf_files as files  # noqa: E402

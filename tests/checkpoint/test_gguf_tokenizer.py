@@ -11,8 +11,8 @@ from paths import DATA, STORIES
 from tokenizers import Regex, pre_tokenizers
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.gguf_file import GgufFile, open_gguf
-from xinfer_jax.checkpoint.gguf_tokenizer import _WORDS, read_gguf_tokenizer
+from xinfer_jax.formats.gguf_file import GgufFile, open_gguf
+from xinfer_jax.tokenization.gguf_tokenizer import _WORDS, read_gguf_tokenizer
 
 pytest.importorskip("gguf")
 import gguf_files as files  # noqa: E402

@@ -15,9 +15,9 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
-from xinfer_jax.checkpoint.mxfp4_format import Mxfp4Format
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.formats.mxfp4_format import Mxfp4Format
 
 pytestmark = pytest.mark.oldest
 

@@ -26,7 +26,10 @@ Q1 = "model.layers.1.self_attn.q_proj.weight"
     "changed, fault",
     [
         ({"model.norm.weight": None}, "missing model.norm.weight [32]"),
-        ({"model.layers.0.mlp.up_proj.weight": None}, "missing model.layers.0.mlp.up_proj.weight [48, 32]"),
+        (
+            {"model.layers.0.mlp.up_proj.weight": None},
+            "missing model.layers.0.mlp.up_proj.weight [48, 32]",
+        ),
         (
             {"model.layers.2.input_layernorm.weight": np.ones(32, np.float32)},
             "unexpected model.layers.2.input_layernorm.weight",

@@ -13,7 +13,7 @@ from mxfp4_checkpoints import HF, tensors
 import xinfer_jax as xj
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.checkpoint.loading import open_checkpoint
-from xinfer_jax.checkpoint.tensors import open_tensors
+from xinfer_jax.formats.tensors import open_tensors
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
 

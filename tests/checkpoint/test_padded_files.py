@@ -14,7 +14,7 @@ import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.checkpoint.loading import open_checkpoint
-from xinfer_jax.checkpoint.tensors import open_tensors
+from xinfer_jax.formats.tensors import open_tensors
 from xinfer_jax.weights.padded_weight import PaddedWeight, without_padding
 from xinfer_jax.weights.params_like import params_like
 

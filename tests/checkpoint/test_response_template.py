@@ -8,9 +8,9 @@ import tool_models
 from response_templates import BRACKETS, GEMMA, LINES, PYTHON, XML
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.response_template import parse_response_template
-from xinfer_jax.checkpoint.template_splitter import TemplateSplitter
-from xinfer_jax.checkpoint.tokenizer import Tokenizer
+from xinfer_jax.tokenization.response_template import parse_response_template
+from xinfer_jax.tokenization.template_splitter import TemplateSplitter
+from xinfer_jax.tokenization.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.oldest
 

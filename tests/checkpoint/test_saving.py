@@ -17,7 +17,7 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint import tensor_files
+from xinfer_jax.formats import tensor_files
 
 pytestmark = pytest.mark.oldest
 

@@ -9,10 +9,10 @@ import tool_models
 from paths import DATA
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
-from xinfer_jax.checkpoint.conversation import prompt_ids
-from xinfer_jax.checkpoint.template_tools import TemplateTools
-from xinfer_jax.checkpoint.tokenizer import Tokenizer
+from xinfer_jax.tokenization.answer_detokenizer import AnswerDetokenizer
+from xinfer_jax.tokenization.conversation import prompt_ids
+from xinfer_jax.tokenization.template_tools import TemplateTools
+from xinfer_jax.tokenization.tokenizer import Tokenizer
 from xinfer_jax.tool_calls.call_parser import GEMMA_TOKENS
 
 pytestmark = pytest.mark.oldest

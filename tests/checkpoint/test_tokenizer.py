@@ -10,8 +10,8 @@ from paths import DATA
 from tokenizers import processors
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.detokenizer import IncrementalDetokenizer
-from xinfer_jax.checkpoint.tokenizer import CHATML
+from xinfer_jax.tokenization.detokenizer import IncrementalDetokenizer
+from xinfer_jax.tokenization.tokenizer import CHATML
 
 pytestmark = pytest.mark.oldest
 

@@ -14,8 +14,8 @@ from paths import DATA
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint import tokenizer_classes
-from xinfer_jax.checkpoint.tokenizer_classes import tokenizer_class
+from xinfer_jax.tokenization import tokenizer_classes
+from xinfer_jax.tokenization.tokenizer_classes import tokenizer_class
 
 pytestmark = pytest.mark.oldest
 

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint import tokenizer_limits
 from xinfer_jax.text import encode_prompt
+from xinfer_jax.tokenization import tokenizer_limits
 
 pytestmark = pytest.mark.oldest
 

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from tiny import ANSWER, ANSWER_IDS, QUESTION
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer, find_stop, stop_prefix_start
-from xinfer_jax.checkpoint.detokenizer import IncrementalDetokenizer
+from xinfer_jax.tokenization.answer_detokenizer import AnswerDetokenizer, find_stop, stop_prefix_start
+from xinfer_jax.tokenization.detokenizer import IncrementalDetokenizer
 
 pytestmark = pytest.mark.oldest
 

@@ -14,7 +14,7 @@ from kernels_pallas import Levels, reference_append, triton
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of
-from xinfer_jax.model.rope_append import rotate_and_append
+from xinfer_jax.mixers.rope_append import rotate_and_append
 
 pytestmark = [
     pytest.mark.newest,

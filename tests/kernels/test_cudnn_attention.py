@@ -18,10 +18,10 @@ from small_models import QWEN
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.backends.gpu.cudnn_attention import cudnn_form
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.model import attention as attention_module
-from xinfer_jax.model.attention import Scoring, attention, blocked_attention
-from xinfer_jax.ops.gpu.cudnn_attention import cudnn_form
+from xinfer_jax.mixers import attention as attention_module
+from xinfer_jax.mixers.attention import Scoring, attention, blocked_attention
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from delta_cases import BF16, EMULATED, F32, arrays, hybrid
 from quick import full_except
 
-from xinfer_jax.cache.recurrent import Recurrent
-from xinfer_jax.model.linear_attention import _mix
+from xinfer_jax.mixers.linear_attention import _mix
+from xinfer_jax.mixers.recurrent import Recurrent
 from xinfer_jax.ops.operation import run
 
 pytestmark = [

@@ -18,9 +18,9 @@ import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas.reference_delta import DeltaState
 from kernels_pallas.tpu import delta as delta_tpu
-from xinfer_jax.cache.recurrent import Recurrent
-from xinfer_jax.model.linear_attention import _mix
-from xinfer_jax.ops.kernels.delta_kernels import delta_form, select_delta
+from xinfer_jax.backends.kernels.delta_kernels import delta_form, select_delta
+from xinfer_jax.mixers.linear_attention import _mix
+from xinfer_jax.mixers.recurrent import Recurrent
 from xinfer_jax.ops.operation import run
 
 pytestmark = [

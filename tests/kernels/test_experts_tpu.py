@@ -20,7 +20,7 @@ from kernels_pallas import Mxfp4, reference, tpu
 from kernels_pallas.mxfp4 import dequantize_mxfp4, values_for_tpu, values_from_tpu
 from kernels_pallas.tpu import expert_blocks
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
 from xinfer_jax.weights.padded_weight import PaddedWeight
 from xinfer_jax.weights.quantization import device_form

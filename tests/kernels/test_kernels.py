@@ -18,11 +18,11 @@ from small_models import QWEN, build, prompts
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.model.attention import attention
+from xinfer_jax.mixers.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
-from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.quantization import with_int8_activations

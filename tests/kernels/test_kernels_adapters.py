@@ -13,9 +13,9 @@ import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference_products
 from kernels_pallas.reference_products import RowAdapters
-from xinfer_jax.model.layers import Norm, products
-from xinfer_jax.ops.kernels import product_kernels
+from xinfer_jax.backends.kernels import product_kernels
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
+from xinfer_jax.weights.layers import Norm, products
 
 pytestmark = [
     pytest.mark.newest,

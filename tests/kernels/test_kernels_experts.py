@@ -18,9 +18,9 @@ import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference, triton
 from kernels_pallas.triton.experts import _sort
+from xinfer_jax.backends.expert_tiles import sort_choices
 from xinfer_jax.config.layer_spec import ClampedSwiglu
-from xinfer_jax.model.experts import mixture_of_experts
-from xinfer_jax.ops.expert_tiles import sort_choices
+from xinfer_jax.feed_forward.experts import mixture_of_experts
 
 pytestmark = [
     pytest.mark.oldest,  # in two thirds of the time of the newest, which compiles these kernels

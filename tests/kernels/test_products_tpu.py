@@ -17,10 +17,10 @@ import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference, reference_products
 from kernels_pallas.tpu import streaming
+from xinfer_jax.backends.kernels.product_kernels import Operands, select_product
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.model.layers import Norm, products
-from xinfer_jax.ops.kernels.product_kernels import Operands, select_product
 from xinfer_jax.weights.fp8_weight import Fp8Weight
+from xinfer_jax.weights.layers import Norm, products
 from xinfer_jax.weights.quantization import device_form, quantize_matrix
 
 pytestmark = pytest.mark.newest

@@ -10,10 +10,10 @@ import numpy as np
 import parity_cases as cases
 import pytest
 
+from xinfer_jax.backends.kernels.expert_kernels import ROUTE
 from xinfer_jax.model.decoder_layer import _route
-from xinfer_jax.model.layers import linear
-from xinfer_jax.ops.kernels.expert_kernels import ROUTE
 from xinfer_jax.ops.operation import run
+from xinfer_jax.weights.layers import linear
 
 pytestmark = pytest.mark.newest
 BF16 = jnp.bfloat16

@@ -7,7 +7,7 @@ import pytest
 from quick import full_except
 
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.model.attention import attention
+from xinfer_jax.mixers.attention import attention
 
 pytestmark = pytest.mark.oldest
 

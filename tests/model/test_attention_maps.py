@@ -9,7 +9,7 @@ from small_models import build, prompts
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError
 from xinfer_jax.model.decoder_layer import project_qkv
-from xinfer_jax.model.layers import linear, norm_before
+from xinfer_jax.weights.layers import linear, norm_before
 
 pytestmark = pytest.mark.oldest
 

@@ -16,7 +16,7 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.config.model_config import with_fixed_rope
 from xinfer_jax.families.naming import file_specs
-from xinfer_jax.model import experts
+from xinfer_jax.feed_forward import experts
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest

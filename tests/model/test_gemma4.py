@@ -15,7 +15,7 @@ from family_checks import CACHED, OPTIONS
 
 import xinfer_jax as xj
 from xinfer_jax.compress import awq
-from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.weights.layout import is_divisible
 
 pytestmark = pytest.mark.oldest

@@ -15,8 +15,8 @@ import xinfer_jax as xj
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.compress import awq
 from xinfer_jax.config.layer_spec import ClampedSwiglu
-from xinfer_jax.model.attention import attention
-from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.feed_forward.experts import mixture_of_experts
+from xinfer_jax.mixers.attention import attention
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest

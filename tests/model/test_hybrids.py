@@ -14,7 +14,7 @@ import tiny
 from layer_changes import with_mixer
 
 import xinfer_jax as xj
-from xinfer_jax.model.linear_attention import _Tokens, delta_rule, recurrent_step
+from xinfer_jax.mixers.linear_attention import _Tokens, delta_rule, recurrent_step
 from xinfer_jax.weights.layout import is_divisible
 
 pytestmark = pytest.mark.oldest

@@ -6,8 +6,8 @@ import numpy as np
 import parity_cases as cases
 import pytest
 
-from xinfer_jax.model.layers import rms_norm
-from xinfer_jax.model.linear_attention import _gated_norm
+from xinfer_jax.mixers.linear_attention import _gated_norm
+from xinfer_jax.weights.layers import rms_norm
 
 BF16 = jnp.bfloat16
 WIDTH = 64

@@ -14,7 +14,7 @@ from quick import full_except
 from small_models import QWEN
 
 import xinfer_jax as xj
-from xinfer_jax.ops import expert_tiles
+from xinfer_jax.backends import expert_tiles
 
 pytestmark = pytest.mark.oldest  # and on the newest with routes: test_routes.py
 

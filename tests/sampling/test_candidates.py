@@ -14,9 +14,9 @@ from quick import full_except
 from small_models import build
 
 import xinfer_jax as xj
-from xinfer_jax.ops.cpu import cpu_sampler
-from xinfer_jax.ops.gpu import gpu_sampler
-from xinfer_jax.ops.gpu.reductions import logsumexp_in_one_pass
+from xinfer_jax.backends.cpu import cpu_sampler
+from xinfer_jax.backends.gpu import gpu_sampler
+from xinfer_jax.backends.gpu.reductions import logsumexp_in_one_pass
 from xinfer_jax.ops.largest import largest_k
 from xinfer_jax.sampling import processors, sampler
 from xinfer_jax.sampling.batched_settings import settings_per_row

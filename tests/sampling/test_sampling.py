@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.ops.cpu import cpu_sampler
+from xinfer_jax.backends.cpu import cpu_sampler
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.sampling import processors, random_keys, sampler as sampling
 from xinfer_jax.sampling.batched_settings import has_all_settings, settings_per_row

@@ -32,10 +32,10 @@ from soak import server_requests
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.escaping import ControlTokenEscaper
-from xinfer_jax.checkpoint.tokenizer import Tokenizer
 from xinfer_jax.sampling.random_keys import key_from_seed
 from xinfer_jax.serve import app as app_module, http_responses, request_body
+from xinfer_jax.tokenization.escaping import ControlTokenEscaper
+from xinfer_jax.tokenization.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.oldest
 

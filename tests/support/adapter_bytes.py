@@ -16,8 +16,8 @@ from gpu.known_choices import KnownChoices
 from gpu.program_counts import ProgramCounter
 from gpu.programs import target_card, to_shapes
 
-from xinfer_jax.model.layers import Norm, products
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
+from xinfer_jax.weights.layers import Norm, products
 
 D, F = 512, 1024
 SHAPES = dict(gate=(F, D), up=(F, D), down=(D, F))

@@ -35,11 +35,11 @@ from safetensors.numpy import load_file
 import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
 from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
-from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 # One checkpoint of each family, few layers. 8 heads, 4 key heads: on 8 devices these are repeated.

@@ -6,9 +6,9 @@ import harmony_models
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
-from xinfer_jax.checkpoint.conversation import harmony_header, prompt_ids
-from xinfer_jax.checkpoint.tokenizer import CHATML, Tokenizer
+from xinfer_jax.tokenization.answer_detokenizer import AnswerDetokenizer
+from xinfer_jax.tokenization.conversation import harmony_header, prompt_ids
+from xinfer_jax.tokenization.tokenizer import CHATML, Tokenizer
 from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS, last_header
 from xinfer_jax.tool_calls.tool_messages import template_message
 

@@ -10,8 +10,8 @@ import pytest
 import response_templates
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.response_template import parse_response_template
-from xinfer_jax.checkpoint.template_splitter import TemplateSplitter
+from xinfer_jax.tokenization.response_template import parse_response_template
+from xinfer_jax.tokenization.template_splitter import TemplateSplitter
 from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
 
 pytestmark = pytest.mark.oldest

@@ -7,7 +7,7 @@ import parity_cases as cases
 import pytest
 from mxfp4_checkpoints import CONFIG
 
-from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.weights.mxfp4 import NUMBERS, Mxfp4Weight, mxfp4_struct
 from xinfer_jax.weights.quantized_weight import quantized_product
 

@@ -15,7 +15,7 @@ from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
-from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.ops.cpu import cpu_features, product_table
 from xinfer_jax.ops.cpu.cpu_products import quantize_activations
 from xinfer_jax.ops.product import float_product

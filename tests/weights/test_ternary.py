@@ -16,9 +16,9 @@ from bitnet_checkpoints import HF, LAYOUTS, checkpoint, is_ternary
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.bitnet_format import BitNetFormat
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.formats.bitnet_format import BitNetFormat
 from xinfer_jax.weights import ternary
 from xinfer_jax.weights.quantized_weight import is_quantized, quantized_product
 from xinfer_jax.weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_struct

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kernels_pallas
+from xinfer_jax.backends.tpu.tpu_embedding import tpu_embedding_form
 from xinfer_jax.ops.product import dot
-from xinfer_jax.ops.tpu.tpu_embedding import tpu_embedding_form
 from xinfer_jax.ops.tpu.tpu_products import tpu_forms
 from xinfer_jax.weights.grouped_weight import GroupedWeight, tpu_grouped_product
 from xinfer_jax.weights.int8_weight import Int8Weight

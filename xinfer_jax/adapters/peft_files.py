@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from ..checkpoint.files import download_adapter, file_exists, read_json, resolve_directory
-from ..checkpoint.tensor_files import on_host, write_whole
-from ..checkpoint.tensors import read_tensor_file
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.skipped_tensors import find_prefix, full_name, text_name
+from ..formats.files import download_adapter, file_exists, read_json, resolve_directory
+from ..formats.tensor_files import on_host, write_whole
+from ..formats.tensors import read_tensor_file
 from ..modes import in_default_modes
 from ..weights.params import resolve_dtype
 from .adapter import Adapter, LowRank, adaptable_matrices, make_adapter

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..checkpoint.tensor_files import on_host
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.conversion import leaf_of_tensors, plan_tensors
 from ..families.naming import FileSpec, file_specs
+from ..formats.tensor_files import on_host
 from .adapter import Adapter, LowRank, adaptable_matrices, is_norm, make_adapter, untied
 
 EMBED = "embed"  # the path of the embedding, in a tied model also of the head

@@ -4,17 +4,17 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..checkpoint.conversation import ends_in_reasoning, harmony_header, prompt_ids
 from ..checkpoint.loading import Model
-from ..checkpoint.response_template import ResponseTemplate
-from ..checkpoint.tokenizer import Tokenizer
-from ..engine.device import MAX_STOP_IDS
+from ..engine.engine_device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError, format_value
 from ..generation.options import GenerateOptions
 from ..grammar.compiler import AUTO
 from ..grammar.grammars import Grammar
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from ..tokenization.conversation import ends_in_reasoning, harmony_header, prompt_ids
+from ..tokenization.response_template import ResponseTemplate
+from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.reasoning import THINK_END, THINK_START
 from .fields import BodyError, Fields, check_fields
 from .grammar_fields import grammar_field, parse_grammar

@@ -5,13 +5,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..checkpoint.answer_detokenizer import AnswerDetokenizer
-from ..checkpoint.detokenizer import IncrementalDetokenizer
-from ..checkpoint.template_splitter import TemplateSplitter
-from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
+from ..tokenization.answer_detokenizer import AnswerDetokenizer
+from ..tokenization.detokenizer import IncrementalDetokenizer
+from ..tokenization.template_splitter import TemplateSplitter
+from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.answer_parser import AnswerParser
 from ..tool_calls.tool_messages import parameter_schemas
 from .bodies import ParsedBody

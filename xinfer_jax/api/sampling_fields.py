@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError, format_value
 from ..grammar.compiler import vocabulary_of
 from ..grammar.vocabulary import TokenSearch
 from ..sampling.biases import LONGEST_BAD_WORD, MOST_BAD_WORDS
 from ..sampling.sampling_config import SamplingConfig
 from ..text import MAX_STOP_STRING_CHARS
+from ..tokenization.tokenizer import Tokenizer
 from .fields import SAMPLING, BodyError, Fields
 
 _BREAKERS = "dry_sequence_breakers"

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint.conversation import check_template_tools
-from ..checkpoint.tokenizer import Tokenizer
-from ..checkpoint.tool_choice import known_format, tool_grammar
 from ..errors import InputError, format_value
 from ..grammar.grammars import Grammar
+from ..tokenization.conversation import check_template_tools
+from ..tokenization.tokenizer import Tokenizer
+from ..tokenization.tool_choice import known_format, tool_grammar
 from .fields import BodyError, Fields
 
 _CHOICES = ("none", "auto", "required")

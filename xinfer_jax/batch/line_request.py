@@ -17,8 +17,7 @@ from ..checks import check_integer
 from ..engine.engines import AnyEngine
 from ..engine.requests import Request
 from ..engine.submission import make_request
-from ..errors import InputError, format_value
-from ..formatting import json_line
+from ..errors import InputError, format_value, json_line
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig

@@ -13,8 +13,7 @@ from .. import plugin
 from ..checks import array_module, check_fits
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
-from ..errors import InputError, format_value
-from ..formatting import ShortRepr
+from ..errors import InputError, ShortRepr, format_value
 from ..modes import in_default_modes
 from .contiguous import Contiguous
 from .layer_cache import LayerCache, sharded_pair

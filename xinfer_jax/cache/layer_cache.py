@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import jax
 
 from .. import plugin
-from ..formatting import ShortRepr
+from ..errors import ShortRepr
 from .stored_kv import empty_pair
 
 

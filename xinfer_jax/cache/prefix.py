@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_names
-from ..formatting import format_token_counts
+from ..errors import InputError, format_names, format_token_counts
 from ..weights.params import Params
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, can_truncate, expected_fits, truncate

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from .. import plugin
-from ..formatting import ShortRepr
+from ..errors import ShortRepr
 from ..weights.params import resolve_dtype
 
 

@@ -10,16 +10,16 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.reading import from_hf
 from ..families.wrappers import is_tied_without_head, text_settings
+from ..formats.files import file_exists, read_json
+from ..formats.other_formats import describe_files
+from ..formats.quantized_formats import KEEP_FP8, quantization_settings, stored_format
+from ..formats.scaled_tensor import MatrixFormat
+from ..formats.tensors import QuantizedFormat, open_tensors
+from ..formats.text_tensors import has_head, text_tensors
 from ..sampling.sampling_config import check_generation_config
+from ..tokenization.tokenizer import Tokenizer, eos_ids
 from ..weights.quantization import check_quantize
 from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_modules
-from .files import file_exists, read_json
-from .other_formats import describe_files
-from .quantized_formats import KEEP_FP8, quantization_settings, stored_format
-from .scaled_tensor import MatrixFormat
-from .tensors import QuantizedFormat, open_tensors
-from .text_tensors import has_head, text_tensors
-from .tokenizer import Tokenizer, eos_ids
 
 
 class OpenedFiles(NamedTuple):

@@ -14,8 +14,8 @@ import tokenizers
 from tokenizers import normalizers
 
 from ..errors import InputError, format_value
-from .files import read_json, read_text
-from .tensors import open_tensors
+from ..formats.files import read_json, read_text
+from ..formats.tensors import open_tensors
 
 _POOLINGS = {
     "pooling_mode_mean_tokens": "mean",

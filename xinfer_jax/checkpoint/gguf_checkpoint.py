@@ -15,15 +15,15 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..families.layer_fields import FULL, SLIDING
 from ..families.reading import from_hf
+from ..formats.gguf_file import GgufFile, open_gguf
+from ..formats.gguf_format import gguf_form
+from ..formats.gguf_keys import check_keys
 from ..sampling.sampling_config import check_generation_config
+from ..tokenization.gguf_tokenizer import read_gguf_tokenizer
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
 from .embedding_modules import EmbeddingModules
-from .gguf_file import GgufFile, open_gguf
-from .gguf_format import gguf_form
-from .gguf_keys import check_keys
 from .gguf_tensors import check_reranker, gguf_tensors
-from .gguf_tokenizer import read_gguf_tokenizer
 
 _TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "qwen35": "qwen3_5_text",

@@ -17,8 +17,8 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.family import Joined, Names
 from ..families.naming import FileSpec, file_specs, specs_by_names
-from .gguf_file import GgufFile, GgufTensor
-from .tokenizer import Tokenizer
+from ..formats.gguf_file import GgufFile, GgufTensor
+from ..tokenization.tokenizer import Tokenizer
 
 _MLP = ("gate", "up", "down")
 _NAMES = dict(

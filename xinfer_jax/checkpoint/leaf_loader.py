@@ -8,9 +8,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..device import aligned_empty, run_in_blocks
 from ..errors import InputError
 from ..families.naming import FileSpec
-from ..host import aligned_empty, run_in_blocks
+from ..formats.bitnet_format import BitNetFormat
+from ..formats.gguf_file import GgufTensor
+from ..formats.gguf_format import gguf_form
+from ..formats.kept_leaves import KeptForm, kept_form, read_kept
+from ..formats.tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
 from ..sharding import MODEL
 from ..weights.fp8_weight import FP8_BLOCK
 from ..weights.hadamard import TensorRotation, rotate_tensor
@@ -24,12 +29,7 @@ from ..weights.quantization import (
     quantized_struct,
     with_int8_activations,
 )
-from .bitnet_format import BitNetFormat
-from .gguf_file import GgufTensor
-from .gguf_format import gguf_form
-from .kept_leaves import KeptForm, kept_form, read_kept
 from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
-from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,16 +13,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_names
+from ..device import run_in_blocks
+from ..errors import InputError, format_mib, format_names
 from ..families.conversion import check_leaves
 from ..families.naming import TIED, FileSpec, file_specs
 from ..families.skipped_tensors import unused_names
-from ..formatting import format_mib
-from ..host import run_in_blocks
+from ..formats.files import BUNDLED, checkpoint_path, is_gguf
+from ..formats.own_format import OwnFormat
+from ..formats.quantized_formats import KEEP_FP8, no_fp8
+from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
+from ..formats.tensors import Shape, Tensors, TensorSpec
+from ..formats.text_tensors import other_tensors, warn_of_other_tensors
 from ..ops.cpu import cpu_features
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
+from ..tokenization.tokenizer import Tokenizer
 from ..weights.fp8_weight import Fp8Weight
 from ..weights.hadamard import can_rotate, tensor_rotations
 from ..weights.layout import shardings
@@ -32,15 +38,8 @@ from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_repeated_kv_heads
 from .directory import open_directory
 from .embedding_modules import EmbeddingModules
-from .files import BUNDLED, checkpoint_path, is_gguf
 from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
-from .own_format import OwnFormat
-from .quantized_formats import KEEP_FP8, no_fp8
-from .scaled_tensor import MatrixFormat, quantized_shapes
-from .tensors import Shape, Tensors, TensorSpec
-from .text_tensors import other_tensors, warn_of_other_tensors
-from .tokenizer import Tokenizer
 
 _FLOATS = {"F32", "F16", "BF16"}
 

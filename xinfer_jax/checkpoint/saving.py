@@ -21,17 +21,23 @@ from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import is_tied_without_head, text_settings
 from ..families.writing import to_hf
+from ..formats.files import TEXT_FILES, checkpoint_dir, read_json
+from ..formats.quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
+from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
+from ..formats.tensor_files import (
+    TensorToWrite,
+    stored_tensor,
+    tensor_of_leaves,
+    write_checkpoint,
+    write_whole,
+)
+from ..formats.tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
+from ..formats.text_tensors import has_head, other_tensors
 from ..modes import in_default_modes
+from ..tokenization.tokenizer import Tokenizer
 from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
-from .files import TEXT_FILES, checkpoint_dir, read_json
-from .quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
-from .scaled_tensor import MatrixFormat, quantized_shapes
-from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
-from .tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
-from .text_tensors import has_head, other_tensors
-from .tokenizer import Tokenizer
 
 _LARGE = re.compile(r"^\.|\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx)$|\.index\.json$")  # not copied
 _FLOATS = {np.dtype(DTYPES[name]) for name in ("F32", "F16", "BF16")}

@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..errors import InputError
 from ..families.naming import FileSpec
+from ..formats.tensors import StoredTensor, Tensors
 from ..sharding import MODEL, RULES
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.int8_weight import Int8Weight
 from ..weights.layout import partition_specs
 from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.ternary import TernaryWeight
-from .tensors import StoredTensor, Tensors
 
 
 class LeafPartition(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from ..cache.prefix import Prefix
-from ..checkpoint.conversation import harmony_header
 from ..errors import InputError
 from ..generation.options import GenerateOptions, GenerateOutput
 from ..sampling.random_keys import key_from_seed
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_text_from_ids
+from ..tokenization.conversation import harmony_header
 from ..tool_calls.answer_parser import AnswerParser
 from .answer import grammar_from_flags, sampling_from_flags, with_adapter_files
 from .process import capture_signals

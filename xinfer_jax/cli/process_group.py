@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint.files import BUNDLED, checkpoint_path, is_gguf
 from ..errors import InputError
+from ..formats.files import BUNDLED, checkpoint_path, is_gguf
 from .flag_parser import FlagParser, version
 
 # Flags that may differ between processes. Of the model the files are compared, not their path.

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from ..checkpoint.files import checkpoint_path
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, format_message, format_value
+from ..formats.files import checkpoint_path
 from ..layerwise.precompile import Precompiler
 from ..sharding import MODEL, device_groups
 from ..text import TextStream

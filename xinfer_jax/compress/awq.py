@@ -18,7 +18,7 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError
 from ..model.decoder_layer import Positions, layer_kinds, self_attention
-from ..model.layers import embed, gated_mlp, linear, mlp_intermediate, norm, rotary_angles
+from ..weights.layers import embed, gated_mlp, linear, mlp_intermediate, norm, rotary_angles
 from ..weights.params import Params
 from ..weights.quantization import (
     check_activations,

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import check_integer, check_token_ids
-from ..errors import InputError
-from ..formatting import ShortRepr
+from ..errors import InputError, ShortRepr
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed

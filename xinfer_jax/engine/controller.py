@@ -18,7 +18,7 @@ from jax._src import distributed
 from ..errors import InputError
 from ..signing import Signer, load_secret
 from ..weights.params import Params
-from .device import Device
+from .engine_device import Device
 from .messages import ResultReference, decode_message, encode_message
 
 _BLOCK = 256  # calls that process 0 may be ahead of the others

@@ -16,7 +16,7 @@ from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
 from ..weights.params_like import is_deleted
 from .controller import Leader
-from .device import Device
+from .engine_device import Device
 from .device_programs import SampledTokens
 from .pacing import Pacing
 from .page_files import PageFiles

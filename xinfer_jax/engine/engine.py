@@ -15,8 +15,8 @@ import jax
 from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
 from ..checks import check_integer
+from ..device import check_memory, host_memory_bytes
 from ..errors import InputError, format_value
-from ..memory import check_memory, host_memory_bytes
 from ..ops.operation import without_mesh_context
 from ..sampling.caller_processors import Processor
 from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh

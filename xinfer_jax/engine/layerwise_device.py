@@ -22,7 +22,7 @@ from ..grammar.automaton import Dfa
 from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
 from ..sampling.logprobs import Alternatives
 from . import device_programs as programs
-from .device import Device
+from .engine_device import Device
 from .device_programs import SampledTokens, cache_pools, cache_states, paged_cache, running_token
 from .row import Variant
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..checkpoint.answer_detokenizer import AnswerDetokenizer
-from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError
 from ..generation.batch_arrays import answer_keys
 from ..generation.options import GenerateOutput
@@ -22,6 +20,8 @@ from ..model.routes import routes_shape
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
+from ..tokenization.answer_detokenizer import AnswerDetokenizer
+from ..tokenization.tokenizer import Tokenizer
 from .row import HeldAdapter, Row
 
 

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
+from ..device import check_memory
 from ..errors import InputError, format_value
-from ..memory import check_memory
 from ..sharding import MODEL, concrete_mesh_of
 from ..weights.layout import shardings
 from ..weights.params import Params, tree_bytes

@@ -19,10 +19,9 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
+from ..device import cpu_count, memory_bytes
 from ..errors import InputError, format_value
 from ..generation.options import MAX_DRAFT_TOKENS
-from ..host import cpu_count
-from ..memory import memory_bytes
 from ..model.routes import routes_shape
 from ..ops.cpu.cpu_features import numerics_features
 from ..ops.operation import check_impl

@@ -17,7 +17,7 @@ from ..layerwise.precompile import CompilerStoppedError, Precompiler, shape_stru
 from ..modes import in_default_modes
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
-from .device import Device
+from .engine_device import Device
 from .layerwise_device import LayerwiseDevice
 from .shape import EngineShape
 

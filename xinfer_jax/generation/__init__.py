@@ -9,7 +9,7 @@ belongs to a row but its keys and values; `output_checks` finds errors that are 
 makes one program of the whole model; `executor_choice` says which one runs a call. `strategies` says what a
 decoding strategy is, and has the plain one; `speculation` (with `drafting`) and `beam_steps` are the others,
 all written over an executor. `functional` has `prefill`, `decode_step` and `decode_loop`, `rollouts`
-rows for training, `beams` `beam_search`, `scoring` `score` (with `score_masks`), `kernels` `kernels_used`.
+rows for training, `beams` `beam_search`, `scoring` `score` (with `score_masks`).
 
 - All that differs between rows (settings, keys, limits, EOS ids) is an array of the state. So a row that
   joins or ends changes no program. Rows and lengths are rounded up to powers of two; padding rows have ended.

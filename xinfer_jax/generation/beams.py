@@ -17,8 +17,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, without_layers
 from ..checks import check_integer, is_sequence, number_array
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_value
-from ..formatting import format_token_counts
+from ..errors import InputError, format_token_counts, format_value
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, format_value
-from ..formatting import format_token_counts
+from ..errors import InputError, format_token_counts, format_value
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import array_module
-from ..formatting import ShortRepr
+from ..errors import ShortRepr
 from ..ops.operation import run
 from ..sampling.context import Context
 from ..sampling.logprobs import Alternatives, record_alternatives

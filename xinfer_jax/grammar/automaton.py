@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_sequence, is_traced
-from ..errors import InputError, format_value
-from ..formatting import ShortRepr
+from ..errors import InputError, ShortRepr, format_value
 from .regex_parser import NotRegularError
 from .token_automaton import ENDS, MAX_ENTRIES, NEVER, token_automaton
 from .vocabulary import token_bytes

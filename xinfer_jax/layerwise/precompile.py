@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ..host import cpu_count
+from ..device import cpu_count
 from ..sharding import concrete_mesh_of
 from ..stats import release_free_memory
 

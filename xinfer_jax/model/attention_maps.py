@@ -14,13 +14,13 @@ from ..checks import check_integer, is_sequence
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
+from ..mixers.attention import attention
+from ..mixers.rope_append import rotate
 from ..ops.operation import over_any_mesh
+from ..weights.layers import norm_before
 from ..weights.params import AnyArray, Params
-from .attention import attention
 from .decoder import Inputs, embed_inputs, hidden_states
 from .decoder_layer import attention_scoring, head_norms, project_qkv, scale_by_position
-from .layers import norm_before
-from .rope_append import rotate
 from .taps import Tap
 
 

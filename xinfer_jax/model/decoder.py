@@ -15,9 +15,9 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl, over_any_mesh, run
+from ..weights.layers import embed, linear, norm, rotary_angles, soft_cap
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
 from .decoder_layer import Positions, layer_kinds, run_layers
-from .layers import embed, linear, norm, rotary_angles, soft_cap
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults

@@ -16,11 +16,11 @@ from ..cache.stored_kv import is_quantized_kv
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
+from ..feed_forward.experts import choose_experts, mixture_of_experts
+from ..mixers.attention import attention
+from ..mixers.rope_append import HeadNorms, rotate, rotate_and_append
 from ..ops.operation import run
-from ..weights.params import Params
-from .attention import attention
-from .experts import choose_experts, mixture_of_experts
-from .layers import (
+from ..weights.layers import (
     Angles,
     Norm,
     activation,
@@ -33,7 +33,7 @@ from .layers import (
     products,
     rms_norm,
 )
-from .rope_append import HeadNorms, rotate, rotate_and_append
+from ..weights.params import Params
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import plugin
-from ..caller_functions import call_function, check_function, check_result
-from ..checks import check_integer
+from ..checks import call_function, check_function, check_integer, check_result
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from .decoder_layer import Positions, run_layers

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..caller_functions import call_function, check_function, check_result, function_name
-from ..checks import is_sequence
+from ..checks import call_function, check_function, check_result, function_name, is_sequence
 from ..errors import InputError, format_value
 from .batched_settings import select_rows
 from .context import Context

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..formatting import ShortRepr
+from ..errors import ShortRepr
 from ..ops.largest import largest_k
 
 

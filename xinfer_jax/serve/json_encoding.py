@@ -6,9 +6,9 @@ from typing import Any
 
 from ..api.bodies import ParsedBody
 from ..api.responses import TokenTextDecoder, format_logprobs, response_choices, response_object
-from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
+from ..tokenization.tokenizer import Tokenizer
 
 _SLICE = 64  # tokens whose log-probabilities are formatted at a time
 _VALUES = 2**13  # numbers of a list that are encoded at a time

@@ -26,13 +26,13 @@ from ..api.rerank_body import (
     score_list_name,
 )
 from ..api.tool_fields import parse_tools
-from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..checks import check_token_ids
 from ..embedding import embed_texts
 from ..errors import format_value
 from ..generation.executor import bucket
 from ..reranking import answer_scores
+from ..tokenization.conversation import prompt_ids
 from .admission import Reservation
 from .http_responses import APIError, json_response, until_disconnect
 from .json_encoding import embeddings_to_json, list_to_json, object_to_json, objects_to_json, to_json

@@ -5,7 +5,8 @@ In the order to read: `call_parser`, `json_values` and `parameter_types` are wha
 `tool_call_parser` finds the calls in a text;
 `reasoning` splits an answer at <think>, `harmony` gpt-oss's at its control tokens; `tool_messages` checks the
 tools of a request and prepares earlier calls for a chat template; `answer_parser` puts the parsers together;
-`call_grammar` has the answers that are calls. `checkpoint/template_tools.py` finds which form a model writes.
+`call_grammar` has the answers that are calls.
+`tokenization/template_tools.py` finds which form a model writes.
 
 - A whole text and the same text in any parts give the same calls and the same content. So there is one
   parser, whose time is linear in any text. Whatever a model writes, the result is calls whose arguments are

@@ -129,10 +129,10 @@ class AnswerParser:
             most_calls: what follows this many calls is dropped; None: no limit.
             new_id: returns the id of a call from its index; None: random ids.
             harmony_header: the answer has channels, and its text is that of `Tokenizer.decode_marked`; this
-                is what `checkpoint.conversation.harmony_header` returns. None: Harmony is recognized by
+                is what `tokenization.conversation.harmony_header` returns. None: Harmony is recognized by
                 spelled control tokens at the beginning, if it is among the formats.
-            splitter: takes the text apart instead, as `checkpoint.template_splitter` does; new_id, most_calls
-                and tools are its own. None: there is none.
+            splitter: takes the text apart instead, as `tokenization.template_splitter` does; new_id,
+                most_calls and tools are its own. None: there is none.
 
         Raises:
             InputError: an unknown format, or tools of another form.

@@ -21,7 +21,7 @@ class AdaptedWeight(WeightLeaf):
     experts have a first axis X, and one adapter.
 
     The product of the matrix has the bits that it has alone. Few rows have one kernel for both on GPUs and
-    TPUs, where another row's adapter, finite or not, changes nothing (`ops/kernels/product_kernels.py`).
+    TPUs, where another row's adapter, finite or not, changes nothing (`backends/kernels/product_kernels.py`).
     """
 
     base: Any  # an array [O, I] or a `WeightLeaf`

@@ -28,8 +28,8 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
+from ..device import run_in_blocks
 from ..errors import InputError
-from ..host import run_in_blocks
 from .params import Params, ParamSpec, param_specs
 
 _BLOCK = 64  # of down_proj's input, and of a Hadamard matrix: 128 and 256 take two and four times as long

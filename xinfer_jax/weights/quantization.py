@@ -16,8 +16,8 @@ from kernels_pallas.mxfp4 import is_for_tpu
 from ..checks import is_traced
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_supported
+from ..device import aligned_empty, run_in_blocks
 from ..errors import InputError
-from ..host import aligned_empty, run_in_blocks
 from .grouped_weight import STEP_BITS, GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
 from .hadamard import RotatedRows, input_block_width
 from .int8_weight import Int8Weight

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..device import aligned_empty, run_in_blocks
 from ..errors import InputError
-from ..host import aligned_empty, run_in_blocks
 from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import quantize_activations, row_by_row, tiled_product
 from ..ops.product import dot

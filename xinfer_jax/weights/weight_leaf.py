@@ -4,7 +4,7 @@ from typing import Self
 
 import jax
 
-from ..formatting import ShortRepr
+from ..errors import ShortRepr
 
 
 class WeightLeaf(ShortRepr):

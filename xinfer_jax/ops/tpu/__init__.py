@@ -1,1 +1,1 @@
-"""Forms of operations for TPUs, in plain jnp: `tpu_products`, `tpu_embedding`."""
+"""Products for TPUs that leaves of `weights/` call: `tpu_products`."""

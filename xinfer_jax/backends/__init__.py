@@ -1,0 +1,12 @@
+"""Forms of operations for CPUs, GPUs and TPUs, by kernels, and over a mesh of devices.
+
+The table in `plugins.py` names these modules. Of the other packages only `cli/` and users import from here
+(`kernels_used`).
+
+- `cpu/`, `gpu/` and `tpu/` have the forms of a platform, in plain `jnp`.
+- `kernels/` has the forms by Pallas kernels of `kernels_pallas`.
+- `mesh` has the forms over several devices. `auto_axes` traces a whole call over a mesh with Explicit axes.
+- `expert_tiles` computes the gradient of experts by tiles of tokens.
+- `row_groups` computes some rows after the others, so that temporaries are those of few rows.
+- `kernel_report` says which kernels a model uses, and why it does not use the others.
+"""

@@ -1,0 +1,100 @@
+"""Linear attention by kernels on GPUs and TPUs, of a decode step, of draft tokens or of prompts: all that is
+between its products.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kernels_pallas
+from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
+
+from ...config.model_config import ModelConfig
+from ...mixers.recurrent import Recurrent
+from ...sharding import abstract_mesh_of
+from ...weights.params import Params
+from .product_kernels import with_plain_derivative
+
+_OTHERS = ("A_log", "dt_bias", "gated_norm")
+
+
+def delta_form(
+    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
+) -> Callable | None:
+    """A form of `delta_step`; None: there is no kernel for it."""
+    (q_BTX, *_), layer, cache, _, _, first_BT = operands
+    config = static["config"]
+    if cache is None or first_BT is not None:
+        return None
+    if q_BTX.shape[1] > max(1, cache.draft_slots):
+        name = "delta_prefill"
+    else:
+        name = "delta_drafts" if cache.draft_slots else "delta_step"
+    chosen = select_delta(impl, q_BTX, layer, config, cache, name).impl
+    if chosen == "xla":
+        return None
+    kernel = partial(_by_kernel, name=name, impl=chosen, eps=config.rms_norm_eps)
+    return partial(with_plain_derivative, kernel, plain, kernels_pallas.platform_of(chosen, impl))
+
+
+def select_delta(  # noqa: PLR0913
+    impl: str | None, q: Any, layer: Params, config: ModelConfig, cache: Recurrent, name: str = "delta_step"
+) -> kernels_pallas.Selection:
+    """The implementation of the kernel of that name of a linear-attention layer; arrays may be shapes. A
+    named one is one of attention: layers that it does not serve stay with XLA under every name.
+    """
+    if abstract_mesh_of(layer["conv_q"]):
+        return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
+    if config.hidden_act != "silu":
+        return kernels_pallas.Selection("xla", f"the activation {config.hidden_act}")
+    support = kernels_pallas.support
+    args = q, layer["conv_q"], _kernel_state(cache)
+    backend = support.backend_of(name, impl or kernels_pallas.dispatch.device_impl().impl)
+    if reason := support.unsupported_reason(name, backend, args):
+        return kernels_pallas.Selection("xla", reason)
+    return kernels_pallas.select(name, impl, *args)
+
+
+def _kernel_state(cache: Recurrent) -> DeltaState:
+    q, k, v = cache.inputs
+    return DeltaState(q, k, v, cache.state)
+
+
+def _by_kernel(  # noqa: PLR0913
+    new, layer: Params, cache: Recurrent, start_B, num_tokens_B, _, name: str, impl: str, eps: float
+) -> tuple[jax.Array, Recurrent]:
+    weights = DeltaWeights(*(layer[f"conv_{name}"] for name in "qkv"), *(layer[name] for name in _OTHERS))
+    run = partial(kernels_pallas.run_kernel, impl, eps=eps)
+    call = _with_drafts if cache.draft_slots else _without_drafts
+    return call(run, name, NewToken(*new), weights, cache, start_B, num_tokens_B)
+
+
+def _without_drafts(  # noqa: PLR0913
+    run: Callable, name: str, new: NewToken, weights: DeltaWeights, cache: Recurrent, start_B, num_tokens_B
+) -> tuple[jax.Array, Recurrent]:
+    is_step = name == "delta_step"
+    tokens = jax.tree.map(lambda x: x[:, 0], new) if is_step else new
+    out, (*inputs, state) = run(name, tokens, weights, _kernel_state(cache), start_B, num_tokens_B)
+    return out[:, None] if is_step else out, dataclasses.replace(cache, inputs=tuple(inputs), state=state)
+
+
+def _with_drafts(  # noqa: PLR0913
+    run: Callable, name: str, new: NewToken, weights: DeltaWeights, cache: Recurrent, start_B, num_tokens_B
+) -> tuple[jax.Array, Recurrent]:
+    """Applies the draft tokens that were accepted, then those of the call; a prompt's by its own kernel."""
+    is_prompt = name == "delta_prefill"
+    tokens = jax.tree.map(lambda x: x[:, :0], new) if is_prompt else new
+    accepted_B = jnp.clip(start_B - cache.base_B, 0, cache.draft_slots)
+    accepted_B = jnp.where(num_tokens_B > 0, accepted_B, 0)
+    counts = accepted_B, start_B, jnp.zeros_like(num_tokens_B) if is_prompt else num_tokens_B
+    operands = tokens, weights, _kernel_state(cache), cache.steps, *counts
+    out, call, state = run("delta_drafts", *operands, holds=cache.holds_drafts(new.q.shape[1]))
+    after = dataclasses.replace(cache, inputs=call.inputs, state=state)
+    if is_prompt:
+        out, after = _without_drafts(run, name, new, weights, after, start_B, num_tokens_B)
+    kept = cache.after(after.inputs, cache.state, call.steps, start_B, num_tokens_B)
+    return out, dataclasses.replace(kept, state=after.state)

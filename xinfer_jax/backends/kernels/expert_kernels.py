@@ -1,0 +1,127 @@
+"""A mixture of experts by a kernel, and what comes before it by another."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+import kernels_pallas
+from kernels_pallas.reference_products import Matrix
+
+from ...config.model_config import ModelConfig
+from ...feed_forward.experts import swish
+from ...ops.forms import Kernel, named
+from ...weights.fp8_weight import Fp8Weight
+from ...weights.grouped_weight import GroupedWeight
+from ...weights.int8_weight import Int8Weight
+from ...weights.layers import activation
+from ...weights.mxfp4 import Mxfp4Weight
+from ...weights.padded_weight import stored_weight
+from ...weights.params import AnyArray, Params
+from ...weights.quantized_weight import is_quantized
+from .product_kernels import Operands, select_product
+
+_MOST_NUMBERS = 2**22  # of a router
+
+
+def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
+    """The implementation for these tokens and experts; raises as `named`."""
+    weights = [experts[name]["weight"] for name in ("gate", "up", "down")]
+    obstacle = next(filter(None, map(_obstacle, weights)), None)
+    if len(set(map(_layout, weights))) > 1:
+        obstacle = obstacle or "experts whose matrices have different formats"
+    args = () if obstacle else _arrays(experts)
+    return named("gated_experts", impl, x_MD, *args, obstacle=obstacle)
+
+
+def _obstacle(weight: Any) -> str | None:
+    """Why no kernel reads these matrices, or None."""
+    weight = stored_weight(weight)
+    if not is_quantized(weight) or isinstance(weight, Mxfp4Weight | Fp8Weight):
+        return None
+    if not isinstance(weight, Int8Weight | GroupedWeight):
+        return f"experts of the kind {type(weight).__name__}"
+    if weight.int8_activations or weight.input_block:
+        return "experts with int8 activations"
+    if isinstance(weight, GroupedWeight) and (weight.offset is not None or weight.order is not None):
+        return "experts with offsets of groups, or inputs in another order"
+    return "experts in groups with padding" if weight.groups_with_padding else None
+
+
+def _layout(weight: Any) -> tuple[Any, ...]:
+    weight = stored_weight(weight)
+    fields = [getattr(weight, name, None) for name in ("values", "zero")]
+    return type(weight), getattr(weight, "group", None), *(getattr(x, "dtype", None) for x in fields)
+
+
+def _arrays(experts: Params) -> list[Any]:
+    """The matrices of gate, up and down as kernels take them, then their biases if there are any."""
+    leaves = [experts[name] for name in ("gate", "up", "down")]
+    arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
+    return list(map(_operand, arrays))
+
+
+def _operand(x: Any) -> Any:
+    """Matrices of experts, or biases, as kernels take them."""
+    x = stored_weight(x)
+    if isinstance(x, Mxfp4Weight):
+        return kernels_pallas.Mxfp4(x.values, x.scale)
+    return Matrix(x.values, x.scale, getattr(x, "zero", None)) if is_quantized(x) else x
+
+
+def _select(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
+    return select_experts(impl, operands[0], operands[3])
+
+
+def _run(impl: str, x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
+    of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
+    if config.experts and (swiglu := config.experts.swiglu):
+        of_model |= dict(activation=partial(swish, swiglu.alpha), limit=swiglu.limit)
+    return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
+
+
+EXPERTS = Kernel(_select, _run)
+
+
+def _select_route(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
+    """The implementation of what comes before experts, in one launch; "xla" where there is no kernel for it,
+    under every name.
+    """
+    x, layer, given = operands
+    experts = static["config"].experts
+    reason = None
+    if (impl or kernels_pallas.dispatch.device_impl().impl) not in ("tpu", "interpret_tpu"):
+        reason = "a kernel for TPUs"
+    elif given is not None or "scale" in layer["router"]:
+        reason = "experts that are given, or a router with a norm of its own"
+    elif not (experts and experts.norm_topk_prob):
+        reason = "weights that do not sum to 1"
+    elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(layer)):
+        reason = "a router that is no array"
+    elif "bias" in layer.get("shared_gate", {}):
+        reason = "a gate with a bias"
+    elif layer["router"]["weight"].size > _MOST_NUMBERS:
+        reason = "a router too large for on-chip memory"
+    if reason:
+        return kernels_pallas.Selection("xla", reason)
+    return select_product(impl, Operands(x, _route_leaves(layer), layer.get("mlp_norm")), None)
+
+
+def _route_leaves(layer: Params) -> list[Params]:
+    return [layer[name] for name in ("router", "shared_gate") if name in layer]
+
+
+def _run_route(impl: str, x_BTD, layer: Params, _, config: ModelConfig) -> tuple:
+    matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(layer)]
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    of_norm = dict(eps=config.rms_norm_eps, offset=config.norm_offset or 0.0)
+    args = x_MD, matrices, layer.get("mlp_norm")
+    x_MD, weight_MU, expert_MU, *gates = kernels_pallas.run_kernel(
+        impl, "route", *args, count=config.num_experts_per_tok, **of_norm
+    )
+    x_BTD, *gates = (y_MD.reshape(x_BTD.shape) for y_MD in (x_MD, *gates))
+    return x_BTD, gates[0] if gates else None, weight_MU, expert_MU
+
+
+ROUTE = Kernel(_select_route, _run_route)

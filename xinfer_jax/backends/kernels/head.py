@@ -1,0 +1,106 @@
+"""Greedy tokens by kernels: from logits, or straight from hidden states without logits."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+
+from ...config.model_config import ModelConfig
+from ...generation.state import DecodeState, append_token
+from ...model.decoder import head_input, lm_head, unembed
+from ...ops.forms import Kernel, named
+from ...ops.largest import plain_argmax
+from ...sampling.sampler import is_plain_greedy, sample_tokens
+from ...sharding import abstract_mesh_of
+from ...weights.int8_weight import Int8Weight
+from ...weights.layers import linear, soft_cap
+from ...weights.params import Params
+from ...weights.quantized_weight import is_quantized
+
+
+def _select_argmax(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
+    chosen = named("argmax", impl, *operands)
+    if abstract_mesh_of(operands):
+        return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
+    return chosen
+
+
+ARGMAX = Kernel(_select_argmax, lambda impl, logits_BV: kernels_pallas.run_kernel(impl, "argmax", logits_BV))
+
+
+def can_fuse_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
+    """Whether `greedy_tokens` may run a kernel."""
+    leaf = lm_head(params)
+    if "bias" in leaf or abstract_mesh_of(leaf):
+        return False
+    selection = select_head_kernel(impl, hidden_BD, leaf["weight"])
+    return selection is not None and selection.impl != "xla"
+
+
+def select_head_kernel(impl: str | None, hidden_BD: Any, weight: Any) -> kernels_pallas.Selection | None:
+    """The implementation of `greedy_tokens` without a bias; None: no kernel is for such a weight under any
+    name.
+    """
+    if not is_quantized(weight):
+        return named("lm_head_argmax", impl, hidden_BD, weight)
+    if not isinstance(weight, Int8Weight) or weight.int8_activations or hidden_BD.dtype == jnp.float32:
+        return None
+    return named("int8_head_argmax", impl, hidden_BD, weight.values)
+
+
+def greedy_tokens(
+    params: Params, config: ModelConfig, hidden_BD: jax.Array, impl: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The most likely tokens, int32 [B], and their log-probabilities, float32 [B]; if `can_fuse_head`."""
+    weight = lm_head(params)["weight"]
+    cap = config.final_logit_softcapping
+    hidden_BD = head_input(hidden_BD, config)
+    selection = select_head_kernel(impl, hidden_BD, weight)
+    assert selection is not None
+
+    def by_kernel(hidden_BD: jax.Array, weight: Any) -> tuple[jax.Array, jax.Array]:  # [B], [B]
+        run = partial(kernels_pallas.run_kernel, selection.impl, soft_cap=cap)
+        if isinstance(weight, Int8Weight):
+            return run("int8_head_argmax", hidden_BD, weight.values, weight.scale)
+        return run("lm_head_argmax", hidden_BD, weight)
+
+    def by_logits(hidden_BD: jax.Array, weight: Any) -> tuple[jax.Array, jax.Array]:  # [B], [B]
+        logits_BV = soft_cap(linear(hidden_BD, {"weight": weight}, jnp.float32), cap)
+        id_B = plain_argmax(logits_BV)
+        return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
+
+    platform = kernels_pallas.platform_of(selection.impl, impl)
+    return kernels_pallas.run_on_platform(platform, by_kernel, by_logits, hidden_BD, weight)
+
+
+def sampling_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+    """A form of `sample_from_hidden`: greedy rows need no logits. None: no kernel serves.
+
+    Of the predicates that the host of a GPU waits for in each step, greedy rows have this one. Sampled rows
+    have this one and that of the sampler, or only that of the sampler where no kernel serves (as with all
+    settings, whose `is_plain_greedy` is a constant). The two cannot be one: whether the candidates suffice
+    depends on the logits, which greedy rows do not compute.
+    """
+    params, hidden_BD, state = operands
+    if state.alternatives is not None or not can_fuse_head(params, hidden_BD, impl):
+        return None
+    return partial(_sample, config=static["config"], impl=impl)
+
+
+def _sample(
+    params: Params, hidden_BD: jax.Array, state: DecodeState, config: ModelConfig, impl: str | None
+) -> DecodeState:
+    def from_logits() -> tuple[jax.Array, jax.Array]:
+        logits_BV = unembed(params, config, hidden_BD)
+        return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)[:2]
+
+    def greedy() -> tuple[jax.Array, jax.Array]:
+        return greedy_tokens(params, config, hidden_BD, impl)
+
+    is_greedy = is_plain_greedy(state.sampling_B, state.context)
+    return append_token(state, *lax.cond(is_greedy, greedy, from_logits))

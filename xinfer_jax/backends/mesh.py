@@ -1,0 +1,164 @@
+"""Forms of operations over a mesh of devices: each device computes its part, with the code of one device.
+
+A layer is one `jax.shard_map` with two sums [.., D] over all devices, in the dtype of the activations; the
+embedding needs a third. Logits stay sharded by vocabulary, and the compiler completes what samples from them,
+with a few numbers per row. int8 scales activations by the largest of a device's inputs, so its last bits
+depend on the number of devices; with int8 activations the largest of all devices is one number more per row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from ..cache.paged import Paged
+from ..config.model_config import ModelConfig
+from ..feed_forward.experts import num_local_experts
+from ..ops.largest import largest_k
+from ..ops.operation import match_varying_axes
+from ..sampling.sampler import sample_from_all
+from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, row_axis, shard_map_over
+from ..weights.layers import products
+from ..weights.layout import is_divisible, layer_partition_specs, partition_specs
+from ..weights.params import AnyArray, Params, param_specs
+
+
+def _model_mesh(tree: Any, config: ModelConfig) -> Any:
+    """The mesh over which the model is sharded. None: there is none, or its devices do not divide the sizes:
+    then the caller has sharded the arrays in another way, and XLA propagates that sharding.
+    """
+    mesh = abstract_mesh_of(tree)
+    return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
+
+
+def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided; and rows,
+    unless they share pages.
+    """
+    layer, x_BTD, positions, kv = operands
+    config = static["config"]
+    model_mesh = _model_mesh(layer, config)
+    mesh = model_mesh or jax.typeof(x_BTD).sharding.mesh
+    rows = None if isinstance(kv, Paged) else row_axis(mesh, len(x_BTD))
+    over = MODEL if model_mesh else None
+    if over is None and rows is None:
+        return None
+    # Those of one device too: some forms need a `shard_map` that leaves nothing to the compiler.
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    of_one = [axis for axis, kind in kinds.items() if mesh.shape[axis] == 1 and kind == AxisType.Auto]
+    axes = {*of_one, *(axis for axis in (over, rows) if axis)}
+
+    def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
+        return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, over=over)
+
+    rules = dict(RULES if over else dict.fromkeys(RULES), rows=rows)
+    layer_specs = layer_partition_specs(layer, config, mesh, rules)
+    row_specs = jax.tree.map(
+        lambda x: PartitionSpec(rows) if len(x) == len(x_BTD) else REPLICATED, (x_BTD, positions)
+    )
+    kv_specs = cache_specs(kv, mesh, rows) if over else PartitionSpec(rows)
+    new_specs = PartitionSpec(rows, over) if kv is None and config.shares_kv else kv_specs
+    specs = (layer_specs, *row_specs, kv_specs)
+    of_rows = PartitionSpec(rows)
+    return shard_map_over(on_devices, mesh, specs, (of_rows, new_specs, of_rows), axes)
+
+
+def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `embed_tokens`: each device has some of the matrix's rows, and the results are summed; or
+    each has all rows.
+    """
+    _, leaf = operands
+    mesh = _model_mesh(leaf, static["config"])
+    if mesh is None:
+        return None
+    specs, sharded = _vocabulary_specs(leaf, mesh, **static)
+
+    def embed_part(token: jax.Array, leaf: Params) -> jax.Array:
+        rows = leaf["weight"].shape[0]
+        token = token - lax.axis_index(MODEL) * rows
+        mine = (token >= 0) & (token < rows)
+        return lax.psum(jnp.where(mine[..., None], plain(token.clip(0, rows - 1), leaf), 0), MODEL)
+
+    part = embed_part if sharded else plain
+    return shard_map_over(part, mesh, (REPLICATED, specs), REPLICATED)
+
+
+def mesh_unembed_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `unembed`, whose logits are divided by vocabulary."""
+    leaf, hidden = operands
+    config = static["config"]
+    mesh = _model_mesh(leaf, config)
+    if mesh is None:
+        return None
+    specs, sharded = _vocabulary_specs(leaf, mesh, config)
+    out_spec = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL) if sharded else REPLICATED
+    over_mesh = shard_map_over(plain, mesh, (specs, REPLICATED), out_spec)
+    if leaf["weight"].shape[0] == config.vocab_size:
+        return over_mesh
+    # Without the logits of padding rows. The compiler keeps the others sharded.
+    return lambda *operands: over_mesh(*operands)[..., : config.vocab_size]
+
+
+def _vocabulary_specs(
+    leaf: Params, mesh: Any, config: ModelConfig, matrix: str = "embed"
+) -> tuple[Any, bool]:
+    """The PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
+    specs = partition_specs(param_specs(config)[matrix], leaf, mesh, RULES)
+    return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
+
+
+def summed_linear(  # noqa: PLR0913
+    x: jax.Array, leaf: Params, over: str, dtype: Any, residual: jax.Array | None, impl: str | None
+) -> jax.Array:
+    """`model.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
+    weight = leaf["weight"]
+    if not isinstance(weight, AnyArray):
+        x, weight = weight.local_shard(x, over)
+    y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
+    if "bias" in leaf:
+        y = y + leaf["bias"]
+    y = y.astype(dtype)
+    return y if residual is None else residual + y
+
+
+def means_of_squares(xs: list[jax.Array], over: str) -> list[jax.Array]:
+    """float32 [..., 1] of each vector, whose features the axis `over` divides; one reduction for all."""
+    own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
+    return jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
+
+
+def mesh_experts(mix: Callable, expert_MU: jax.Array, layer: Params, over: str) -> jax.Array:
+    """mix(expert_MU), the weighted outputs of experts, where the axis `over` divides these."""
+    first = lax.axis_index(over) * num_local_experts(layer["experts"])
+    return lax.psum(mix(expert_MU - first), over)
+
+
+def mesh_sampling_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `sample_rows` where logits are divided: from the whole vocabulary."""
+    return None if abstract_mesh_of(operands) is None else sample_from_all
+
+
+def mesh_top_k_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+    """A form of `top_k` where the numbers of a row are divided: each device finds candidates in its part."""
+    mesh = abstract_mesh_of(operands)
+    if mesh is None:
+        return None
+    count = static["count"]
+    devices = mesh.shape[MODEL]
+
+    def local_top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, index = largest_k(x, min(count, x.shape[-1]))
+        return values, index + lax.axis_index(MODEL) * x.shape[-1]
+
+    def over_mesh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if more := -x.shape[-1] % devices:  # padding comes after V, so ties go to real entries
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)], constant_values=-jnp.inf)
+        parts = PartitionSpec(*(None,) * (x.ndim - 1), MODEL)
+        values, index = shard_map_over(local_top_k, mesh, parts, (parts, parts))(x)
+        largest, which = lax.top_k(values, count)
+        return largest, jnp.take_along_axis(index, which, -1)
+
+    return over_mesh

@@ -1,0 +1,1 @@
+"""Forms for TPUs, in plain jnp: `tpu_embedding`."""

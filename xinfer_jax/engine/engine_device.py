@@ -1,0 +1,502 @@
+"""What an engine has on its device: parameters, pages and rows, and the programs that change them. No row
+affects another.
+
+prefill chunk ─ prefill ─► pages; the last chunk's outputs, row ─ sample_first ─► rows, SampledTokens
+rows, pages ─ decode ─► rows, pages, SampledTokens
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from ..cache.kv_cache import KVCache
+from ..cache.paged import PAGE_SIZE, empty_pools
+from ..config.model_config import ModelConfig
+from ..generation.batch_arrays import state_of_rows, token_matrix
+from ..generation.executor import PaddedTokens, ParamsAndConfig, Run
+from ..generation.executor_choice import executor_class
+from ..generation.options import GenerateOptions
+from ..generation.state import DecodeState
+from ..generation.validation import ValidatedCall, validate_call
+from ..grammar.automaton import Dfa
+from ..layerwise.precompile import with_sharding
+from ..mixers.recurrent import Recurrent
+from ..sampling.batched_settings import has_all_settings, settings_per_row
+from ..sampling.context import ALL_BITS
+from ..sampling.logprobs import empty_alternatives
+from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER, key_from_seed
+from ..sharding import REPLICATED, concrete_mesh_of
+from ..weights.params import Params
+from . import device_programs as programs
+from .adapter_stack import AdapterStack
+from .device_programs import MAX_LOGPROBS, SampledTokens, cache_pools, cache_states, paged_cache
+from .held_processors import repeated
+from .host_pages import HostPages
+from .host_tier import COPIED_PAGES
+from .pages import num_pages_for
+from .row import PLAIN, Variant
+from .shape import EngineShape
+
+MAX_EOS_IDS = 8
+MAX_STOP_IDS = 16  # further ids that end a row
+
+
+class Device:
+    """Pages and rows on the device.
+
+    Attributes:
+        params, config: the model.
+        next_params: what `adopt_params` makes its parameters; over several processes each sets its own.
+        pools: (k, v) of each layer with keys.
+        states: the recurrent states of all slots, the cache of each linear-attention layer.
+        rows: the state of all slots, with all settings and without output.
+        host: pages in host memory; None: none, or this is a dry run.
+        adapters: None: it has none.
+    """
+
+    def __init__(
+        self, params: Params, config: ModelConfig, shape: EngineShape, run: Run, dry_run: bool = False
+    ):
+        """dry_run: pages and states are shapes."""
+        self.config = config
+        self.adapters: AdapterStack | None = None
+        self.params = params
+        self.next_params: Any = None
+        self._shape = shape
+        self._run = run
+        self._dry_run = dry_run
+        self._executor = executor_class(params)(shape.impl, run)
+        norm = params["final_norm"]
+        self._mesh = concrete_mesh_of(params)
+        self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
+        self.pools, self.states, self._snapshots = self._empty_cache()
+        self.adapters = self.empty_adapters() if shape.max_adapters else None
+        has_host = shape.host_pages and not dry_run
+        self.host = HostPages(shape.host_pages, self.pools) if has_host else None
+        row = self._new_row(*self._empty_call, limit=0)
+        rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
+        self.rows: Any = self._put(shape.processors.with_rows(rows) if shape.processors else rows)
+        self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
+        self._has_masks = False  # the last call of `decode` had masks
+
+    def adopt_params(self) -> None:
+        self.params, self.next_params = self.next_params, None
+
+    @property
+    def params(self) -> Params:
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params = params
+        if self.adapters:
+            self.adapters.forget_trees()
+
+    def release_cache(self) -> None:
+        """Frees the device memory of pages, recurrent states and snapshots."""
+        if self.host:
+            self.host.finish()
+        caches = self.pools, self.states, self._snapshots
+        self._shardings = jax.tree.map(lambda x: x.sharding, caches)
+        for x in jax.tree.leaves(caches):
+            x.delete()
+
+    def restore_cache(self) -> None:
+        """Allocates what `release_cache` freed, with the shardings that it had."""
+        cache = self._empty_cache()
+        placed = cache if self._mesh is None else jax.device_put(cache, self._shardings)
+        self.pools, self.states, self._snapshots = placed
+
+    def new_row(
+        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None, recorded: int = 0,
+        callers: Sequence[np.ndarray] = (),
+    ) -> DecodeState:  # fmt: skip
+        """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
+        arrays of its grammar's `Dfa`; recorded: `Request.recorded`; callers: the leaves of its processors.
+        """
+        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables), recorded)
+        row = self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        held = self._shape.processors
+        return held.start(self._run, row, callers) if held else row
+
+    def draft_tokens(self) -> np.ndarray:
+        """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
+        context = self.rows.context
+        args = context.history_BS, context.position_B, self._shape.num_draft_tokens
+        return np.asarray(self._run(programs.PROMPT_LOOKUP, *args))
+
+    def prefill(  # noqa: PLR0913
+        self,
+        slot: int,
+        pages: list[int],
+        ids: Sequence[int],
+        start: int,
+        longest: int,
+        is_full: bool,
+        is_final: bool = True,
+        variant: Variant = PLAIN,
+    ) -> Any:
+        """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
+        outputs of the last one, for `sample_first`. longest: tokens of its prompt and answer. is_full: by the
+        program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the
+        same ids next, from the same state. variant: the row's.
+        """
+        chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
+        width = chunk[0].shape[1]
+        cache = self._cache(slot, pages, start, longest)
+        outputs, cache = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
+        self._store(slot, cache, is_final)
+        return outputs
+
+    def prefill_with_logprobs(  # noqa: PLR0913
+        self,
+        slot: int,
+        pages: list[int],
+        ids: Sequence[int],
+        start: int,
+        longest: int,
+        targets: Sequence[int],
+        variant: Variant = PLAIN,
+    ) -> Any:
+        """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
+        are `targets`; no processor is applied.
+        """
+        (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
+        cache = self._cache(slot, pages, start, longest)
+        chunk = self._padded(ids, PAGE_SIZE)
+        alternatives, cache = self._prompt_logprobs(self._model_of([variant]), chunk, cache, target_T)
+        self._store(slot, cache)
+        return alternatives
+
+    def _prompt_logprobs(
+        self, model: ParamsAndConfig, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
+    ) -> Any:
+        return self._run(programs.PROMPT_LOGPROBS, *model, *chunk, cache, target_T, self._shape.impl)
+
+    def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
+        """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
+        self._firsts[slot] = outputs, row
+
+    def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
+        """Puts rows of `put_first` into these slots, and samples their first tokens; on the host, each row's
+        apart. greedy: they use no sampling setting; recorded: the most `Request.recorded` of any.
+        """
+        firsts, self._firsts = self._firsts, {}
+        outs = []
+        for slot in slots:
+            outputs, row = firsts[slot]
+            logits = self._executor.logits(self._model, outputs)
+            state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
+            row, out = self._run(programs.TAKE_OUTPUT, state)
+            self._put_row(slot, row)
+            outs.append(out)
+        return outs if self._dry_run else jax.device_get(outs)
+
+    def decode(
+        self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
+        recorded: int, masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
+    ) -> SampledTokens:  # fmt: skip
+        """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
+        ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
+        `sample_first`, of all these rows, the most of any. masks_BQW: uint32, the tokens that each row may
+        sample in one step; None: all. variants: of the slots that have one.
+        """
+        self._set_masks(masks_BQW)
+        shape = self._shape
+        table_BP = self._block_table(pages, shape.rows)
+        running_B = np.isin(np.arange(shape.rows), [*pages])
+        pools = self.pools, self.states
+        args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
+        static = shape.capacity, shape.num_draft_tokens, shape.impl
+        out: Any
+        self.rows, self.pools, self.states, out = self._run(
+            programs.DECODE_STEPS, *self._model_of_slots(variants), *args, *static
+        )
+        return out if recorded else out._replace(alternatives=None)
+
+    def _set_masks(self, masks_BQW: Any) -> None:
+        """Rows keep masks until the next call."""
+        if (has_masks := masks_BQW is not None) or self._has_masks:
+            old = self.rows.context.allowed_bits
+            masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW
+            if isinstance(getattr(old, "sharding", None), NamedSharding) and old.is_fully_addressable:
+                masks_BQW = jax.device_put(masks_BQW, old.sharding)  # else another program is compiled
+            self.rows = _with_masks(self.rows, self._put(masks_BQW))
+        self._has_masks = has_masks
+
+    def copy_pages(self, pages: list[int]) -> list[Any]:
+        """The contents of these pages, in arrays of their own on the device."""
+        return [self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages)]
+
+    def copy_pages_out(self, pages: list[int]) -> list[Any]:
+        """The contents of these pages, in host memory."""
+        parts = (self._run(programs.GET_PAGES, self.pools, part) for part in _parts(pages))
+        return [jax.tree.map(_on_host, part) for part in parts]
+
+    def copy_pages_in(self, pages: list[int], contents: list[Any]) -> None:
+        """Writes contents from `copy_pages` or `copy_pages_out` into these pages."""
+        for part, arrays in zip(_parts(pages), contents, strict=True):
+            arrays = jax.tree.map(_on_device, arrays)
+            self.pools = self._run(programs.SET_PAGES, self.pools, part, arrays)
+
+    def copy_routes(self, pages: list[int]) -> list[Any]:
+        """The routes of the tokens in these pages, arrays of int16 [pages, 1, 64, L U]."""
+        return [self._run(programs.GET_PAGES, self.pools[-1][0], part) for part in _parts(pages)]
+
+    def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
+        """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
+        assert self.host is not None
+        for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
+            self.host.save(places, self._run(programs.GET_PAGES, self.pools, part))
+
+    def load_pages(self, pages: list[int], host_pages: list[int]) -> None:
+        """Copies what `save_pages` saved in these places, or a file had, into these pages."""
+        assert self.host is not None
+        for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
+            self.pools = self._run(programs.SET_PAGES, self.pools, part, self.host.load(places, self.pools))
+
+    def save_state(self, slot: int, snapshot: int) -> None:
+        """Copies the recurrent states of a slot into a snapshot, of which the first is 1."""
+        states = self._states_of(slot)
+        self._snapshots = self._run(programs.SET_ROW, self._snapshots, np.int32(snapshot - 1), states)
+
+    def load_state(self, slot: int, snapshot: int) -> None:
+        self._set_states(slot, self._run(programs.GET_ROW, self._snapshots, np.int32(snapshot - 1)))
+
+    def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
+        """The row of a slot, and its recurrent states; on_host: these in host memory."""
+        states = self._states_of(slot)
+        row = self._run(programs.GET_ROW, self.rows, np.int32(slot))
+        return row, jax.tree.map(_on_host, states) if on_host else states
+
+    def set_row(self, slot: int, contents: tuple[DecodeState, Any], with_states: bool = True) -> None:
+        """Puts what `get_row` returned into a slot; with_states: False: but for the recurrent states."""
+        row, states = contents
+        self._put_row(slot, row)
+        if with_states:
+            self._set_states(slot, jax.tree.map(_on_device, states))
+
+    def _put_row(self, slot: int, row: DecodeState) -> None:
+        self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
+
+    def empty_adapters(self) -> AdapterStack:
+        """Adapters that change nothing."""
+        sizes = self._shape.max_adapters, self._shape.max_rank
+        return AdapterStack(self.params, self.config, *sizes, self._mesh, self._create)
+
+    def set_adapter(self, index: int, path: str, a: Any, b: Any, scale: float) -> None:
+        """Replaces one matrix of an adapter (`AdapterStack.set`)."""
+        assert self.adapters is not None
+        self.adapters.set(self._run, index, path, a, b, scale)
+
+    def stages(self) -> dict[str, Callable[[], Any]]:
+        """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
+        first one runs what a short greedy request needs. No program of the other role is among them.
+        """
+        stages: dict[str, Callable[[], Any]] = {
+            "greedy": self._run_short_request,
+            "rare": self._run_rare_calls,
+        }
+        if self.adapters:
+            stages["adapters"] = self._run_set_adapter
+        if self._shape.num_routes:
+            stages["routes"] = lambda: self.copy_routes([0])
+        if self._shape.role == "decode":
+            return stages
+        chunk = [0] * self._shape.chunk
+        return stages | {
+            "chunk": lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True),
+            "prompt_logprobs": lambda: self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0]),
+        }
+
+    def _run_short_request(self, greedy: bool = True, recorded: int = 0) -> None:
+        role = self._shape.role
+        if role != "prefill":  # first: it compiles longest
+            self._run_decode(greedy, recorded)
+        if role != "decode":
+            outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
+            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._run_first(outputs, self.new_row(*self._empty_call), greedy, recorded)
+        if role is not None:
+            self._run_moves()
+
+    def _run_decode(self, greedy: bool, recorded: int) -> None:
+        self.decode({0: self._all_pages}, 1, False, greedy, recorded)
+
+    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
+        self.put_first(0, outputs, row)
+        self.sample_first([0], greedy, recorded)
+
+    def _run_moves(self) -> None:
+        """What a row needs that moves between engines."""
+        self.copy_pages_in([0], self.copy_pages([0]))
+        self.set_row(0, self.get_row(0))
+
+    def _run_set_adapter(self) -> None:
+        for path in self.adapters.paths if self.adapters else ():
+            self.set_adapter(0, path, None, None, 0.0)
+
+    def _run_rare_calls(self) -> None:
+        """What preempted rows need, and the keys of several answers."""
+        if self._shape.role != "decode":
+            key_1 = self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._run(FOLD_IN_ANSWER, key_1, np.zeros(1, np.int32))
+        self.copy_pages_in([0], self.copy_pages_out([0]))
+        self.set_row(0, self.get_row(0))
+        if self._shape.snapshots:
+            self.save_state(0, 1)
+            self.load_state(0, 1)
+        if self._shape.num_draft_tokens:
+            self.draft_tokens()
+
+    @property
+    def _all_pages(self) -> list[int]:
+        """Page 0, which no row uses, as often as a full row has pages."""
+        return [0] * num_pages_for(self._shape.capacity)
+
+    @property
+    def _model(self) -> ParamsAndConfig:
+        return self.params, self.config
+
+    def _model_of(self, variants: Sequence[Variant]) -> ParamsAndConfig:
+        """The model for rows with these variants."""
+        params = self.params
+        if self.adapters:
+            params = self.adapters.adapted(params, np.array([adapter for adapter, _ in variants], np.int32))
+        if vectors := self._shape.vectors:
+            place = self._device if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
+            params = vectors.steered(params, [factors for _, factors in variants], place)
+        return params, self.config
+
+    def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> ParamsAndConfig:
+        """The model for all slots. variants: of those that have one."""
+        return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
+
+    @property
+    def _empty_call(self) -> tuple[ValidatedCall, Any]:
+        """A call with default settings, and its key."""
+        call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
+        return call, call.key
+
+    def _new_row(
+        self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None, recorded: int = 0
+    ) -> DecodeState:
+        """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
+        options = call.options
+        V = self.config.vocab_size
+        sampling_1 = call.sampling_B  # else lists of ids would be checked and converted for each answer
+        if sampling_1 is None or not has_all_settings(sampling_1):
+            sampling_1 = settings_per_row(options.sampling, 1, V, all_settings=True)
+        sampling_1 = jax.tree.map(np.array, sampling_1)
+        eos_1E = np.full((1, MAX_EOS_IDS + MAX_STOP_IDS), -1, np.int32)
+        eos_1E[0, : len(call.end_ids)] = call.end_ids
+        limit_1 = np.full(1, limit, np.int32)
+        sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
+        own_1E = eos_1E[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
+        automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
+        state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
+        alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
+        alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, recorded > 0))
+        return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
+
+    def _empty_cache(self) -> tuple[Any, Any, Any]:
+        """Pages, recurrent states and snapshots."""
+        shape = self._shape
+        parts = (
+            lambda: empty_pools(self.config, shape.pages, shape.cache_dtype, self._mesh, shape.num_routes),
+            lambda: self._empty_states(shape.rows),
+            lambda: self._empty_states(shape.snapshots),
+        )
+        pools, states, snapshots = map(self._create, parts)
+        return pools, states, snapshots
+
+    def _create(self, function: Callable[[], Any]) -> Any:
+        """function(), committed to the device to which a caller committed the parameters."""
+        device = self._device
+        if self._dry_run:
+            return with_sharding(jax.eval_shape(function), device and SingleDeviceSharding(device))
+        if device is None:
+            return function()
+        with jax.default_device(device):  # another one may have too little memory
+            return jax.device_put(function(), device)
+
+    def _put(self, tree: Any) -> Any:
+        """The arrays on the device to which a caller committed the parameters."""
+        return tree if self._device is None else jax.device_put(tree, self._device)
+
+    def _padded(self, ids: Sequence[int], width: int) -> PaddedTokens:
+        """int32 [1, width], and how many of them are real [1]."""
+        return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
+
+    def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
+        """The cache of the row in a slot that holds so many tokens."""
+        layers = self.pools, self._states_of(slot), self._block_table({0: pages}, 1)
+        counts = (np.array([count], np.int32) for count in (length, longest))
+        return paged_cache(self.config, *layers, self._shape.capacity, *counts)
+
+    def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
+        """Keeps what a program wrote into a cache of `_cache`."""
+        self.pools = cache_pools(cache)
+        if with_states:
+            self._set_states(slot, cache_states(cache))
+
+    def _empty_states(self, rows: int) -> tuple[Recurrent, ...]:
+        config = self.config
+        drafts = self._shape.num_draft_tokens and 1 + self._shape.num_draft_tokens
+        lengths_B: Any = np.zeros(rows, np.int32)
+        layers = (
+            Recurrent.empty(config, rows, self._shape.capacity, self._mesh)
+            for _ in range(config.num_linear_layers)
+        )
+        return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
+
+    def _states_of(self, slot: int) -> tuple[Recurrent, ...]:
+        """The recurrent states of a slot, as caches of one row."""
+        return self._run(programs.GET_ROW, self.states, np.int32(slot)) if self.states else ()
+
+    def _set_states(self, slot: int, states: tuple[Recurrent, ...]) -> None:
+        if self.states:
+            self.states = self._run(programs.SET_ROW, self.states, np.int32(slot), states)
+
+    def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
+        """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""
+        table_BP = np.zeros((rows, num_pages_for(self._shape.capacity)), np.int32)
+        for row, of_row in pages.items():
+            table_BP[row, : len(of_row)] = of_row
+        return table_BP
+
+
+def _with_masks(rows: DecodeState, masks_BQW: Any) -> DecodeState:
+    return dataclasses.replace(rows, context=dataclasses.replace(rows.context, allowed_bits=masks_BQW))
+
+
+class _Shards:
+    """This process's part, in host memory, of an array on devices of several processes."""
+
+    def __init__(self, x: jax.Array):
+        self._layout = x.shape, x.sharding
+        self._parts = [(np.array(shard.data), shard.device) for shard in x.addressable_shards]
+
+    def array(self) -> jax.Array:
+        parts = [jax.device_put(*part) for part in self._parts]
+        return jax.make_array_from_single_device_arrays(*self._layout, parts)
+
+
+def _on_host(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):  # of a dry run
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return np.array(x) if x.is_fully_addressable else _Shards(x)
+
+
+def _on_device(x: Any) -> Any:
+    return x.array() if isinstance(x, _Shards) else x
+
+
+def _parts(pages: list[int]) -> list[np.ndarray]:
+    """Pages in groups of one size; page 0, which no row uses, fills the last group."""
+    parts = [pages[at : at + COPIED_PAGES] for at in range(0, len(pages), COPIED_PAGES)]
+    return [np.array(part + [0] * (COPIED_PAGES - len(part)), np.int32) for part in parts]

@@ -1,0 +1,163 @@
+"""Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import plugin
+from ..config.model_config import ModelConfig
+from ..ops.operation import match_varying_axes, run
+from ..weights.layers import activation, gated_mlp, linear, products, rms_norm
+from ..weights.params import Params
+
+
+def mixture_of_experts(
+    x_BTD: jax.Array,
+    layer: Params,
+    config: ModelConfig,
+    over: str | None = None,
+    impl: str | None = None,
+    *,
+    chosen: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Sparse feed-forward (Shazeer et al. 2017).
+
+    Args:
+        x_BTD: hidden states after the norm.
+        layer: "router", as `choose_experts` takes it; "experts": the tree of a gated MLP with a first axis X;
+            its matrices may be quantized. Both may have biases.
+        config: of the model; its `experts` and the activation.
+        over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
+        impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
+        chosen: weights and experts of each token; None: `choose_experts` of x.
+
+    Returns:
+        [B, T, D] in the dtype of x.
+
+    Raises:
+        InputError: the named impl does not support these arguments.
+    """
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    weight_MU, expert_MU = chosen or choose_experts(x_BTD, layer["router"], config)
+    plain = partial(plain_experts, config=config)
+
+    def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
+        operands = x_MD, weight_MU, expert_MU, layer["experts"]
+        call = partial(run, "experts", plain, impl=impl, config=config)
+        tiled = plugin("experts", "gradient")
+        out_MD = tiled and tiled(call, operands, config)
+        out_MD = call(*operands, derivative=plain) if out_MD is None else out_MD
+        return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
+
+    return mix(expert_MU) if over is None else plugin("mesh", "experts")(mix, expert_MU, layer, over)
+
+
+def choose_experts(
+    x_BTD: jax.Array, router: Params, config: ModelConfig, given_BTU: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The weights of each token's experts, float32 [M, U], and the experts, int32 [M, U].
+
+    Softmax comes before top-k, as in Qwen's models. Softmax of the chosen scores alone, as in gpt-oss, is the
+    same with normalized weights.
+
+    Args:
+        x_BTD: the router's input.
+        router: {"weight": [X, D]}; in Gemma 4 also "scale" [D] of a norm of the input, which is divided by
+            sqrt(D) then, and "per_expert_scale" [X] of the weights.
+        config: of the model.
+        given_BTU: experts in place of those with the best scores; a token with -1 has the best.
+    """
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    if "scale" in router:
+        x_MD = rms_norm(x_MD, router["scale"], config.rms_norm_eps) * x_MD.shape[1] ** -0.5
+    score_MX = linear(x_MD, router, jnp.float32)
+    of_chosen = bool(config.experts and config.experts.norm_topk_prob)  # softmax of those that are chosen
+    score_MX = score_MX if of_chosen else jax.nn.softmax(score_MX, -1)
+    weight_MU, expert_MU = lax.top_k(score_MX, config.num_experts_per_tok)
+    if given_BTU is not None:
+        given_MU = given_BTU.reshape(expert_MU.shape)
+        expert_MU = jnp.where((given_MU < 0).any(-1, keepdims=True), expert_MU, given_MU)
+        weight_MU = jnp.take_along_axis(score_MX, expert_MU, -1)
+    weight_MU = jax.nn.softmax(weight_MU, -1) if of_chosen else weight_MU
+    if "per_expert_scale" in router:
+        weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
+    return weight_MU, expert_MU
+
+
+def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
+    """One expert's MLP for all tokens, float32 [M, D]."""
+    if config.experts is None or config.experts.swiglu is None:
+        return gated_mlp(x_MD, tree, config).astype(jnp.float32)
+    gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
+    return linear(inner_activation(config)(gate_MF, up_MF), tree["down"], jnp.float32)
+
+
+def inner_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The function of an expert's gate and up, [M, F] each: its output is the input of down."""
+    swiglu = config.experts.swiglu if config.experts else None
+    if swiglu is None:
+        return lambda gate, up: activation(config)(gate) * up
+    alpha = swiglu.alpha
+    limit = swiglu.limit
+    return lambda gate, up: swish(alpha, jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+
+
+def swish(alpha: float, x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(alpha * x)
+
+
+def expert_at(expert: jax.Array, experts: Params) -> Params:
+    """The leaves of one expert."""
+    return run("expert_at", _expert_at, expert, experts)
+
+
+def _expert_at(expert: jax.Array, experts: Params) -> Params:
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
+
+
+def num_local_experts(experts: Params) -> int:
+    """Experts of this device."""
+    return len(jax.tree.leaves(experts)[0])
+
+
+def plain_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D], float32: the experts' outputs with their weights, in plain jnp."""
+    size = expert_MU.size  # it may be symbolic
+    mix = _chosen_experts if isinstance(size, int) and size < config.num_experts else _all_experts
+    return mix(x_MD, weight_MU, expert_MU, experts, config)
+
+
+def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D]: one chosen expert after the other; reads no other expert. For few tokens."""
+
+    def one(x_D, expert):  # float32 [D]
+        tree = expert_at(expert, experts)
+        return expert_output(x_D[None], tree, config)[0]
+
+    def one_if_local(choice):  # zeros where the expert is on another device
+        x_D, expert = choice
+        none_D = match_varying_axes(jnp.zeros(x_D.shape, jnp.float32), x_D, experts)
+        return lax.cond((expert >= 0) & (expert < num_local), one, lambda *_: none_D, x_D, expert)
+
+    num_local = num_local_experts(experts)
+    compute = one_if_local if num_local < config.num_experts else lambda choice: one(*choice)
+    outs = lax.map(compute, (jnp.repeat(x_MD, expert_MU.shape[1], 0), expert_MU.reshape(-1)))
+    return (outs.reshape(*expert_MU.shape, -1) * weight_MU[..., None]).sum(1)
+
+
+def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D]: every expert for all tokens, used where it was chosen; reads each expert once."""
+    used_MUX = expert_MU[..., None] == jnp.arange(num_local_experts(experts))
+    weight_MX = (weight_MU[..., None] * used_MUX).sum(1)
+
+    def add(sum_MD, part):
+        tree, weight_M = part
+        out_MD = expert_output(x_MD, tree, config)
+        # 0 * inf would be NaN.
+        return sum_MD + jnp.where(weight_M[:, None] != 0, weight_M[:, None] * out_MD, 0), None
+
+    start_MD = match_varying_axes(jnp.zeros(x_MD.shape, jnp.float32), x_MD, experts)
+    return lax.scan(add, start_MD, (experts, weight_MX.T))[0]

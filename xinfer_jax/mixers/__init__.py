@@ -1,0 +1,13 @@
+"""Mixers: the parts of a layer that read other tokens.
+
+Read the files in this order: `attention` (causal attention by blocks of queries and keys), `rope_append`
+(RoPE and the append to the cache). `rope_scaling` (RoPE for longer contexts) and `key_bias` (the bias of keys
+in a quantized cache) are plugged in. Gated DeltaNet is `linear_attention`, with its parameters in
+`linear_attention_specs` and the state of its rows in `recurrent`.
+
+- Without a cache the loops of attention have static bounds, so `forward` and `score` have reverse-mode
+  gradients. With a cache they run over the visible blocks only, so cost follows the length, not the capacity.
+- Linear attention computes one token by the recurrence, more by the WY form in blocks of 64 tokens, each of
+  which needs the state before it. Draft tokens leave the state as it was: the next call applies those that
+  were accepted, so nothing is undone, and no state is kept for each token.
+"""

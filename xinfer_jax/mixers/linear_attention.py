@@ -1,0 +1,296 @@
+"""Linear attention by the gated delta rule (Gated DeltaNet, Yang et al. 2024), as in Qwen3-Next and Qwen3.5.
+
+Each head has a state S [H, Y] that maps keys to values: S ← exp(g) S, then S ← S + k (β (v − Sᵀk))ᵀ; the
+output is Sᵀq. One token is one such step. More tokens are processed in blocks of 64 by the WY form (Yang et
+al. 2024, "Parallelizing linear transformers with the delta rule"): the values that a block writes solve a
+triangular system, so a block is a few matrix products. Formulas as in transformers 5.23,
+`modeling_qwen3_next.py` and `modeling_qwen3_5.py`; all in float32.
+
+Here N are value heads, K key heads (repeated to N), H is the width of a key, Y of a value, C tokens of a
+block, W tokens before the current one that the convolution reads.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..config.model_config import ModelConfig
+from ..ops.operation import match_varying_axes, run
+from ..ops.product import float_precision
+from ..weights.layers import Norm, activation, linear, products, rms_norm
+from ..weights.params import Params
+from .recurrent import Inputs, Recurrent, last_inputs, state_shapes
+
+BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
+_INVERSE_BLOCK = 8
+_NORM_EPS = 1e-6  # of queries and keys
+_MOST_DECAY = 128  # of a token, whose exponential is 0 in float32
+_BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_norm")
+
+
+class _Tokens(NamedTuple):
+    """What the delta rule reads of T tokens, float32."""
+
+    q_BNTH: jax.Array
+    k_BNTH: jax.Array
+    v_BNTY: jax.Array
+    decay_BNT: jax.Array  # its logarithm; 0 of padding
+    beta_BNT: jax.Array  # 0 of padding
+    first_B1T: Any = None  # int32: where each token's segment begins; None: a row is one segment
+
+
+def linear_attention(  # noqa: PLR0913
+    layer: Params,
+    config: ModelConfig,
+    x_BTD: jax.Array,
+    positions: Any,
+    cache: Recurrent | None,
+    impl: str | None,
+    over: str | None = None,
+    *,
+    before: Norm | None = None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array, Recurrent | None]:
+    """The output of a linear-attention layer, [B, T, D], and its state after the new tokens.
+
+    Args:
+        layer, config: parameters, and the model.
+        x_BTD: hidden states.
+        positions: `Positions` of the call.
+        cache: the state before these tokens; None: they are the first ones.
+        impl: of the products and of what is between them, as in `products`.
+        over: a mesh axis along which the heads are sharded.
+        before, residual: as in `products`.
+    """
+    new = products(x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, impl=impl)
+    weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
+    operands = new, weights, cache, positions.start_B, positions.num_tokens_B, positions.first_BT
+    out_BTI, cache = run("delta_step", partial(_mix, config=config), *operands, impl=impl, config=config)
+    return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), cache
+
+
+def _mix(  # noqa: PLR0913
+    products: list[jax.Array],
+    layer: Params,
+    cache: Recurrent | None,
+    start_B: Any,
+    num_tokens_B: jax.Array,
+    first_BT: Any,
+    config: ModelConfig,
+) -> tuple[jax.Array, Recurrent | None]:
+    """What the output product reads, [B, T, I], and the state after the new tokens.
+
+    Args:
+        products: queries, keys, values, gates z, b and a.
+        layer: the parameters in `_BETWEEN_PRODUCTS`.
+        cache: as in `linear_attention`.
+        start_B, num_tokens_B, first_BT: of `Positions`.
+        config: the model.
+    """
+    *qkv, z_BTI, b_BTN, a_BTN = products
+    new = tuple(_by_head(x, width) for x, width in zip(qkv, _widths(config), strict=True))
+    steps = _steps(layer, a_BTN, b_BTN, num_tokens_B)
+    if cache is None:
+        inputs, state = _empty(new, config)
+    else:
+        inputs, state = _before(layer, config, cache, start_B)
+    inputs = tuple(jnp.concatenate(pair, 2) for pair in zip(inputs, new, strict=True))
+    out_BNTY, after = delta_rule(_tokens(layer, config, inputs, steps, first_BT), state)
+    if cache is not None:
+        state = state if cache.holds_drafts(z_BTI.shape[1]) else after
+        cache = cache.after(inputs, state, steps, start_B, num_tokens_B)
+    return _gated_norm(out_BNTY, z_BTI, layer, config), cache
+
+
+def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, N, T, Y], and the state after T tokens."""
+    T = tokens.k_BNTH.shape[2]
+    if T == 1:
+        return run("recurrent_step", recurrent_step, tokens, state_BNHY)
+    C = min(T, BLOCK) if isinstance(T, int) else BLOCK  # else T is symbolic
+    blocks = -(-T // C)
+
+    def split(x: jax.Array) -> jax.Array:  # [blocks, B, N, C, ...]
+        padded = jnp.pad(x, [(0, blocks * C - T if axis == 2 else 0) for axis in range(x.ndim)])
+        return jnp.moveaxis(padded.reshape(*x.shape[:2], blocks, C, *x.shape[3:]), 2, 0)
+
+    first_B1 = None if tokens.first_B1T is None else tokens.first_B1T[..., 0]
+    (state_BNHY, _), out = lax.scan(_block, (state_BNHY, first_B1), jax.tree.map(split, tokens))
+    out_BNTY = jnp.moveaxis(out, 0, 2)
+    return out_BNTY.reshape(*out_BNTY.shape[:2], blocks * C, -1)[:, :, :T], state_BNHY
+
+
+def _read(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sᵀk and Sᵀq, [B, N, Y]."""
+    return (state_BNHY * k_BNH[..., None]).sum(2), (state_BNHY * q_BNH[..., None]).sum(2)
+
+
+def recurrent_step(
+    tokens: _Tokens, state_BNHY: jax.Array, read: Callable = _read
+) -> tuple[jax.Array, jax.Array]:
+    """`delta_rule` of one token: both reads are of the old state, which is then written once. read: computes
+    Sᵀk and Sᵀq, [B, N, Y], of k, q and the state.
+    """
+    q_BNH, k_BNH, v_BNY, decay_BN, beta_BN = (x[:, :, 0] for x in tokens[:5])
+    shrink_BN1 = jnp.exp(decay_BN)[..., None]
+    (of_key_BNY, of_query_BNY) = read(k_BNH, q_BNH, state_BNHY)
+    added_BNY = beta_BN[..., None] * (v_BNY - shrink_BN1 * of_key_BNY)
+    agreement_BN1 = (q_BNH * k_BNH).sum(-1, keepdims=True)
+    out_BNY = shrink_BN1 * of_query_BNY + agreement_BN1 * added_BNY
+    state_BNHY = state_BNHY * shrink_BN1[..., None] + k_BNH[..., None] * added_BNY[:, :, None]
+    return out_BNY[:, :, None], state_BNHY
+
+
+def _block(carry: tuple[jax.Array, Any], tokens: _Tokens) -> tuple[tuple[jax.Array, Any], jax.Array]:
+    """The state after a block and the begin of its segment, and the outputs [B, N, C, Y]. With D the decay
+    between two tokens and Γ that from the block's begin, the values that it writes, U, solve
+    (I + strictly lower (β K Kᵀ D)) U = β V − β Γ K S.
+    """
+    state_BNHY, first_B1 = carry
+    q, k, v, decay_BNC, beta_BNC, first_B1C = tokens
+    # In two parts: differences of the first are exact, so a small one of large sums loses no digits.
+    decay_BNC = jnp.maximum(decay_BNC, -_MOST_DECAY)
+    coarse_BNC = jnp.round(decay_BNC * 1024) / 1024
+    total_2BNC = jnp.cumsum(jnp.stack([coarse_BNC, decay_BNC - coarse_BNC]), -1)
+    C = decay_BNC.shape[-1]
+    between_BNCC = (total_2BNC[..., :, None] - total_2BNC[..., None, :]).sum(0)
+    between_BNCC = jnp.exp(jnp.where(jnp.tri(C, dtype=bool), between_BNCC, -jnp.inf))
+    from_begin = jnp.exp(total_2BNC.sum(0))[..., None]
+    to_end = jnp.exp((total_2BNC[..., -1:] - total_2BNC).sum(0))[..., None]
+    if first_B1C is not None:  # nothing passes from one segment to another
+        between_BNCC *= first_B1C[..., :, None] == first_B1C[..., None, :]
+        from_begin *= (first_B1C == first_B1[..., None])[..., None]
+        to_end *= (first_B1C == first_B1C[..., -1:])[..., None]
+        first_B1 = first_B1C[..., -1]
+    beta = beta_BNC[..., None]
+    k_T = jnp.swapaxes(k, -1, -2)
+    system = beta * _matmul(k, k_T) * between_BNCC
+    right = beta * (v - from_begin * _matmul(k, state_BNHY))
+    written = _matmul(_unit_lower_inverse(system), right)
+    out = from_begin * _matmul(q, state_BNHY) + _matmul(_matmul(q, k_T) * between_BNCC, written)
+    state_BNHY = state_BNHY * from_begin[..., -1:, :] + _matmul(jnp.swapaxes(k * to_end, -1, -2), written)
+    return (state_BNHY, first_B1), out
+
+
+def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=float_precision())
+
+
+def _unit_lower_inverse(x: jax.Array) -> jax.Array:
+    """The inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger blocks.
+
+    In blocks of 8 it is (I - L)(I + L²)(I + L⁴): L⁸ is 0, and no power is large enough to lose digits. The
+    solver that XLA calls on CPUs has threads of its own, which wait for each other beside other work.
+    """
+    C = x.shape[-1]
+    size = _INVERSE_BLOCK
+    width = size
+    while width < C:
+        width *= 2
+    x = jnp.pad(jnp.tril(x, -1), [(0, 0)] * (x.ndim - 2) + [(0, width - C)] * 2)
+    L = jnp.stack([x[..., i : i + size, i : i + size] for i in range(0, width, size)], -3)
+    L2 = _matmul(L, L)
+    one = jnp.eye(size, dtype=jnp.float32)
+    inverse = _matmul(_matmul(one - L, one + L2), one + _matmul(L2, L2))
+    while size < width:  # [[A, 0], [L, B]] has the inverse [[A⁻¹, 0], [-B⁻¹ L A⁻¹, B⁻¹]]
+        (a, b) = (inverse[..., i::2, :, :] for i in (0, 1))
+        corners = range(0, width, 2 * size)
+        L = jnp.stack([x[..., i + size : i + 2 * size, i : i + size] for i in corners], -3)
+        below = -_matmul(_matmul(b, L), a)
+        upper = jnp.concatenate([a, jnp.zeros_like(a)], -1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([below, b], -1)], -2)
+        size *= 2
+    return inverse[..., 0, :C, :C]
+
+
+def _before(
+    layer: Params, config: ModelConfig, cache: Recurrent, start_B: jax.Array
+) -> tuple[Inputs, jax.Array]:
+    """Inputs and state before the tokens at start_B, with the accepted ones of the draft slots applied."""
+    if cache.steps is None or cache.base_B is None:
+        return cache.before(start_B)
+    P = cache.draft_slots
+    accepted_B = jnp.clip(start_B - cache.base_B, 0, P)
+    is_accepted = jnp.arange(P) < accepted_B[:, None, None]
+    steps = jnp.where(is_accepted[..., None], cache.steps, 0)
+    _, state = delta_rule(_tokens(layer, config, cache.inputs, steps), cache.state)
+    inputs = tuple(last_inputs(x, accepted_B, x.shape[2] - P) for x in cache.inputs)
+    return Recurrent(inputs, state, cache.capacity).before(start_B)
+
+
+def _empty(new: tuple[jax.Array, ...], config: ModelConfig) -> tuple[Inputs, jax.Array]:
+    """Inputs and state before the first token: zeros."""
+    B = new[0].shape[0]
+    (_, W, _), _, _, (_, H, Y) = state_shapes(config)
+    inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)
+    state = jnp.zeros((B, new[2].shape[1], H, Y), jnp.float32)
+    return match_varying_axes((inputs, state), new)
+
+
+def _widths(config: ModelConfig) -> tuple[int, int, int]:
+    spec: Any = config.linear_attention
+    return spec.key_head_dim, spec.key_head_dim, spec.value_head_dim
+
+
+def _by_head(x_BTI: jax.Array, width: int) -> jax.Array:
+    """float32 [B, heads, T, width]."""
+    x = x_BTI.astype(jnp.float32)
+    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, width), 1, 2)
+
+
+def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+    """float32 [B, N, T, 2]: the logarithm of the decay, and beta; 0 of padding, which changes no state."""
+    rate_N = jnp.exp(layer["A_log"].astype(jnp.float32))
+    decay_BTN = -rate_N * jax.nn.softplus(a_BTN.astype(jnp.float32) + layer["dt_bias"].astype(jnp.float32))
+    steps_BTN2 = jnp.stack([decay_BTN, jax.nn.sigmoid(b_BTN.astype(jnp.float32))], -1)
+    is_real_BT = jnp.arange(a_BTN.shape[1]) < num_tokens_B[:, None]
+    return jnp.swapaxes(jnp.where(is_real_BT[..., None, None], steps_BTN2, 0), 1, 2)
+
+
+def _tokens(  # noqa: PLR0913
+    layer: Params, config: ModelConfig, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array, first_BT=None
+) -> _Tokens:
+    """What the delta rule reads: inputs after the convolution and the model's activation, queries and keys of
+    length 1.
+    """
+    convolved = (_convolve(x, layer[f"conv_{name}"], first_BT) for x, name in zip(inputs, "qkv", strict=True))
+    q, k, v = map(activation(config), convolved)
+    groups = v.shape[1] // k.shape[1]
+    q, k = (jnp.repeat(_unit(x), groups, 1) for x in (q, k))
+    first_B1T = None if first_BT is None else first_BT[:, None]
+    return _Tokens(q * q.shape[-1] ** -0.5, k, v, steps_BNT2[..., 0], steps_BNT2[..., 1], first_B1T)
+
+
+def _convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.Array:
+    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]. first_BT: the
+    first input of each token, as in `Positions`.
+    """
+    _, K, S, H = x_BKSH.shape
+    taps = weight.shape[1]
+    weight_KHW = weight.astype(jnp.float32).reshape(K, 1, H, taps)
+    T = S - taps + 1
+
+    def tap(i: int) -> jax.Array:
+        x_BKTH = x_BKSH[:, :, i : i + T]
+        if first_BT is not None:
+            x_BKTH = jnp.where((jnp.arange(T) - (taps - 1 - i) >= first_BT)[:, None, :, None], x_BKTH, 0)
+        return x_BKTH * weight_KHW[..., i]
+
+    out: Any = sum(map(tap, range(taps)))
+    return out
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _NORM_EPS)
+
+
+def _gated_norm(out_BNTY: jax.Array, z_BTI: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+    """[B, T, I]: the RMS norm of each head, times silu(z)."""
+    out_BTNY = jnp.swapaxes(out_BNTY, 1, 2).astype(z_BTI.dtype)
+    normed = rms_norm(out_BTNY, layer["gated_norm"], config.rms_norm_eps).reshape(z_BTI.shape)
+    gate = jax.nn.silu(z_BTI.astype(jnp.float32))
+    return (normed.astype(jnp.float32) * gate).astype(z_BTI.dtype)
