@@ -16,8 +16,8 @@ from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
 from ..weights.params_like import is_deleted
 from .controller import Leader
-from .engine_device import Device
 from .device_programs import SampledTokens
+from .engine_device import Device
 from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers

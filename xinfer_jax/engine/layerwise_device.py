@@ -22,8 +22,8 @@ from ..grammar.automaton import Dfa
 from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
 from ..sampling.logprobs import Alternatives
 from . import device_programs as programs
-from .engine_device import Device
 from .device_programs import SampledTokens, cache_pools, cache_states, paged_cache, running_token
+from .engine_device import Device
 from .row import Variant
 
 # A step's tokens, log-probabilities, rows that continue, rows that sampled an EOS token; and `Alternatives`.

@@ -19,8 +19,8 @@ from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
 from ..weights.params import Params
 from .async_sampling import AsyncSampling
-from .engine_device import MAX_EOS_IDS, MAX_STOP_IDS
 from .device_programs import MAX_LOGPROBS
+from .engine_device import MAX_EOS_IDS, MAX_STOP_IDS
 from .held_adapters import AdapterCalls
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
