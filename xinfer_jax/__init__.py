@@ -30,6 +30,7 @@ _EXPORTS = {
     "model.attention_maps": ("attention_weights",),
     "model.decoder": ("embed_tokens", "final_norm", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
+    "plugins": ("register",),
     "weights.params": ("init_params",),
     "weights.dequantization": ("dequantize",),
     "weights.layout": ("shardings",),

@@ -77,6 +77,7 @@ from .model.decoder import (
     unembed as unembed,
 )
 from .model.taps import Tap as Tap
+from .plugins import register as register
 from .reranking import rerank as rerank
 from .sampling.caller_processors import Processor as Processor, SamplingContext as SamplingContext
 from .sampling.logprobs import TokenLogprobs as TokenLogprobs

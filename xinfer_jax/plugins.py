@@ -1,12 +1,17 @@
-"""What plugs into the core, by name: the only table, from which a module is imported when it is first used.
+"""The registries: families, layer caches, cache dtypes, kinds of RoPE and forms of operations; and the hooks
+of a platform.
 
-The core asks `plugin(kind, name)` (`xinfer_jax/__init__.py`). Operations, dtypes and limits do without where
-there is no answer; what a config or an option asks for (linear attention, scaled RoPE, drafts, …) needs one.
+The core asks `plugin(kind, name)` (`xinfer_jax/__init__.py`), which imports a module of this table when it is
+first used. Operations, dtypes and limits do without if there is no entry; what a config or an option asks for
+(linear attention, scaled RoPE) needs one. `register` adds to a registry from outside the package. Features
+that only some calls need are imports inside functions, marked as optional.
 """
 
 import functools
 from importlib import import_module
 from typing import Any
+
+from .errors import InputError, format_value
 
 # (kind, name): module and attribute, or a module.
 TABLE: dict[tuple[str, str], tuple[str, ...]] = {
@@ -17,31 +22,16 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("device", "memory"): ("device", "check_memory"),
     ("device", "peak bytes"): ("device", "peak_memory_bytes"),
     ("executor", "choice"): ("layerwise.layerwise_executor", "layerwise_executor"),
-    ("callers", "of a call"): ("sampling.caller_processors", "callers_of_call"),
-    ("callers", "guard"): ("sampling.caller_processors", "guarded"),
-    ("callers", "start"): ("sampling.caller_processors", "start_rows"),
-    ("callers", "stop"): ("sampling.caller_processors", "end_rows"),
     ("processor", "dry"): ("sampling.xtc_dry", "dry"),
     ("processor", "xtc"): ("sampling.xtc_dry", "xtc"),
-    ("grammar", "automata"): ("grammar.automaton", "automata_of_call"),
-    ("decoding", "draft"): ("generation.drafting", "Drafting"),
-    ("cache", "prefix"): ("cache.prefix", "make_prefix"),
     ("cache dtype", "int8"): ("cache.quantized_kv", "INT8"),
     ("cache dtype", "int4"): ("cache.quantized_kv", "INT4"),
     ("cache dtype", "gear"): ("cache.gear", "GEAR"),
     ("cache dtype", "float8_e4m3fn"): ("cache.float8_kv", "FLOAT8_E4M3FN"),
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
     ("layer cache", "linear"): ("mixers.recurrent", "Recurrent"),
-    ("layers", "free routes"): ("model.routes", "free_routes"),
-    ("layers", "packed"): ("model.packing", "packed_positions"),
-    ("layers", "routes"): ("model.routes", "routes_of_layers"),
-    ("layers", "routes used"): ("model.routes", "routes_used"),
-    ("layers", "stacked"): ("model.stacked_layers", "run_stacked_layers"),
-    ("layers", "edits"): ("model.taps", "check_edits"),
-    ("layers", "tapped"): ("model.taps", "TappedLayers"),
     ("layer", "linear"): ("mixers.linear_attention", "linear_attention"),
     ("layer params", "linear"): ("mixers.linear_attention_specs", "linear_attention_specs"),
-    ("layer", "key bias"): ("mixers.key_bias", "split_key_bias"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("mixers.rope_scaling", "dynamic_rope"),
     ("rope", "linear"): ("mixers.rope_scaling", "linear_rope"),
@@ -50,16 +40,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("rope", "proportional"): ("mixers.rope_scaling", "proportional_rope"),
     ("rope", "yarn"): ("mixers.rope_scaling", "yarn_rope"),
     # Over a mesh of devices; operations have more forms for it below.
-    ("mesh", "experts"): ("backends.mesh", "mesh_experts"),
     ("mesh", "auto params"): ("sharding", "on_auto_mesh"),
     ("mesh", "explicit axes"): ("backends.auto_axes", "on_auto_axes"),
-    ("mesh", "linear"): ("backends.mesh", "summed_linear"),
-    ("mesh", "means of squares"): ("backends.mesh", "means_of_squares"),
-    ("mesh", "of cache"): ("sharding", "cache_mesh"),
     ("mesh", "of params"): ("sharding", "mesh_of_params"),
-    ("mesh", "shard heads"): ("sharding", "constrain_heads"),
     # What quantizes leaves, and rotated models.
-    ("leaf", "quantizer"): ("weights.quantization", "quantizer"),
     ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
     ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
     ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),
@@ -131,14 +115,43 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
+_REGISTERED: dict[tuple[str, str], Any] = {}
+
+
 def names(kind: str) -> list[str]:
-    """What the table has of a kind, without importing it."""
-    return [name for of_kind, name in TABLE if of_kind == kind]
+    """Returns the names in a registry, without importing their modules."""
+    return [name for of_kind, name in (*TABLE, *_REGISTERED) if of_kind == kind]
+
+
+def register(kind: str, name: str, entry: Any) -> None:
+    """Adds an entry to a registry, so that a family or a cache dtype of yours needs no fork of this package.
+    `scripts/examples/own_family.py` is an example.
+
+    Args:
+        kind: the registry, for example "family", "cache dtype" or "rope": the first strings of the keys of
+            `plugins.TABLE`.
+        name: by which it is found: the `model_type` of a family, the `rope_type` of scaled RoPE.
+        entry: an object like the entries of that registry.
+
+    Raises:
+        InputError: there is no such registry, or it has the name already.
+    """
+    kinds = sorted({of_kind for of_kind, _ in TABLE})
+    if kind not in kinds:
+        raise InputError(f"there is no registry {format_value(kind)}: use one of {', '.join(kinds)}")
+    if not isinstance(name, str) or not name:
+        raise InputError(f"the name of an entry must be a text, got {format_value(name)}")
+    if name in names(kind):
+        raise InputError(f"the registry {kind!r} has {name!r} already: choose another name")
+    _REGISTERED[kind, name] = entry
+    load.cache_clear()
 
 
 @functools.cache
 def load(kind: str, name: str) -> Any:
-    """The attribute that the table names; None where it names none, or its module or package is not there."""
+    """Returns the entry of that name; None if there is none, or its module or package is not there."""
+    if (kind, name) in _REGISTERED:
+        return _REGISTERED[kind, name]
     if (kind, name) not in TABLE:
         return None
     module, *attribute = TABLE[kind, name]

@@ -25,8 +25,13 @@ from xinfer_jax import plugins
 
 pytestmark = pytest.mark.oldest
 
-BOUNDS = {FUNCTIONAL: Size(lines=6_069, code=3_633), GENERATE: Size(lines=7_093, code=4_315)}
+BOUNDS = {FUNCTIONAL: Size(lines=6_123, code=3_667), GENERATE: Size(lines=7_147, code=4_347)}
 CORE = closure.core()
+# The features whose modules the core imports inside functions, when a call uses them.
+OPTIONAL_FEATURES = {
+    "functions of callers", "grammars", "meshes", "packed rows", "prefixes", "quantized caches",
+    "quantized weights", "routes", "speculative decoding", "stacked layers", "taps",
+}  # fmt: skip
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 
 
@@ -44,6 +49,20 @@ def test_decode_loop_needs_no_more_than_generate():
 
 def test_core_imports_by_statements():
     assert {name for name in CORE if closure.hidden_imports(name)} <= IMPORTERS
+
+
+def test_optional_imports_of_the_core_name_their_features():
+    """Each is inside a function, and of one line. `pytest -s` prints the features with their imports."""
+    marked = {}
+    for name in CORE:
+        for statement, feature in closure.optional_imports(name).items():
+            assert statement.startswith("from "), f"{name}: {statement}"
+            marked.setdefault(feature, set()).add(f"{name}: {statement.split('  #')[0]}")
+        lines = closure.source_file(name).read_text(encoding="utf-8").splitlines()
+        assert all(closure.OPTIONAL.search(line) for line in lines if "# optional" in line), name
+    for feature in sorted(marked):
+        print(feature, *sorted(marked[feature]), sep="\n    ")
+    assert {*marked} == OPTIONAL_FEATURES
 
 
 def test_no_module_of_the_core_depends_on_the_platform():

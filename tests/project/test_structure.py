@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import retired_words
+from closure import OPTIONAL
 from paths import ROOT
 
 import xinfer_jax as xj
@@ -53,7 +54,7 @@ def imported(path: Path, package: str) -> set[str]:
 
 def imported_modules(name: str) -> set[str]:
     """Returns the modules of xinfer_jax that a module of xinfer_jax imports. Imports for annotations, and
-    those that are marked `# optional`, do not count.
+    those that are marked as optional, do not count.
     """
     path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
     names = set()
@@ -64,7 +65,7 @@ def imported_modules(name: str) -> set[str]:
         node for node in tree.body if getattr(getattr(node, "test", None), "id", "") != "TYPE_CHECKING"
     ]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level and "# optional" not in lines[node.lineno - 1]:
+        if isinstance(node, ast.ImportFrom) and node.level and not OPTIONAL.search(lines[node.lineno - 1]):
             base = [*name.split(".")[: -node.level], *(node.module or "").split(".")]
             names |= {".".join(filter(None, (*base, alias.name))) for alias in node.names}
             names.add(".".join(filter(None, base)))

@@ -4,6 +4,7 @@ that is. `python tests/support/closure.py` prints the closures of the core, modu
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,11 +48,27 @@ def run_statements(tree: ast.AST) -> Iterator[ast.AST]:
             yield from run_statements(child)
 
 
+# The mark of an import inside a function that only some calls need: "# optional: FEATURE".
+OPTIONAL = re.compile(r"# optional: (\w[\w ]+)$")
+
+
+def optional_imports(module: str) -> dict[str, str]:
+    """Returns the import statements of a module that are marked as optional, with the feature of each."""
+    text = source_file(module).read_text(encoding="utf-8")
+    return {line.strip(): found[1] for line in text.splitlines() if (found := OPTIONAL.search(line))}
+
+
 def imported_names(module: str, file: Path) -> set[str]:
-    """Returns the dotted names that a module's statements may import, relative ones made absolute."""
+    """Returns the dotted names that a module's statements may import, relative ones made absolute; without
+    those that are marked as optional.
+    """
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     names = set()
-    for node in run_statements(ast.parse(file.read_text(encoding="utf-8"))):
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in run_statements(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom) and OPTIONAL.search(lines[node.lineno - 1]):
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -124,7 +124,9 @@ def init_cache(
     fraction = 1.0  # of keys and values, in one memory
     replicated = None
     if mesh is not None:
-        mesh, fraction, replicated = plugin("mesh", "of cache")(mesh)
+        from ..sharding import cache_mesh  # optional: meshes
+
+        mesh, fraction, replicated = cache_mesh(mesh)
     dtype = resolve_cache_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"

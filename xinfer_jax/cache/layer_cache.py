@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Self
 
 import jax
 
-from .. import plugin
 from ..errors import ShortRepr
 from .stored_kv import empty_pair
 
@@ -80,4 +79,8 @@ def sharded_pair(
 
 def shard_heads(tree: Any, mesh: Any, has_rows: bool = True) -> Any:
     """The arrays divided by heads and rows over the mesh, in a traced function; None: unchanged."""
-    return tree if mesh is None else plugin("mesh", "shard heads")(tree, mesh, has_rows)
+    if mesh is None:
+        return tree
+    from ..sharding import constrain_heads  # optional: meshes
+
+    return constrain_heads(tree, mesh, has_rows)

@@ -52,7 +52,11 @@ def mixture_of_experts(
         out_MD = call(*operands, derivative=plain) if out_MD is None else out_MD
         return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
-    return mix(expert_MU) if over is None else plugin("mesh", "experts")(mix, expert_MU, layer, over)
+    if over is None:
+        return mix(expert_MU)
+    from ..backends.mesh import mesh_experts  # optional: meshes
+
+    return mesh_experts(mix, expert_MU, layer, over)
 
 
 def choose_experts(

@@ -115,7 +115,11 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
         automata = dfa.automata_of_rows(padded, config.vocab_size, own_RE, equal_sizes=True)
     state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, *sizes, automata)
     state = dataclasses.replace(state, alternatives=alternatives)
-    return state if call.callers is None else plugin("callers", "start")(call.callers, prompt_R, state)
+    if call.callers is None:
+        return state
+    from ..sampling.caller_processors import start_rows  # optional: functions of callers
+
+    return start_rows(call.callers, prompt_R, state)
 
 
 def state_of_rows(  # noqa: PLR0913

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, truncate
 from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
@@ -74,7 +73,9 @@ class BatchGenerator:
         self._strategy: Strategy = Plain(call.config)
         self._drafting: Any = None
         if call.options.draft is not None:
-            self._drafting = plugin("decoding", "draft")(call)
+            from .drafting import Drafting  # optional: speculative decoding
+
+            self._drafting = Drafting(call)
             self._constants = self._drafting.constants
             self._strategy = self._drafting.strategy
 
@@ -82,7 +83,9 @@ class BatchGenerator:
         """What prefills and samples the first token, and what decodes."""
         options = self._call.options
         if self._call.callers is not None or options.taps is not None:
-            run = plugin("callers", "guard")(run, self._call.callers, None, options.taps)
+            from ..sampling.caller_processors import guarded  # optional: functions of callers
+
+            run = guarded(run, self._call.callers, None, options.taps)
         traced = TracedExecutor(options.impl, run, taps=options.taps)
         if options.taps is not None:
             return traced, traced
@@ -283,8 +286,9 @@ class BatchGenerator:
             of_rows = zip(map(np.asarray, alternatives.logits_BTV), length_R, strict=False)
             out.logits = [logits_TV[:n] for logits_TV, n in of_rows]  # cut on the host: nothing to compile
         if options.keep_prefix:
-            model = call.params, call.config
-            out.prefix = plugin("cache", "prefix")(*model, self._row_prompts, rows, self._cache)
+            from ..cache.prefix import make_prefix  # optional: prefixes
+
+            out.prefix = make_prefix(call.params, call.config, self._row_prompts, rows, self._cache)
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
 

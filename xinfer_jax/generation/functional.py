@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import array_module, check_array, check_integer, check_range, check_token_ids, is_traced
 from ..config.model_config import ModelConfig
@@ -110,7 +109,9 @@ def prefill(  # noqa: PLR0913  a public function
     check_range("num_tokens_B:", num_tokens_B, 0, T)
     _check_capacity(impl, cache, num_tokens_B)
     if taps is not None:
-        taps = plugin("layers", "edits")(taps, config, "prefill")
+        from ..model.taps import check_edits  # optional: taps
+
+        taps = check_edits(taps, config, "prefill")
     append = PREFILL.donating if donate else PREFILL.keeping
     how = impl, prefill_chunk_size(cache), inputs_BTD, return_routes, taps
     return append(params, config, tokens_BT, num_tokens_B, cache, *how)
@@ -232,15 +233,22 @@ def decode_loop(  # noqa: PLR0913  a public function
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
-    automata = None if grammar is None else plugin("grammar", "automata")(grammar, B, V, eos_ids)
-    callers = None
-    if any(given is not None for given in (processors, sample, stop)):
-        callers = plugin("callers", "of a call")(processors, sample, stop, B)
+    automata = None
+    if grammar is not None:
+        from ..grammar.automaton import automata_of_call  # optional: grammars
+
+        automata = automata_of_call(grammar, B, V, eos_ids)
     if taps is not None:
-        taps = plugin("layers", "edits")(taps, config, "decode_loop")
+        from ..model.taps import check_edits  # optional: taps
+
+        taps = check_edits(taps, config, "decode_loop")
+    callers = None
     loop = _LOOP.donating if donate else _LOOP.keeping
-    if any(given is not None for given in (callers, stop, taps)):
-        loop = plugin("callers", "guard")(loop, callers, stop, taps)
+    if any(given is not None for given in (processors, sample, stop, taps)):
+        from ..sampling.caller_processors import callers_of_call, guarded  # optional: functions of callers
+
+        callers = callers_of_call(processors, sample, stop, B)
+        loop = guarded(loop, callers, stop, taps)
     seen_BV = array_module(B).zeros((B, V), bool) if seen_BV is None else seen_BV
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
@@ -331,7 +339,11 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
         state = dataclasses.replace(state, alternatives=recorded)
     plain = Plain(config, stop)
     state = plain.ended(sample_and_append(logits_BV, state, impl))
-    routes = [plugin("layers", "free routes")(config, (B, size))] if return_routes else []
+    routes = []
+    if return_routes:
+        from ..model.routes import free_routes  # optional: routes
+
+        routes = [free_routes(config, (B, size))]
     state, cache, *routes = decode(plain, (params, taps), (state, cache, *routes), size, impl)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None

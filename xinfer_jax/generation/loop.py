@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..model.decoder import hidden_states, run_model, unembed
@@ -77,7 +76,11 @@ def prefill_chunks(  # noqa: PLR0913
         return last_BD, cache, *map(put, routes, used)
 
     chunks = -(-jnp.max(num_tokens_B) // chunk)
-    routes = [plugin("layers", "free routes")(config, padded[0].shape)] if return_routes else []
+    routes = []
+    if return_routes:
+        from ..model.routes import free_routes  # optional: routes
+
+        routes = [free_routes(config, padded[0].shape)]
     carry = match_varying_axes(
         (none_BD, cache, *routes), params, tokens_BT, num_tokens_B, cache, inputs_BTD, taps
     )

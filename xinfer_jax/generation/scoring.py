@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import plugin
 from ..checks import check_array, check_integer, check_range, is_traced, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
@@ -147,7 +146,9 @@ def score(  # noqa: PLR0913  a public function
         if config.num_experts:
             check_range("routes: expert", routes, -1, config.num_experts - 1)
     if taps is not None:
-        taps = plugin("layers", "edits")(taps, config, "score")
+        from ..model.taps import check_edits  # optional: taps
+
+        taps = check_edits(taps, config, "score")
     if reference is not None:
         check_params(reference, config, stacked=True)
     if teacher_topk is not None:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from .. import plugin
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..model.decoder import Inputs
@@ -69,7 +68,11 @@ class Plain(Strategy):
 
     def ended(self, state: DecodeState) -> DecodeState:
         """The state in which rows have ended as `stop` says; only within a trace."""
-        return state if self.stop is None else plugin("callers", "stop")(self.stop, state)
+        if self.stop is None:
+            return state
+        from ..sampling.caller_processors import end_rows  # optional: functions of callers
+
+        return end_rows(self.stop, state)
 
 
 # For `Executor.forward`: (cache, …) -> `Inputs`, and the cache to append them to.

@@ -154,15 +154,17 @@ def validate_call(
     key = check_key(key, len(prompts))
     callers = None
     if options.processors is not None:
-        callers = plugin("callers", "of a call")(options.processors, None, None, len(prompts))
+        from ..sampling.caller_processors import callers_of_call  # optional: functions of callers
+
+        callers = callers_of_call(options.processors, None, None, len(prompts))
     call = ValidatedCall(params, config, prompts, options, sampling_B, key, grammars, callers, needs_masks)
     for settings in options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]:
         check_min_tokens(settings, call.end_ids)
     if options.draft is None:
         return call
-    return dataclasses.replace(
-        call, options=dataclasses.replace(options, draft=plugin("decoding", "draft").check(call))
-    )
+    from .drafting import Drafting  # optional: speculative decoding
+
+    return dataclasses.replace(call, options=dataclasses.replace(options, draft=Drafting.check(call)))
 
 
 def _canonical_options(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
@@ -184,7 +186,9 @@ def _canonical_options(config: ModelConfig, options: GenerateOptions) -> Generat
         if value is not None or name not in ("capacity", "best_of"):
             values[name] = check_integer(name, value, least, most)
     if options.taps is not None:
-        values["taps"] = plugin("layers", "edits")(options.taps, config, "generate")
+        from ..model.taps import check_edits  # optional: taps
+
+        values["taps"] = check_edits(options.taps, config, "generate")
     eos = config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     for name, ids in (("eos_token_ids", eos), ("stop_token_ids", options.stop_token_ids)):
         values[name] = tuple(dict.fromkeys(check_token_ids(name, ids, config.vocab_size)))

@@ -141,7 +141,9 @@ def hidden_states(  # noqa: PLR0913  a public function
             another type or layer, of stacked layers, or whose `edit` returns another shape or dtype.
     """
     if return_routes and routes is None:
-        routes = plugin("layers", "free routes")(config, np.shape(tokens_BT))
+        from .routes import free_routes  # optional: routes
+
+        routes = free_routes(config, np.shape(tokens_BT))
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT, routes, taps)
     hidden_BTD, cache, routes, reads = run_model(params, config, inputs, cache, impl, remat)
     others = [routes] if return_routes else []
@@ -164,16 +166,26 @@ def run_model(  # noqa: PLR0913
     layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
     routes = inputs.routes
     if routes is not None or len(layer_caches) > config.num_cached_layers:  # the last one records routes
-        of_layers = plugin("layers", "routes")(config, tokens_BT.shape, routes)
+        from .routes import routes_of_layers  # optional: routes
+
+        of_layers = routes_of_layers(config, tokens_BT.shape, routes)
         positions = positions._replace(routes=of_layers)
     kinds = layer_kinds(config)
     args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
-    run_all = plugin("layers", "stacked") if isinstance(params["layers"], dict) else run_layers
+    run_all: Any = run_layers
+    if isinstance(params["layers"], dict):
+        from .stacked_layers import run_stacked_layers  # optional: stacked layers
+
+        run_all = run_stacked_layers
     if inputs.taps is not None:
-        run_all = plugin("layers", "tapped")(inputs.taps, config)
+        from .taps import TappedLayers  # optional: taps
+
+        run_all = TappedLayers(inputs.taps, config)
     x_BTD, layers, experts = run_all(params["layers"], *args)
     if positions.routes:
-        routes, layers = plugin("layers", "routes used")(experts, positions, layers)
+        from .routes import routes_used  # optional: routes
+
+        routes, layers = routes_used(experts, positions, layers)
     cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
     return final_norm(params, config, x_BTD), cache, routes, getattr(run_all, "reads", None)
 
@@ -193,7 +205,9 @@ def embed_inputs(
     length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B) if longest_B is None else longest_B
     first_BT = None
     if segment_ids_BT is not None or position_BT is not None:
-        first_BT, position_BT = plugin("layers", "packed")(config, inputs, cache)
+        from .packing import packed_positions  # optional: packed rows
+
+        first_BT, position_BT = packed_positions(config, inputs, cache)
     position_BT = from_B[:, None] + jnp.arange(T) if position_BT is None else position_BT
     angles = rotary_angles(config, position_BT, length_B)
     if embeddings_BTD is None:

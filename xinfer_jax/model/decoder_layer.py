@@ -181,7 +181,9 @@ def self_attention(  # noqa: PLR0913
     rope = None if of_layer is None else config.ropes.index(of_layer)
     key_bias_fn = None
     if kv is not None and is_quantized_kv(kv.k):
-        layer, key_bias_fn = plugin("layer", "key bias")(layer, config, spec, rope, kv.capacity)
+        from ..mixers.key_bias import split_key_bias  # optional: quantized caches
+
+        layer, key_bias_fn = split_key_bias(layer, config, spec, rope, kv.capacity)
     angles = None if rope is None else positions.angles[rope]
     gate_BTI = None
     if spec.shares_kv:

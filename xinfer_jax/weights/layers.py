@@ -62,7 +62,11 @@ def joint_norms(
     xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, over: str | None
 ) -> list[jax.Array]:
     """`norm` of several vectors, whose features may be sharded along the mesh axis `over`."""
-    means: Any = [None] * len(xs) if over is None else plugin("mesh", "means of squares")(xs, over)
+    means: Any = [None] * len(xs)
+    if over is not None:
+        from ..backends.mesh import means_of_squares  # optional: meshes
+
+        means = means_of_squares(xs, over)
     return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
 
 
@@ -91,7 +95,9 @@ def linear(  # noqa: PLR0913
     """
     dtype = out_dtype or x.dtype
     if over is not None:
-        return plugin("mesh", "linear")(x, leaf, over, dtype, residual, impl)
+        from ..backends.mesh import summed_linear  # optional: meshes
+
+        return summed_linear(x, leaf, over, dtype, residual, impl)
     return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
 
 

@@ -36,7 +36,11 @@ def init_params(
         InputError: they need more memory than there is.
     """
     dtype = resolve_dtype(dtype)
-    quantized = None if quantize is None else plugin("leaf", "quantizer")(config, quantize)
+    quantized = None
+    if quantize is not None:
+        from .quantization import quantizer  # optional: quantized weights
+
+        quantized = quantizer(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
     float_bits = 8 * jnp.dtype(dtype).itemsize
     matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
