@@ -12,6 +12,7 @@ import numpy as np
 from .checkpoint.embedding_modules import EmbeddingModules
 from .checkpoint.loading import Model
 from .checks import check_integer, check_token_ids, is_sequence
+from .config.run_config import DEFAULT
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
 from .generation.executor import bucket, next_power_of_two
@@ -208,7 +209,7 @@ def hidden_states_of(
     """Batches of rows, as indices, their final hidden states [B, T, D], padded, and lengths [B]."""
     tree = (model.params, model.config)
     limit = model.config.context_length
-    executor = executor_class(model.params)(None)
+    executor = executor_class(model.params)(DEFAULT)
     for batch in _batches([min(bucket(len(row)), limit) for row in rows]):
         inputs = pad_prompts([rows[i] for i in batch], limit, next_power_of_two(len(batch)))
         yield batch, executor.hidden(tree, inputs), inputs[1]

@@ -30,6 +30,7 @@ from gpu.section_cases import (
 from kernels_pallas import reference
 from kernels_pallas.key_layouts import join
 from xinfer_jax.cache.contiguous import uncached_kv
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.attention import attention
 
 # N, K, H; D, V.
@@ -164,7 +165,12 @@ def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
     if kernel == "lm_head_argmax":
         return lambda x, w: jnp.argmax(jnp.dot(x, w.T, preferred_element_type=jnp.float32), -1), args
     return lambda q, k, v, start_B, length_B: attention(
-        q, uncached_kv(k, v), start_B=start_B, length_B=length_B, scale=q.shape[-1] ** -0.5, impl="xla"
+        q,
+        uncached_kv(k, v),
+        start_B=start_B,
+        length_B=length_B,
+        scale=q.shape[-1] ** -0.5,
+        run_config=RunConfig("xla"),
     ), args
 
 

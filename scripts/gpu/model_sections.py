@@ -21,6 +21,7 @@ from gpu.model_run import SMALL, ModelRun, settings
 from gpu.program_counts import ProgramCounter
 from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.attention import attention
 
 
@@ -168,7 +169,9 @@ def gradient(impl: str | None) -> dict[str, Any]:
     args = [random(i, shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
 
     def loss(impl, q, k, v):
-        out = attention(q, uncached_kv(k, v), length_B=jnp.array([40, 17]), scale=0.125, impl=impl)
+        out = attention(
+            q, uncached_kv(k, v), length_B=jnp.array([40, 17]), scale=0.125, run_config=RunConfig(impl)
+        )
         return jnp.square(out.astype(jnp.float32)).sum()
 
     got, want = (jax.jit(jax.grad(partial(loss, impl), (0, 1, 2)))(*args) for impl in (impl, "xla"))

@@ -21,6 +21,7 @@ from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.engine.engine_device import Device
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.shape import EngineShape
@@ -101,7 +102,7 @@ def _run(job: ProgramJob, program: str) -> None:
         tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
         device.decode(tables, 1, False, not job.sampled, False)
     call = _generate_call(job, program)
-    executor = TracedExecutor(None, _stop)
+    executor = TracedExecutor(RunConfig(), _stop)
     if program == "prefill":
         tokens = pad_prompts(call.prompts, call.capacity, call.prompt_rows)
         executor.prefill((job.params, call.config), tokens, _cache(job, 0))

@@ -11,6 +11,7 @@ from quick import full_except
 
 import xinfer_jax as xj
 from xinfer_jax.cache.stored_kv import cache_dtype_of, dequantize_kv
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.generation.batch_arrays import pad_prompts
 from xinfer_jax.generation.loop import PREFILL
 from xinfer_jax.mixers.key_bias import rope_bias_fn
@@ -177,7 +178,7 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
         prompts = [ids, *[ids[:5]] * (rows - 1)]
         tokens = pad_prompts(prompts, 1024)
         cache = xj.init_cache(config, rows, 1024, "gear")
-        found.append(np.asarray(PREFILL.keeping(params, config, *tokens, cache, None, chunk)[0])[0])
+        found.append(np.asarray(PREFILL.keeping(params, config, *tokens, cache, RunConfig(), chunk)[0])[0])
         found.append(xj.generate(params, config, prompts, options).logits[0][0])
     assert np.abs(found[0]).max() > 1
     for logits_V in found[1:]:

@@ -15,6 +15,7 @@ from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.kv_cache import KVCache
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.ring import Ring
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.attention import attention
 
 pytestmark = pytest.mark.oldest
@@ -184,7 +185,7 @@ def test_a_kernel_reads_pages_in_order():
     layer = Paged(k, k + 1, None, 128, jnp.array([[5, 2], [3, 0]]))
     length_B = np.array([100, 30], np.int32)
     got, wanted = (
-        attention(q, layer, length_B=length_B, start_B=length_B - 1, scale=0.3, impl=impl)
+        attention(q, layer, length_B=length_B, start_B=length_B - 1, scale=0.3, run_config=RunConfig(impl))
         for impl in ("interpret", "xla")
     )
     np.testing.assert_allclose(got, wanted, atol=1e-5)

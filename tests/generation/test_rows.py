@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.generation import batch_generator
 from xinfer_jax.generation.batch_arrays import initial_state
 from xinfer_jax.generation.functional import prefill_chunk_size
@@ -24,7 +25,7 @@ from xinfer_jax.sampling.sampler import process_logits, sample_tokens
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
-start_rows = jax.jit(sample_and_append, static_argnames="impl")
+start_rows = jax.jit(sample_and_append, static_argnames="run_config")
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [3, 1, 4, 1, 5]]
 WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
 
@@ -132,19 +133,19 @@ def test_a_row_joins_others_that_continue(model, given):
         for row, prompt in zip(rows, prompts, strict=True):
             tokens_BT[row, : len(prompt)] = prompt
             num_tokens_B[row] = len(prompt)
-        logits_BV, cache = PREFILL.keeping(params, config, tokens_BT, num_tokens_B, cache, None, 512)
+        logits_BV, cache = PREFILL.keeping(params, config, tokens_BT, num_tokens_B, cache, RunConfig(), 512)
         state = dataclasses.replace(state, limit_B=np.array(limits, np.int32))
-        return start_rows(np.asarray(logits_BV)[rows], state, None), cache
+        return start_rows(np.asarray(logits_BV)[rows], state, RunConfig()), cache
 
     cache = xj.init_cache(config, 2, 64)
     state, cache = begin(PROMPTS[:2], (14, 3), keys[:2], cache, [0, 1])
-    state, cache = DECODE(Plain(config), (params,), (state, cache), 4, None)
+    state, cache = DECODE(Plain(config), (params,), (state, cache), 4, RunConfig())
     assert state.length_B.tolist() == [5, 3] and state.active_B.tolist() == [True, False]
     assert state.tokens_BT[1, :3].tolist() == alone[1].tokens[0]
     cache = xj.truncate(cache, np.array([2**20, 0]))
     joined, cache = begin(PROMPTS[2:3], (8,), keys[2:], cache, [1])
     state = jax.tree.map(lambda old, new: old.at[1].set(new[0]), state, joined)
-    state, cache = DECODE(Plain(config), (params,), (state, cache), 100, None)
+    state, cache = DECODE(Plain(config), (params,), (state, cache), 100, RunConfig())
     assert state.length_B.tolist() == [14, 8]
     assert state.tokens_BT[0, :14].tolist() == alone[0].tokens[0]
     assert state.tokens_BT[1, :8].tolist() == alone[2].tokens[0]

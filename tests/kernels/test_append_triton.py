@@ -14,6 +14,7 @@ from kernels_pallas import Levels, reference_append, triton
 from xinfer_jax.cache.contiguous import Contiguous
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.rope_append import rotate_and_append
 
 pytestmark = [
@@ -74,7 +75,7 @@ def test_of_a_layer_it_equals_xla_under_vmap(kind):
     for kv in (Contiguous(empty, empty, None, 8), Ring(empty, empty, 4, 100)):
 
         def run(qkv, angles, start_B, impl, kv=kv):
-            return rotate_and_append(qkv, None, angles, kv, start_B, count_B, impl)
+            return rotate_and_append(qkv, None, angles, kv, start_B, count_B, RunConfig(impl))
 
         got, want = (
             jax.vmap(partial(run, impl=impl))(qkv, angles, start_3B) for impl in ("interpret", "xla")
@@ -93,7 +94,7 @@ def test_its_gradient_is_that_of_xla():
 
     def loss(qkv, caches, impl):
         kv = Contiguous(*caches, None, 8)
-        outs = rotate_and_append(qkv, None, angles, kv, jnp.array([3, 7]), jnp.array([1, 1]), impl)
+        outs = rotate_and_append(qkv, None, angles, kv, jnp.array([3, 7]), jnp.array([1, 1]), RunConfig(impl))
         return sum(jnp.sum(x**3) for x in jax.tree.leaves(outs))
 
     got, want = (jax.grad(loss, (0, 1))(qkv, caches, impl) for impl in ("interpret", "xla"))

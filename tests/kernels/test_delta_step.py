@@ -19,6 +19,7 @@ import xinfer_jax as xj
 from kernels_pallas.reference_delta import DeltaState
 from kernels_pallas.tpu import delta as delta_tpu
 from xinfer_jax.backends.kernels.delta_kernels import delta_form, select_delta
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.linear_attention import _mix
 from xinfer_jax.mixers.recurrent import Recurrent
 from xinfer_jax.ops.operation import run
@@ -96,7 +97,9 @@ def test_a_layer_equals_plain_jnp(impl):
     state = Recurrent(tuple(old[:3]), old.state, 64)
     operands = [x[:, None] for x in new], layer, state, start_B, count_B, None
     plain = partial(_mix, config=HYBRID)
-    out, after = jax.jit(partial(run, "delta_step", plain, impl=impl, config=HYBRID))(*operands)
+    out, after = jax.jit(partial(run, "delta_step", plain, run_config=RunConfig(impl), config=HYBRID))(
+        *operands
+    )
     want, wanted = jax.jit(plain)(*operands)
     has_token = count_B > 0
     np.testing.assert_allclose(out[has_token], want[has_token], rtol=1e-5, atol=1e-5)

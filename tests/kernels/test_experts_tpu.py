@@ -19,6 +19,7 @@ import xinfer_jax as xj
 from kernels_pallas import Mxfp4, reference, tpu
 from kernels_pallas.mxfp4 import dequantize_mxfp4, values_for_tpu, values_from_tpu
 from kernels_pallas.tpu import expert_blocks
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight
@@ -163,8 +164,8 @@ def test_which_experts_it_takes():
 def test_layer_on_a_tpu_equals_that_of_xla():
     config, layer, x_BTD = layer_of()
     x_BTD = x_BTD[:1, :2]
-    run = jax.jit(partial(mixture_of_experts, config=config), static_argnames="impl")
-    got, want = (run(x_BTD, layer, impl=impl) for impl in ("interpret_tpu", "xla"))
+    run = jax.jit(partial(mixture_of_experts, config=config), static_argnames="run_config")
+    got, want = (run(x_BTD, layer, run_config=RunConfig(impl)) for impl in ("interpret_tpu", "xla"))
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 

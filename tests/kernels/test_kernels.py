@@ -20,6 +20,7 @@ import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.cache.contiguous import uncached_kv
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.mixers.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
@@ -113,7 +114,14 @@ def test_gradient_through_a_kernel_is_that_of_xla(window):
 
     def loss(q, k, v, impl):
         return jnp.sum(
-            attention(q, uncached_kv(k, v, window), length_B=jnp.array([9, 6]), scale=0.3, impl=impl) ** 2
+            attention(
+                q,
+                uncached_kv(k, v, window),
+                length_B=jnp.array([9, 6]),
+                scale=0.3,
+                run_config=RunConfig(impl),
+            )
+            ** 2
         )
 
     for got, want in zip(
@@ -136,7 +144,14 @@ def test_gradient_of_a_decode_step_through_a_kernel():
 
     def loss(q, k, v):
         return jnp.sum(
-            attention(q, uncached_kv(k, v), length_B=length, start_B=length - 1, scale=0.3, impl="interpret")
+            attention(
+                q,
+                uncached_kv(k, v),
+                length_B=length,
+                start_B=length - 1,
+                scale=0.3,
+                run_config=RunConfig("interpret"),
+            )
             ** 2
         )
 
@@ -154,7 +169,12 @@ def test_vmap_of_attention_by_kernel_equals_a_loop():
 
     def one(q, k, v, start):
         return attention(
-            q, uncached_kv(k, v), length_B=start + 5, start_B=start, scale=0.25, impl="interpret"
+            q,
+            uncached_kv(k, v),
+            length_B=start + 5,
+            start_B=start,
+            scale=0.25,
+            run_config=RunConfig("interpret"),
         )
 
     mapped = jax.vmap(one)(q, k, v, start)

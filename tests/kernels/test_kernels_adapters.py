@@ -14,6 +14,7 @@ import xinfer_jax as xj
 from kernels_pallas import reference_products
 from kernels_pallas.reference_products import RowAdapters
 from xinfer_jax.backends.kernels import product_kernels
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.layers import Norm, products
 
@@ -86,7 +87,9 @@ def test_leaves(impl):
             AdaptedWeight(base, *pair, adapter_B, scale) for base, pair in zip(bases, pairs, strict=True)
         ]
         leaves = [{"weight": weight} for weight in weights]
-        return products(x, leaves, before=norm, activation="silu", impl=impl)[0].astype(jnp.float32)
+        return products(x, leaves, before=norm, activation="silu", run_config=RunConfig(impl))[0].astype(
+            jnp.float32
+        )
 
     def loss(*args, **kwargs):
         return jnp.sum(run(*args, **kwargs) ** 2)

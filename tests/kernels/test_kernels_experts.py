@@ -20,6 +20,7 @@ from kernels_pallas import reference, triton
 from kernels_pallas.triton.experts import _sort
 from xinfer_jax.backends.expert_tiles import sort_choices
 from xinfer_jax.config.layer_spec import ClampedSwiglu
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
 
 pytestmark = [
@@ -168,7 +169,7 @@ def test_layer_and_its_gradient_equal_those_of_xla(changes):
     config, layer, x_BTD = layer_of(**changes)
 
     def loss(x_BTD, layer, impl):
-        out_BTD = mixture_of_experts(x_BTD, layer, config, impl=impl)
+        out_BTD = mixture_of_experts(x_BTD, layer, config, run_config=RunConfig(impl))
         return jnp.sum(out_BTD**2), out_BTD
 
     gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
@@ -204,7 +205,7 @@ def test_layer_over_a_mesh_lowers(impl, platform, kernel, kind, calls):  # noqa:
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="tpu" if impl == "tpu" else "gpu")
     mesh = AbstractMesh((4,), ("model",), axis_types=(AxisType.Auto,), abstract_device=device)
     specs = PartitionSpec(), {"router": PartitionSpec(), "experts": PartitionSpec("model")}
-    run = partial(mixture_of_experts, config=config, over="model", impl=impl)
+    run = partial(mixture_of_experts, config=config, run_config=RunConfig(impl, over="model"))
     with jax.sharding.use_abstract_mesh(mesh):
         sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]))
         text = sharded.trace(x_BTD, layer).lower(lowering_platforms=(platform,)).as_text()

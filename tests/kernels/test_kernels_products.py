@@ -16,6 +16,7 @@ from random_matrices import BF16, F16, INT4, matrix
 import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference_products, triton
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.decoder import forward
 from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
@@ -143,7 +144,8 @@ def test_what_the_kernel_does_not_take_stays_with_xla():
     w = jnp.ones((16, 32), BF16)
 
     def kernels(x, *weights, **options):
-        run = lambda x: products(x, [{"weight": w} for w in weights], impl="interpret", **options)  # noqa: E731
+        leaves = [{"weight": w} for w in weights]
+        run = partial(products, leaves=leaves, run_config=RunConfig("interpret"), **options)
         return str(jax.make_jaxpr(run)(x)).count("pallas_call")
 
     assert kernels(x, w) == kernels(x, w, w) == 1
@@ -167,7 +169,7 @@ def test_int8_activations():
     leaf = {"weight": with_int8_activations(int8)}
     x = jnp.asarray(draws.standard_normal((3, 128)), BF16)
     norm = Norm(jnp.asarray(draws.standard_normal(128), BF16), 1e-6, 0.0)
-    (got,) = products(x, [leaf], before=norm, dtype=jnp.float32, impl="interpret")
+    (got,) = products(x, [leaf], before=norm, dtype=jnp.float32, run_config=RunConfig("interpret"))
     want = int8_activation_product(rms_norm(x, *norm), int8.values) * int8.scale
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -180,7 +182,10 @@ def test_inputs_in_another_order():
     )
     ordered = dataclasses.replace(weight, order=jnp.asarray(draws.permutation(64), jnp.int32))
     x = jnp.asarray(draws.standard_normal((2, 3, 64)), BF16)
-    want, got = (linear(x, {"weight": ordered}, jnp.float32, impl=impl) for impl in ("xla", "interpret"))
+    want, got = (
+        linear(x, {"weight": ordered}, jnp.float32, run_config=RunConfig(impl))
+        for impl in ("xla", "interpret")
+    )
     assert np.linalg.norm(got - want) <= 0.01 * np.linalg.norm(want)
 
 

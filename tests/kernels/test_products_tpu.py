@@ -18,6 +18,7 @@ import xinfer_jax as xj
 from kernels_pallas import reference, reference_products
 from kernels_pallas.tpu import streaming
 from xinfer_jax.backends.kernels.product_kernels import Operands, select_product
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.fp8_weight import Fp8Weight
 from xinfer_jax.weights.layers import Norm, products
@@ -125,9 +126,9 @@ def test_what_the_kernel_takes():
 
     def kernels(x, *weights, **options):
         leaves = [{"weight": w} for w in weights]
-        return str(jax.make_jaxpr(lambda x: products(x, leaves, impl="interpret_tpu", **options))(x)).count(
-            "pallas_call"
-        )
+        return str(
+            jax.make_jaxpr(lambda x: products(x, leaves, run_config=RunConfig("interpret_tpu"), **options))(x)
+        ).count("pallas_call")
 
     int4, int8 = (
         jax.tree.map(jnp.asarray, quantize_matrix(np.ones((16, 64), np.float32), *of))
@@ -160,7 +161,10 @@ def test_derivatives_and_vmap_are_those_of_plain_jnp():
     def loss(x, w, impl):
         leaf = {"weight": w, "bias": bias}
         return jnp.sum(
-            products(x, [leaf], before=Norm(norm, 1e-6, 0.0), residual=residual[0], impl=impl)[0] ** 2
+            products(
+                x, [leaf], before=Norm(norm, 1e-6, 0.0), residual=residual[0], run_config=RunConfig(impl)
+            )[0]
+            ** 2
         )
 
     def of_all(x, w, impl):

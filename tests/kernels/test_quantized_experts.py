@@ -16,6 +16,7 @@ from random_matrices import FP8, INT4, matrix, quantized_experts
 import xinfer_jax as xj
 from kernels_pallas import reference, triton
 from xinfer_jax.backends.kernels.expert_kernels import select_experts
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.weights.fp8_weight import fp8_struct
 from xinfer_jax.weights.quantization import quantized_stack, with_int8_activations
@@ -120,7 +121,7 @@ def test_layer_and_its_gradient_equal_those_of_xla(impl):
     assert select_experts(impl, x_BTD[0], layer["experts"]).impl == impl
 
     def loss(x_BTD, layer, impl):
-        out_BTD = mixture_of_experts(x_BTD, layer, config, impl=impl)
+        out_BTD = mixture_of_experts(x_BTD, layer, config, run_config=RunConfig(impl))
         return jnp.sum(out_BTD * jnp.arange(64.0)), out_BTD
 
     gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True, allow_int=True), static_argnums=2)

@@ -11,6 +11,7 @@ import parity_cases as cases
 import pytest
 
 from xinfer_jax.backends.kernels.expert_kernels import ROUTE
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.model.decoder_layer import _route
 from xinfer_jax.ops.operation import run
 from xinfer_jax.weights.layers import linear
@@ -37,7 +38,9 @@ def check(draws, name, rows, dtype, **changes):
     bad = draws.integers(rows)
     x_BTD = x_BTD.at[bad, 0, 0].set(jnp.nan) if rows > 1 else x_BTD
     plain = partial(_route, config=config)
-    call = partial(run, "route", plain, derivative=plain, impl="interpret_tpu", config=config)
+    call = partial(
+        run, "route", plain, derivative=plain, run_config=RunConfig("interpret_tpu"), config=config
+    )
     got = jax.jit(call)(x_BTD, layer, None)
     want = jax.jit(plain)(x_BTD, layer, None)
     # The norms may differ in the last bit: the kernel's choice is compared with that of its own norm.
@@ -74,7 +77,9 @@ def test_has_values_and_derivative_of_the_layer():
     config, layer = model(NAME, **NORMALIZED)
     x_BTD = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, config.hidden_size)), jnp.float32)
     plain = partial(_route, config=config)
-    call = partial(run, "route", plain, derivative=plain, impl="interpret_tpu", config=config)
+    call = partial(
+        run, "route", plain, derivative=plain, run_config=RunConfig("interpret_tpu"), config=config
+    )
 
     def results(route):
         def loss(x_BTD, layer):

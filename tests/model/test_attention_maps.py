@@ -7,6 +7,7 @@ import pytest
 from small_models import build, prompts
 
 import xinfer_jax as xj
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.errors import InputError
 from xinfer_jax.model.decoder_layer import project_qkv
 from xinfer_jax.weights.layers import linear, norm_before
@@ -68,7 +69,7 @@ def test_weighted_values_are_what_attention_adds(name):
     taps = {i - 1: xj.Tap(read=True), i: xj.Tap(read=True)}
     _, _, reads = xj.hidden_states(params, config, tokens_BT, taps=taps)
     (_, _, v_BTKH), gate_BTI = project_qkv(
-        layer, config, i, reads[i - 1], None, norm_before(layer, "attn_norm", config), "xla"
+        layer, config, i, reads[i - 1], norm_before(layer, "attn_norm", config), RunConfig("xla")
     )
     weights_BNTT = xj.attention_weights(params, config, tokens_BT, [i])[i]
     groups = weights_BNTT.shape[1] // v_BTKH.shape[2]

@@ -14,6 +14,7 @@ from quick import full_except
 from small_models import build, prompts
 
 import xinfer_jax as xj
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.errors import InputError
 from xinfer_jax.generation import loop
 from xinfer_jax.weights.hadamard import rotated_params
@@ -295,7 +296,9 @@ def test_taps_beside_routes(name):
     np.testing.assert_array_equal(np.concatenate([first, got.routes[:, :-1]], 1), routes[:, :-1])
     assert reads == {}
     empty = xj.init_cache(config, 2, 32)
-    chunks = loop.prefill_chunks(params, config, tokens_BT, jnp.full(2, 7), empty, "xla", 4, taps=taps)
+    chunks = loop.prefill_chunks(
+        params, config, tokens_BT, jnp.full(2, 7), empty, RunConfig("xla"), 4, taps=taps
+    )
     np.testing.assert_allclose(chunks[0], logits_BV, rtol=1e-4, atol=1e-4)
 
 

@@ -17,6 +17,7 @@ import xinfer_jax as xj
 from xinfer_jax.backends.cpu import cpu_sampler
 from xinfer_jax.backends.gpu import gpu_sampler
 from xinfer_jax.backends.gpu.reductions import logsumexp_in_one_pass
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.ops.largest import largest_k
 from xinfer_jax.sampling import processors, sampler
 from xinfer_jax.sampling.batched_settings import settings_per_row
@@ -151,7 +152,7 @@ def sampled(rows: list, logits: np.ndarray, on_gpu: bool, impl: str = "xla"):
     keys = jax.random.split(jax.random.key(2), len(rows))
     context = context_of(settings, len(rows), logits.shape[1])
     with gpu_forms.selected() if on_gpu else contextlib.nullcontext():
-        return jax.jit(lambda *args: sampler.sample_tokens(*args, impl=impl))(
+        return jax.jit(lambda *args: sampler.sample_tokens(*args, run_config=RunConfig(impl)))(
             jnp.asarray(logits), keys, settings, context
         )
 

@@ -16,6 +16,7 @@ from gpu.known_choices import KnownChoices
 from gpu.program_counts import ProgramCounter
 from gpu.programs import target_card, to_shapes
 
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
 from xinfer_jax.weights.layers import Norm, products
 
@@ -30,9 +31,11 @@ def struct(*shape: int) -> Any:
 
 def mlp(x_BTD: Any, norm_weight: Any, layer: dict[str, Any]) -> Any:
     leaves = {name: {"weight": weight} for name, weight in layer.items()}
-    gate_up = partial(products, before=Norm(norm_weight, 1e-6, None), activation="silu", impl=None)
+    gate_up = partial(
+        products, before=Norm(norm_weight, 1e-6, None), activation="silu", run_config=RunConfig(None)
+    )
     (inner,) = gate_up(x_BTD, [leaves["gate"], leaves["up"]])
-    return products(inner, [leaves["down"]], residual=x_BTD, impl=None)[0]
+    return products(inner, [leaves["down"]], residual=x_BTD, run_config=RunConfig(None))[0]
 
 
 def moved_bytes(target: str, rows: int, held: int, rank: int) -> float:

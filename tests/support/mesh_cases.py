@@ -34,6 +34,7 @@ from safetensors.numpy import load_file
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
@@ -160,9 +161,11 @@ def count_collectives(
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
     state = initial_state(call, np.arange(2, dtype=np.int32))
     if step:
-        lowered = DECODE.lower(Plain(config), (params,), (state, cache), np.int32(3), None)
+        lowered = DECODE.lower(Plain(config), (params,), (state, cache), np.int32(3), RunConfig())
     else:
-        lowered = PREFILL.donating.lower(params, config, *pad_prompts(call.prompts, 16), cache, None, 512)
+        lowered = PREFILL.donating.lower(
+            params, config, *pad_prompts(call.prompts, 16), cache, RunConfig(), 512
+        )
     return collectives(lowered.compile())
 
 
@@ -454,7 +457,7 @@ def caches() -> None:
     assert len(parts) == 40 and max(seen.values()) <= 2, seen
     cache = xj.init_cache(over.config, 2, 32, mesh=mesh_of(4))
     compiled = PREFILL.donating.lower(
-        over.params, over.config, *pad_prompts(prompts, 16), cache, None, 512
+        over.params, over.config, *pad_prompts(prompts, 16), cache, RunConfig(), 512
     ).compile()
     held = sum(x.nbytes // 4 for x in jax.tree.leaves(cache.layers))
     assert compiled.memory_analysis().alias_size_in_bytes >= held
@@ -950,9 +953,9 @@ def experts() -> None:
     mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])
     specs = PartitionSpec(), {"router": PartitionSpec(), "experts": PartitionSpec("model")}
 
-    run = partial(mixture_of_experts, config=config, over="model", impl="interpret")
+    run = partial(mixture_of_experts, config=config, run_config=RunConfig("interpret", over="model"))
     sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    want = mixture_of_experts(x_BTD, layer, config, impl="xla")
+    want = mixture_of_experts(x_BTD, layer, config, run_config=RunConfig("xla"))
     np.testing.assert_allclose(jax.jit(sharded)(x_BTD, layer), want, atol=1e-5)
 
 

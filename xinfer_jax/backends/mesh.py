@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..feed_forward.experts import num_local_experts
 from ..ops.largest import largest_k
 from ..ops.operation import match_varying_axes
@@ -52,7 +53,7 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     axes = {*of_one, *(axis for axis in (over, rows) if axis)}
 
     def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
-        return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, over=over)
+        return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, run_config=RunConfig(impl, over=over))
 
     rules = dict(RULES if over else dict.fromkeys(RULES), rows=rows)
     layer_specs = layer_partition_specs(layer, config, mesh, rules)
@@ -111,13 +112,13 @@ def _vocabulary_specs(
 
 
 def summed_linear(  # noqa: PLR0913
-    x: jax.Array, leaf: Params, over: str, dtype: Any, residual: jax.Array | None, impl: str | None
+    x: jax.Array, leaf: Params, over: str, dtype: Any, residual: jax.Array | None, run_config: RunConfig
 ) -> jax.Array:
     """`model.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
     weight = leaf["weight"]
     if not isinstance(weight, AnyArray):
         x, weight = weight.local_shard(x, over)
-    y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
+    y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, run_config=run_config)[0], over)
     if "bias" in leaf:
         y = y + leaf["bias"]
     y = y.astype(dtype)

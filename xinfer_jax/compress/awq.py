@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..config.model_config import ModelConfig
+from ..config.run_config import DEFAULT
 from ..config.unsupported import check_supported
 from ..errors import InputError
 from ..model.decoder_layer import Positions, layer_kinds, self_attention
@@ -234,7 +235,7 @@ def _attention_output(
 ) -> jax.Array:
     position_BT = jnp.arange(x_BTD.shape[1])[None]
     positions = Positions(calibration.angles, None, calibration.length_B, position_BT)
-    return self_attention(layer, *layer_key, x_BTD, positions, None, None)[0]
+    return self_attention(layer, *layer_key, x_BTD, positions, None, DEFAULT)[0]
 
 
 def _is_token(x_BTI: jax.Array, calibration: _Calibration) -> jax.Array:

@@ -1,7 +1,8 @@
 """A frozen `ModelConfig`, static under jit: all numbers of a model. `families` reads it from config.json.
 
 In the order to read: `rope` has the settings of rotary embedding; `layer_spec` says what a layer has;
-`model_config` is `ModelConfig`; `unsupported` is the table of what some kinds of layers do not support.
+`model_config` is `ModelConfig`; `run_config` has what is static about a run and no part
+of the model; `unsupported` is the table of what some kinds of layers do not support.
 
 - A model is settings, not code: no field stands for a family, and only `families` knows the name of one.
 - Numbers that all layers have are fields with the names of config.json. A `LayerSpec` has the structure of a

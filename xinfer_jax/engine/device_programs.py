@@ -88,7 +88,7 @@ def _decode_steps(  # noqa: PLR0913
     until_one_ends,
     capacity,
     num_draft_tokens,
-    impl,
+    run_config,
 ):
     """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup; other
     rows stay as they are.
@@ -104,7 +104,7 @@ def _decode_steps(  # noqa: PLR0913
     longest_B = rows.progress.longest_B(rows.position_B)
     cache = paged_cache(config, pools, states, table_BP, capacity, length_B, longest_B)
 
-    executor = TracedExecutor(impl, inline)
+    executor = TracedExecutor(run_config, inline)
 
     def step(state, cache, counts):
         if num_draft_tokens:
@@ -159,9 +159,9 @@ def _take_output(state):
     return _add_output(state, 0), out
 
 
-def _prompt_logprobs(params, config, tokens_1T, num_tokens_1, cache, target_T, impl):
+def _prompt_logprobs(params, config, tokens_1T, num_tokens_1, cache, target_T, run_config):
     """Prefills a page; `Alternatives` of the token after each position, `target_T`, and the cache."""
-    hidden_1TD, cache = hidden_states(params, config, tokens_1T, cache, num_tokens_1, impl=impl)
+    hidden_1TD, cache = hidden_states(params, config, tokens_1T, cache, num_tokens_1, impl=run_config.impl)
     return _target_logprobs(params, config, hidden_1TD, target_T), cache
 
 
@@ -231,14 +231,14 @@ def _set_pages(pools, page_N, contents):
     return jax.tree.map(lambda pool, pages: pool.at[page_N].set(pages), pools, contents)
 
 
-_STATIC = ("config", "capacity", "num_draft_tokens", "impl")
+_STATIC = ("config", "capacity", "num_draft_tokens", "run_config")
 DECODE_STEPS = jax.jit(
     _decode_steps,
     static_argnames=_STATIC,
     donate_argnames=("rows", "pools", "states"),
     compiler_options=decode_compiler_options(),
 )
-PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "impl"), donate_argnames="cache")
+PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "run_config"), donate_argnames="cache")
 PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
 ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
 TAKE_OUTPUT = jax.jit(_take_output)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
 from ..generation.executor import PaddedTokens, ParamsAndConfig, Run
 from ..generation.executor_choice import executor_class
@@ -69,7 +70,7 @@ class Device:
         self._shape = shape
         self._run = run
         self._dry_run = dry_run
-        self._executor = executor_class(params)(shape.impl, run)
+        self._executor = executor_class(params)(RunConfig(shape.impl), run)
         norm = params["final_norm"]
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
@@ -175,7 +176,9 @@ class Device:
     def _prompt_logprobs(
         self, model: ParamsAndConfig, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
     ) -> Any:
-        return self._run(programs.PROMPT_LOGPROBS, *model, *chunk, cache, target_T, self._shape.impl)
+        return self._run(
+            programs.PROMPT_LOGPROBS, *model, *chunk, cache, target_T, RunConfig(self._shape.impl)
+        )
 
     def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
         """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
@@ -211,7 +214,7 @@ class Device:
         running_B = np.isin(np.arange(shape.rows), [*pages])
         pools = self.pools, self.states
         args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
-        static = shape.capacity, shape.num_draft_tokens, shape.impl
+        static = shape.capacity, shape.num_draft_tokens, RunConfig(shape.impl)
         out: Any
         self.rows, self.pools, self.states, out = self._run(
             programs.DECODE_STEPS, *self._model_of_slots(variants), *args, *static

@@ -9,6 +9,7 @@ from jax import lax
 
 from .. import plugin
 from ..config.model_config import ModelConfig
+from ..config.run_config import DEFAULT, RunConfig
 from ..ops.operation import match_varying_axes, run
 from ..weights.layers import activation, gated_mlp, linear, products, rms_norm
 from ..weights.params import Params
@@ -18,8 +19,7 @@ def mixture_of_experts(
     x_BTD: jax.Array,
     layer: Params,
     config: ModelConfig,
-    over: str | None = None,
-    impl: str | None = None,
+    run_config: RunConfig = DEFAULT,
     *,
     chosen: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
@@ -30,8 +30,8 @@ def mixture_of_experts(
         layer: "router", as `choose_experts` takes it; "experts": the tree of a gated MLP with a first axis X;
             its matrices may be quantized. Both may have biases.
         config: of the model; its `experts` and the activation.
-        over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
-        impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
+        run_config: its `over` divides the experts: the devices' outputs are summed. The derivative of a
+            kernel is that of the plain form.
         chosen: weights and experts of each token; None: `choose_experts` of x.
 
     Returns:
@@ -46,17 +46,17 @@ def mixture_of_experts(
 
     def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
         operands = x_MD, weight_MU, expert_MU, layer["experts"]
-        call = partial(run, "experts", plain, impl=impl, config=config)
+        call = partial(run, "experts", plain, run_config=run_config, config=config)
         tiled = plugin("experts", "gradient")
         out_MD = tiled and tiled(call, operands, config)
         out_MD = call(*operands, derivative=plain) if out_MD is None else out_MD
         return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
-    if over is None:
+    if run_config.over is None:
         return mix(expert_MU)
     from ..backends.mesh import mesh_experts  # optional: meshes
 
-    return mesh_experts(mix, expert_MU, layer, over)
+    return mesh_experts(mix, expert_MU, layer, run_config.over)
 
 
 def choose_experts(

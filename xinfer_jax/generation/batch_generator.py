@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache.kv_cache import KVCache, truncate
+from ..config.run_config import RunConfig
 from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
@@ -86,10 +87,10 @@ class BatchGenerator:
             from ..sampling.caller_processors import guarded  # optional: functions of callers
 
             run = guarded(run, self._call.callers, None, options.taps)
-        traced = TracedExecutor(options.impl, run, taps=options.taps)
+        traced = TracedExecutor(RunConfig(options.impl), run, taps=options.taps)
         if options.taps is not None:
             return traced, traced
-        executor = executor_class(self._call.params)(options.impl, run, self._call.greedy)
+        executor = executor_class(self._call.params)(RunConfig(options.impl), run, self._call.greedy)
         return executor, traced if self._decodes_whole and options.use_cache else executor
 
     def _new_caches(self) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, without_layers
 from ..checks import check_integer, is_sequence, number_array
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..errors import InputError, format_token_counts, format_value
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
@@ -181,7 +182,7 @@ class _Search:
         rows = initial_state(call, prompt_of_row(call))
         self._request = BeamRequest(rows, np.int32(shortest), np.float32(length_penalty))
         self._tokens = pad_prompts(call.prompts, call.capacity, call.rows)
-        self.executor = executor_class(params)(impl)
+        self.executor = executor_class(params)(RunConfig(impl))
 
     def new_cache(self) -> KVCache:
         call = self.call
@@ -192,7 +193,7 @@ class _Search:
         call = self.call
 
         def dry_run(compiler: Any) -> int:
-            executor = type(self.executor)(self.executor.impl, compiler)
+            executor = type(self.executor)(self.executor.run_config, compiler)
             outputs, prefilled = self.prefill(executor, jax.eval_shape(self.new_cache))
             self.search(executor, outputs, [prefilled], 2)
             return compiler.num_programs
@@ -200,7 +201,7 @@ class _Search:
         width = self.executor.prefill_width(call.longest, call.rows)
         of_cache = call.capacity, call.options.cache_dtype
         arrays = call.params, self._tokens, self._request
-        signature = self._strategy, self.executor.impl, width, of_cache, arrays
+        signature = self._strategy, self.executor.run_config, width, of_cache, arrays
         return compile_ahead(call.params, signature, dry_run)[0]
 
     def prefill(self, executor: Executor, cache: KVCache) -> tuple[jax.Array, KVCache]:

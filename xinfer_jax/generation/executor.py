@@ -11,6 +11,7 @@ from .. import plugin
 from ..cache.kv_cache import KVCache
 from ..checks import is_traced
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..weights.params import Params
 from .state import DecodeState
 
@@ -45,10 +46,10 @@ class Executor(Protocol):
 
     name: str
     about: str
-    impl: str | None
+    run_config: RunConfig
     run: Run
 
-    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
+    def __init__(self, run_config: RunConfig, run: Run = run_program, greedy: bool = False):
         """greedy: no row uses a sampling setting; layer by layer, no sampler is compiled then."""
 
     @staticmethod

@@ -13,6 +13,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import array_module, check_array, check_integer, check_range, check_token_ids, is_traced
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..model.decoder import hidden_states, unembed
@@ -113,7 +114,7 @@ def prefill(  # noqa: PLR0913  a public function
 
         taps = check_edits(taps, config, "prefill")
     append = PREFILL.donating if donate else PREFILL.keeping
-    how = impl, prefill_chunk_size(cache), inputs_BTD, return_routes, taps
+    how = RunConfig(impl), prefill_chunk_size(cache), inputs_BTD, return_routes, taps
     return append(params, config, tokens_BT, num_tokens_B, cache, *how)
 
 
@@ -139,7 +140,7 @@ def decode_step(
     check_array("token_B", token_B, np.integer, "rows")
     _check_cache(config, cache, token_B.shape[0])
     step = _STEP.donating if donate else _STEP.keeping
-    return step(params, config, token_B, cache, impl)
+    return step(params, config, token_B, cache, RunConfig(impl))
 
 
 @in_default_modes
@@ -252,7 +253,8 @@ def decode_loop(  # noqa: PLR0913  a public function
     seen_BV = array_module(B).zeros((B, V), bool) if seen_BV is None else seen_BV
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
-        seen_BV, history_BS, bucket(size), impl, automata, callers, stop, logprobs, return_routes, taps,
+        seen_BV, history_BS, bucket(size), RunConfig(impl), automata, callers, stop, logprobs, return_routes,
+        taps,
     )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
@@ -316,14 +318,14 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 
 
 @over_any_mesh
-def _decode_step(params, config, token_B, cache, impl):
-    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, impl=impl)
+def _decode_step(params, config, token_B, cache, run_config):
+    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, impl=run_config.impl)
     return unembed(params, config, hidden_BTD[:, 0]), cache
 
 
 @over_any_mesh
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
-    params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl,
+    params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, run_config,
     automata, callers, stop, logprobs, return_routes, taps,
 ):  # fmt: skip
     B, V = logits_BV.shape
@@ -338,18 +340,18 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)
         state = dataclasses.replace(state, alternatives=recorded)
     plain = Plain(config, stop)
-    state = plain.ended(sample_and_append(logits_BV, state, impl))
+    state = plain.ended(sample_and_append(logits_BV, state, run_config))
     routes = []
     if return_routes:
         from ..model.routes import free_routes  # optional: routes
 
         routes = [free_routes(config, (B, size))]
-    state, cache, *routes = decode(plain, (params, taps), (state, cache, *routes), size, impl)
+    state, cache, *routes = decode(plain, (params, taps), (state, cache, *routes), size, run_config)
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"
     return without_gradient(results, "decode_loop", remedy)
 
 
-_STEP = jit_variants(_decode_step, "config", "impl")
-_LOOP = jit_variants(_decode_loop, "config", "impl", "size", "stop", "logprobs", "return_routes")
+_STEP = jit_variants(_decode_step, "config", "run_config")
+_LOOP = jit_variants(_decode_loop, "config", "run_config", "size", "stop", "logprobs", "return_routes")

@@ -16,6 +16,7 @@ from jax import lax
 
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..model.decoder import hidden_states, run_model, unembed
 from ..ops.operation import match_varying_axes, over_any_mesh, run, without_gradient
 from ..weights.params import Params, activation_dtype
@@ -40,7 +41,7 @@ def prefill_chunks(  # noqa: PLR0913
     tokens_BT: jax.Array,
     num_tokens_B: jax.Array,
     cache: KVCache,
-    impl: str | None,
+    run_config: RunConfig,
     chunk: int,
     inputs_BTD: jax.Array | None = None,
     return_routes: bool = False,
@@ -54,7 +55,7 @@ def prefill_chunks(  # noqa: PLR0913
 
     def run_chunk(tokens_BT, num_tokens_B, cache, previous_BD, inputs_BTD):
         """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
-        how = dict(inputs_BTD=inputs_BTD, return_routes=return_routes, taps=taps, impl=impl)
+        how = dict(inputs_BTD=inputs_BTD, return_routes=return_routes, taps=taps, impl=run_config.impl)
         hidden_BTD, *others = hidden_states(params, config, tokens_BT, cache, num_tokens_B, **how)
         others = others[: 1 + return_routes]
         last_BD = last_hidden(hidden_BTD, num_tokens_B)
@@ -91,18 +92,18 @@ def prefill_chunks(  # noqa: PLR0913
 
 
 def prefill_uncached(
-    params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, impl: str | None
+    params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
     """Logits [B, V] after each row's last token, without a cache."""
-    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)
+    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=run_config.impl)
     return unembed(params, config, last_hidden(hidden_BTD, num_tokens_B))
 
 
 def hidden_uncached(
-    params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, impl: str | None
+    params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, without a cache."""
-    return hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)[0]
+    return hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=run_config.impl)[0]
 
 
 def last_hidden(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
@@ -131,9 +132,9 @@ class TracedExecutor:
     name = "whole"
     about = "the model is one program, with its loop on the device"
 
-    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False, taps: Any = None):
+    def __init__(self, run_config: RunConfig, run: Run = run_program, greedy: bool = False, taps: Any = None):
         """taps: of prompts; those of steps are among a strategy's constants."""
-        self.impl = impl
+        self.run_config = run_config
         self.run = run
         self._taps = taps
 
@@ -145,21 +146,21 @@ class TracedExecutor:
         self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
     ) -> Any:
         if cache is None:
-            return self.run(_PREFILL_UNCACHED, *model, *tokens, self.impl), None
-        how = self.impl, prefill_chunk_size(cache), None, False, self._taps
+            return self.run(_PREFILL_UNCACHED, *model, *tokens, self.run_config), None
+        how = self.run_config, prefill_chunk_size(cache), None, False, self._taps
         return self.run(PREFILL.donating, *model, *tokens, cache, *how)
 
     def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
-        return self.run(_HIDDEN_UNCACHED, *model, *tokens, self.impl)
+        return self.run(_HIDDEN_UNCACHED, *model, *tokens, self.run_config)
 
     def logits(self, model: ParamsAndConfig, outputs: Any) -> Any:
         return outputs
 
     def decode(self, strategy: Strategy, constants: tuple, carry: Carry, steps: int) -> Carry:
-        return self.run(DECODE, strategy, constants, carry, np.int32(steps), self.impl)
+        return self.run(DECODE, strategy, constants, carry, np.int32(steps), self.run_config)
 
     def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
-        return self.run(_SEARCH, strategy, constants, logits, cache, self.impl)
+        return self.run(_SEARCH, strategy, constants, logits, cache, self.run_config)
 
     def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
         return self.run(REORDER, cache, index_R)
@@ -168,11 +169,11 @@ class TracedExecutor:
         self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
     ) -> tuple[Hidden, KVCache]:
         inputs, cache = make_inputs(cache, *args)
-        hidden_BTD, cache, routes, _ = run_model(*model, inputs, cache, self.impl)
+        hidden_BTD, cache, routes, _ = run_model(*model, inputs, cache, self.run_config)
         return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position], routes), cache
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        return self.run(_SAMPLE, outputs, state, self.impl), None
+        return self.run(_SAMPLE, outputs, state, self.run_config), None
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
         return self.run(function, *(args if takes_hidden else map(to_logits, args)))
@@ -181,11 +182,11 @@ class TracedExecutor:
     reorder_tail = staticmethod(reorder_tail)
 
 
-def decode(strategy: Strategy, constants: tuple, carry: Carry, steps: Any, impl: str | None) -> Carry:
+def decode(strategy: Strategy, constants: tuple, carry: Carry, steps: Any, run_config: RunConfig) -> Carry:
     """The carry after so many steps (int32) of a strategy, or fewer where all rows end. steps: None: no
     limit.
     """
-    executor = TracedExecutor(impl, inline)
+    executor = TracedExecutor(run_config, inline)
     return loop_until_done(
         lambda *carry: strategy.step(executor, constants, carry)[0],
         lambda *carry: strategy.continues(constants, carry),
@@ -208,22 +209,26 @@ def loop_until_done(step: Callable, continues: Callable, steps: Any, *carry: Any
     return tuple(carry_after)
 
 
-def search(strategy: Any, constants: tuple, logits_BV: jax.Array, cache: KVCache, impl: str | None) -> Any:
+def search(
+    strategy: Any, constants: tuple, logits_BV: jax.Array, cache: KVCache, run_config: RunConfig
+) -> Any:
     """The results of a strategy that runs to its end."""
-    carry, _ = strategy.init(TracedExecutor(impl, inline), constants, logits_BV, cache)
-    return strategy.results(decode(strategy, constants, carry, None, impl))
+    carry, _ = strategy.init(TracedExecutor(run_config, inline), constants, logits_BV, cache)
+    return strategy.results(decode(strategy, constants, carry, None, run_config))
 
 
-def sample(outputs: Any, state: DecodeState, impl: str | None) -> DecodeState:
+def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeState:
     """`sample_and_append` of logits [B, V], or of `Hidden`."""
     if not isinstance(outputs, Hidden):
-        return sample_and_append(outputs, state, impl)
+        return sample_and_append(outputs, state, run_config)
     params, config = outputs.model
 
     def plain(params: Params, hidden_BD: jax.Array, state: DecodeState) -> DecodeState:
-        return sample_and_append(unembed(params, config, hidden_BD), state, impl)
+        return sample_and_append(unembed(params, config, hidden_BD), state, run_config)
 
-    return run("sample_from_hidden", plain, params, outputs.hidden, state, impl=impl, config=config)
+    return run(
+        "sample_from_hidden", plain, params, outputs.hidden, state, run_config=run_config, config=config
+    )
 
 
 class JitVariants(NamedTuple):
@@ -241,16 +246,16 @@ def jit_variants(function: Any, *static: str) -> JitVariants:
     return JitVariants(jit(function), jit(function, donate_argnames="cache"))
 
 
-PREFILL = jit_variants(prefill_chunks, "config", "impl", "chunk", "return_routes")
+PREFILL = jit_variants(prefill_chunks, "config", "run_config", "chunk", "return_routes")
 # With options it cannot be called in a caller's jit.
 DECODE = jax.jit(
     decode,
-    static_argnames=("strategy", "impl"),
+    static_argnames=("strategy", "run_config"),
     donate_argnames="carry",
     compiler_options=decode_compiler_options(),
 )
 REORDER = jax.jit(reorder)
-_PREFILL_UNCACHED = jax.jit(prefill_uncached, static_argnames=("config", "impl"))
-_HIDDEN_UNCACHED = jax.jit(hidden_uncached, static_argnames=("config", "impl"))
-_SAMPLE = jax.jit(sample, static_argnames="impl")
-_SEARCH = jax.jit(search, static_argnames=("strategy", "impl"))
+_PREFILL_UNCACHED = jax.jit(prefill_uncached, static_argnames=("config", "run_config"))
+_HIDDEN_UNCACHED = jax.jit(hidden_uncached, static_argnames=("config", "run_config"))
+_SAMPLE = jax.jit(sample, static_argnames="run_config")
+_SEARCH = jax.jit(search, static_argnames=("strategy", "run_config"))

@@ -17,6 +17,7 @@ from jax import lax
 
 from ..checks import check_array, check_integer, check_range, is_traced, number_array
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
@@ -162,7 +163,7 @@ def score(  # noqa: PLR0913  a public function
     scores, *routes = _score(
         params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature_B11,
         reference, teacher_topk, routes, taps,
-        return_routes=return_routes, entropy=entropy, chunk=chunk, remat=remat, impl=impl,
+        return_routes=return_routes, entropy=entropy, chunk=chunk, run_config=RunConfig(impl, remat),
     )  # fmt: skip
     if return_routes:
         scores = dataclasses.replace(scores, routes=routes[0])
@@ -250,15 +251,17 @@ def score_completions(
     ]
 
 
-@partial(jax.jit, static_argnames=("config", "return_routes", "entropy", "chunk", "remat", "impl"))
+@partial(jax.jit, static_argnames=("config", "return_routes", "entropy", "chunk", "run_config"))
 @over_any_mesh
 def _score(  # noqa: PLR0913
     params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature_B11, reference, teacher_topk,
-    routes, taps, *, return_routes, entropy, chunk, remat, impl,
+    routes, taps, *, return_routes, entropy, chunk, run_config,
 ):  # fmt: skip
     segment_ids_BT, positions_BT = packing
     tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
-    how = dict(segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=remat, impl=impl)
+    how = dict(
+        segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=run_config.remat, impl=run_config.impl
+    )
     hidden_BTD, _, *routes = hidden_states(
         params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, routes=routes,
         return_routes=return_routes, taps=taps, **how,

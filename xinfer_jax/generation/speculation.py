@@ -19,6 +19,7 @@ from jax import lax
 
 from ..cache.kv_cache import KVCache, truncate, without_layers
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..errors import InputError, format_value
 from ..model.decoder import Inputs
 from ..ops.operation import run
@@ -67,7 +68,7 @@ class Speculative(Strategy):
         # A draft token past the capacity is dropped. Its logits come after the row's last token.
         lengths = dataclasses.replace(without_layers(cache), overflow_B=overflow_B)
         counts = dataclasses.replace(draft, cache=None)
-        args = state, draft_BT, counts, lengths, executor.impl
+        args = state, draft_BT, counts, lengths, executor.run_config
         state, counts, lengths, continues = executor.call(_VERIFY, outputs, *args, takes_hidden=True)
         cache = dataclasses.replace(lengths, layers=cache.layers)
         return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
@@ -89,7 +90,7 @@ class Speculative(Strategy):
         def propose(inputs, i, carry):
             draft_BT, args, context, cache = carry
             outputs, cache = executor.forward(model, inputs, args, cache, -1)
-            args = state, context, draft_BT, i, executor.impl
+            args = state, context, draft_BT, i, executor.run_config
             draft_BT, token_B, context = executor.call(_ADD_DRAFT_TOKEN, outputs, *args)
             return draft_BT, (token_B,), context, cache
 
@@ -118,32 +119,32 @@ def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> tup
 
 
 def verify(
-    outputs: Any, state: DecodeState, draft_BT: jax.Array, counts: SpeculationState, impl: str | None
+    outputs: Any, state: DecodeState, draft_BT: jax.Array, counts: SpeculationState, run_config: RunConfig
 ) -> tuple[DecodeState, SpeculationState]:
     """Appends the tokens that the model samples itself as long as they equal the draft tokens, and one more.
     outputs: logits [B, T, V], or `Hidden` [B, T, D], of the last token and the T - 1 tokens of draft_BT.
     """
     active_B = state.active_B
     length_B = state.length_B
-    plain = functools.partial(_verify_in_turn, outputs, impl)
-    state = run("verify", plain, state, draft_BT, impl=impl, outputs=outputs)
+    plain = functools.partial(_verify_in_turn, outputs, run_config)
+    state = run("verify", plain, state, draft_BT, run_config=run_config, outputs=outputs)
     num_accepted_B = counts.accepted_B + jnp.maximum(state.length_B - length_B - 1, 0)
     return state, SpeculationState(counts.cache, counts.passes_B + active_B, num_accepted_B)
 
 
-def _verify_in_turn(outputs, impl, state, draft_BT):
+def _verify_in_turn(outputs, run_config, state, draft_BT):
     """The state after `verify`; each token is sampled after the one before it was appended."""
     logits_BTV = to_logits(outputs)
     count = draft_BT.shape[1]
     accepted_B = state.active_B
     for i in range(count + 1):  # the token after i draft tokens, all accepted
-        state = sample_and_append(logits_BTV[:, i], state, impl, accepted_B)
+        state = sample_and_append(logits_BTV[:, i], state, run_config, accepted_B)
         accepted_B = accepted_B & (state.token_B == draft_BT[:, min(i, count - 1)])
     return state
 
 
-def _verify(outputs, state, draft_BT, counts, lengths, impl):
-    state, counts = verify(outputs, state, draft_BT, counts, impl)
+def _verify(outputs, state, draft_BT, counts, lengths, run_config):
+    state, counts = verify(outputs, state, draft_BT, counts, run_config)
     return state, counts, truncate(lengths, state.position_B - 1), jnp.any(state.active_B)
 
 
@@ -152,16 +153,16 @@ def _call_draft_function(proposer: DraftFunction, count: int, history_BS: Any, l
     return jnp.asarray(proposer(history_BS, length_B, count), jnp.int32)
 
 
-def _add_draft_token(logits, state, context, draft_BT, i, impl):
+def _add_draft_token(logits, state, context, draft_BT, i, run_config):
     """The draft tokens with one more, sampled with the noise that the model itself will sample with."""
     logits_BV = logits_at(logits, -1)
-    token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, impl)
+    token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, run_config)
     context = context.append_token(token_B, state.active_B)
     return jnp.asarray(draft_BT).at[:, i].set(token_B), token_B, context
 
 
-_VERIFY = jax.jit(_verify, static_argnames="impl", donate_argnames="state")
-_ADD_DRAFT_TOKEN = jax.jit(_add_draft_token, static_argnames="impl")
+_VERIFY = jax.jit(_verify, static_argnames="run_config", donate_argnames="state")
+_ADD_DRAFT_TOKEN = jax.jit(_add_draft_token, static_argnames="run_config")
 _CALL_DRAFT_FUNCTION = jax.jit(_call_draft_function, static_argnums=(0, 1))
 
 

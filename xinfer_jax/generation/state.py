@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import array_module
+from ..config.run_config import RunConfig
 from ..errors import ShortRepr
 from ..ops.operation import run
 from ..sampling.context import Context
@@ -118,11 +119,11 @@ def fetch_tokens(state: DecodeState, rows: int) -> GeneratedTokens:
 
 
 def sample_and_append(
-    logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
+    logits_BV: jax.Array, state: DecodeState, run_config: RunConfig, among_B: Any = True
 ) -> DecodeState:
     """Samples the next token of each active row of `among_B` from logits, and appends it."""
     token_B, logprobs, sampled_from = choose_tokens(
-        logits_BV, state.key_B, state.sampling_B, state.context, impl
+        logits_BV, state.key_B, state.sampling_B, state.context, run_config
     )
     state = record_token(logits_BV, sampled_from, token_B, state, among_B)
     token_B, state = after_recording(token_B, state)

@@ -59,11 +59,11 @@ def _head(params, config, x_BTD):
     return unembed(params, config, final_norm(params, config, x_BTD))
 
 
-def _layers(layers, head, is_last, config, kinds, caches, x_BTD, positions, keys, impl):  # noqa: PLR0913  as `run_layers`
+def _layers(layers, head, is_last, config, kinds, caches, x_BTD, positions, keys, run_config):  # noqa: PLR0913  as `run_layers`
     """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
     ms more per token. All groups of a size share one program: `is_last` is traced; None: it is the last.
     """
-    x_BTD, keys, experts = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, impl)
+    x_BTD, keys, experts = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, run_config)
     if head is None:
         return x_BTD, None, keys, experts
     if is_last is None:
@@ -81,15 +81,15 @@ def _record_routes(pages, experts, positions):
     return routes_used(experts, positions, [pages])[1][0]
 
 
-def _most_likely(logits_B1V, impl):
-    return argmax(logits_B1V[:, 0], impl)
+def _most_likely(logits_B1V, run_config):
+    return argmax(logits_B1V[:, 0], run_config)
 
 
-def _sample(logits_B1V, state, among_B, impl, taken):
+def _sample(logits_B1V, state, among_B, run_config, taken):
     """A token of each row, and the logits [B, V] that it was sampled from, where they are `taken`."""
     sampling_B = state.sampling_B if among_B is None else select_rows(state.sampling_B, among_B)
     context = state.context if among_B is None else state.context.select_rows(among_B)
-    token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, context, impl)
+    token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, context, run_config)
     return token_B, sampled_from() if taken else None
 
 
@@ -124,7 +124,7 @@ def _reorder_tail(keys, index_B, first, count):
 EMBED = jax.jit(_embed, static_argnames=("config", "make_inputs", "capacity"))
 LAYERS = jax.jit(
     _layers,
-    static_argnames=("config", "impl", "kinds", "caches"),
+    static_argnames=("config", "run_config", "kinds", "caches"),
     donate_argnames=("x_BTD", "keys"),
     compiler_options=decode_compiler_options(),
 )
@@ -132,8 +132,8 @@ RECORD_ROUTES = jax.jit(_record_routes, donate_argnames="pages")
 LAST = jax.jit(_last)
 NORM = jax.jit(final_norm, static_argnames="config")
 HEAD = jax.jit(_head, static_argnames="config", compiler_options=decode_compiler_options())
-MOST_LIKELY = jax.jit(_most_likely, static_argnames="impl")
-SAMPLE = jax.jit(_sample, static_argnames=("impl", "taken"))
+MOST_LIKELY = jax.jit(_most_likely, static_argnames="run_config")
+SAMPLE = jax.jit(_sample, static_argnames=("run_config", "taken"))
 RECORD = jax.jit(_record, donate_argnames="alternatives")
 APPEND = jax.jit(_append, donate_argnames="state")
 REORDER_LAYER = jax.jit(_reorder_layer)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, required_chunk, without_layers
+from ..config.run_config import RunConfig
 from ..generation.executor import (
     PaddedTokens,
     ParamsAndConfig,
@@ -81,8 +82,8 @@ class LayerwiseExecutor:
     name = "layer by layer"
     about = "programs for one or a few layers, called from the host"
 
-    def __init__(self, impl: str | None, run: Run = run_program, greedy: bool = False):
-        self.impl = impl
+    def __init__(self, run_config: RunConfig, run: Run = run_program, greedy: bool = False):
+        self.run_config = run_config
         self.run = run
         self._greedy = greedy
 
@@ -174,10 +175,10 @@ class LayerwiseExecutor:
         taken_BV = None
         alternatives = state.alternatives
         if greedy:
-            token_B = self.run(MOST_LIKELY, logits_B1V, self.impl)
+            token_B = self.run(MOST_LIKELY, logits_B1V, self.run_config)
         else:
             recorded |= alternatives is not None
-            token_B, taken_BV = self.run(SAMPLE, logits_B1V, state, among_B, self.impl, recorded)
+            token_B, taken_BV = self.run(SAMPLE, logits_B1V, state, among_B, self.run_config, recorded)
         state = dataclasses.replace(state, alternatives=None)
         if alternatives is not None:
             alternatives = self.run(RECORD, alternatives, logits_B1V, taken_BV, token_B, state, among_B)
@@ -235,7 +236,7 @@ class LayerwiseExecutor:
             caches = tuple(map(used.index, of_layers))
             x_BTD, logits_BTV, group_keys, group_experts = self.run(
                 LAYERS, params["layers"][group], head, is_last, config, kinds, caches, x_BTD,
-                positions.of_layers(group), tuple(keys[i] for i in used), self.impl,
+                positions.of_layers(group), tuple(keys[i] for i in used), self.run_config,
             )  # fmt: skip
             for i, layer in zip(used, group_keys, strict=True):
                 keys[i] = layer

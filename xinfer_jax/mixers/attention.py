@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..cache.contiguous import Block, Contiguous
+from ..config.run_config import DEFAULT, RunConfig
 from ..errors import InputError
 from ..ops.operation import match_varying_axes, run
 from ..ops.product import float_precision
@@ -47,7 +48,7 @@ def attention(  # noqa: PLR0913
     sink_N: jax.Array | None = None,
     ahead: int = 0,
     first_BT: jax.Array | None = None,
-    impl: str | None = None,
+    run_config: RunConfig = DEFAULT,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
 
@@ -65,7 +66,7 @@ def attention(  # noqa: PLR0913
         ahead: without start_B: keys after its own position that a query sees too; the window ends there.
         first_BT: None, or the position of the first key that each query sees: packed segments. In plain jnp
             only, without start_B.
-        impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel, and of loops over the blocks
+        run_config: its `impl` names a kernel. The gradient of a kernel, and of loops over the blocks
             that rows have, is that of the plain jnp over all blocks; cuDNN has its own.
 
     Returns:
@@ -81,17 +82,21 @@ def attention(  # noqa: PLR0913
     sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
     few = not static and q_BTNH.shape[1] <= ROW_QUERIES
     if first_BT is not None:
-        if impl not in (None, "xla"):
-            raise InputError(f"packed segments have no attention kernel, got impl={impl!r}: leave it out")
+        if run_config.impl not in (None, "xla"):
+            raise InputError(
+                f"packed segments have no attention kernel, got impl={run_config.impl!r}: leave it out"
+            )
         return blocked_attention(
             q_BTNH, kv, start_B, length_B, sink_N, scoring=scoring, static=True, first_BT=first_BT
         )
     fixed = partial(blocked_attention, scoring=scoring, static=True)
     plain = fixed if static else partial(blocked_attention, scoring=scoring, static=False)
-    by_kernel = partial(run, "attention", plain, impl=impl, derivative=fixed, scoring=scoring, few=few)
+    by_kernel = partial(
+        run, "attention", plain, run_config=run_config, derivative=fixed, scoring=scoring, few=few
+    )
     operands = q_BTNH, kv, start_B, length_B, sink_N
     if static and not ahead:
-        return run("causal_attention", by_kernel, *operands, impl=impl, scoring=scoring)
+        return run("causal_attention", by_kernel, *operands, run_config=run_config, scoring=scoring)
     return by_kernel(*operands)
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..ops.operation import match_varying_axes, run
 from ..ops.product import float_precision
 from ..weights.layers import Norm, activation, linear, products, rms_norm
@@ -49,8 +50,7 @@ def linear_attention(  # noqa: PLR0913
     x_BTD: jax.Array,
     positions: Any,
     cache: Recurrent | None,
-    impl: str | None,
-    over: str | None = None,
+    run_config: RunConfig,
     *,
     before: Norm | None = None,
     residual: jax.Array | None = None,
@@ -62,15 +62,18 @@ def linear_attention(  # noqa: PLR0913
         x_BTD: hidden states.
         positions: `Positions` of the call.
         cache: the state before these tokens; None: they are the first ones.
-        impl: of the products and of what is between them, as in `products`.
-        over: a mesh axis along which the heads are sharded.
+        run_config: of the products and of what is between them, as in `products`.
         before, residual: as in `products`.
     """
-    new = products(x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, impl=impl)
+    new = products(
+        x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, run_config=run_config
+    )
     weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
     operands = new, weights, cache, positions.start_B, positions.num_tokens_B, positions.first_BT
-    out_BTI, cache = run("delta_step", partial(_mix, config=config), *operands, impl=impl, config=config)
-    return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), cache
+    out_BTI, cache = run(
+        "delta_step", partial(_mix, config=config), *operands, run_config=run_config, config=config
+    )
+    return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache
 
 
 def _mix(  # noqa: PLR0913

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ..cache.contiguous import Contiguous
+from ..config.run_config import RunConfig
 from ..ops.operation import run
 from ..weights.layers import apply_rope, rms_norm
 
@@ -31,14 +32,16 @@ def rotate_and_append(  # noqa: PLR0913
     kv: Contiguous,
     start_B: jax.Array,
     num_tokens_B: jax.Array,
-    impl: str | None,
+    run_config: RunConfig,
 ) -> tuple[jax.Array, Contiguous]:
     """The queries after norm and RoPE, and the cache with the new keys and values. Arguments as in `rotate`
     and `Contiguous.append`.
     """
     weights, static = norms or (None, None)
     operands = qkv, weights, angles, kv, start_B, num_tokens_B
-    return run("rope_append", partial(plain_append, norm=static), *operands, impl=impl, norm=static)
+    return run(
+        "rope_append", partial(plain_append, norm=static), *operands, run_config=run_config, norm=static
+    )
 
 
 def norm_heads(qkv: _QKV, norms: HeadNorms | None) -> _QKV:

@@ -12,6 +12,7 @@ from .. import plugin
 from ..cache.contiguous import uncached_kv
 from ..checks import check_integer, is_sequence
 from ..config.model_config import ModelConfig
+from ..config.run_config import PLAIN
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
 from ..mixers.attention import attention
@@ -77,7 +78,7 @@ def attention_weights(
         if config.rotated:
             x_BTD = plugin("rotation", "rotate")(x_BTD, config.hidden_size)
         before = norm_before(layer, "attn_norm", config) if config.layers[i].pre_norm else None
-        qkv, _ = project_qkv(layer, config, i, x_BTD, None, before, "xla")
+        qkv, _ = project_qkv(layer, config, i, x_BTD, before, PLAIN)
         rope = config.layer_rope(i)
         angles = None if rope is None else positions.angles[config.ropes.index(rope)]
         q_BTNH, k_BTKH, _ = rotate(qkv, head_norms(layer, config, spec), angles)
@@ -90,7 +91,7 @@ def attention_weights(
         kv = dataclasses.replace(uncached_kv(k_BKTH, ones_BKTT), window=spec.window)
         scoring = attention_scoring(layer, config, i)
         out_BTNT = attention(
-            q_BTNH.astype(jnp.float32), kv, length_B=positions.num_tokens_B, **scoring, impl="xla"
+            q_BTNH.astype(jnp.float32), kv, length_B=positions.num_tokens_B, **scoring, run_config=PLAIN
         )
         N = out_BTNT.shape[2]
         chosen = range(N) if heads is None else [check_integer("heads: head", n, 0, N - 1) for n in heads]

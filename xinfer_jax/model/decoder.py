@@ -12,6 +12,7 @@ from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl, over_any_mesh, run
@@ -145,13 +146,13 @@ def hidden_states(  # noqa: PLR0913  a public function
 
         routes = free_routes(config, np.shape(tokens_BT))
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT, routes, taps)
-    hidden_BTD, cache, routes, reads = run_model(params, config, inputs, cache, impl, remat)
+    hidden_BTD, cache, routes, reads = run_model(params, config, inputs, cache, RunConfig(impl, remat))
     others = [routes] if return_routes else []
     return hidden_BTD, cache, *others, *([] if taps is None else [reads])
 
 
-def run_model(  # noqa: PLR0913
-    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, impl: str | None, remat=None
+def run_model(
+    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, run_config: RunConfig
 ) -> tuple[Any, Any, Any, Any]:
     """`hidden_states` of these inputs, the cache with them appended, routes if they are asked for, and what
     taps read.
@@ -159,7 +160,7 @@ def run_model(  # noqa: PLR0913
     tokens_BT, num_tokens_B, embeddings_BTD = inputs[:3]
     check_params(params, config, stacked=cache is None)
     check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
-    check_impl(impl)
+    check_impl(run_config.impl)
     if cache is not None:
         check_append(cache, tokens_BT.shape[1])
     x_BTD, positions = embed_inputs(params, config, inputs, cache)
@@ -171,7 +172,7 @@ def run_model(  # noqa: PLR0913
         of_layers = routes_of_layers(config, tokens_BT.shape, routes)
         positions = positions._replace(routes=of_layers)
     kinds = layer_kinds(config)
-    args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl, remat
+    args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, run_config
     run_all: Any = run_layers
     if isinstance(params["layers"], dict):
         from .stacked_layers import run_stacked_layers  # optional: stacked layers

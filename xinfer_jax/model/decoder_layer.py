@@ -15,6 +15,7 @@ from ..cache.layer_cache import LayerCache
 from ..cache.stored_kv import is_quantized_kv
 from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..errors import InputError
 from ..feed_forward.experts import choose_experts, mixture_of_experts
 from ..mixers.attention import attention
@@ -65,23 +66,22 @@ def run_layer(  # noqa: PLR0913
     x_BTD: Any,
     positions: Positions,
     kv: Any,
-    impl: str | None,
+    run_config: RunConfig,
     half: str | None = None,
 ) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
     """The output of one layer, [B, T, D]; its cache with the new tokens (without a cache: None, or the
     layer's keys and values in a model in which other layers use them); and the experts of each token, int32
     [B·T, U], where positions have routes. half: "attention" or "mlp": x after it, with the residual added.
     """
-    plain = functools.partial(_run_layer, config=config, kind=kind, impl=impl, half=half)
-    return run("decoder_layer", plain, layer, x_BTD, positions, kv, config=config)
+    plain = functools.partial(_run_layer, config=config, kind=kind, run_config=run_config, half=half)
+    return run("decoder_layer", plain, layer, x_BTD, positions, kv, run_config=run_config, config=config)
 
 
-def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, half, over=None):  # noqa: PLR0913
-    """over: a mesh axis along which heads, experts, the MLP's features and the cache are sharded."""
+def _run_layer(layer, x_BTD, positions, kv, config, kind, run_config, half):
     spec = config.layers[kind]
     is_added_here = spec.post_norm or config.residual_multiplier != 1
     if half != "mlp":
-        args = x_BTD, positions, kv, impl, over
+        args = x_BTD, positions, kv, run_config
         before = norm_before(layer, "attn_norm", config) if spec.pre_norm else None
         around: dict[str, Any] = dict(before=before, residual=None if is_added_here else x_BTD)
         if config.is_linear(kind):
@@ -94,11 +94,11 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, half, over=None)
         return x_BTD, kv, None
     route_BTU = positions.routes[0] if positions.routes else None
     residual = None if is_added_here else x_BTD
-    fed_BTD, expert_MU = _feed_forward(x_BTD, residual, layer, config, spec, over, impl, route_BTU)
+    fed_BTD, expert_MU = _feed_forward(x_BTD, residual, layer, config, spec, run_config, route_BTU)
     fed_BTD = checkpoint_name(fed_BTD, "mlp_out")
     x_BTD = _add_output(x_BTD, fed_BTD, layer, "mlp_post_norm", config, spec)
     if positions.layer_inputs:
-        x_BTD = x_BTD + _of_layer_input(x_BTD, positions.layer_inputs[0], layer, config, impl)
+        x_BTD = x_BTD + _of_layer_input(x_BTD, positions.layer_inputs[0], layer, config, run_config)
     x_BTD = x_BTD * layer["layer_scalar"] if spec.scalar else x_BTD
     return x_BTD, kv, None if route_BTU is None else expert_MU
 
@@ -113,43 +113,47 @@ def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, s
     return x_BTD + (out_BTD if factor == 1 else (factor * out_BTD.astype(jnp.float32)).astype(out_BTD.dtype))
 
 
-def _of_layer_input(x_BTD, input_BTP, layer: Params, config: ModelConfig, impl: str | None) -> jax.Array:
+def _of_layer_input(x_BTD, input_BTP, layer: Params, config: ModelConfig, run_config: RunConfig) -> jax.Array:
     """What the layer's own input adds to the hidden states, gated by them."""
-    gate_BTP = activation(config)(linear(x_BTD, layer["input_gate"], impl=impl))
-    return norm(linear(gate_BTP * input_BTP, layer["input_proj"], impl=impl), layer, "input_norm", config)
+    gate_BTP = activation(config)(linear(x_BTD, layer["input_gate"], run_config=run_config))
+    return norm(
+        linear(gate_BTP * input_BTP, layer["input_proj"], run_config=run_config), layer, "input_norm", config
+    )
 
 
 # Jitted within a trace too: layers then share a trace, and lowering 24 of them takes a tenth of the time.
-_JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "impl", "half"))
+_JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "run_config", "half"))
 
 
-def layer_runner(remat: Any) -> Callable:
-    """`run_layer`, of which the backward pass stores what `remat` says, as in `hidden_states`."""
+def layer_runner(run_config: RunConfig) -> Callable:
+    """`run_layer`, of which the backward pass stores what `RunConfig.remat` says."""
+    remat = run_config.remat
     if remat is None:
         return _JITTED_LAYER
     if remat != "layer" and not callable(remat):
         raise InputError(f'remat must be None, "layer" or a policy of jax.checkpoint_policies, got {remat!r}')
-    policy = None if remat == "layer" else remat
+    policy = remat if callable(remat) else None
     return jax.checkpoint(_JITTED_LAYER, policy=policy, static_argnums=(1, 2, 6, 7))
 
 
 def run_layers(  # noqa: PLR0913
-    layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl, remat=None, half=None
+    layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, run_config, half=None
 ) -> tuple[Any, tuple, list]:
     """`run_layer` for several layers in order; layers, kinds and caches have one entry for each, and so have
     the caches and experts that are returned.
 
-    kv: layer caches, or None for each. caches: the index in kv of the cache that the layer uses. remat: as in
-    `hidden_states`.
+    kv: layer caches, or None for each. caches: the index in kv of the cache that the layer uses.
     """
     kv = list(kv)
     experts = []
-    run_one = layer_runner(remat)
+    run_one = layer_runner(run_config)
     for i, (layer, kind, cache) in enumerate(zip(layers, kinds, caches, strict=True)):
         of_layer = positions.of_layers(slice(i, i + 1))
         vectors = layer.get("vectors")  # of an engine, [N, D], and the factors of rows [B, N]
         layer = {name: layer[name] for name in layer if name != "vectors"}  # noqa: PLW2901
-        x_BTD, kv[cache], expert_MU = run_one(layer, config, kind, x_BTD, of_layer, kv[cache], impl, half)
+        x_BTD, kv[cache], expert_MU = run_one(
+            layer, config, kind, x_BTD, of_layer, kv[cache], run_config, half
+        )
         if vectors is not None:
             added_BD = jnp.sum(vectors[0] * vectors[1][..., None], 1)
             x_BTD = x_BTD + added_BD[:, None].astype(x_BTD.dtype)
@@ -164,8 +168,7 @@ def self_attention(  # noqa: PLR0913
     x_BTD: Any,
     positions: Positions,
     kv: Any,
-    impl: str | None,
-    over: str | None = None,
+    run_config: RunConfig,
     *,
     before: Norm | None = None,
     residual: jax.Array | None = None,
@@ -187,10 +190,10 @@ def self_attention(  # noqa: PLR0913
     angles = None if rope is None else positions.angles[rope]
     gate_BTI = None
     if spec.shares_kv:
-        q_BTNH = _only_queries(layer, config, kind, x_BTD, angles, before, impl)
+        q_BTNH = _only_queries(layer, config, kind, x_BTD, angles, before, run_config)
         visible = kv
     else:
-        qkv, gate_BTI = project_qkv(layer, config, kind, x_BTD, over, before, impl)
+        qkv, gate_BTI = project_qkv(layer, config, kind, x_BTD, before, run_config)
         qkv = checkpoint_name(qkv, "qkv")
         norms = head_norms(layer, config, spec)
         if start_B is None:
@@ -198,7 +201,7 @@ def self_attention(  # noqa: PLR0913
             visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
             kv = visible if config.shares_kv else None
         else:
-            q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
+            q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, run_config)
             visible = kv
     if spec.query_scaling:
         q_BTNH = scale_by_position(q_BTNH, positions.position_BT, *spec.query_scaling)
@@ -208,13 +211,13 @@ def self_attention(  # noqa: PLR0913
     # The model's window: a cache that stores every token may have been made without one.
     windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
     scoring = dict(start_B=start_B, first_BT=positions.first_BT, **attention_scoring(layer, config, kind))
-    out_BTNH = attention(q_BTNH, windowed, length_B=length_B, **scoring, impl=impl)
+    out_BTNH = attention(q_BTNH, windowed, length_B=length_B, **scoring, run_config=run_config)
     out_BTI = out_BTNH.reshape(B, T, -1)
     if spec.o_norm:
-        (out_BTI,) = joint_norms([out_BTI], layer, ["o_norm"], config, over)
+        (out_BTI,) = joint_norms([out_BTI], layer, ["o_norm"], config, run_config)
     if gate_BTI is not None:
         out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
-    return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), kv
+    return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), kv
 
 
 def attention_scoring(layer: Params, config: ModelConfig, kind: int) -> dict[str, Any]:
@@ -225,9 +228,9 @@ def attention_scoring(layer: Params, config: ModelConfig, kind: int) -> dict[str
     return dict(scale=scale, soft_cap=spec.logit_softcapping, sink_N=sink_N, ahead=spec.ahead)
 
 
-def _only_queries(layer, config, kind: int, x_BTD, angles, before, impl) -> jax.Array:  # noqa: PLR0913
+def _only_queries(layer, config, kind: int, x_BTD, angles, before, run_config) -> jax.Array:  # noqa: PLR0913
     """Queries by head, [B, T, N, H], of a layer without keys of its own, after their norm and RoPE."""
-    (q_BTI,) = products(x_BTD, [layer["q"]], before=before, impl=impl)
+    (q_BTI,) = products(x_BTD, [layer["q"]], before=before, run_config=run_config)
     q_BTNH = q_BTI.reshape(*q_BTI.shape[:2], -1, config.head_width(kind))
     if config.layers[kind].mixer.qk_norm:
         q_BTNH = norm(q_BTNH, layer, "q_norm", config)
@@ -245,9 +248,8 @@ def project_qkv(  # noqa: PLR0913
     config: ModelConfig,
     kind: int,
     x_BTD: jax.Array,
-    over: str | None,
     before: Norm | None,
-    impl: str | None,
+    run_config: RunConfig,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
     """Queries, keys and values by head, [B, T, N or K, H], after norms of all heads together; and the gate
     of attention's output, [B, T, N H], if the layer has one.
@@ -255,9 +257,9 @@ def project_qkv(  # noqa: PLR0913
     spec: Any = config.attention(kind)
     wanted = dict(q=True, k=True, v=not spec.values_are_keys, attn_gate=spec.output_gate)
     names = [name for name in wanted if wanted[name]]
-    ys = products(x_BTD, [layer[name] for name in names], before=before, impl=impl)
+    ys = products(x_BTD, [layer[name] for name in names], before=before, run_config=run_config)
     if spec.qk_norm == "joint":
-        ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
+        ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, run_config)
     if spec.values_are_keys:
         ys.insert(2, ys[1])
     q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, config.head_width(kind)) for y in ys[:3])
@@ -274,11 +276,11 @@ def head_norms(layer: Params, config: ModelConfig, spec: AttentionSpec) -> HeadN
     return (layer["q_norm"], layer["k_norm"]), (config.rms_norm_eps, config.norm_offset)
 
 
-def _feed_forward(x_BTD, residual, layer: Params, config, spec: LayerSpec, over, impl, route_BTU):  # noqa: PLR0913
+def _feed_forward(x_BTD, residual, layer: Params, config, spec: LayerSpec, run_config, route_BTU):  # noqa: PLR0913
     """The MLP, experts or both for x after its norm, with the residual added if there is one; and the experts
     of each token, [M, U], if there are any.
     """
-    around: dict[str, Any] = dict(over=over, impl=impl)
+    around: dict[str, Any] = dict(run_config=run_config)
     if spec.mlp:
         before = norm_before(layer, "mlp_norm", config) if spec.pre_norm else None
         around |= dict(down_norm=spec.mlp.down_norm, before=before)
@@ -287,9 +289,11 @@ def _feed_forward(x_BTD, residual, layer: Params, config, spec: LayerSpec, over,
     names = ("router", "shared_gate") if spec.mlp else ("router", "shared_gate", "mlp_norm")
     operands = x_BTD, {name: layer[name] for name in names if name in layer}, route_BTU
     plain = functools.partial(_route, config=config)
-    x_BTD, gate_BTD, *chosen = run("route", plain, *operands, impl=impl, derivative=plain, config=config)
+    x_BTD, gate_BTD, *chosen = run(
+        "route", plain, *operands, run_config=run_config, derivative=plain, config=config
+    )
     routed_BTD = norm(x_BTD, layer, "experts_norm", config) if spec.mlp else x_BTD
-    out_BTD = mixture_of_experts(routed_BTD, layer, config, over, impl, chosen=chosen)
+    out_BTD = mixture_of_experts(routed_BTD, layer, config, run_config, chosen=chosen)
     if spec.mlp:
         fed_BTD = gated_mlp(x_BTD, layer, config, **around)
         mixed_BTD = norm(out_BTD, layer, "experts_out_norm", config)

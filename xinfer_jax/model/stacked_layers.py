@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..errors import InputError
 from .decoder_layer import Positions, layer_runner, run_layers
 
@@ -20,8 +21,7 @@ def run_stacked_layers(  # noqa: PLR0913
     x_BTD: jax.Array,
     positions: Positions,
     kv: tuple[None, ...],
-    impl: str | None,
-    remat: Any = None,
+    run_config: RunConfig,
 ) -> tuple[jax.Array, tuple[None, ...], list[jax.Array | None]]:
     """`run_layers` of layers that are stacked, without a cache."""
     if config.shares_kv:
@@ -30,7 +30,7 @@ def run_stacked_layers(  # noqa: PLR0913
     pattern = len(blocks)
     rest = len(layers["rest"])
     whole = config.num_hidden_layers - rest
-    run_one = layer_runner(remat)
+    run_one = layer_runner(run_config)
 
     def stack(of_layers: tuple) -> tuple:
         """As blocks are."""
@@ -42,7 +42,7 @@ def run_stacked_layers(  # noqa: PLR0913
         experts = []
         for i, layer in enumerate(layers):
             of_layer = positions._replace(layer_inputs=inputs[i : i + 1], routes=routes[i : i + 1])
-            x_BTD, _, expert_MU = run_one(layer, config, kinds[i], x_BTD, of_layer, None, impl, None)
+            x_BTD, _, expert_MU = run_one(layer, config, kinds[i], x_BTD, of_layer, None, run_config, None)
             experts.append(expert_MU)
         return x_BTD, experts
 
@@ -51,6 +51,6 @@ def run_stacked_layers(  # noqa: PLR0913
     of_blocks = [jax.tree.map(lambda x, i=i: x[i // pattern], stacked[i % pattern]) for i in range(whole)]
     after = positions.of_layers(slice(whole, None))
     x_BTD, kv, experts = run_layers(
-        layers["rest"], config, kinds[whole:], range(rest), x_BTD, after, kv[whole:], impl, remat
+        layers["rest"], config, kinds[whole:], range(rest), x_BTD, after, kv[whole:], run_config
     )
     return x_BTD, kv, of_blocks + experts

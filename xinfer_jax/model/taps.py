@@ -59,7 +59,7 @@ class TappedLayers:
         self.reads: dict[Any, jax.Array] = {}
 
     def __call__(  # noqa: PLR0913  as `run_layers`
-        self, layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl, remat
+        self, layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, run_config
     ) -> tuple[Any, tuple, list]:
         if isinstance(layers, dict):
             raise InputError("taps need layers that are not stacked: give unstack_layers' tree")
@@ -69,7 +69,7 @@ class TappedLayers:
             one = slice(layer, layer + 1)
             halves = ("attention", "mlp") if (layer, "attention") in self.taps else (None,)
             for half in halves:
-                args = config, kinds[one], caches[one], x_BTD, positions.of_layers(one), kv, impl, remat, half
+                args = config, kinds[one], caches[one], x_BTD, positions.of_layers(one), kv, run_config, half
                 x_BTD, kv, experts_of_layer = run_layers(layers[one], *args)
                 after = "attention" if half == "attention" else "layer"
                 x_BTD = self._tap((layer, after), x_BTD, config)

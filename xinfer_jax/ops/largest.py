@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..config.run_config import DEFAULT, RunConfig
 from .operation import run
 
 
-def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
+def argmax(logits_BV: jax.Array, run_config: RunConfig = DEFAULT) -> jax.Array:
     """The index of each row's largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any."""
-    return run("argmax", plain_argmax, logits_BV, impl=impl)
+    return run("argmax", plain_argmax, logits_BV, run_config=run_config)
 
 
 def plain_argmax(logits_BV: jax.Array) -> jax.Array:

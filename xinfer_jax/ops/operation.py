@@ -12,6 +12,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from .. import plugin
+from ..config.run_config import PLAIN, RunConfig
 from ..errors import InputError
 from ..modes import in_default_modes
 
@@ -22,7 +23,7 @@ def run(
     name: str,
     plain: Callable,
     *operands: Any,
-    impl: str | None = "xla",
+    run_config: RunConfig = PLAIN,
     derivative: Callable | None = None,
     **static: Any,
 ) -> Any:
@@ -32,8 +33,7 @@ def run(
         name: of the operation.
         plain: in jnp.
         operands: pytrees of arrays.
-        impl: a kernel by name; "xla": none, though a form that is no kernel may serve; None: the best for
-            this process's device.
+        run_config: its `impl` names a kernel.
         derivative: what is differentiated in place of a form and of plain; None: these.
         static: what forms need to know beside the operands.
 
@@ -41,7 +41,7 @@ def run(
         InputError: the named kernel does not support these operands; an operation may run plainly instead.
     """
     choose = plugin("operation", "choose")
-    form = choose and choose(name, plain, impl, operands, static)
+    form = choose and choose(name, plain, run_config.impl, operands, static)
     if derivative is None or form is None and derivative is plain:
         return (form or plain)(*operands)
     return with_derivative(form or plain, derivative, operands)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ..checks import call_function, check_function, check_result, function_name, is_sequence
+from ..config.run_config import RunConfig
 from ..errors import InputError, format_value
 from .batched_settings import select_rows
 from .context import Context
@@ -118,7 +119,12 @@ class Callers:
         return dataclasses.replace(self, uses_BP=self.uses_BP & rows_B[:, None])
 
     def choose(
-        self, logits_BV: jax.Array, key_B: jax.Array, settings: SamplingConfig, context: Context, impl: Any
+        self,
+        logits_BV: jax.Array,
+        key_B: jax.Array,
+        settings: SamplingConfig,
+        context: Context,
+        run_config: RunConfig,
     ) -> tuple[jax.Array, Callable, Callable]:
         """What `choose_tokens` returns. Rows with processors: from the whole vocabulary; others: as they are
         chosen without callers, to the bit. settings: of each row.
@@ -128,7 +134,7 @@ class Callers:
             return token_B, lambda token_B: token_logprobs(logits_BV, token_B), lambda: taken_BV
         has_B = jnp.any(self.uses_BP, -1)
         others = dataclasses.replace(context.select_rows(~has_B), callers=None)
-        plain = choose_tokens(logits_BV, key_B, select_rows(settings, ~has_B), others, impl)
+        plain = choose_tokens(logits_BV, key_B, select_rows(settings, ~has_B), others, run_config)
         token_B, logprobs, sampled_from = plain
 
         def merged(i: int, of_others: Callable) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import plugin
+from ..config.run_config import DEFAULT, PLAIN, RunConfig
 from ..ops.largest import argmax, largest_k
 from ..ops.operation import match_varying_axes, run
 from . import processors
@@ -27,7 +28,7 @@ def sample_tokens(
     key_B: jax.Array,
     sampling_B: SamplingConfig,
     context: Context,
-    impl: str | None = None,
+    run_config: RunConfig = DEFAULT,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Samples the next token of each row.
 
@@ -36,13 +37,13 @@ def sample_tokens(
         key_B: one key per row.
         sampling_B: from `settings_per_row`.
         context: state of the logits processors. Random numbers depend only on its `position_B` and the key.
-        impl: implementation of the argmax, and of the pass over the logits on GPUs.
+        run_config: implementation of the argmax, and of the pass over the logits on GPUs.
 
     Returns:
         Tokens, int32 [B]; their log-probabilities before any processor, float32 [B]; and the logits [B, V]
         that they were sampled from.
     """
-    token_B, logprobs, sampled_from = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
+    token_B, logprobs, sampled_from = choose_tokens(logits_BV, key_B, sampling_B, context, run_config)
     return token_B, logprobs(token_B), sampled_from()
 
 
@@ -51,7 +52,7 @@ def choose_tokens(
     key_B: jax.Array,
     sampling_B: SamplingConfig,
     context: Context,
-    impl: str | None = None,
+    run_config: RunConfig = DEFAULT,
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array], Callable[[], jax.Array]]:
     """`sample_tokens` without the log-probabilities. Its two forms give the same tokens, except where a sum
     of probabilities is within rounding of top-p.
@@ -63,10 +64,10 @@ def choose_tokens(
         write them.
     """
     if context.callers is not None:
-        return context.callers.choose(logits_BV, key_B, sampling_B, context, impl)
+        return context.callers.choose(logits_BV, key_B, sampling_B, context, run_config)
     args = logits_BV, key_B, sampling_B, context
-    plain = partial(_choose_in_branches, impl=impl)
-    token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, *args, impl=impl)
+    plain = partial(_choose_in_branches, run_config=run_config)
+    token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, *args, run_config=run_config)
 
     def logprobs(token_B: jax.Array) -> jax.Array:
         compute = lambda _, logits_BV: logsumexp(logits_BV)  # noqa: E731
@@ -79,7 +80,7 @@ def choose_tokens(
     return token_B, logprobs, sampled_from
 
 
-def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
+def _choose_in_branches(logits_BV, key_B, sampling_B, context, run_config):
     """`choose_tokens` where branches are free: what no row needs is skipped. A batch of plain greedy rows
     takes the argmax and nothing else. Returns zeros in place of the logsumexp.
     """
@@ -91,10 +92,12 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
             rest = key_B, sampling_B, context.position_B
             return run("sample_rows", sample_rows, processed_BV, *rest)
 
-        return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
+        return lax.cond(
+            all_greedy(sampling_B), lambda: (argmax(processed_BV, run_config), processed_BV), sampled
+        )
 
     plain_greedy = is_plain_greedy(sampling_B, context)
-    token_B, taken_BV = lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
+    token_B, taken_BV = lax.cond(plain_greedy, lambda: (argmax(logits_BV, run_config), logits_BV), processed)
     return token_B, taken_BV, match_varying_axes(jnp.zeros(logits_BV.shape[0], jnp.float32), logits_BV)
 
 
@@ -310,6 +313,6 @@ def draw_tokens(
     noise_BA = jax.vmap(gumbel_noise, (0, 0, None, 0))(key_B, position_B, DRAW_TOKEN, every_BA)
     drawn_BA = jnp.where((sampling_B.temperature <= 0)[:, None], warped_BA, warped_BA + noise_BA)
     if index_BA is None:
-        return argmax(drawn_BA, "xla")
+        return argmax(drawn_BA, PLAIN)
     # The lowest id of equal logits, as `argmax` does.
     return jnp.min(jnp.where(drawn_BA == jnp.max(drawn_BA, -1, keepdims=True), index_BA, size), -1)

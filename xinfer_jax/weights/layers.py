@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import plugin
 from ..config.model_config import ModelConfig, RopeConfig
+from ..config.run_config import PLAIN, RunConfig
 from ..ops.operation import run
 from ..ops.product import float_product
 from .params import AnyArray, Params
@@ -59,14 +60,14 @@ def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any =
 
 
 def joint_norms(
-    xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, over: str | None
+    xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, run_config: RunConfig
 ) -> list[jax.Array]:
-    """`norm` of several vectors, whose features may be sharded along the mesh axis `over`."""
+    """`norm` of several vectors, whose features `RunConfig.over` may divide."""
     means: Any = [None] * len(xs)
-    if over is not None:
+    if run_config.over is not None:
         from ..backends.mesh import means_of_squares  # optional: meshes
 
-        means = means_of_squares(xs, over)
+        means = means_of_squares(xs, run_config.over)
     return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
 
 
@@ -87,18 +88,18 @@ def linear(  # noqa: PLR0913
     over: str | None = None,
     *,
     residual: jax.Array | None = None,
-    impl: str | None = "xla",
+    run_config: RunConfig = PLAIN,
 ) -> jax.Array:
     """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent.
     over: a mesh axis along which I is sharded; the devices' products are summed. residual: None, or what is
-    added to the result. impl: as in `products`.
+    added to the result. run_config: as in `products`.
     """
     dtype = out_dtype or x.dtype
     if over is not None:
         from ..backends.mesh import summed_linear  # optional: meshes
 
-        return summed_linear(x, leaf, over, dtype, residual, impl)
-    return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
+        return summed_linear(x, leaf, over, dtype, residual, run_config)
+    return products(x, [leaf], residual=residual, dtype=dtype, run_config=run_config)[0]
 
 
 def products(  # noqa: PLR0913
@@ -109,7 +110,7 @@ def products(  # noqa: PLR0913
     activation: str | None = None,
     residual: jax.Array | None = None,
     dtype: jnp.dtype | None = None,
-    impl: str | None = "xla",
+    run_config: RunConfig = PLAIN,
 ) -> list[jax.Array]:
     """x @ weight.T + bias for each leaf: [..., I] -> [..., O]. One kernel where there is one for all.
 
@@ -120,7 +121,7 @@ def products(  # noqa: PLR0913
         activation: None; or of two leaves the result is activation(first) * second.
         residual: None, or what is added to the only result.
         dtype: of the results; None: that of x.
-        impl: None (the best for the device), or one of `kernels_pallas.IMPLS`.
+        run_config: its `impl` names a kernel.
 
     Returns:
         A result for each leaf; one with an activation.
@@ -128,7 +129,7 @@ def products(  # noqa: PLR0913
     dtype = dtype or x.dtype
     static: dict[str, Any] = dict(norm=before and before[1:], activation=activation, dtype=dtype)
     operands = x, leaves, before and before.weight, residual
-    return run("products", partial(plain_products, **static), *operands, impl=impl, **static)
+    return run("products", partial(plain_products, **static), *operands, run_config=run_config, **static)
 
 
 def plain_products(  # noqa: PLR0913
@@ -190,41 +191,39 @@ def mlp_intermediate(  # noqa: PLR0913
     x: jax.Array,
     layer: Params,
     config: ModelConfig,
-    over: str | None = None,
     *,
     down_norm: bool = False,
     before: Norm | None = None,
-    impl: str | None = "xla",
+    run_config: RunConfig = PLAIN,
 ) -> jax.Array:
     """The input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or without a gate
-    activation(up(x)), after the norm of that name with down_norm; Hadamard-rotated in a rotated model. over:
-    as in `joint_norms`; before and impl: as in `products`.
+    activation(up(x)), after the norm of that name with down_norm; Hadamard-rotated in a rotated
+    model. before and run_config: as in `products`.
     """
     if "gate" not in layer:
-        return activation(config)(products(x, [layer["up"]], before=before, impl=impl)[0])
+        return activation(config)(products(x, [layer["up"]], before=before, run_config=run_config)[0])
     leaves = [layer["gate"], layer["up"]]
-    (inner,) = products(x, leaves, before=before, activation=config.hidden_act, impl=impl)
+    (inner,) = products(x, leaves, before=before, activation=config.hidden_act, run_config=run_config)
     if config.rotated:
         return plugin("rotation", "mlp")(inner, config)
-    return joint_norms([inner], layer, ["down_norm"], config, over)[0] if down_norm else inner
+    return joint_norms([inner], layer, ["down_norm"], config, run_config)[0] if down_norm else inner
 
 
 def gated_mlp(  # noqa: PLR0913
     x: jax.Array,
     layer: Params,
     config: ModelConfig,
-    over: str | None = None,
     *,
     down_norm: bool = False,
     before: Norm | None = None,
     residual: jax.Array | None = None,
-    impl: str | None = "xla",
+    run_config: RunConfig = PLAIN,
 ) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`;
-    before, residual and impl: as in `products`; down_norm: as in `mlp_intermediate`.
+    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D];
+    before, residual and run_config: as in `products`; down_norm: as in `mlp_intermediate`.
     """
-    inner = mlp_intermediate(x, layer, config, over, down_norm=down_norm, before=before, impl=impl)
-    return linear(inner, layer["down"], over=over, residual=residual, impl=impl)
+    inner = mlp_intermediate(x, layer, config, down_norm=down_norm, before=before, run_config=run_config)
+    return linear(inner, layer["down"], over=run_config.over, residual=residual, run_config=run_config)
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:

@@ -11,6 +11,7 @@ from jax import lax
 import kernels_pallas
 
 from ...config.model_config import ModelConfig
+from ...config.run_config import RunConfig
 from ...generation.state import DecodeState, append_token
 from ...model.decoder import head_input, lm_head, unembed
 from ...ops.forms import Kernel, named
@@ -97,7 +98,7 @@ def _sample(
 ) -> DecodeState:
     def from_logits() -> tuple[jax.Array, jax.Array]:
         logits_BV = unembed(params, config, hidden_BD)
-        return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)[:2]
+        return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, RunConfig(impl))[:2]
 
     def greedy() -> tuple[jax.Array, jax.Array]:
         return greedy_tokens(params, config, hidden_BD, impl)

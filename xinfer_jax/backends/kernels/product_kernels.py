@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix, RowAdapters
 
+from ...config.run_config import RunConfig
 from ...ops.cpu.cpu_products import quantize_activations
 from ...ops.operation import run, with_derivative
 from ...sharding import abstract_mesh_of
@@ -57,7 +58,9 @@ def products_form(
 def _in_parts(x, leaves, norm_weight, residual, impl, norm, activation, dtype):  # noqa: PLR0913
     if norm is not None:  # perhaps without its norm
         x = run("apart", lambda x: x, rms_norm(x, norm_weight, *norm))
-        return products(x, leaves, activation=activation, residual=residual, dtype=dtype, impl=impl)
+        return products(
+            x, leaves, activation=activation, residual=residual, dtype=dtype, run_config=RunConfig(impl)
+        )
     ys = [_product(x, leaf, dtype, impl) for leaf in leaves]
     return finish_products(ys, residual, activation)
 
@@ -66,8 +69,8 @@ def _product(x: jax.Array, leaf: Params, dtype: Any, impl: str | None) -> jax.Ar
     """The product of one leaf; of one with adapters by the best form for the matrix alone."""
     weight = leaf["weight"]
     if not _is_adapted(weight):
-        return products(x, [leaf], dtype=dtype, impl=impl)[0]
-    (y,) = products(x, [leaf | {"weight": weight.base}], dtype=jnp.float32, impl=impl)
+        return products(x, [leaf], dtype=dtype, run_config=RunConfig(impl))[0]
+    (y,) = products(x, [leaf | {"weight": weight.base}], dtype=jnp.float32, run_config=RunConfig(impl))
     return (y + weight.added(x)).astype(dtype)
 
 
