@@ -52,6 +52,7 @@ def linear_attention(  # noqa: PLR0913
     impl: str | None,
     over: str | None = None,
     *,
+    spec: Any,
     before: Norm | None = None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, Recurrent | None]:
@@ -64,12 +65,14 @@ def linear_attention(  # noqa: PLR0913
         cache: the state before these tokens; None: they are the first ones.
         impl: of the products and of what is between them, as in `products`.
         over: a mesh axis along which the heads are sharded.
+        spec: the mixer's `GatedDeltaSpec`.
         before, residual: as in `products`.
     """
     new = products(x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, impl=impl)
     weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
     operands = new, weights, cache, positions.start_B, positions.num_tokens_B, positions.first_BT
-    out_BTI, cache = run("delta_step", partial(_mix, config=config), *operands, impl=impl, config=config)
+    plain = partial(_mix, config=config, spec=spec)
+    out_BTI, cache = run("delta_step", plain, *operands, impl=impl, config=config)
     return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), cache
 
 
@@ -81,6 +84,7 @@ def _mix(  # noqa: PLR0913
     num_tokens_B: jax.Array,
     first_BT: Any,
     config: ModelConfig,
+    spec: Any,
 ) -> tuple[jax.Array, Recurrent | None]:
     """What the output product reads, [B, T, I], and the state after the new tokens.
 
@@ -89,13 +93,14 @@ def _mix(  # noqa: PLR0913
         layer: the parameters in `_BETWEEN_PRODUCTS`.
         cache: as in `linear_attention`.
         start_B, num_tokens_B, first_BT: of `Positions`.
-        config: the model.
+        config, spec: the model, and the mixer's `GatedDeltaSpec`.
     """
     *qkv, z_BTI, b_BTN, a_BTN = products
-    new = tuple(_by_head(x, width) for x, width in zip(qkv, _widths(config), strict=True))
+    widths = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
+    new = tuple(_by_head(x, width) for x, width in zip(qkv, widths, strict=True))
     steps = _steps(layer, a_BTN, b_BTN, num_tokens_B)
     if cache is None:
-        inputs, state = _empty(new, config)
+        inputs, state = _empty(new, spec)
     else:
         inputs, state = _before(layer, config, cache, start_B)
     inputs = tuple(jnp.concatenate(pair, 2) for pair in zip(inputs, new, strict=True))
@@ -222,18 +227,13 @@ def _before(
     return Recurrent(inputs, state, cache.capacity).before(start_B)
 
 
-def _empty(new: tuple[jax.Array, ...], config: ModelConfig) -> tuple[Inputs, jax.Array]:
+def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:
     """Inputs and state before the first token: zeros."""
     B = new[0].shape[0]
-    (_, W, _), _, _, (_, H, Y) = state_shapes(config)
+    (_, W, _), _, _, (_, H, Y) = state_shapes(spec)
     inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)
     state = jnp.zeros((B, new[2].shape[1], H, Y), jnp.float32)
     return match_varying_axes((inputs, state), new)
-
-
-def _widths(config: ModelConfig) -> tuple[int, int, int]:
-    spec: Any = config.linear_attention
-    return spec.key_head_dim, spec.key_head_dim, spec.value_head_dim
 
 
 def _by_head(x_BTI: jax.Array, width: int) -> jax.Array:
