@@ -161,8 +161,8 @@ def _rope_scaling(arch: str, own: Mapping[str, Any], tensors: Mapping[str, Any])
 
 def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
     """Raises InputError if a key asks for another width or scale than the model has."""
-    attention = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionSpec)]
-    full = attention[-1] if attention else AttentionSpec()
+    attentions = [*filter(None, (layer.attention for layer in config.layers))]
+    full = attentions[-1] if attentions else AttentionSpec()
     width = full.head_dim or config.head_dim
     scale = full.attention_multiplier or (full.query_pre_attn_scalar or width) ** -0.5
     expected = {

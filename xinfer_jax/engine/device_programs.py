@@ -22,6 +22,7 @@ from ..generation.loop import TracedExecutor, loop_until_done
 from ..generation.speculation import SpeculationState, Speculative, prompt_lookup
 from ..generation.state import new_state
 from ..generation.strategies import Plain
+from ..mixers.mixer import Mixer
 from ..model.decoder import Inputs, final_norm, hidden_states, unembed
 from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
@@ -54,13 +55,13 @@ def paged_cache(  # noqa: PLR0913
     states = iter(states)
     pools = iter(pools)
 
-    def layer(index: int) -> Any:
-        if config.is_linear(index):
+    def layer(mixer: Mixer) -> Any:
+        if not mixer.has_keys:
             return next(states)
         (k, v) = next(pools)
-        return Paged(k, v, config.layer_windows[index], capacity, table_BP)
+        return Paged(k, v, mixer.window, capacity, table_BP)
 
-    layers = tuple(map(layer, range(config.num_cached_layers)))
+    layers = tuple(map(layer, config.cached_mixers))
     layers += tuple(RoutePages(k, v, None, capacity, table_BP) for k, v in pools)
     overflow_B: Any = np.zeros(len(table_BP), bool)
     return KVCache(layers, length_B, overflow_B, None, None if config.rope.switches_at is None else longest_B)

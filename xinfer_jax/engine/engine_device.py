@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
+from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
@@ -25,7 +26,6 @@ from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
-from ..mixers.recurrent import Recurrent
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
@@ -52,8 +52,8 @@ class Device:
     Attributes:
         params, config: the model.
         next_params: what `adopt_params` makes its parameters; over several processes each sets its own.
-        pools: (k, v) of each layer with keys.
-        states: the recurrent states of all slots, the cache of each linear-attention layer.
+        pools: (k, v) of each mixer with keys.
+        states: the recurrent states of all slots, the cache of each mixer without keys.
         rows: the state of all slots, with all settings and without output.
         host: pages in host memory; None: none, or this is a dry run.
         adapters: None: it has none.
@@ -447,21 +447,22 @@ class Device:
         if with_states:
             self._set_states(slot, cache_states(cache))
 
-    def _empty_states(self, rows: int) -> tuple[Recurrent, ...]:
-        config = self.config
-        drafts = self._shape.num_draft_tokens and 1 + self._shape.num_draft_tokens
+    def _empty_states(self, rows: int) -> tuple[LayerCache, ...]:
+        shape = self._shape
+        drafts = shape.num_draft_tokens and 1 + shape.num_draft_tokens
         lengths_B: Any = np.zeros(rows, np.int32)
         layers = (
-            Recurrent.empty(config, rows, self._shape.capacity, self._mesh)
-            for _ in range(config.num_linear_layers)
+            mixer.empty_cache(rows, shape.capacity, shape.cache_dtype, self._mesh)
+            for mixer in self.config.cached_mixers
+            if not mixer.has_keys
         )
         return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
-    def _states_of(self, slot: int) -> tuple[Recurrent, ...]:
+    def _states_of(self, slot: int) -> tuple[LayerCache, ...]:
         """The recurrent states of a slot, as caches of one row."""
         return self._run(programs.GET_ROW, self.states, np.int32(slot)) if self.states else ()
 
-    def _set_states(self, slot: int, states: tuple[Recurrent, ...]) -> None:
+    def _set_states(self, slot: int, states: tuple[LayerCache, ...]) -> None:
         if self.states:
             self.states = self._run(programs.SET_ROW, self.states, np.int32(slot), states)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +76,12 @@ def choose_experts(
         given_BTU: experts in place of those with the best scores; a token with -1 has the best.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    if "scale" in router:
+    experts: Any = config.experts
+    spec = experts.router
+    if spec.input_scale:
         x_MD = rms_norm(x_MD, router["scale"], config.rms_norm_eps) * x_MD.shape[1] ** -0.5
     score_MX = linear(x_MD, router, jnp.float32)
-    of_chosen = bool(config.experts and config.experts.norm_topk_prob)  # softmax of those that are chosen
+    of_chosen = spec.norm_topk_prob  # softmax of those that are chosen
     score_MX = score_MX if of_chosen else jax.nn.softmax(score_MX, -1)
     weight_MU, expert_MU = lax.top_k(score_MX, config.num_experts_per_tok)
     if given_BTU is not None:
@@ -86,7 +89,7 @@ def choose_experts(
         expert_MU = jnp.where((given_MU < 0).any(-1, keepdims=True), expert_MU, given_MU)
         weight_MU = jnp.take_along_axis(score_MX, expert_MU, -1)
     weight_MU = jax.nn.softmax(weight_MU, -1) if of_chosen else weight_MU
-    if "per_expert_scale" in router:
+    if spec.per_expert_scale:
         weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
     return weight_MU, expert_MU
 

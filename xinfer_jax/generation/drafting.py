@@ -70,7 +70,7 @@ class Drafting:
     ) -> tuple[Any, SpeculationState]:
         """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
         call = self._call
-        if cache is not None and call.config.linear_attention:
+        if cache is not None and not all(layer.has_keys for layer in cache.layers):
             cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
         zeros_R: Any = np.zeros(call.rows, np.int32)
         return cache, SpeculationState(draft_cache, zeros_R, zeros_R)

@@ -51,8 +51,8 @@ def attention_weights(
         rest.
 
     Raises:
-        InputError: as `forward`; a layer or head that the model does not have; a layer with linear attention,
-            or with another layer's keys.
+        InputError: as `forward`; a layer or head that the model does not have; a layer without softmax
+            attention, or with another layer's keys.
     """
     check_causal(config, "attention_weights")
     if not is_sequence(layers) or heads is not None and not is_sequence(heads):
@@ -64,7 +64,7 @@ def attention_weights(
     for layer in layers:
         spec = config.attention(layer)
         if spec is None:
-            raise InputError(f"layer {layer} has linear attention, which has no weights: leave it out")
+            raise InputError(f"layer {layer} has no softmax attention, whose weights these are: leave it out")
         if spec.shares_kv:
             raise InputError(f"layer {layer} attends to another layer's keys: leave it out")
     taps = {layer - 1: Tap(read=True) for layer in layers}

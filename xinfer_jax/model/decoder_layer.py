@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import plugin
 from ..cache.contiguous import Contiguous, uncached_kv
 from ..cache.layer_cache import LayerCache
 from ..cache.stored_kv import is_quantized_kv
@@ -84,10 +83,8 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, run_config, half):
         args = x_BTD, positions, kv, run_config
         before = norm_before(layer, "attn_norm", config) if spec.pre_norm else None
         around: dict[str, Any] = dict(before=before, residual=None if is_added_here else x_BTD)
-        if config.is_linear(kind):
-            attended_BTD, kv = plugin("layer", "linear")(layer, config, *args, **around)
-        else:
-            attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
+        (mixer,) = config.mixers(kind)
+        attended_BTD, kv = mixer.forward(layer, *args, **around)
         attended_BTD = checkpoint_name(attended_BTD, "attention_out")
         x_BTD = _add_output(x_BTD, attended_BTD, layer, "attn_post_norm", config, spec)
     if half == "attention":
@@ -232,7 +229,7 @@ def _only_queries(layer, config, kind: int, x_BTD, angles, before, run_config) -
     """Queries by head, [B, T, N, H], of a layer without keys of its own, after their norm and RoPE."""
     (q_BTI,) = products(x_BTD, [layer["q"]], before=before, run_config=run_config)
     q_BTNH = q_BTI.reshape(*q_BTI.shape[:2], -1, config.head_width(kind))
-    if config.layers[kind].mixer.qk_norm:
+    if getattr(config.attention(kind), "qk_norm", None):
         q_BTNH = norm(q_BTNH, layer, "q_norm", config)
     return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
 
@@ -300,7 +297,7 @@ def _feed_forward(x_BTD, residual, layer: Params, config, spec: LayerSpec, run_c
         out_BTD = norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
     elif spec.experts.shared_intermediate_size:  # an expert that all tokens use
         shared_BTD = gated_mlp(x_BTD, layer["shared"], config, **around)
-        out_BTD = out_BTD + gate_BTD * shared_BTD
+        out_BTD = out_BTD + (shared_BTD if gate_BTD is None else gate_BTD * shared_BTD)
     return out_BTD if residual is None else residual + out_BTD, chosen[1]
 
 

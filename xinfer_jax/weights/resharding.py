@@ -102,7 +102,7 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
         return max(heads, devices)
 
     def of_layer(layer: LayerSpec) -> LayerSpec:
-        own = getattr(layer.mixer, "num_key_value_heads", None)
+        own = getattr(layer.attention, "num_key_value_heads", None)
         return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
 
     heads = repeated(config.num_key_value_heads)

@@ -34,7 +34,7 @@ def delta_form(
         name = "delta_prefill"
     else:
         name = "delta_drafts" if cache.draft_slots else "delta_step"
-    chosen = select_delta(impl, q_BTX, layer, config, cache, name).impl
+    chosen = select_delta(name, impl, q_BTX, layer, config, cache).impl
     if chosen == "xla":
         return None
     kernel = partial(_by_kernel, name=name, impl=chosen, eps=config.rms_norm_eps)
@@ -42,7 +42,7 @@ def delta_form(
 
 
 def select_delta(  # noqa: PLR0913
-    impl: str | None, q: Any, layer: Params, config: ModelConfig, cache: Recurrent, name: str = "delta_step"
+    name: str, impl: str | None, q: Any, layer: Params, config: ModelConfig, cache: Recurrent
 ) -> kernels_pallas.Selection:
     """The implementation of the kernel of that name of a linear-attention layer; arrays may be shapes. A
     named one is one of attention: layers that it does not serve stay with XLA under every name.

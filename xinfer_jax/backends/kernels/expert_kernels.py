@@ -89,13 +89,13 @@ def _select_route(impl: str | None, operands: Any, static: Any) -> kernels_palla
     under every name.
     """
     x, layer, given = operands
-    experts = static["config"].experts
+    router: Any = static["config"].experts.router
     reason = None
     if (impl or kernels_pallas.dispatch.device_impl().impl) not in ("tpu", "interpret_tpu"):
         reason = "a kernel for TPUs"
-    elif given is not None or "scale" in layer["router"]:
+    elif given is not None or router.kind != "softmax" or router.input_scale:
         reason = "experts that are given, or a router with a norm of its own"
-    elif not (experts and experts.norm_topk_prob):
+    elif not router.norm_topk_prob:
         reason = "weights that do not sum to 1"
     elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(layer)):
         reason = "a router that is no array"
