@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax import device
 from xinfer_jax.cache.kv_cache import cache_bytes
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes

@@ -6,6 +6,7 @@ with a few numbers per row. int8 scales activations by the largest of a device's
 depend on the number of devices; with int8 activations the largest of all devices is one number more per row.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..feed_forward.experts import num_local_experts
+from ..model.decoder_layer import LayersOutput
 from ..ops.largest import largest_k
 from ..ops.operation import match_varying_axes
 from ..sampling.sampler import sample_from_all
@@ -39,11 +41,11 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided; and rows,
     unless they share pages.
     """
-    layer, x_BTD, positions, kv = operands
+    layer, x_BTD, positions, inputs, caches = operands
     config = static["config"]
     model_mesh = _model_mesh(layer, config)
     mesh = model_mesh or jax.typeof(x_BTD).sharding.mesh
-    rows = None if isinstance(kv, Paged) else row_axis(mesh, len(x_BTD))
+    rows = None if any(isinstance(cache, Paged) for cache in caches) else row_axis(mesh, len(x_BTD))
     over = MODEL if model_mesh else None
     if over is None and rows is None:
         return None
@@ -52,19 +54,25 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     of_one = [axis for axis, kind in kinds.items() if mesh.shape[axis] == 1 and kind == AxisType.Auto]
     axes = {*of_one, *(axis for axis in (over, rows) if axis)}
 
+    over_mesh = dataclasses.replace(plain.keywords["run_config"], over=over)  # type: ignore[attr-defined]
+
     def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
-        return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, run_config=RunConfig(impl, over=over))
+        return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, run_config=over_mesh)
 
     rules = dict(RULES if over else dict.fromkeys(RULES), rows=rows)
     layer_specs = layer_partition_specs(layer, config, mesh, rules)
     row_specs = jax.tree.map(
-        lambda x: PartitionSpec(rows) if len(x) == len(x_BTD) else REPLICATED, (x_BTD, positions)
+        lambda x: PartitionSpec(rows) if len(x) == len(x_BTD) else REPLICATED, (x_BTD, positions, inputs)
     )
-    kv_specs = cache_specs(kv, mesh, rows) if over else PartitionSpec(rows)
-    new_specs = PartitionSpec(rows, over) if kv is None and config.shares_kv else kv_specs
-    specs = (layer_specs, *row_specs, kv_specs)
-    of_rows = PartitionSpec(rows)
-    return shard_map_over(on_devices, mesh, specs, (of_rows, new_specs, of_rows), axes)
+    specs_of_caches = [cache_specs(cache, mesh, rows) if over else PartitionSpec(rows) for cache in caches]
+    new_specs = [
+        PartitionSpec(rows, over) if cache is None and config.shares_kv else specs
+        for cache, specs in zip(caches, specs_of_caches, strict=True)
+    ]
+    specs = (layer_specs, *row_specs, tuple(specs_of_caches))
+    of_rows: Any = PartitionSpec(rows)
+    out_specs = LayersOutput(of_rows, tuple(new_specs), of_rows)
+    return shard_map_over(on_devices, mesh, specs, out_specs, axes)
 
 
 def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:

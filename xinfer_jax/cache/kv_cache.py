@@ -31,6 +31,7 @@ class KVCache(ShortRepr):
         reached_B: int32: the longest each row has been; None without rings and states.
         longest_B: int32: tokens that each row may come to have, which decide on longrope's factors; None:
             they are fixed.
+        routes: `RoutePages` with the experts that the tokens used; None: they are not recorded.
     """
 
     layers: tuple[Any, ...]
@@ -38,6 +39,7 @@ class KVCache(ShortRepr):
     overflow_B: jax.Array
     reached_B: jax.Array | None
     longest_B: Any = dataclasses.field(default=None, repr=False)
+    routes: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:
@@ -169,9 +171,15 @@ def required_chunk(cache: KVCache | None) -> int | None:
     return None if found is None else found.chunk
 
 
-def update_layers(cache: KVCache, layers: tuple[Any, ...], num_tokens_B: jax.Array) -> KVCache:
-    """The cache with these layers, to which num_tokens_B tokens per row have been appended."""
-    return dataclasses.replace(increase_length(cache, num_tokens_B, cache.capacity), layers=layers)
+def update_layers(
+    cache: KVCache, layers: tuple[Any, ...], num_tokens_B: jax.Array, routes_BTLU: Any = None
+) -> KVCache:
+    """The cache with these layers, to which num_tokens_B tokens per row have been appended, and with the
+    tokens' routes if it records them.
+    """
+    recorded = cache.routes and cache.routes.record(routes_BTLU, cache.length_B, num_tokens_B)
+    cache = increase_length(cache, num_tokens_B, cache.capacity)
+    return dataclasses.replace(cache, layers=layers, routes=recorded)
 
 
 def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> KVCache:
@@ -184,8 +192,8 @@ def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> K
 
 
 def without_layers(cache: KVCache) -> KVCache:
-    """The cache without its layers: only the lengths of its rows."""
-    return dataclasses.replace(cache, layers=())
+    """The cache without its layers and routes: only the lengths of its rows."""
+    return dataclasses.replace(cache, layers=(), routes=None)
 
 
 @in_default_modes

@@ -71,8 +71,8 @@ class Paged(Contiguous):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class RoutePages(Paged):
-    """The experts that tokens used, beside their keys, so that who shares a page has its routes: the last
-    layer of a cache that records them. k: int16 [P, 1, 64, L U]; v: None.
+    """The experts that tokens used, next to their keys, so that who shares a page has its routes. k: int16
+    [P, 1, 64, L U]; v: None.
     """
 
     def record(self, routes_BTLU: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:

@@ -19,13 +19,15 @@ from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import PaddedTokens, ParamsAndConfig, Run
+from ..generation.executor import PaddedTokens, Run, RunnableModel
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
+from ..model.decoder import Inputs
+from ..model.extras import NO_EXTRAS
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
@@ -87,16 +89,6 @@ class Device:
     def adopt_params(self) -> None:
         self.params, self.next_params = self.next_params, None
 
-    @property
-    def params(self) -> Params:
-        return self._params
-
-    @params.setter
-    def params(self, params: Params) -> None:
-        self._params = params
-        if self.adapters:
-            self.adapters.forget_trees()
-
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""
         if self.host:
@@ -149,9 +141,9 @@ class Device:
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
-        outputs, cache = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
-        self._store(slot, cache, is_final)
-        return outputs
+        out = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
+        self._store(slot, out.cache, is_final)
+        return out.hidden
 
     def prefill_with_logprobs(  # noqa: PLR0913
         self,
@@ -174,11 +166,10 @@ class Device:
         return alternatives
 
     def _prompt_logprobs(
-        self, model: ParamsAndConfig, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
+        self, model: RunnableModel, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
     ) -> Any:
-        return self._run(
-            programs.PROMPT_LOGPROBS, *model, *chunk, cache, target_T, RunConfig(self._shape.impl)
-        )
+        args = Inputs(*chunk), cache, target_T, RunConfig(self._shape.impl)
+        return self._run(programs.PROMPT_LOGPROBS, *model, *args)
 
     def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
         """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
@@ -362,20 +353,22 @@ class Device:
         return [0] * num_pages_for(self._shape.capacity)
 
     @property
-    def _model(self) -> ParamsAndConfig:
-        return self.params, self.config
+    def _model(self) -> RunnableModel:
+        return RunnableModel(self.params, self.config)
 
-    def _model_of(self, variants: Sequence[Variant]) -> ParamsAndConfig:
+    def _model_of(self, variants: Sequence[Variant]) -> RunnableModel:
         """The model for rows with these variants."""
-        params = self.params
+        extras = NO_EXTRAS
         if self.adapters:
-            params = self.adapters.adapted(params, np.array([adapter for adapter, _ in variants], np.int32))
-        if vectors := self._shape.vectors:
+            adapter_B = self.adapters.of_rows(np.array([adapter for adapter, _ in variants], np.int32))
+            extras = extras._replace(adapters=self.adapters.adapters, adapter_B=adapter_B)
+        if held := self._shape.vectors:
             place = self._device if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
-            params = vectors.steered(params, [factors for _, factors in variants], place)
-        return params, self.config
+            vectors, factor_BN = held.of_rows([factors for _, factors in variants], place)
+            extras = extras._replace(vectors=vectors, factor_BN=factor_BN)
+        return self._model._replace(extras=extras)
 
-    def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> ParamsAndConfig:
+    def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> RunnableModel:
         """The model for all slots. variants: of those that have one."""
         return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 

@@ -4,7 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
+
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
+from ..weights.layers import Norm
 from ..weights.params import Params
 
 
@@ -20,6 +24,27 @@ class FeedForward:
 
     def param_specs(self) -> Params:
         """The specs of its parameters by name, without those of norms around it."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        params: Params,
+        x_BTD: jax.Array,
+        before: Norm | None,
+        residual: jax.Array | None,
+        run_config: RunConfig,
+        given_BTU: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The output, [B, T, D], and the experts of each token, int32 [M, U], if it has some.
+
+        Args:
+            params: of the layer.
+            x_BTD: hidden states.
+            before: a norm of the hidden states, which comes first; None: there is none.
+            residual: is added to the output, [B, T, D]; None: nothing is.
+            run_config: how the program is made.
+            given_BTU: experts in place of those that the router chooses; a token with -1 has the router's.
+        """
         raise NotImplementedError
 
     @property

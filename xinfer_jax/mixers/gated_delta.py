@@ -12,7 +12,7 @@ from ..config.run_config import RunConfig
 from ..weights.layers import Norm
 from ..weights.param_specs import Params, dense, tensor
 from .linear_attention import linear_attention
-from .mixer import Divided, Mixer
+from .mixer import Divided, Mixer, Positions
 from .recurrent import Recurrent, state_shapes
 
 _KERNELS = ("delta_step", "delta_prefill", "delta_drafts")
@@ -49,11 +49,11 @@ class GatedDelta(Mixer):
         tree |= dict(gated_norm=tensor((spec.value_head_dim, None), init="ones"), o=dense(d, values))
         return tree
 
-    def forward(  # noqa: PLR0913
+    def forward(
         self,
         params: Params,
         x_BTD: Any,
-        positions: Any,
+        positions: Positions,
         cache: Any,
         run_config: RunConfig,
         before: Norm | None = None,

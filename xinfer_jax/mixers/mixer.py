@@ -10,8 +10,18 @@ from jax.sharding import Mesh
 from ..cache.layer_cache import LayerCache
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..weights.layers import Norm
+from ..weights.layers import Angles, Norm
 from ..weights.params import Params
+
+
+class Positions(NamedTuple):
+    """The positions of the tokens of a call: what is computed once for all layers."""
+
+    angles: Angles
+    start_B: jax.Array | None  # int32: position of each row's first token; None: there is no cache
+    num_tokens_B: jax.Array  # int32: real tokens of each row
+    position_BT: jax.Array  # int32: of each token
+    first_BT: jax.Array | None = None  # int32: where each token's segment begins; None: a row is one segment
 
 
 class Divided(NamedTuple):
@@ -41,11 +51,11 @@ class Mixer:
         """The specs of its parameters by name, without those of norms around it."""
         raise NotImplementedError
 
-    def forward(  # noqa: PLR0913
+    def forward(
         self,
         params: Params,
         x_BTD: Any,
-        positions: Any,
+        positions: Positions,
         cache: Any,
         run_config: RunConfig,
         before: Norm | None = None,
