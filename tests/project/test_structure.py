@@ -50,8 +50,8 @@ PACKAGES = {
         "decoder_layer", "stacked_layers", "packing", "routes", "taps", "decoder", "attention_maps",
     ),
     "sampling": (
-        "processors", "biases", "sampling_config", "batched_settings", "context",
-        "random_keys", "xtc_dry", "sampler", "logprobs", "caller_processors",
+        "settings", "processors", "biases", "generation_config", "sampling_config", "batched_settings",
+        "context", "random_keys", "xtc_dry", "sampler", "logprobs", "caller_processors",
     ),
     "ops.mesh": (),
     "ops.auto_axes": (),

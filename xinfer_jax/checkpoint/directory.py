@@ -10,7 +10,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..families.reading import from_hf
 from ..families.wrappers import is_tied_without_head, text_settings
-from ..sampling.sampling_config import check_generation_config
+from ..sampling.generation_config import check_generation_config
 from ..weights.quantization import check_quantize
 from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_modules
 from .files import file_exists, read_json

@@ -15,7 +15,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..families.layer_fields import FULL, SLIDING
 from ..families.reading import from_hf
-from ..sampling.sampling_config import check_generation_config
+from ..sampling.generation_config import check_generation_config
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
 from .embedding_modules import EmbeddingModules

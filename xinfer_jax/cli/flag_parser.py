@@ -13,11 +13,12 @@ from typing import Any
 from absl import flags
 
 from ..errors import InputError
+from ..sampling.settings import FIELD_OF_SETTING, Setting
 from .terminal import write
 
 _LARGEST = 2**31 - 1
 # Arguments of the library whose flag has another name.
-_FLAG_OF_ARGUMENT = dict(max_new_tokens="max_tokens", min_new_tokens="min_tokens", stop_strings="stop")
+_FLAG_OF_ARGUMENT = dict(max_new_tokens="max_tokens", stop_strings="stop") | FIELD_OF_SETTING
 
 
 class FlagParser:
@@ -63,7 +64,19 @@ class FlagParser:
     ) -> None:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
-    def add_switch(self, name: str, help: str, default: bool = False) -> None:
+    def add_setting(self, setting: Setting) -> None:
+        """A sampling setting; its value is None, or [] of texts, if it is not given."""
+        if setting.kind == "switch":
+            self.add_switch(setting.field, setting.help, None)
+        elif setting.kind == "texts":
+            self.add_texts(setting.field, setting.help, "give some text")
+        elif setting.valid:
+            is_valid, words = setting.valid
+            is_count = setting.dtype == "int32"
+            remedy = f"give {words}" if is_count else f"give a number {words}"
+            self._define(setting.field, setting.help, None, int if is_count else float, is_valid, remedy)
+
+    def add_switch(self, name: str, help: str, default: bool | None = False) -> None:
         flag = flags.BooleanFlag(name, default, help)
         flag.parser = _ValueParser(_boolean, lambda _: True, "give true or false")
         self._add(flag)

@@ -20,6 +20,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import format_token_counts
 from ..ops.operation import without_mesh_context
+from ..sampling.batched_settings import used_settings
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
@@ -239,8 +240,8 @@ def _check(
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
-    if np.any(call.sampling_B.xtc_probability > 0):
-        raise InputError("xtc_probability does not combine with beams: leave it out")
+    for name in used_settings(call.sampling_B, lambda setting: not setting.beams):
+        raise InputError(f"{name} does not combine with beams: leave it out")
     if num_beams * vocab_size >= 2**31:  # int32 numbers them
         raise InputError(
             f"num_beams {num_beams} with a vocabulary of {vocab_size} makes 2^31 candidates or more: lower"
