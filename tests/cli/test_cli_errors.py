@@ -1,6 +1,5 @@
 """Errors of the command line: one line on standard error, exit code 2; and interrupts."""
 
-import dataclasses
 import io
 import json
 import math

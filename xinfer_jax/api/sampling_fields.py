@@ -24,28 +24,45 @@ def parse_sampling(
     tokenizer: Tokenizer | None, vocab_size: int, fields: Fields, defaults: Any
 ) -> SamplingConfig:
     """Returns the defaults with the settings of the body."""
-    read = _Reader(fields, tokenizer, vocab_size)
-    given = (setting for setting in SETTINGS.values() if setting.in_bodies and setting.field in fields.values)
-    values = {setting.name: getattr(read, setting.kind)(setting) for setting in given}
+    values: dict[str, Any] = {}
+    for setting in SETTINGS.values():
+        if setting.in_bodies and setting.field in fields.values:
+            values[setting.name] = value = _value(setting, fields, tokenizer, vocab_size)
+            try:
+                SamplingConfig(**{setting.name: value}).validate()
+            except InputError as error:
+                raise BodyError(setting.field, error) from error
     values = {name: value for name, value in values.items() if value is not None}
-    for name, value in values.items():
-        try:
-            SamplingConfig(**{name: value}).validate()
-        except InputError as error:
-            raise BodyError(SETTINGS[name].field, error) from error
     values |= ids_of_texts(values, defaults, tokenizer, vocab_size)
     settings: SamplingConfig = dataclasses.replace(defaults, **values)
     return settings
 
 
+def _value(setting: Setting, fields: Fields, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
+    """The value of a setting that a body has; None: it asks for nothing."""
+    name = setting.field
+    if setting.kind == "switch":
+        return fields.boolean(name)
+    if setting.kind == "texts":
+        return fields.strings(name, (), _MOST_TEXTS, MAX_STOP_STRING_CHARS)
+    if setting.kind == "ids":
+        return fields.token_ids(name, vocab_size)
+    if setting.kind == "bias":
+        return _bias_of_ids(name, fields.mapping(name), vocab_size) or None
+    if setting.kind == "words":
+        words = fields.strings(name, (), MOST_BAD_WORDS, MAX_STOP_STRING_CHARS)
+        return _ids_of_words(name, tokenizer, words, vocab_size) if words else None
+    if setting.most is not None:
+        fields.integer(name, 0, setting.most)
+    number = fields.number(name)
+    return setting.default if number == setting.also_default else number
+
+
 def ids_of_texts(
     given: Mapping[str, Any], defaults: SamplingConfig, tokenizer: Tokenizer | None, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """The token ids of settings that are texts, which are given, or which another given setting needs.
-
-    Args:
-        given: values of settings by name.
-        defaults: of the others.
+    """The token ids of settings that are texts, if they are among the given ones, or if a given one needs
+    them.
     """
     found = {}
     for setting in (setting for setting in SETTINGS.values() if setting.kind == "texts"):
@@ -77,61 +94,36 @@ def ids_with_texts(
     return found
 
 
-class _Reader:
-    """Reads the settings of a body by their kind; None: nothing is asked for."""
+def _bias_of_ids(name: str, biases: dict[str, Any], vocab_size: int) -> dict[int, float]:
+    """The biases by token id; in JSON the ids are texts."""
+    numbers: dict[int, float] = {}
+    for i, bias in biases.items():
+        is_id = i.isdecimal() and len(i) < 10
+        if not is_id or type(bias) not in (int, float) or abs(bias) > 1e30:
+            raise BodyError(name, f"{name} maps token ids to numbers, got {format_value(i)}")
+        numbers[int(i)] = float(bias)
+    ids = Fields({name: list(numbers)}).token_ids(name, vocab_size)
+    return {i: numbers[i] for i in ids}
 
-    def __init__(self, fields: Fields, tokenizer: Tokenizer | None, vocab_size: int):
-        self._fields = fields
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
 
-    def number(self, setting: Setting) -> Any:
-        if setting.most is not None:
-            self._fields.integer(setting.field, 0, setting.most)
-        number = self._fields.number(setting.field)
-        return setting.default if number == setting.also_default else number
-
-    def switch(self, setting: Setting) -> bool:
-        return self._fields.boolean(setting.field)
-
-    def texts(self, setting: Setting) -> tuple[str, ...]:
-        return self._fields.strings(setting.field, (), _MOST_TEXTS, MAX_STOP_STRING_CHARS)
-
-    def ids(self, setting: Setting) -> list[int]:
-        return self._fields.token_ids(setting.field, self._vocab_size)
-
-    def bias(self, setting: Setting) -> dict[int, float] | None:
-        """The biases by token id; in JSON the ids are texts."""
-        name = setting.field
-        numbers: dict[int, float] = {}
-        for i, bias in self._fields.mapping(name).items():
-            is_id = i.isdecimal() and len(i) < 10
-            if not is_id or type(bias) not in (int, float) or abs(bias) > 1e30:
-                raise BodyError(name, f"{name} maps token ids to numbers, got {format_value(i)}")
-            numbers[int(i)] = float(bias)
-        ids = Fields({name: list(numbers)}).token_ids(name, self._vocab_size)
-        return {i: numbers[i] for i in ids} or None
-
-    def words(self, setting: Setting) -> list[list[int]] | None:
-        """The ids of each word at the start of a text and, where they differ, after a space (as vLLM)."""
-        name = setting.field
-        words = self._fields.strings(name, (), MOST_BAD_WORDS, MAX_STOP_STRING_CHARS)
-        found = list[list[int]]()
-        if not words:
-            return None
-        if self._tokenizer is None:
-            raise BodyError(name, f"{name} need a tokenizer, which this checkpoint lacks: leave them out")
-        for word in words:
-            at_start, after_space = (
-                self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
-            )
-            if not at_start or len(at_start) > LONGEST_BAD_WORD or max(at_start) >= self._vocab_size:
-                said = f"each of {name} must have 1 to {LONGEST_BAD_WORD} tokens, got {len(at_start)}"
-                raise BodyError(name, f"{said}: {format_value(word)}")
-            found.append(at_start)
-            if after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
-                found.append(after_space)
-        if len(found) > MOST_BAD_WORDS:
-            said = f"{name} are {len(found)} sequences of tokens, more than {MOST_BAD_WORDS}"
-            raise BodyError(name, f"{said}: give fewer")
-        return found
+def _ids_of_words(
+    name: str, tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int
+) -> list[list[int]]:
+    """The ids of each word at the start of a text and, where they differ, after a space (as vLLM)."""
+    found = list[list[int]]()
+    if tokenizer is None:
+        raise BodyError(name, f"{name} need a tokenizer, which this checkpoint lacks: leave them out")
+    for word in words:
+        at_start, after_space = (
+            tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
+        )
+        if not at_start or len(at_start) > LONGEST_BAD_WORD or max(at_start) >= vocab_size:
+            said = f"each of {name} must have 1 to {LONGEST_BAD_WORD} tokens, got {len(at_start)}"
+            raise BodyError(name, f"{said}: {format_value(word)}")
+        found.append(at_start)
+        if after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
+            found.append(after_space)
+    if len(found) > MOST_BAD_WORDS:
+        said = f"{name} are {len(found)} sequences of tokens, more than {MOST_BAD_WORDS}"
+        raise BodyError(name, f"{said}: give fewer")
+    return found

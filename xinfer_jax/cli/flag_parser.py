@@ -65,16 +65,15 @@ class FlagParser:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
     def add_setting(self, setting: Setting) -> None:
-        """A sampling setting; its value is None, or [] of texts, if it is not given."""
+        """A sampling setting; if it is not given its value is None, or [] of texts."""
+        name = setting.field
         if setting.kind == "switch":
-            self.add_switch(setting.field, setting.help, None)
+            self.add_switch(name, setting.help, None)
         elif setting.kind == "texts":
-            self.add_texts(setting.field, setting.help, "give some text")
+            self.add_texts(name, setting.help, "give some text")
         elif setting.valid:
-            is_valid, words = setting.valid
-            is_count = setting.dtype == "int32"
-            remedy = f"give {words}" if is_count else f"give a number {words}"
-            self._define(setting.field, setting.help, None, int if is_count else float, is_valid, remedy)
+            convert, words = (int, "give") if setting.kind == "count" else (float, "give a number")
+            self._define(name, setting.help, None, convert, setting.valid[0], f"{words} {setting.valid[1]}")
 
     def add_switch(self, name: str, help: str, default: bool | None = False) -> None:
         flag = flags.BooleanFlag(name, default, help)

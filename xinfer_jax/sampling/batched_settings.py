@@ -12,7 +12,7 @@ from ..checks import array_module, is_traced
 from ..errors import InputError, format_value
 from .biases import bad_word_rows, bias_rows, listed_rows
 from .sampling_config import SamplingConfig
-from .settings import NUMBERS, PLAIN_SETTINGS, SETTINGS, Setting, is_unset
+from .settings import DTYPES, LISTS, NUMBERS, SETTINGS, Setting, is_unset
 
 _ARRAYS = dict(texts=listed_rows, words=bad_word_rows)  # of settings of these kinds
 
@@ -51,18 +51,17 @@ def settings_per_row(
         row.validate()
     values = {setting.name: _setting_of_rows(setting, rows, batch) for setting in NUMBERS}
     is_off = (_is_default(setting, values[setting.name]) for setting in NUMBERS if not setting.plain)
-    others = [setting for setting in SETTINGS.values() if not setting.is_number]
-    parts = {setting.name: [getattr(row, setting.name) for row in rows] for setting in others}
-    has_parts = any(part is not None for of_rows in parts.values() for part in of_rows)
-    is_plain = not all_settings and not has_parts and all(is_off)
+    lists = {setting.name: [getattr(row, setting.name) for row in rows] for setting in LISTS}
+    has_lists = any(value is not None for of_rows in lists.values() for value in of_rows)
+    is_plain = not all_settings and not has_lists and all(is_off)
     values = {name: _per_row(value, batch) for name, value in values.items()}
     if is_plain:
-        return SamplingConfig(**{name: values[name] for name in PLAIN_SETTINGS})
-    biases = zip(*(parts[setting.name] for setting in others if setting.kind in ("bias", "ids")), strict=True)
-    values["logit_bias"] = bias_rows([*biases], batch, vocab_size)
-    for setting in others:
+        return SamplingConfig(**{s.name: values[s.name] for s in NUMBERS if s.plain})
+    parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
+    values["logit_bias"] = bias_rows([*zip(*parts, strict=True)], batch, vocab_size)
+    for setting in LISTS:
         if setting.kind in _ARRAYS:
-            values[setting.name] = _ARRAYS[setting.kind](setting.name, parts[setting.name], batch, vocab_size)
+            values[setting.name] = _ARRAYS[setting.kind](setting.name, lists[setting.name], batch, vocab_size)
     return SamplingConfig(**values)
 
 
@@ -97,11 +96,8 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
 
 
 def used_settings(sampling_B: SamplingConfig, asked: Callable[[Setting], bool]) -> list[str]:
-    """Returns the names of the settings that a row uses, as far as the host knows, among those asked for.
-
-    Args:
-        sampling_B: from `settings_per_row`.
-        asked: whether a setting is asked for.
+    """The names of those settings that are asked for and that a row uses, as far as the host knows.
+    sampling_B: from `settings_per_row`.
     """
     values = ((setting, getattr(sampling_B, setting.name)) for setting in SETTINGS.values() if asked(setting))
     return [s.name for s, value in values if value is not None and not _is_default(s, value)]
@@ -128,7 +124,7 @@ def _setting_of_rows(setting: Setting, rows: Sequence[SamplingConfig], batch: in
     xp: Any = np
     if not all(isinstance(value, int | float) for value in values):
         xp = jnp if any(is_traced(value) or isinstance(value, jax.Array) for value in values) else np
-    arrays = [xp.asarray(value, np.dtype(setting.dtype)) for value in values]
+    arrays = [xp.asarray(value, np.dtype(DTYPES[setting.kind])) for value in values]
     if any(array.shape not in ((), (1,), (batch,) if len(rows) == 1 else ()) for array in arrays):
         raise InputError(
             f"{setting.name} of shape {np.shape(arrays[0])} for {batch} rows: give one number, or one per row"

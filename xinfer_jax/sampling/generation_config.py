@@ -33,8 +33,10 @@ def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None 
     check(do_sample in (None, True, False), "do_sample", "true or false", do_sample)
     limit = vocab_size or 2**31
     is_ids = lambda x: isinstance(x, list) and all(type(i) is int and 0 <= i < limit for i in x)  # noqa: E731
+    number = (lambda x: type(x) in (int, float) and abs(x) < 1e30, "a number")
     forms: dict[str, tuple[Callable[[Any], bool], str]] = dict(
-        number=(lambda x: type(x) in (int, float) and abs(x) < 1e30, "a number"),
+        number=number,
+        count=number,
         switch=(lambda x: isinstance(x, bool), "true or false"),
         ids=(is_ids, "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")),
         words=(

@@ -16,7 +16,7 @@ from .batched_settings import has_all_settings
 from .context import ALL_BITS, Context
 from .random_keys import DRAW_TOKEN, gumbel_noise
 from .sampling_config import SamplingConfig
-from .settings import SETTINGS, Setting
+from .settings import SETTINGS
 
 NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
 Skippable = list[tuple[Any, Callable[[jax.Array], jax.Array]]]  # bool [B] or bool: who uses it; a processor
@@ -223,15 +223,11 @@ def _other_processors(s: SamplingConfig, c: Context) -> Skippable:
         for setting in SETTINGS.values():
             has_state = c.history_BS is not None or not setting.history
             if has_state and (penalty := plugin("processor", setting.penalty)):
-                found.append((_uses(s, setting), partial(penalty, settings=s, context=c)))
+                uses_B = getattr(s, setting.name) != setting.default
+                found.append((uses_B, partial(penalty, settings=s, context=c)))
     if c.automata is not None:
         found.append((c.automata.used_B, c.automata.mask))
     return found
-
-
-def _uses(sampling_B: SamplingConfig, setting: Setting) -> jax.Array:
-    """bool [B]: which rows use a setting."""
-    return getattr(sampling_B, setting.name) != setting.default
 
 
 def bias_and_repeat(logits_BV, sampling_B, context):
@@ -290,7 +286,7 @@ def warp_logits(
         for setting in SETTINGS.values():
             if draw and (process := plugin("processor", setting.filter)):
                 rest = dict(logits_BV=logits_BV, settings=s, key_B=draw[0], position_B=draw[1])
-                filters.append((_uses(s, setting), partial(process, **rest)))
+                filters.append((getattr(s, setting.name) != setting.default, partial(process, **rest)))
     kept_BV = _apply_used(filters, scaled_BV)
     return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
 

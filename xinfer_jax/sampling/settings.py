@@ -6,73 +6,42 @@ It imports no jax, since commands check their flags before they do.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-Range = tuple[Callable[[Any], Any], str]  # the check of a number or an array, and the range in words
+# Of the kinds with one value per row.
+DTYPES = dict(number="float32", count="int32", switch="bool")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One sampling setting.
+    """One sampling setting."""
 
-    Attributes:
-        name: of its field in `SamplingConfig`.
-        default: the value that does nothing, alone or at all; of each entry, if rows have arrays.
-        valid: of a number.
-        help: of its flag, which commands list in the order of `SETTINGS`; "": it has no flag.
-        kind: "number" (`default` is an int where it counts) or "switch", with one value per row; "texts": of
-            a body and a flag, for all tokens that contain one of them, which are bool [B, V] in rows; "ids",
-            "bias": parts of one bias [B, V]; "words": sequences of tokens, [B, W, L].
-        other_name: its name in bodies and flags; "": `name`.
-        in_bodies: bodies have it.
-        hf: its name in generation_config.json; None: that file never has it.
-        plain: it belongs to the plain settings.
-        beams: a beam search takes it.
-        history: it needs the order of a row's tokens.
-        penalty: the name in `plugins.py` of the processor that it turns on, for greedy rows too: a function
-            (logits_BV, settings of rows, `Context`) -> logits_BV.
-        filter: the same, of sampled rows: a function (warped_BV, logits_BV before temperature and filters,
-            settings of rows, key_B, position_B) -> warped_BV.
-        most: the largest number in a body, where it bounds a decode step's work.
-        also_default: another number of a body for `default`, as other servers have it.
-        default_texts: texts if `texts_for` is set and the setting is not; some may be in no token.
-        texts_for: the name of that setting.
-    """
-
-    name: str
-    default: Any
-    valid: Range | None = None
-    help: str = ""
-    kind: Literal["number", "switch", "texts", "ids", "bias", "words"] = "number"
-    other_name: str = ""
+    name: str  # of its field in `SamplingConfig`
+    default: Any  # it does nothing, alone or at all; of each entry, if rows have arrays
+    valid: tuple[Callable[[Any], Any], str] | None = None  # the check of numbers, and the range in words
+    help: str = ""  # of its flag; "": it has none
+    # One of `DTYPES`; "texts": all tokens that contain one of them, bool [B, V] in rows; "ids", "bias": parts
+    # of one bias, [B, V]; "words": sequences of tokens, [B, W, L].
+    kind: str = "number"
+    other_name: str = ""  # in bodies and flags, if they do not have `name`
     in_bodies: bool = True
-    hf: str | None = None
-    plain: bool = False
-    beams: bool = True
-    history: bool = False
+    hf: str | None = None  # its name in generation_config.json; None: it is never there
+    plain: bool = False  # it belongs to the plain settings
+    beams: bool = True  # a beam search takes it
+    history: bool = False  # it needs the order of a row's tokens
+    # Names in `plugins.py` of the processor that it turns on, (logits_BV, settings, context) -> logits_BV for
+    # all rows, or (warped_BV, logits_BV, settings, key_B, position_B) -> warped_BV for those that sample.
     penalty: str = ""
     filter: str = ""
-    most: int | None = None
-    also_default: float | None = None
-    default_texts: tuple[str, ...] = ()
+    most: int | None = None  # in a body: it bounds the work of a decode step
+    also_default: float | None = None  # what other servers have for the default
+    default_texts: tuple[str, ...] = ()  # if the setting `texts_for` is given; some may be in no token
     texts_for: str = ""
 
     @property
     def field(self) -> str:
         """Its name in bodies and flags."""
         return self.other_name or self.name
-
-    @property
-    def is_number(self) -> bool:
-        """Whether rows have one value each: a number or a switch."""
-        return self.kind in ("number", "switch")
-
-    @property
-    def dtype(self) -> str:
-        """Of the values of rows."""
-        if self.kind != "number":
-            return "bool"
-        return "int32" if isinstance(self.default, int) else "float32"
 
 
 def _is_count(x: Any) -> Any:
@@ -93,7 +62,7 @@ _ENTRIES = (
     ),
     Setting(
         "top_k", 0, _COUNT, "Sample among the k most likely tokens; 0: all. Default: the checkpoint's.",
-        hf="top_k", plain=True, also_default=-1,
+        kind="count", hf="top_k", plain=True, also_default=-1,
     ),
     Setting(
         "top_p", 1.0, _MASS,
@@ -117,16 +86,14 @@ _ENTRIES = (
         "presence_penalty", 0.0, _PENALTY,
         "Subtracted from the logits of tokens that the answer already has; 0: off.",
     ),
-    Setting(
-        "frequency_penalty", 0.0, _PENALTY, "Subtracted for each occurrence in the answer; 0: off.",
-    ),
+    Setting("frequency_penalty", 0.0, _PENALTY, "Subtracted for each occurrence in the answer; 0: off."),
     Setting(
         "no_repeat_ngram_size", 0, _COUNT, "No sequence of this many tokens occurs twice; 0: off.",
-        hf="no_repeat_ngram_size", history=True, most=_MOST_NGRAM,
+        kind="count", hf="no_repeat_ngram_size", history=True, most=_MOST_NGRAM,
     ),
     Setting(
-        "min_new_tokens", 0, _COUNT, "The answer has at least this many tokens.", other_name="min_tokens",
-        hf="min_new_tokens",
+        "min_new_tokens", 0, _COUNT, "The answer has at least this many tokens.", kind="count",
+        other_name="min_tokens", hf="min_new_tokens",
     ),
     Setting(
         "xtc_probability", 0.0, _FRACTION, "XTC: chance to remove the top choices; 0: off.", beams=False,
@@ -146,12 +113,12 @@ _ENTRIES = (
     ),
     Setting(
         "dry_allowed_length", 2, (_is_count, "a whole number from 0 to 2^31 - 1"),
-        "DRY: so many tokens may be repeated. Default: 2.", most=_MOST_NGRAM,
+        "DRY: so many tokens may be repeated. Default: 2.", kind="count", most=_MOST_NGRAM,
     ),
     Setting(
         "dry_penalty_last_n", -1,
         (lambda x: (x == -1) | _is_count(x), "-1 (all), or a whole number from 0 to 2^31 - 1"),
-        "DRY: last tokens that count. Default: -1: all.",
+        "DRY: last tokens that count. Default: -1: all.", kind="count",
     ),
     Setting(
         "dry_sequence_breakers", False, kind="texts", texts_for="dry_multiplier",
@@ -163,8 +130,8 @@ _ENTRIES = (
     Setting("bad_words_ids", -1, kind="words", other_name="bad_words", hf="bad_words_ids"),
 )  # fmt: skip
 SETTINGS = {setting.name: setting for setting in _ENTRIES}
-NUMBERS = tuple(setting for setting in _ENTRIES if setting.is_number)
-PLAIN_SETTINGS = tuple(setting.name for setting in _ENTRIES if setting.plain)
+NUMBERS = tuple(setting for setting in _ENTRIES if setting.kind in DTYPES)
+LISTS = tuple(setting for setting in _ENTRIES if setting.kind not in DTYPES)
 # Other names of settings in bodies and flags.
 FIELD_OF_SETTING = {setting.name: setting.field for setting in _ENTRIES if setting.other_name}
 
@@ -180,10 +147,9 @@ class _UnsetInteger(int):
 def unset(name: str) -> Any:
     """The value of a setting that is not set: None, or a number that `is_unset` tells from a given one."""
     setting = SETTINGS[name]
-    if not setting.is_number:
+    if setting.kind not in DTYPES:
         return None
-    marker = _UnsetFloat if setting.dtype == "float32" else _UnsetInteger
-    return marker(setting.default)
+    return (_UnsetFloat if setting.kind == "number" else _UnsetInteger)(setting.default)
 
 
 def is_unset(value: Any) -> bool:
