@@ -62,12 +62,14 @@ def test_bodies(found):
     texts = listed("an", "in")
     assert found["body"] == dict(toy_boost=1, toy_places=2, toy_switch=True, toy_texts=texts)
     assert found["off"] == dict(toy_boost=0, toy_places=3, toy_switch=0, toy_texts=None)
-    assert found["default_texts"] == listed("th")
-    boost, places, switch, texts, unknown = found["body_errors"]
+    assert found["default_texts"] == found["default_flags"] == listed("th")
+    boost, places, switch, texts, many, unfound, unknown = found["body_errors"]
     assert boost.startswith("toy_boost: toy_boost must be from 0 (off) to 1")
     assert places.startswith("toy_n: toy_n must be a whole number from 0 to 9")
     assert switch.startswith("toy_switch: toy_switch must be true or false")
     assert texts.startswith("toy_texts: toy_texts must be a text or a list of texts")
+    assert many.startswith("toy_texts: toy_texts has 17 texts, more than the limit of 16")
+    assert unfound.startswith("toy_texts: toy_texts: no token contains 'no token has this'")
     assert unknown is None  # `toy_places` is nobody's field
 
 

@@ -284,6 +284,12 @@ def test_invalid_settings():
             settings_per_row(xj.SamplingConfig(**{"min_p": 0.1} | bad), 1, V)
 
 
+def test_beams_reject_xtc(model):
+    params, config = model
+    with pytest.raises(xj.InputError, match="xtc_probability does not combine with beams"):
+        xj.beam_search(params, config, [5, 6], sampling=xj.SamplingConfig(xtc_probability=0.1))
+
+
 def test_breakers_of_rows():
     """Ids, or bool [B, V], also traced; broadcast where no row has any."""
     rows = [xj.SamplingConfig(min_p=0.1), xj.SamplingConfig(dry_sequence_breakers=[3, 5])]

@@ -94,10 +94,12 @@ def main(checkpoint: str) -> None:
         row_values=[getattr(plain, name).tolist() for name in NAMES[:3]],
         kept=[getattr(kept, name).tolist() for name in NAMES[:3]],
         body_errors=[error(parse, **bad) for bad in (
-            dict(toy_boost=2), dict(toy_n=10), dict(toy_switch=1), dict(toy_texts=[5]), dict(toy_places=1),
+            dict(toy_boost=2), dict(toy_n=10), dict(toy_switch=1), dict(toy_texts=[5]),
+            dict(toy_texts=["th"] * 17), dict(toy_texts=["no token has this"]), dict(toy_places=1),
         )],
         row_errors=[error(xj.SamplingConfig(**{name: [2.5, 1]}).validate) for name in NAMES[:3]],
         flags=flags("--toy_boost=0.5", "--toy_n=4", "--toy_switch", "--toy_texts=an", "--toy_texts=in"),
+        default_flags=flags("--toy_boost=1")["toy_texts"],
         no_flags=flags(),
         flag_errors=[error(flags, bad) for bad in ("--toy_boost=2", "--toy_n=-1", "--toy_switch=5")],
         help=[all(f"Help of the {name}." in parser._help() for name in ("boost", "places", "switch", "texts"))
