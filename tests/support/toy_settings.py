@@ -8,7 +8,7 @@ from pathlib import Path
 
 # In the copy: an entry for each, a field for each, and one processor with its line in the table.
 ENTRIES = """
-    Setting("toy_boost", 0.0, _FRACTION, "Help of the boost.", hf="toy_boost", beams=False, penalty="toy"),
+    Setting("toy_boost", 0.0, _FRACTION, "Help of the boost.", hf="toy_boost", beams=False, processor="toy"),
     Setting("toy_places", 3, _COUNT, "Help of the places.", kind="count", other_name="toy_n", most=9),
     Setting("toy_switch", False, None, "Help of the switch.", kind="switch", hf="toy_switch"),
     Setting("toy_texts", False, None, "Help of the texts.", kind="texts", texts_for="toy_boost",
@@ -106,7 +106,7 @@ def main(checkpoint: str) -> None:
               for parser in parsers],
         generation_config=values(xj.SamplingConfig.from_hf(dict(toy_boost=0.5, toy_switch=True, toy_n=7))),
         generation_errors=[error(xj.SamplingConfig.from_hf, bad)
-                           for bad in (dict(toy_boost="x"), dict(toy_switch=1), dict(toy_boost=2))],
+                           for bad in (dict(toy_boost="x"), dict(toy_switch="x"), dict(toy_boost=2))],
         beams=error(xj.beam_search, model.params, model.config, [5], sampling=given),
         some_beams=error(xj.beam_search, model.params, model.config, [5], max_new_tokens=2,
                          sampling=xj.SamplingConfig(toy_switch=True)),

@@ -171,10 +171,6 @@ def define_sampling(parser: FlagParser) -> None:
     for setting in SETTINGS.values():
         if setting.help:
             parser.add_setting(setting)
-    define_generation_config(parser)
-
-
-def define_generation_config(parser: FlagParser) -> None:
     parser.add_switch(
         "generation_config", "Use the defaults of the checkpoint's generation_config.json.", True
     )

@@ -240,7 +240,7 @@ def _check(
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
-    for name in used_settings(call.sampling_B, lambda setting: not setting.beams):
+    for name in used_settings(call.sampling_B, lambda setting: bool(setting.warper) or not setting.beams):
         raise InputError(f"{name} does not combine with beams: leave it out")
     if num_beams * vocab_size >= 2**31:  # int32 numbers them
         raise InputError(

@@ -24,34 +24,28 @@ def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None 
         settings: its contents.
         vocab_size: ids of suppress_tokens must be below it; None: unknown.
     """
-
-    def check(is_valid: bool, name: str, form: str, value: Any) -> None:
-        if not is_valid:
-            raise InputError(f"generation_config.json: {name} must be {form}, got {format_value(value)}")
-
-    do_sample = settings.get("do_sample")
-    check(do_sample in (None, True, False), "do_sample", "true or false", do_sample)
     limit = vocab_size or 2**31
     is_ids = lambda x: isinstance(x, list) and all(type(i) is int and 0 <= i < limit for i in x)  # noqa: E731
     number = (lambda x: type(x) in (int, float) and abs(x) < 1e30, "a number")
     forms: dict[str, tuple[Callable[[Any], bool], str]] = dict(
         number=number,
         count=number,
-        switch=(lambda x: isinstance(x, bool), "true or false"),
+        switch=(lambda x: x in (True, False), "true or false"),
         ids=(is_ids, "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")),
         words=(
             lambda x: isinstance(x, list) and all(map(is_ids, x)),
             f"a list of lists of token ids below {limit}",
         ),
+        ends=(
+            lambda x: all(i is None or type(i) is int for i in (x if isinstance(x, list) else [x])),
+            "a token id or a list of them",
+        ),
     )
-    for setting in SETTINGS.values():
-        if setting.hf and (value := settings.get(setting.hf)) is not None:
-            is_valid, form = forms[setting.kind]
-            check(is_valid(value), setting.hf, form, value)
-    eos_ids = settings.get("eos_token_id")
-    form = "a token id or a list of them"
-    for token in eos_ids if isinstance(eos_ids, list) else [eos_ids]:
-        check(token is None or type(token) is int, "eos_token_id", form, token)
+    kinds = {s.hf: s.kind for s in SETTINGS.values() if s.hf} | dict(do_sample="switch", eos_token_id="ends")
+    for name, kind in kinds.items():
+        is_valid, form = forms[kind]
+        if (value := settings.get(name)) is not None and not is_valid(value):
+            raise InputError(f"generation_config.json: {name} must be {form}, got {format_value(value)}")
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

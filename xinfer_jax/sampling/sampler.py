@@ -222,9 +222,9 @@ def _other_processors(s: SamplingConfig, c: Context) -> Skippable:
             found.append((s.no_repeat_ngram_size > 0, lambda x: processors.no_repeat_ngram(x, *ngrams)))
         for setting in SETTINGS.values():
             has_state = c.history_BS is not None or not setting.history
-            if has_state and (penalty := plugin("processor", setting.penalty)):
+            if has_state and (processor := plugin("processor", setting.processor)):
                 uses_B = getattr(s, setting.name) != setting.default
-                found.append((uses_B, partial(penalty, settings=s, context=c)))
+                found.append((uses_B, partial(processor, settings=s, context=c)))
     if c.automata is not None:
         found.append((c.automata.used_B, c.automata.mask))
     return found
@@ -284,9 +284,9 @@ def warp_logits(
     if has_all_settings(s):
         filters.append((s.typical_p < 1, lambda x: processors.typical_p(x, s.typical_p, min_tokens_to_keep)))
         for setting in SETTINGS.values():
-            if draw and (process := plugin("processor", setting.filter)):
+            if draw and (warper := plugin("processor", setting.warper)):
                 rest = dict(logits_BV=logits_BV, settings=s, key_B=draw[0], position_B=draw[1])
-                filters.append((getattr(s, setting.name) != setting.default, partial(process, **rest)))
+                filters.append((getattr(s, setting.name) != setting.default, partial(warper, **rest)))
     kept_BV = _apply_used(filters, scaled_BV)
     return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
 

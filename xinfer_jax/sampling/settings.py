@@ -27,12 +27,13 @@ class Setting:
     in_bodies: bool = True
     hf: str | None = None  # its name in generation_config.json; None: it is never there
     plain: bool = False  # it belongs to the plain settings
-    beams: bool = True  # a beam search takes it
+    beams: bool = True  # a beam search takes it, unless it is a warper
     history: bool = False  # it needs the order of a row's tokens
-    # Names in `plugins.py` of the processor that it turns on, (logits_BV, settings, context) -> logits_BV for
-    # all rows, or (warped_BV, logits_BV, settings, key_B, position_B) -> warped_BV for those that sample.
-    penalty: str = ""
-    filter: str = ""
+    # Names in `plugins.py` of the function that it turns on. A processor is for all rows: (logits_BV,
+    # settings, context) -> logits_BV. A warper is for rows that sample, and for no beams: (warped_BV,
+    # logits_BV, settings, key_B, position_B) -> warped_BV.
+    processor: str = ""
+    warper: str = ""
     most: int | None = None  # in a body: it bounds the work of a decode step
     also_default: float | None = None  # what other servers have for the default
     default_texts: tuple[str, ...] = ()  # if the setting `texts_for` is given; some may be in no token
@@ -96,8 +97,8 @@ _ENTRIES = (
         other_name="min_tokens", hf="min_new_tokens",
     ),
     Setting(
-        "xtc_probability", 0.0, _FRACTION, "XTC: chance to remove the top choices; 0: off.", beams=False,
-        filter="xtc",
+        "xtc_probability", 0.0, _FRACTION, "XTC: chance to remove the top choices; 0: off.",
+        warper="xtc",
     ),
     Setting(
         "xtc_threshold", 0.1, (_FRACTION[0], "from 0 to 1 (above 0.5: off)"),
@@ -105,7 +106,7 @@ _ENTRIES = (
     ),
     Setting(
         "dry_multiplier", 0.0, (lambda x: (x >= 0) & (x <= 1e30), "from 0 (off) to 1e30"),
-        "DRY: penalty of a repeated sequence; 0: off.", history=True, penalty="dry",
+        "DRY: penalty of a repeated sequence; 0: off.", history=True, processor="dry",
     ),
     Setting(
         "dry_base", 1.75, (lambda x: (x >= 1) & (x <= 1e30), "from 1 to 1e30"),
