@@ -29,8 +29,8 @@ BOUNDS = {FUNCTIONAL: Size(lines=6_175, code=3_704), GENERATE: Size(lines=7_198,
 CORE = closure.core()
 # The features whose modules the core imports inside functions, when a call uses them.
 OPTIONAL_FEATURES = {
-    "functions of callers", "grammars", "meshes", "packed rows", "prefixes", "quantized caches",
-    "quantized weights", "routes", "speculative decoding", "stacked layers", "taps",
+    "adapters", "functions of callers", "grammars", "meshes", "packed rows", "prefixes", "quantized caches",
+    "quantized weights", "routes", "settings of a checkpoint", "speculative decoding", "stacked layers", "taps",
 }  # fmt: skip
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 

@@ -18,7 +18,7 @@ from ..families.reading import from_hf
 from ..formats.gguf_file import GgufFile, open_gguf
 from ..formats.gguf_format import gguf_form
 from ..formats.gguf_keys import check_keys
-from ..sampling.sampling_config import check_generation_config
+from ..sampling.generation_config import check_generation_config
 from ..tokenization.gguf_tokenizer import read_gguf_tokenizer
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles

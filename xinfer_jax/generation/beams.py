@@ -21,6 +21,7 @@ from ..config.run_config import RunConfig
 from ..errors import InputError, format_token_counts, format_value
 from ..model.decoder import ModelOutput
 from ..ops.operation import without_mesh_context
+from ..sampling.batched_settings import used_settings
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
@@ -241,8 +242,8 @@ def _check(
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
-    if np.any(call.sampling_B.xtc_probability > 0):
-        raise InputError("xtc_probability does not combine with beams: leave it out")
+    for name in used_settings(call.sampling_B, lambda setting: bool(setting.warper) or not setting.beams):
+        raise InputError(f"{name} does not combine with beams: leave it out")
     if num_beams * vocab_size >= 2**31:  # int32 numbers them
         raise InputError(
             f"num_beams {num_beams} with a vocabulary of {vocab_size} makes 2^31 candidates or more: lower"

@@ -20,11 +20,12 @@ from ..model.decoder import Inputs, apply_model, unembed
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
-from ..sampling.batched_settings import has_all_settings, settings_per_row
+from ..sampling.batched_settings import has_all_settings, settings_per_row, used_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
+from ..sampling.settings import SETTINGS
 from ..weights.params import AnyArray, Params
 from .executor import bucket, prefill_chunk_size
 from .loop import PREFILL, decode, jit_variants
@@ -229,9 +230,9 @@ def decode_loop(  # noqa: PLR0913  a public function
     key_B = row_keys(row_key_B, B)
     sampling_B = settings_per_row(sampling_B, B, V)
     if history_BS is None and has_all_settings(sampling_B):
-        values_B = sampling_B.no_repeat_ngram_size, sampling_B.dry_multiplier
-        if is_traced(values_B) or np.any(np.asarray(values_B)):
-            raise InputError("no_repeat_ngram_size and dry_multiplier need history_BS, tokens of each row")
+        if used_settings(sampling_B, lambda setting: setting.history):
+            names = " and ".join(setting.name for setting in SETTINGS.values() if setting.history)
+            raise InputError(f"{names} need history_BS, tokens of each row")
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
