@@ -56,9 +56,9 @@ PACKAGES = {
     "ops.mesh": (),
     "ops.auto_axes": (),
     "tool_calls": (
-        "call_parser", "json_scanner", "json_values", "parameter_types", "json_call", "gemma_call",
-        "xml_call", "tool_call_parser", "reasoning", "harmony", "tool_messages", "answer_parser",
-        "call_grammar",
+        "call_parser", "json_scanner", "json_values", "parameter_types", "tool_call_form", "call_grammar",
+        "json_call", "gemma_call", "tagged_call", "hermes_call", "llama_call", "qwen3_coder_call", "glm_call",
+        "tool_call_parser", "reasoning", "harmony", "tool_messages", "answer_parser",
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
