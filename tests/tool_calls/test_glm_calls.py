@@ -53,11 +53,19 @@ WHOLE = {
     ),
 }
 NO_CALLS = [
-    call("other", pair("a", "1")), call(""), call("add now", pair("a", "1")), call("add", "1"),
-    call("add", pair("a", "1"), pair("a", "2")), call("add", pair("", "1")), "<tool_call>add</arg_key></tool_call>",
-    call("add", "<arg_key>a</arg_key><arg_key>b</arg_key>"), call("add", "<arg_value>1</arg_value>"),
-    call("add", pair("a" * 600, "1")), call('{"name": "add", "arguments": {}}'), call("<function=add></function>"),
-]  # fmt: skip
+    call("other", pair("a", "1")),
+    call(""),
+    call("add now", pair("a", "1")),
+    call("add", "1"),
+    call("add", pair("a", "1"), pair("a", "2")),
+    call("add", pair("", "1")),
+    call("add", "</arg_key>"),
+    call("add", "<arg_key>a</arg_key><arg_key>b</arg_key>"),
+    call("add", "<arg_value>1</arg_value>"),
+    call("add", pair("a" * 600, "1")),
+    call('{"name": "add", "arguments": {}}'),
+    call("<function=add></function>"),
+]
 
 
 def found(parts: list[str], **options) -> tuple:
