@@ -27,7 +27,7 @@ def call(name: str, *pairs: str) -> str:
     return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
 
 
-PATCH = "x</arg_value> y </tool_call> <tool_call>now</tool_call> <arg_value> <arg_key>a</arg_key>"
+PATCH = "x</arg_value> y <tool_call>now <arg_value> <arg_key>a</arg_key>"
 NUMBERS = call("add", pair("a", "1"), pair("b", "null"), pair("tags", '["é", {"x": 1}]'), pair("any", "[2]"))
 NUMBERS_CALL = ("add", dict(a=1, b=None, tags=["é", dict(x=1)], any=[2]))
 WHOLE = {
@@ -63,6 +63,8 @@ NO_CALLS = [
     call("add", "<arg_key>a</arg_key><arg_key>b</arg_key>"),
     call("add", "<arg_value>1</arg_value>"),
     call("add", pair("a" * 600, "1")),
+    call("add", pair("a", "1</tool_call>")),
+    call("add", "<arg_key>a</arg_key>\n<arg_value>1\n"),
     call('{"name": "add", "arguments": {}}'),
     call("<function=add></function>"),
 ]

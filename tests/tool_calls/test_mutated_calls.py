@@ -12,7 +12,8 @@ import response_templates
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.response_template import parse_response_template
 from xinfer_jax.checkpoint.template_splitter import TemplateSplitter
-from xinfer_jax.tool_calls.tool_call_form import tool_call_forms
+from xinfer_jax.plugins import names
+from xinfer_jax.tool_calls.tool_call_form import TOOL_CALLS, tool_call_forms
 
 pytestmark = pytest.mark.oldest
 
@@ -238,4 +239,5 @@ def test_many_mutated_calls_are_calls_or_text(form, part):
 
 
 def test_every_form_is_there():
+    assert FORMATS == names(TOOL_CALLS)
     assert {*FORMATS, *response_templates.BY_NAME} == {*FORMS}

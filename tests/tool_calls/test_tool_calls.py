@@ -183,6 +183,7 @@ def test_any_parts_give_the_same():
         ",",
         "</function>",
     ]
+    pieces += ["<tool_call>add", "<arg_key>any</arg_key>", "<arg_value>", "</arg_value>"]
     pieces += ["</think>", "nk>", XML, PARIS, ADD, ADD[:30], XML[:30], "</parameter>", "<function="]
     for number in range(3000):
         text = "".join(rng.choices(pieces, k=rng.randint(1, 9)))
@@ -217,6 +218,8 @@ def test_time_is_linear_in_the_text():
         "<tool_call><function=add><parameter=a>",
         tagged(ADD),
         '{"name": "add',
+        "<tool_call>add<arg_key>any</arg_key><arg_value>1</tool_call>",
+        "<tool_call>add<arg_key>any</arg_key><arg_value></arg_value> ",
     )
     for text in (
         *texts,

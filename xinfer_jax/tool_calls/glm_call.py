@@ -6,8 +6,8 @@
     </tool_call>
 
 GLM 4.5 and 4.6 write these lines. Later models write all of it on one line. A text stands in its tags as it
-is, with spaces and marks: a value ends at </arg_value> only if the next key or the end of the call follows.
-Models leave out <arg_value> at times. Source: the chat templates of the models.
+is, with its spaces. It may have </arg_value> in it: a value ends there if the next key or the end of the call
+follows. Models leave out <arg_value> at times. Source: the chat templates of the models.
 """
 
 import re
@@ -28,7 +28,7 @@ _NAME = re.compile(rf'([^\s<>{{}}\[\]"]{{1,512}})\s{{0,64}}(?={_KEY_START}|{CALL
 _PARTIAL_NAME = re.compile(r'[^\s<>{}\[\]"]{1,512}\s{0,64}(?:<[a-z_/]{0,10})?')
 _KEY = re.compile(rf"{_KEY_START}\s{{0,64}}([^<>\s][^<>]{{0,511}}){_KEY_END}")
 _PARTIAL_KEY = re.compile(rf"{_KEY_START}[^<>]{{0,576}}(?:<[a-z_/]{{0,8}})?")
-_END_OF_VALUE = re.compile(rf"{_VALUE_END}\s{{0,64}}(?={_KEY_START}|{CALL_END})")
+_END_OF_VALUE = re.compile(rf"{_VALUE_END}\s{{0,64}}(?={_KEY_START}|{CALL_END})|{CALL_END}")
 _PARTIAL_END = re.compile(rf"{_VALUE_END}\s{{0,64}}(?:<[a-z_/]{{0,10}})?\Z")
 _NEW_LINE = r'"\n"?'
 _BETWEEN = f"{_NEW_LINE} {quoted(_VALUE_START)}"  # a key and its value
@@ -37,7 +37,7 @@ _TAGS = Tags(
     parameter=lambda key: f"{_NEW_LINE} {quoted(_KEY_START + key + _KEY_END)} {_BETWEEN}",
     value_end=_VALUE_END,
     function_end="",
-    no_end=r"~/(?s:.*)<\/arg_value>(?s:.*)/",
+    no_end=r"~/(?s:.*)<\/(arg_value|tool_call)>(?s:.*)/",
 )
 
 
@@ -75,10 +75,11 @@ class _GLMCallParser(TaggedCallParser):
 
     def _value_end(self, text: str) -> tuple[int, int | None]:
         if end := _END_OF_VALUE.search(text):
-            return end.start(), end.end()
+            self.failed = end[0] == CALL_END
+            return end.start(), None if self.failed else end.end()
         if partial := _PARTIAL_END.search(text):
             return partial.start(), None
-        return len(text) - length_of_partial_mark(text, [_VALUE_END]), None
+        return len(text) - length_of_partial_mark(text, [_VALUE_END, CALL_END]), None
 
 
 def _grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -> str:
