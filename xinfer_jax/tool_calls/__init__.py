@@ -15,5 +15,5 @@ together. `tool_messages` checks the tools of a request and prepares earlier cal
 - A call is checked as JSON, its function must be one of the tools, but its arguments are not checked against
   their schema. Grammars do that (tool_choice "required", or a function).
 - The end of an answer may stand for the mark after the last call. What models often leave out or add is
-  repaired: `AnswerParser` lists it. Nothing else is.
+  repaired: the module of each form says it. Nothing else is.
 """

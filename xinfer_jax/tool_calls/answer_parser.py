@@ -84,26 +84,16 @@ class AnswerParser:
     """Takes the text of an answer apart while it is generated.
 
     Reasoning stands between <think> and </think> at the beginning, or <|channel>thought and <channel|> of
-    Gemma 4. Calls stand in the content after it:
+    Gemma 4. Calls stand in the content after it, in one of these forms:
 
     - "hermes", of Qwen 2.5 and 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>
-    - "qwen3_coder": <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
-    - "llama3_json": {"name": …, "parameters": {…}} at the beginning of the content, perhaps after
-      <|python_tag|>; several are separated by semicolons.
-    - "gemma4": <|tool_call>call:…{key:<|"|>…<|"|>, …}<tool_call|>
-    - "glm45", of GLM 4.5 and later: <tool_call>…<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>
-    - "harmony", of gpt-oss: <|channel|>commentary to=functions.… <|constrain|>json<|message|>{…}<|call|>. An
-      answer that begins with such a header has channels: `analysis` is the reasoning, `final` the content,
-      and so are messages on `commentary` that are no calls.
+    - "llama3_json", "qwen3_coder", "gemma4", and "glm45" of GLM 4.5 and later;
+    - "harmony", of gpt-oss. An answer that begins with a header of Harmony has channels: `analysis` is the
+      reasoning, and `final` the content.
 
-    The names are vLLM's, except the last. Calls are found as models write them:
-
-    - without arguments, with arguments null or as JSON in a text, with some of them next to the name;
-    - with a brace too many, several objects or a list in one mark, within {"function": …};
-    - Qwen3-Coder's without the first mark or </parameter>, with lists and objects as Python writes them;
-    - Gemma 4's with quotes of JSON or Python, and with a comma after the last item;
-    - GLM's without <arg_value>;
-    - at the end of reasoning that is not closed. If text follows such a call, it is a part of the reasoning.
+    The names are vLLM's, except the last. The module of each form shows a call, and says what is repaired of
+    what models leave out or add. Calls are also found at the end of reasoning that is not closed. If text
+    follows such a call, it is a part of the reasoning.
 
     A call that is malformed or incomplete, or of a function that is not among the tools, is text: it becomes
     content. An object without a mark around it is text too, if it has fields that are no parameters of its

@@ -1,7 +1,7 @@
 """`QWEN3_CODER`: calls as Qwen3-Coder writes them, <function=name> <parameter=name> value </parameter> … .
 
 Models leave out </parameter> at times: then the next parameter ends a value, or the end of the call. At times
-they also leave out the mark before the call.
+they also leave out the mark before the call, and write lists and objects as Python does.
 """
 
 import re
