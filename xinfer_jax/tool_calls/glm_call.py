@@ -7,7 +7,8 @@
 
 GLM 4.5 and 4.6 write these lines. Later models write all of it on one line. A text stands in its tags as it
 is, with its spaces. It may have </arg_value> in it: a value ends there if the next key or the end of the call
-follows. Models leave out <arg_value> at times. Source: the chat templates of the models.
+follows. Models leave out <arg_value> at times. A call without </tool_call> is incomplete: more values may
+have followed. Source: the chat templates of the models.
 """
 
 import re
