@@ -4,7 +4,7 @@ calls end that a model may not support.
 
 `python scripts/compare_behaviour.py --base=main` compares the working tree with a commit. The exit code is 1
 if a record differs. `--record=FILE` also writes the records of the commit as JSON, and `--cases=NAME` takes
-one case of tests/support/parity_cases.py; repeat it for several. `bench/behaviour_records.py` has the list.
+one case of tests/support/parity_cases.py; repeat it for several. `behaviour/records.py` has the list.
 """
 
 from launcher import InputError, start
@@ -18,22 +18,36 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from bench.commit_checkout import checkout_of, start_in, write_random_checkpoint
+from bench.commit_checkout import checkout_of, start_in, widened, write_random_checkpoint
+from bench.model_shapes import SHAPES
 from script_paths import ROOT
 
 _BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")
 _RECORD = flags.DEFINE_string("record", None, "A file to which the records of the commit are written.")
 _CASES = flags.DEFINE_multi_string("cases", [], "Parity cases; repeat the flag for several; default: all.")
+# Parity cases that are also saved with widths at which quantized groups and blocks are whole.
+WIDE = (
+    "llama3-new",
+    "qwen3-head-dim-tied",
+    "gemma3-two-ropes-new",
+    "gemma4-experts",
+    "moe-defaults",
+    "mixtral-old",
+    "gpt-oss-published",
+    "qwen3-5-tied",
+    "qwen3-next-sparse-step",
+)
 WIDTH = 400  # characters of a value that are printed
 SETTINGS = {  # of both processes: two devices for a mesh, and nothing of this machine
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "PYTHONHASHSEED": "0",
 }
 
 
 def write_checkpoints(folder: Path, names: list[str]) -> None:
-    """Writes the parity cases of these names, or all, and checkpoints in formats of others."""
+    """Writes the parity cases of these names; without names all of them, and what else is recorded."""
     import parity_cases
 
     known = parity_cases.CASES
@@ -41,9 +55,15 @@ def write_checkpoints(folder: Path, names: list[str]) -> None:
         raise InputError(f"--cases={sorted(unknown)[0]} is no parity case: tests/support/parity_cases.py")
     for name in names or known:
         write_random_checkpoint(folder / "parity" / name, known[name].hf)
-    (folder / "quantized").mkdir()
-    if not names:
-        write_quantized(folder / "quantized")
+    if names:
+        return
+    for name in WIDE:
+        write_random_checkpoint(folder / "wide" / name, widened(known[name].hf))
+    write_quantized(folder / "quantized")
+    shapes = folder / "shapes"
+    shapes.mkdir()
+    for name, hf in SHAPES.items():
+        (shapes / f"{name}.json").write_text(json.dumps(hf), encoding="utf-8")
 
 
 def write_quantized(folder: Path) -> None:
@@ -51,6 +71,7 @@ def write_quantized(folder: Path) -> None:
     import bitnet_checkpoints
     import mxfp4_checkpoints
     import quantized_checkpoints
+    import scaled_checkpoints as scaled
     import tiny
 
     for name, (settings, how) in quantized_checkpoints.CASES.items():
@@ -58,13 +79,22 @@ def write_quantized(folder: Path) -> None:
     for layout in bitnet_checkpoints.LAYOUTS:
         bitnet_checkpoints.checkpoint(folder / f"bitnet-{layout}", layout)
     tiny.write(folder / "mxfp4", mxfp4_checkpoints.HF, weights=mxfp4_checkpoints.tensors())
+    hf = tiny.UNTIED | dict(hidden_size=64, intermediate_size=96, head_dim=16)
+    for name, settings, encode in (
+        ("fp8-blocks", scaled.fp8_settings([32, 32]), scaled.fp8((32, 32))),
+        ("fp8-rows", scaled.fp8_settings(), scaled.fp8("row", end="_scale")),
+        ("nvfp4", dict(quant_method="modelopt_fp4", quant_algo="NVFP4", group_size=16), scaled.nvfp4),
+        ("w4a16", scaled.w4(), scaled.integers(4, 32)),
+        ("w4a16-zeros", scaled.w4(symmetric=False), scaled.integers(4, 32, False)),
+    ):
+        scaled.checkpoint(folder / name, hf, settings, encode)
 
 
 def records_of(checkouts: list[Path], work: Path) -> list[dict[str, Any]]:
     """Returns the records of each checkout. They are made at the same time."""
     outs = [work / f"{i}.json" for i in range(len(checkouts))]
     started = [
-        start_in(checkout, "bench/behaviour_records.py", [out, work], SETTINGS)
+        start_in(checkout, "behaviour/records.py", [out, work], SETTINGS)
         for checkout, out in zip(checkouts, outs, strict=True)
     ]
     failed = [process.wait() for process in started]

@@ -9,17 +9,16 @@ shows with it that it computes the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 halves
 from launcher import InputError, start
 
 # isort: split
-import copy
 import json
 import sys
 import tempfile
 from pathlib import Path
 
 from absl import flags
-from bench.commit_checkout import checkout_of, start_in, write_random_checkpoint
+from bench.commit_checkout import checkout_of, start_in, widened, write_random_checkpoint
 from script_paths import ROOT
 
-# Of tests/support/parity_cases.py, widened so that quantized groups and blocks are whole.
+# Of tests/support/parity_cases.py; they are widened.
 MODELS = {
     "llama": "llama3-new",
     "qwen3": "qwen3-head-dim-tied",
@@ -27,8 +26,6 @@ MODELS = {
     "qwen3_moe": "moe-defaults",
     "qwen3_5": "qwen3-5-tied",
 }
-SIZES = dict(hidden_size=128, intermediate_size=256, head_dim=32, moe_intermediate_size=64)
-LINEAR_SIZES = dict(linear_key_head_dim=32, linear_value_head_dim=32)
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 CALLS = ("forward", "prefill", "decode_step", "decode_loop", "generate", "engine")
 
@@ -42,9 +39,7 @@ def write_checkpoint(folder: Path, case_name: str) -> None:
     """Writes a checkpoint of random weights."""
     import parity_cases
 
-    hf = copy.deepcopy(parity_cases.CASES[case_name].hf)
-    hf |= {name: size for name, size in (SIZES | LINEAR_SIZES).items() if name in {"head_dim", *hf}}
-    write_random_checkpoint(folder, hf)
+    write_random_checkpoint(folder, widened(parity_cases.CASES[case_name].hf))
 
 
 def costs_of(checkout: Path, folders: list[Path], work: Path) -> dict[str, list[dict]]:

@@ -16,6 +16,10 @@ from script_paths import ROOT, SCRIPTS
 
 from xinfer_jax.errors import InputError
 
+# Of parity cases that are widened.
+_SIZES = dict(hidden_size=128, intermediate_size=256, head_dim=32, moe_intermediate_size=64)
+_LINEAR_SIZES = dict(linear_key_head_dim=32, linear_value_head_dim=32)
+
 
 @contextlib.contextmanager
 def checkout_of(commit: str, folder: Path) -> Iterator[Path]:
@@ -43,6 +47,12 @@ def start_in(
     path = os.pathsep.join([str(checkout), str(SCRIPTS)])
     command = [sys.executable, str(SCRIPTS / program), *map(str, arguments)]
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path} | environment, cwd=checkout)
+
+
+def widened(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns a parity case's config.json with widths at which quantized groups and blocks are whole."""
+    sizes = _SIZES | _LINEAR_SIZES
+    return hf | {name: size for name, size in sizes.items() if name in {"head_dim", *hf}}
 
 
 def write_random_checkpoint(folder: Path, hf: dict[str, Any]) -> None:
