@@ -37,6 +37,7 @@ WIDE = (
     "qwen3-5-tied",
     "qwen3-next-sparse-step",
 )
+SHAPE_LAYERS = 6  # of shapes of real models: a window and a full layer of every family
 WIDTH = 400  # characters of a value that are printed
 SETTINGS = {  # of both processes: two devices for a mesh, and nothing of this machine
     "JAX_PLATFORMS": "cpu",
@@ -63,6 +64,8 @@ def write_checkpoints(folder: Path, names: list[str]) -> None:
     shapes = folder / "shapes"
     shapes.mkdir()
     for name, hf in SHAPES.items():
+        if "num_kv_shared_layers" not in hf:
+            hf = hf | dict(num_hidden_layers=SHAPE_LAYERS)
         (shapes / f"{name}.json").write_text(json.dumps(hf), encoding="utf-8")
 
 
