@@ -127,7 +127,7 @@ def function_calls(model: xj.Model) -> Calls:
         "repeat_rows": lambda: xj.repeat_rows(new_cache(), 2),
         "truncate": lambda: xj.truncate(new_cache(), 0),
     }
-    for dtype in (None, *CACHE_DTYPES[2:]):
+    for dtype in (None, "int8", "gear"):
         calls[f"decode_step, cache {dtype}"] = lambda dtype=dtype: xj.decode_step(
             params, config, token_B, new_cache(dtype)
         )
