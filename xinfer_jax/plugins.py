@@ -94,6 +94,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("top_k", "any"): ("backends.mesh", "mesh_top_k_form"),
     ("unembed", "any"): ("backends.mesh", "mesh_unembed_form"),
     ("verify", "cuda"): ("backends.gpu.verify", "verify_form"),
+    # Forms in which models write calls of tools.
+    ("tool calls", "hermes"): ("tool_calls.hermes_call", "HERMES"),
+    ("tool calls", "llama3_json"): ("tool_calls.llama_call", "LLAMA3_JSON"),
+    ("tool calls", "qwen3_coder"): ("tool_calls.qwen3_coder_call", "QWEN3_CODER"),
+    ("tool calls", "gemma4"): ("tool_calls.gemma_call", "GEMMA4"),
+    ("tool calls", "harmony"): ("tool_calls.harmony", "HARMONY"),
+    ("tool calls", "glm45"): ("tool_calls.glm_call", "GLM45"),
     # Families by model_type.
     ("family", "arcee"): ("families.llama", "ARCEE"),
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),

@@ -22,7 +22,7 @@ from xinfer_jax.api.bodies import ParsedBody, parse_request_body
 from xinfer_jax.api.fields import BodyError, check_fields
 from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
 from xinfer_jax.api.sampling_fields import ids_with_texts
-from xinfer_jax.engine import device
+from xinfer_jax.engine import engine_device
 from xinfer_jax.errors import ContextLengthError
 from xinfer_jax.generation.options import GenerateOutput
 from xinfer_jax.grammar.compiler import vocabulary_of
@@ -369,7 +369,7 @@ def test_lists_of_ids_are_converted_once_for_all_answers(model, engine, monkeypa
     """Not again in the engine's thread, which all requests wait for."""
     parsed = parse(model, dry_multiplier=0.8, allowed_token_ids=[7, 8], temperature=1.0, max_tokens=2, n=2)
     wanted = engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens
-    monkeypatch.setattr(device, "settings_per_row", None)
+    monkeypatch.setattr(engine_device, "settings_per_row", None)
     assert engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens == wanted
 
 

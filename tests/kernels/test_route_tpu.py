@@ -12,7 +12,7 @@ import pytest
 
 from xinfer_jax.backends.kernels.expert_kernels import ROUTE
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.model.decoder_layer import _route
+from xinfer_jax.feed_forward.mixture import route
 from xinfer_jax.ops.operation import run
 from xinfer_jax.weights.layers import linear
 
@@ -37,7 +37,7 @@ def check(draws, name, rows, dtype, **changes):
     x_BTD = jnp.asarray(draws.standard_normal((rows, 1, config.hidden_size)), dtype)
     bad = draws.integers(rows)
     x_BTD = x_BTD.at[bad, 0, 0].set(jnp.nan) if rows > 1 else x_BTD
-    plain = partial(_route, config=config)
+    plain = partial(route, config=config, spec=config.experts)
     call = partial(
         run, "route", plain, derivative=plain, run_config=RunConfig("interpret_tpu"), config=config
     )
@@ -76,7 +76,7 @@ def test_chooses_as_the_layer_at_random_shapes():
 def test_has_values_and_derivative_of_the_layer():
     config, layer = model(NAME, **NORMALIZED)
     x_BTD = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, config.hidden_size)), jnp.float32)
-    plain = partial(_route, config=config)
+    plain = partial(route, config=config, spec=config.experts)
     call = partial(
         run, "route", plain, derivative=plain, run_config=RunConfig("interpret_tpu"), config=config
     )

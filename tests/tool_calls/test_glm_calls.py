@@ -5,9 +5,9 @@ import json
 import pytest
 import tool_models
 from tool_models import tool
-from xinfer_jax.checkpoint.template_tools import TemplateTools, find_template_tools
 
 import xinfer_jax as xj
+from xinfer_jax.tokenization.template_tools import TemplateTools, find_template_tools
 from xinfer_jax.tool_calls.tool_call_form import tool_call_form
 
 pytestmark = pytest.mark.oldest
