@@ -754,7 +754,7 @@ def taps() -> None:
     def reads(params: Any, tokens_BT: Any, vector_D: Any) -> Any:
         places = [(layer, after) for layer in (0, 1) for after in ("attention", "layer")]
         taps = {place: xj.Tap(vector_D, edit, read=True) for place in places}
-        return xj.hidden_states(params, config, tokens_BT, taps=taps)[2]
+        return xj.run_model(params, config, tokens_BT, taps=taps).reads
 
     want = jax.jit(reads)(params, TOKENS, vector_D)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
