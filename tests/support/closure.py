@@ -14,8 +14,8 @@ from paths import ROOT
 LIBRARIES = ("xinfer_jax", "kernels_pallas")
 FUNCTIONAL = "xinfer_jax.generation.functional"  # forward, prefill, decode_step, decode_loop
 GENERATE = "xinfer_jax.generation.entrypoints"
-# What `plugins.TABLE` names and a float model of softmax attention and MLPs, or experts, cannot do without: it
-# is looked up, so no statement imports it.
+# What `plugins.TABLE` names and a float model of softmax attention and MLPs, or experts, cannot do without:
+# it is looked up, so no statement imports it.
 LAYER_PARTS = {
     ("mixer", "attention"): "xinfer_jax.mixers.softmax_attention",
     ("feed_forward", "mlp"): "xinfer_jax.feed_forward.mlp",

@@ -7,8 +7,8 @@ In the order to read: `rope` has the settings of rotary embedding; `layer_spec` 
 - Numbers that all layers have are fields with the names of config.json. A `LayerSpec` has the structure of a
   layer, and where it differs from these numbers.
 - A layer has what its spec says, not the tensors that happen to be there: a missing one is an error.
-- A layer has no mixer, one, or several side by side, and no feed-forward or one. What is about one of them asks
-  `config.mixers(layer)` or `config.feed_forward(layer)`, which look its class up in `plugins.TABLE`.
+- A layer has no mixer, one, or several side by side, and no feed-forward or one. What is about one of them
+  asks `config.mixers(layer)` or `config.feed_forward(layer)`, which look its class up in `plugins.TABLE`.
 - Experts are the same in all layers that have them.
 - EOS ids are not compared, and used on the host only: models that differ in nothing else share programs.
 - Prompts and answers beyond `context_length` are rejected, not truncated.
