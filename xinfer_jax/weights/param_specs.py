@@ -22,6 +22,7 @@ class ParamSpec:
     stays_float: bool = False  # never quantized, as vectors are not
     kv_heads: int = 0  # along the axis of that name
     name: str = ""  # its path in the tree, as "layers.0.q.weight"
+    dtype: str | None = None  # its dtype in every model; None: the model's
 
     @property
     def is_matrix(self) -> bool:
@@ -80,10 +81,12 @@ def _layer(config: ModelConfig, index: int) -> Params:
     return tree
 
 
-def tensor(*axes: Axis, init: str = "matrix", stays_float: bool = False) -> ParamSpec:
+def tensor(
+    *axes: Axis, init: str = "matrix", stays_float: bool = False, dtype: str | None = None
+) -> ParamSpec:
     """Returns the spec of a tensor with these axes."""
     (shape, names) = zip(*axes, strict=True)
-    return ParamSpec(shape, names, init, stays_float)
+    return ParamSpec(shape, names, init, stays_float, dtype=dtype)
 
 
 def norm_spec(features: Axis) -> ParamSpec:
