@@ -5,8 +5,8 @@ files, and the results or errors of calls that a model may not support. It also 
 the kernels of real shapes.
 
 `python scripts/compare_behaviour.py --base=main` compares the working tree with a commit. The exit code is 1
-if a record differs. `--record=FILE` writes the records of the commit as JSON. `--cases=NAME` compares one case
-of tests/support/parity_cases.py. Repeat the flag for several cases.
+if a record differs. `--record=FILE` writes the records of the commit as JSON. `--cases=NAME` compares one
+case of tests/support/parity_cases.py. Repeat the flag for several cases.
 
 Not recorded: results of compiled programs (`compare_programs.py` and tests/model/test_golden.py have them),
 calls that need a tokenizer, checks of a request to a running engine, and GGUF, MLX and bitsandbytes files.
