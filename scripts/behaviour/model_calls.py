@@ -70,7 +70,9 @@ def generate_calls(model: xj.Model, draft: xj.Model) -> Calls:
 
 
 def compress_calls(model: xj.Model) -> Calls:
-    """Returns calls of what `scripts/quantize.py` does, for which there is no public name."""
+    """Returns the calls of `scripts/quantize.py`, which have no public name. If their module moves, name both
+    places here.
+    """
 
     def compress(quantize: str, **more: Any) -> str:
         awq_params = importlib.import_module("xinfer_jax.compress.awq").awq_params
@@ -137,7 +139,7 @@ def function_calls(model: xj.Model) -> Calls:
 
 
 def adapter_calls(model: xj.Model) -> Calls:
-    """Returns calls with adapters; a caller traces them too."""
+    """Returns calls with adapters. A caller traces these calls too."""
     params = model.params
     config = model.config
     tokens_BT = np.ones((ROWS, TOKENS), np.int32)

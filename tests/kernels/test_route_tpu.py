@@ -89,7 +89,7 @@ def test_has_values_and_derivative_of_the_layer():
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x_BTD, layer)
 
-    for got, want in zip(*(jax.tree.leaves(results(form)) for form in (call, plain)), strict=True):
+    for got, want in zip(*(jax.tree.leaves(results(chosen)) for chosen in (call, plain)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 

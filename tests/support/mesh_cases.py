@@ -41,6 +41,8 @@ from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
 from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
+from xinfer_jax.model.decoder import Inputs
+from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 # One checkpoint of each family, few layers. 8 heads, 4 key heads: on 8 devices these are repeated.
@@ -161,11 +163,11 @@ def count_collectives(
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
     state = initial_state(call, np.arange(2, dtype=np.int32))
     if step:
-        lowered = DECODE.lower(Plain(config), (params,), (state, cache), np.int32(3), RunConfig())
+        constants = params, NO_EXTRAS
+        lowered = DECODE.lower(Plain(config), constants, (state, cache), np.int32(3), RunConfig())
     else:
-        lowered = PREFILL.donating.lower(
-            params, config, *pad_prompts(call.prompts, 16), cache, RunConfig(), 512
-        )
+        inputs = Inputs(*pad_prompts(call.prompts, 16))
+        lowered = PREFILL.donating.lower(params, config, inputs, NO_EXTRAS, cache, 512, RunConfig())
     return collectives(lowered.compile())
 
 

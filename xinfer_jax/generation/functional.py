@@ -16,7 +16,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..model.decoder import Inputs, apply_model, unembed
+from ..model.decoder import Inputs, apply_model, head_logits
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
@@ -322,7 +322,7 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 @over_any_mesh
 def _decode_step(params, config, token_B, cache, run_config):
     out = apply_model(params, config, Inputs(token_B[:, None]), cache, NO_EXTRAS, run_config)
-    return unembed(params, config, out.hidden[:, 0]), out.cache
+    return head_logits(params, config, out.hidden[:, 0]), out.cache
 
 
 @over_any_mesh

@@ -20,7 +20,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..model.decoder import Inputs, apply_model, check_tokens, lm_head, unembed
+from ..model.decoder import Inputs, apply_model, check_tokens, head_logits, lm_head
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh
@@ -196,7 +196,7 @@ def map_logits(
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
 
     def part(hidden_BCD: jax.Array, *args: Any) -> Any:
-        return function(unembed(params, config, hidden_BCD), *args)
+        return function(head_logits(params, config, hidden_BCD), *args)
 
     return _map_tokens(part, lm_head(params)["weight"], chunk, hidden_BTD, *args)
 
@@ -274,7 +274,7 @@ def _score(  # noqa: PLR0913
     ids_BTk = None if ids_BTk is None else jnp.asarray(ids_BTk, jnp.int32)
 
     def logits(params, hidden_BCD) -> jax.Array:
-        logits_BCV = unembed(params, config, hidden_BCD)
+        logits_BCV = head_logits(params, config, hidden_BCD)
         return logits_BCV if temperature_B11 is None else logits_BCV / temperature_B11
 
     def part(hidden_BCD, target_BC, of_reference_BCD, ids_BCk, logprobs_BCk) -> Scores:

@@ -217,7 +217,7 @@ def apply_model(
         routes = routes_used(out.experts, positions)
     if cache is not None:
         cache = update_layers(cache, out.caches, positions.num_tokens_B, routes)
-    hidden_BTD = final_norm(params, config, out.hidden_BTD)
+    hidden_BTD = last_norm(params, config, out.hidden_BTD)
     return ModelOutput(hidden_BTD, cache, routes, getattr(run_all, "reads", None))
 
 
@@ -284,7 +284,11 @@ def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Arr
         InputError: not an array, or one of another width.
     """
     check_params(params, config, stacked=True)
-    x = _checked_hidden(hidden, config)
+    return last_norm(params, config, _checked_hidden(hidden, config))
+
+
+def last_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """`final_norm`, of arguments that need no check."""
     x = plugin("rotation", "unrotate")(x, config.hidden_size) if config.rotated else x
     return norm(x, params, "final_norm", config)
 
@@ -320,8 +324,13 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         InputError: not an array, or one of another width.
     """
     check_params(params, config, stacked=True)
+    return head_logits(params, config, _checked_hidden(hidden, config))
+
+
+def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """`unembed`, of arguments that need no check."""
     plain = functools.partial(_unembed, config=config)
-    return run("unembed", plain, lm_head(params), _checked_hidden(hidden, config), config=config)
+    return run("unembed", plain, lm_head(params), hidden, config=config)
 
 
 def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import AxisType
 from .. import plugin
 from ..config.run_config import PLAIN, RunConfig
 from ..errors import InputError
-from ..modes import in_default_modes
+from ..modes import default_modes, in_default_modes
 
 F = TypeVar("F", bound=Callable)
 
@@ -96,11 +97,11 @@ def over_any_mesh(function: F) -> F:
     over a mesh with Explicit axes. It runs in jax's default modes.
     """
 
-    @in_default_modes
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         on_auto_axes = plugin("mesh", "explicit axes")
-        return on_auto_axes(function, args, kwargs) if on_auto_axes else function(*args, **kwargs)
+        with default_modes():
+            return on_auto_axes(function, args, kwargs) if on_auto_axes else function(*args, **kwargs)
 
     return cast(F, call)
 
@@ -110,12 +111,10 @@ def without_mesh_context(function: F) -> F:
     in jax's default modes.
     """
 
-    @in_default_modes
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-            return function(*args, **kwargs)
-        with jax.set_mesh(None):
+        is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+        with default_modes(), jax.set_mesh(None) if is_explicit else nullcontext():
             return function(*args, **kwargs)
 
     return cast(F, call)

@@ -22,6 +22,7 @@ class ParamSpec:
     stays_float: bool = False  # never quantized, as vectors are not
     kv_heads: int = 0  # along the axis of that name
     name: str = ""  # its path in the tree, as "layers.0.q.weight"
+    dtype: str | None = None  # its dtype in every model; None: the model's
 
     @property
     def is_matrix(self) -> bool:
@@ -35,7 +36,19 @@ class ParamSpec:
 
 
 def param_specs(config: ModelConfig) -> Params:
-    """Returns the parameter tree of `config` with a `ParamSpec` at every leaf."""
+    """Returns the parameter tree of `config` with a `ParamSpec` at every leaf. The tree of a Llama is
+
+        embed: {weight: [V, D]}
+        layers: a tuple of L dicts
+            attn_norm: [D]
+            q: {weight: [N H, D]}, k: {weight: [K H, D]}, v: {weight: [K H, D]}, o: {weight: [D, N H]}
+            mlp_norm: [D]
+            gate: {weight: [F, D]}, up: {weight: [F, D]}, down: {weight: [D, F]}
+        final_norm: [D]
+        lm_head: {weight: [V, D]}, absent if the model is tied
+
+    Matrices may have a bias next to their weight. Other mixers and feed-forwards have other leaves.
+    """
     d = (config.hidden_size, "embed")
     vocabulary = (config.vocab_size, "vocab")
     tree: Params = {
@@ -80,10 +93,12 @@ def _layer(config: ModelConfig, index: int) -> Params:
     return tree
 
 
-def tensor(*axes: Axis, init: str = "matrix", stays_float: bool = False) -> ParamSpec:
+def tensor(
+    *axes: Axis, init: str = "matrix", stays_float: bool = False, dtype: str | None = None
+) -> ParamSpec:
     """Returns the spec of a tensor with these axes."""
     (shape, names) = zip(*axes, strict=True)
-    return ParamSpec(shape, names, init, stays_float)
+    return ParamSpec(shape, names, init, stays_float, dtype=dtype)
 
 
 def norm_spec(features: Axis) -> ParamSpec:

@@ -65,7 +65,7 @@ def reshard(
                 what = "quantized again" if quantize else "given more key heads"
                 raise InputError(f"{spec.name} is quantized and cannot be {what}: start from float weights")
             return leaf
-        x = leaf if dtype is None else leaf.astype(dtype)
+        x = leaf if dtype is None else leaf.astype(spec.dtype or dtype)
         if spec.shape != wanted.shape:
             x = grow_rows(x, len(x) * wanted.kv_heads // spec.kv_heads, spec.kv_heads)
         if spec.axes[0] == "vocab" and (more := -len(x) % devices):

@@ -13,7 +13,7 @@ import kernels_pallas
 from ...config.model_config import ModelConfig
 from ...config.run_config import RunConfig
 from ...generation.state import DecodeState, append_token
-from ...model.decoder import head_input, lm_head, unembed
+from ...model.decoder import head_input, head_logits, lm_head
 from ...ops.forms import Kernel, named
 from ...ops.largest import plain_argmax
 from ...sampling.sampler import is_plain_greedy, sample_tokens
@@ -97,7 +97,7 @@ def _sample(
     params: Params, hidden_BD: jax.Array, state: DecodeState, config: ModelConfig, impl: str | None
 ) -> DecodeState:
     def from_logits() -> tuple[jax.Array, jax.Array]:
-        logits_BV = unembed(params, config, hidden_BD)
+        logits_BV = head_logits(params, config, hidden_BD)
         return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, RunConfig(impl))[:2]
 
     def greedy() -> tuple[jax.Array, jax.Array]:
