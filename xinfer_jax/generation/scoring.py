@@ -107,7 +107,7 @@ def score(  # noqa: PLR0913  a public function
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
         segment_ids_BT, positions_BT, remat: as in `hidden_states`. The first token of a segment has the
             log-probability 0.
-        routes, return_routes: as in `hidden_states`: the experts of token t, whose output gives entry t. The
+        routes, return_routes: as in `run_model`: the experts of token t, whose output gives entry t. The
             router has gradients by the weights of the experts used. A reference model chooses its own.
         temperature: logits are divided by it: a number above 0, or one for each row.
         entropy: also compute the entropy of each distribution.
