@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh
 
 from ..config.layer_spec import MixerSpec
-from ..weights.layers import Norm
 from ..weights.param_specs import Params, dense, tensor
 from .linear_attention import linear_attention
 from .mixer import Divided, Mixer
@@ -48,17 +47,7 @@ class GatedDelta(Mixer):
         tree |= dict(gated_norm=tensor((spec.value_head_dim, None), init="ones"), o=dense(d, values))
         return tree
 
-    def forward(  # noqa: PLR0913
-        self,
-        params: Params,
-        x_BTD: Any,
-        positions: Any,
-        cache: Any,
-        impl: str | None,
-        over: str | None = None,
-        before: Norm | None = None,
-        residual: jax.Array | None = None,
-    ) -> tuple[jax.Array, Recurrent | None]:
+    def forward(self, params, x_BTD, positions, cache, impl, over=None, before=None, residual=None):  # noqa: PLR0913
         around: dict[str, Any] = dict(spec=self.spec, before=before, residual=residual)
         return linear_attention(params, self.config, x_BTD, positions, cache, impl, over, **around)
 

@@ -11,7 +11,6 @@ from ..cache.layer_cache import sharded_pair
 from ..cache.page_size import PAGE_SIZE
 from ..cache.ring import Ring, num_slots
 from ..cache.stored_kv import pair_bytes, stores_side_by_side
-from ..weights.layers import Norm
 from ..weights.param_specs import ParamSpec, dense, norm_spec, tensor
 from ..weights.params import Params
 from .mixer import Divided, Mixer
@@ -58,17 +57,7 @@ class SoftmaxAttention(Mixer):
     def _with_kv_heads(self, spec: ParamSpec) -> ParamSpec:
         return dataclasses.replace(spec, kv_heads=self.num_kv_heads) if "kv_heads" in spec.axes else spec
 
-    def forward(  # noqa: PLR0913
-        self,
-        params: Params,
-        x_BTD: Any,
-        positions: Any,
-        cache: Any,
-        impl: str | None,
-        over: str | None = None,
-        before: Norm | None = None,
-        residual: jax.Array | None = None,
-    ) -> tuple[jax.Array, Contiguous | None]:
+    def forward(self, params, x_BTD, positions, cache, impl, over=None, before=None, residual=None):  # noqa: PLR0913
         from ..model.decoder_layer import self_attention  # optional: until its code is in this package
 
         layer = next(i for i, of_layer in enumerate(self.config.layers) if self.spec in of_layer.mixers)
