@@ -154,7 +154,7 @@ def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[
 
 
 def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
-    """Where two unequal values first differ, as in layers.0.mixer.window, and what they have there."""
+    """Where two unequal values first differ, as in layers.0.mixers.0.window, and what they have there."""
     pairs = []
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         names = [field.name for field in dataclasses.fields(a) if field.compare]

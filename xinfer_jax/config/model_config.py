@@ -131,7 +131,7 @@ class ModelConfig:
         """The specs of the mixers of all layers, in order."""
         return [spec for layer in self.layers for spec in layer.mixers]
 
-    @property
+    @cached_property
     def cached_mixers(self) -> "tuple[Mixer, ...]":
         """The mixers with a cache of their own, in the order of `KVCache.layers`."""
         return tuple(self._mixer(spec) for spec in self.mixer_specs if _has_cache(spec))

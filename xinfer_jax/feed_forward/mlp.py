@@ -24,15 +24,7 @@ class Mlp(FeedForward):
         tree: Params = {**({"gate": up} if spec.gated else {}), "up": up, "down": dense(d, f, spec.bias)}
         return tree | ({"down_norm": norm_spec(f)} if spec.down_norm else {})
 
-    def forward(
-        self,
-        params: Params,
-        x_BTD: jax.Array,
-        before: Norm | None,
-        residual: jax.Array | None,
-        run_config: RunConfig,
-        given_BTU: jax.Array | None = None,
-    ) -> tuple[jax.Array, None]:
+    def forward(self, params, x_BTD, before, residual, run_config, given_BTU=None) -> tuple[jax.Array, None]:
         around = dict(before=before, residual=residual, down_norm=self.spec.down_norm)
         return gated_mlp(x_BTD, params, self.config, **around, run_config=run_config), None
 
