@@ -58,11 +58,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("mesh", "of cache"): ("sharding", "cache_mesh"),
     ("mesh", "of params"): ("sharding", "mesh_of_params"),
     ("mesh", "shard heads"): ("sharding", "constrain_heads"),
-    # What quantizes leaves, and rotated models.
+    # What quantizes leaves.
     ("leaf", "quantizer"): ("weights.quantization", "quantizer"),
-    ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
-    ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
-    ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),
     # How operations get their forms; then the forms of each: for "any" platform, by a "kernel" or by several
     # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),

@@ -24,7 +24,6 @@ from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
 from ..weights.fp8_weight import Fp8Weight
-from ..weights.hadamard import can_rotate, tensor_rotations
 from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantization import check_activations, check_quantize_method
@@ -35,7 +34,6 @@ from .embedding_modules import EmbeddingModules
 from .files import BUNDLED, checkpoint_path, is_gguf
 from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
-from .own_format import OwnFormat
 from .quantized_formats import KEEP_FP8, no_fp8
 from .scaled_tensor import MatrixFormat, quantized_shapes
 from .tensors import Shape, Tensors, TensorSpec
@@ -141,9 +139,8 @@ def load_model(
             heads, the heads are repeated, also in the config.
         activations: "int8" (with quantize): on a CPU activations are quantized to int8 too, one scale per
             token; with int4 those of more than 3 or 4 tokens at a time. Prefill and batches are faster, and
-            less accurate. The weights are rotated (QuaRot) against outliers; where that cannot be folded into
-            the model (experts, linear attention, norms after sublayers, MLPs without a gate), products rotate
-            their inputs. None: activations keep 16 bits.
+            less accurate. The inputs of weights are rotated in blocks (QuaRot) against outliers, and products
+            rotate their activations. None: activations keep 16 bits.
         dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
             says; those of GGUF files are also without it.
 
@@ -184,9 +181,7 @@ def open_checkpoint(
         dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
     eos_token_ids = tuple(i for i in opened.eos_token_ids if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
-    rotations = tensor_rotations(config) if activations and can_rotate(config) else {}
-    rotated = bool(rotations) or isinstance(quant_format, OwnFormat) and quant_format.rotated
-    config = dataclasses.replace(config, eos_token_ids=eos_token_ids, rotated=rotated)
+    config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
     config_of_files = config
     if mesh is not None:
         mesh = check_mesh(mesh)
@@ -198,7 +193,7 @@ def open_checkpoint(
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
     method = None if keeps_fp8 else quantize, quant_format, bool(opened.kept), keeps_fp8
-    loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations), rotations)
+    loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations))
     structs, read = _open_params(path, config_of_files, loader, matrix_format)
     if keeps_fp8 and not any(
         isinstance(x, Fp8Weight) for x in jax.tree.leaves(structs, is_leaf=is_quantized)
@@ -239,9 +234,7 @@ def _open_params(
     warn_of_other_tensors(path, others)
     if matrix_format:
         tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
-    file_names = {spec.name: spec.hf_name for spec in specs}
-    rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in loader.rotations.items()}
-    loader = dataclasses.replace(loader, tensors=tensors, rotations=rotations)
+    loader = dataclasses.replace(loader, tensors=tensors)
     structs = list(map(loader.struct, specs, quantized))
     check_weights(int(memory_fraction(loader.mesh) * tree_bytes(structs)))
 

@@ -22,7 +22,7 @@ from .fp8_format import Fp8Format
 from .mlx_format import MlxFormat
 from .mxfp4_format import Mxfp4Format
 from .nvfp4_format import ModelOptFormat
-from .own_format import VERSIONS, OwnFormat, quantization_config
+from .own_format import OwnFormat, own_format, quantization_config
 from .scaled_tensor import MatrixFormat
 from .tensors import StoredFormat
 
@@ -119,7 +119,7 @@ def format_to_write(
     """Returns the format for a model's quantized leaves, which is that of its checkpoint or else ours, and
     the entry of config.json for it; None and {}: none is quantized. Raises InputError.
     """
-    settings = quantization_config(leaves, config.rotated)
+    settings = quantization_config(leaves)
     if not settings:
         return None, {}
     stored = config.quantization_config
@@ -159,11 +159,6 @@ def _with_floats(settings: Mapping[str, Any], floats: list[str]) -> dict[str, An
         if added := [module for module in floats if not is_listed(module, map(str, names))]:
             found[field] = names + added
     return found
-
-
-def _own_format(config: Mapping[str, Any], require: Require) -> OwnFormat:
-    require(config.get("version") in VERSIONS, "version")
-    return OwnFormat(*(config.get(flag) is True for flag in ("rotated", "once", "blocks")))
 
 
 def _fp8_format(config: Mapping[str, Any], require: Require) -> Fp8Format:
@@ -224,7 +219,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Require], StoredFormat]] = {
     "bitnet": _bitnet_format,
     "mxfp4": lambda config, require: Mxfp4Format(),  # the tensors show what is not converted
     "mlx": lambda config, require: MlxFormat({text_name(key) or key: x for key, x in config.items()}),
-    "xinfer_jax": _own_format,
+    "xinfer_jax": own_format,
     "fp8": _fp8_format,
     **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), _modelopt_format),
     "compressed-tensors": compressed_tensors_format,

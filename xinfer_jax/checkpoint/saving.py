@@ -88,7 +88,7 @@ def save_model(
     kept = {} if source is None else open_tensors(source)
     kept_format = None
     if source is None:
-        settings = to_hf(dataclasses.replace(config, rotated=False))
+        settings = to_hf(config)
     else:
         (settings, original) = _settings_like(source, config, has_head(kept))
         if original != config:
@@ -129,10 +129,8 @@ def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[
     settings = read_json(source / "config.json")
     if settings is None:
         raise InputError(f"like: {source} holds no config.json")
-    other = dataclasses.replace(
-        from_hf(settings | dict(architectures=None)), rotated=config.rotated,
-        quantization_config=config.quantization_config,
-    )  # fmt: skip
+    other = from_hf(settings | dict(architectures=None))
+    other = dataclasses.replace(other, quantization_config=config.quantization_config)
     if not is_untied or is_tied_without_head(settings):  # of no head also models of vectors alone
         other = dataclasses.replace(other, tie_word_embeddings=not is_untied)
     with contextlib.suppress(InputError):  # these numbers do not divide each other

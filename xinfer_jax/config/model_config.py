@@ -62,7 +62,6 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
-    rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
     placeholder_ids: dict[int, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     quantization_config: dict | None = dataclasses.field(default=None, compare=False, repr=False)

@@ -28,7 +28,6 @@ _PARTS: dict[str, Callable[[ModelConfig], bool]] = {
 }
 _EXPERTS, _NORMS, _LINEAR, _SCALED, _INPUTS, _LATER, _NO_GATE = _PARTS
 _UNSUPPORTED = {  # by feature: the parts of a model with which it is not
-    "rotations": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
     "scales": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
     "leaf formats": (_EXPERTS, _LINEAR, _SCALED),  # ours and BitNet's
     "inputs_BTD": (_INPUTS,),

@@ -226,9 +226,7 @@ def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Arr
         InputError: not an array, or one of another width.
     """
     check_params(params, config, stacked=True)
-    x = _checked_hidden(hidden, config)
-    x = plugin("rotation", "unrotate")(x, config.hidden_size) if config.rotated else x
-    return norm(x, params, "final_norm", config)
+    return norm(_checked_hidden(hidden, config), params, "final_norm", config)
 
 
 @over_any_mesh
@@ -280,9 +278,8 @@ def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    """Hidden states [..., D] over `logits_scaling`, Hadamard-rotated as a rotated vocabulary matrix needs."""
-    hidden = hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
-    return plugin("rotation", "rotate")(hidden, config.hidden_size) if config.rotated else hidden
+    """Hidden states [..., D] over `logits_scaling`, as the vocabulary matrix takes them."""
+    return hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
 
 
 def lm_head(params: Params) -> Params:

@@ -191,15 +191,13 @@ def mlp_intermediate(  # noqa: PLR0913
     impl: str | None = "xla",
 ) -> jax.Array:
     """The input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or without a gate
-    activation(up(x)), after the norm of that name with down_norm; Hadamard-rotated in a rotated model. over:
-    as in `joint_norms`; before and impl: as in `products`.
+    activation(up(x)), after the norm of that name with down_norm. over: as in `joint_norms`; before and impl:
+    as in `products`.
     """
     if "gate" not in layer:
         return activation(config)(products(x, [layer["up"]], before=before, impl=impl)[0])
     leaves = [layer["gate"], layer["up"]]
     (inner,) = products(x, leaves, before=before, activation=config.hidden_act, impl=impl)
-    if config.rotated:
-        return plugin("rotation", "mlp")(inner, config)
     return joint_norms([inner], layer, ["down_norm"], config, over)[0] if down_norm else inner
 
 

@@ -87,7 +87,6 @@ class GroupedWeight(RotatedWeight):
             "order": (inputs,),
             "offset": of_groups,
             "step": (*experts, outputs),
-            "gain": (inputs,),
         }
 
     def group_scale(self) -> jax.Array:
@@ -126,7 +125,7 @@ class GroupedWeight(RotatedWeight):
         x_MI = self.rotated_inputs(x_MI).astype(jnp.float32)
         if self.order is not None:
             x_MI = x_MI[:, self.order]
-        weight = dataclasses.replace(self, order=None, input_block=0, gain=None)
+        weight = dataclasses.replace(self, order=None, input_block=0)
         kind = "int4 activations" if self.int8_activations else "int4"
         form = product_table.fastest_form(kind, len(x_MI), *weight.shape)
         if form == product_table.ROWS:

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..sharding import MODEL, RULES, check_divisible, check_mesh, partition_spec
-from .hadamard import mlp_block_width
 from .params import Params, ParamSpec, check_params, param_specs
 from .stacking import stack_layers, unstack_layers
 from .weight_leaf import WeightLeaf
@@ -70,7 +69,7 @@ def shardings(
 
 
 def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES) -> None:
-    """Raises InputError where devices do not divide the heads, or the blocks of a rotated model."""
+    """Raises InputError where devices do not divide the heads."""
 
     def devices(axis: str) -> int:
         return mesh.shape.get(rules[axis], 1)  # partition_spec raises where the mesh has no such axis
@@ -84,11 +83,6 @@ def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None]
         check_divisible("kv_heads", config.kv_heads(layer), devices("kv_heads"), remedy=remedy)
     if linear := config.linear_attention:
         check_divisible("linear_num_key_heads", linear.num_key_heads, devices("linear_heads"))
-    if config.rotated and config.intermediate_size % (mlp_block_width(config) * devices("mlp")):
-        raise InputError(
-            f"intermediate_size {config.intermediate_size} is rotated in blocks of {mlp_block_width(config)},"
-            f" which {devices('mlp')} devices do not divide: choose fewer devices, or leave out activations"
-        )
 
 
 @lru_cache(maxsize=64)

@@ -86,9 +86,9 @@ def check_activations(activations: str | None, quantize: str | None, group: int 
         )
 
 
-def with_int8_activations(params: Any, blocks: bool = False) -> Any:
-    """Returns the parameters with int8 activations for int8 matrices with a scale per output, and for int4.
-    blocks: their inputs are rotated, as by `in_blocks`.
+def with_int8_activations(params: Any) -> Any:
+    """Returns the parameters with int8 activations for int8 matrices with a scale per output, and for int4,
+    whose inputs `in_blocks` rotated.
     """
 
     def leaf(x: Any) -> Any:
@@ -98,7 +98,7 @@ def with_int8_activations(params: Any, blocks: bool = False) -> Any:
             x = with_steps(x)
         else:
             return x
-        return dataclasses.replace(x, input_block=input_block_width(x.shape[-1]) if blocks else 0)
+        return dataclasses.replace(x, input_block=input_block_width(x.shape[-1]))
 
     return jax.tree.map(leaf, params, is_leaf=is_quantized)
 
