@@ -351,10 +351,6 @@ UNSUPPORTED = {
     ),
     "auto-round-module": (AUTO_ROUND | dict(extra_config={Q1: dict(bits=2)}), "auto-round with extra_config"),
     "ours-of-the-future": (dict(quant_method="xinfer_jax", version=6), "xinfer_jax with version 6"),
-    "ours-of-the-past": (
-        dict(quant_method="xinfer_jax", version=2, rotated=True, once=True),
-        "scripts/quantize.py --model=CHECKPOINT --output=DIR --quantize=int8 --activations=int8`",
-    ),
 }
 
 
@@ -363,6 +359,17 @@ def test_other_quantized_formats_are_rejected_by_name(tmp_path, name):
     settings, words = UNSUPPORTED[name]
     message = tiny.load_error(tiny.write(tmp_path, tiny.CONFIG | dict(quantization_config=settings)))
     assert f"{words}" in message and "is not supported: " in message and "unquantized" in message
+
+
+def test_older_versions_of_our_format_are_rejected_with_the_command(tmp_path):
+    for version, flags, options in (
+        (1, {}, "int8`"),
+        (2, dict(rotated=True, once=True), "int8 --activations=int8`"),
+    ):
+        settings = dict(quant_method="xinfer_jax", version=version, **flags)
+        path = tiny.write(tmp_path / str(version), tiny.CONFIG | dict(quantization_config=settings))
+        command = f"`python scripts/quantize.py --model=CHECKPOINT --output=DIR --quantize={options}"
+        assert command in tiny.load_error(path)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ PACKAGES = {
     "config": ("rope", "layer_spec", "model_config", "unsupported"),
     "weights": (
         "weight_leaf", "param_specs", "linear_attention_specs", "params", "hadamard", "stacking", "layout",
-        "quantized_weight", "adapted_weight", "ternary", "mxfp4", "rotated_weight", "int8_weight",
-        "grouped_weight", "padded_weight", "fp8_weight", "dequantization", "quantization",
+        "quantized_weight", "adapted_weight", "padded_weight", "ternary", "mxfp4", "rotated_weight",
+        "int8_weight", "grouped_weight", "fp8_weight", "dequantization", "quantization",
         "device_quantization", "resharding", "params_like",
     ),
     "families": (
@@ -85,9 +85,9 @@ PACKAGES = {
         "tokenizer_classes", "tokenizer", "escaping", "conversation", "tool_choice", "detokenizer",
         "answer_detokenizer",
         "tensors", "text_tensors", "tensor_files", "own_format", "bitnet_format",
-        "scaled_tensor", "awq_gptq_format", "awq_gptq_settings", "bitsandbytes_format", "mxfp4_format",
-        "fp8_format", "nvfp4_format", "mlx_format",
-        "compressed_tensors_packing", "compressed_tensors_format", "quantized_formats", "kept_leaves",
+        "scaled_tensor", "kept_leaves", "awq_gptq_format", "awq_gptq_settings", "bitsandbytes_format",
+        "mxfp4_format", "fp8_format", "nvfp4_format", "mlx_format",
+        "compressed_tensors_packing", "compressed_tensors_format", "quantized_formats",
         "gguf_file", "gguf_format", "sharded_leaves", "leaf_loader", "embedding_modules", "directory",
         "gguf_tensors", "gguf_tokenizer", "gguf_keys", "gguf_checkpoint", "loading", "saving",
     ),

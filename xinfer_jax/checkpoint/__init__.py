@@ -8,10 +8,10 @@ are; `template_files`, `template_budget` and `chat_template` find, limit and ren
 back, `escaping` keeps control tokens out of what users write, `conversation` returns the ids of a prompt,
 `tool_choice` has the grammar of answers that call a tool; `detokenizer` and `answer_detokenizer` decode ids
 as they arrive; `tensors` opens safetensors files, `text_tensors` leaves out those of other models,
-`tensor_files` writes files and directories; `own_format` and `bitnet_format` store leaves, `scaled_tensor`
-reads matrices of other formats (`awq_gptq_format` and `awq_gptq_settings`, `bitsandbytes_format`,
-`mxfp4_format`, `fp8_format`, `nvfp4_format`, `mlx_format`, `compressed_tensors_format`, which
-`compressed_tensors_packing` writes), `kept_leaves` keeps them as they are, `quantized_formats` chooses one;
+`tensor_files` writes files and directories. A quantized format is a `StoredFormat` in a file and a line in
+`quantized_formats`: `own_format` and `bitnet_format` store leaves, others have a `scaled_tensor`
+(`awq_gptq_format` and `awq_gptq_settings`, `bitsandbytes_format`, `mxfp4_format`, `fp8_format`,
+`nvfp4_format`, `mlx_format`, `compressed_tensors_format`, `compressed_tensors_packing`) and `kept_leaves`;
 `sharded_leaves` splits a leaf over a mesh, `leaf_loader` reads it; `embedding_modules` reads how vectors are
 made of hidden states; `directory` opens a directory, `gguf_checkpoint` a GGUF file (`gguf_file`, `gguf_keys`,
 `gguf_format`, `gguf_tensors`, `gguf_tokenizer`); `loading` has `load_model`, `saving` `save_model`.

@@ -15,7 +15,7 @@ from ..weights.quantization import check_quantize
 from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_modules
 from .files import file_exists, read_json
 from .other_formats import describe_files
-from .quantized_formats import KEEP_FP8, quantization_settings, stored_format
+from .quantized_formats import KEPT_IF_ASKED, quantization_settings, stored_format
 from .scaled_tensor import MatrixFormat
 from .tensors import QuantizedFormat, open_tensors
 from .text_tensors import has_head, text_tensors
@@ -56,12 +56,11 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
     found = stored_format(stored_settings, path, quantize, dequantize)
     quant_format = found if isinstance(found, QuantizedFormat) else None
     matrix_format = found if isinstance(found, MatrixFormat) else None
-    keeps = matrix_format and (quantize == KEEP_FP8 or matrix_format.stays_quantized and not dequantize)
+    is_asked = quantize in KEPT_IF_ASKED
+    keeps = matrix_format and (is_asked or matrix_format.stays_quantized and not dequantize)
     stay = quant_format or keeps
     kept = found.method if found and stay else None
-    check_quantize(
-        config, quant_format.method if quant_format else None if quantize == KEEP_FP8 else quantize
-    )
+    check_quantize(config, quant_format.method if quant_format else None if is_asked else quantize)
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     if tokenizer and embedding and embedding.do_lower_case:
         add_lowercase(tokenizer.backend)

@@ -12,7 +12,6 @@ from ..errors import InputError
 from ..families.naming import FileSpec
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
-from ..weights.fp8_weight import FP8_BLOCK
 from ..weights.quantization import (
     bits_of,
     device_form,
@@ -23,9 +22,6 @@ from ..weights.quantization import (
     quantized_struct,
     with_int8_activations,
 )
-from .bitnet_format import BitNetFormat
-from .gguf_file import GgufTensor
-from .gguf_format import gguf_form
 from .kept_leaves import KeptForm, kept_form, read_kept
 from .sharded_leaves import check_partition, device_part, leaf_partition, shard_leaf, sharded_shapes
 from .tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
@@ -44,7 +40,7 @@ class LeafLoader:
     quantize: str | None
     quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
     keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
-    keeps_fp8: bool  # those in FP8 too
+    asked: str | None  # a format whose matrices stay since `quantize` names it
     mesh: Mesh | None
     int8_activations: (
         bool  # of the matrices that are quantized: inputs are rotated in blocks; a scale per output
@@ -91,12 +87,10 @@ class LeafLoader:
         partition = leaf_partition(spec, self._num_devices)
         parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
         stored = spec.tensor_parts(self.tensors)
-        if isinstance(stored[0], GgufTensor):
-            return gguf_form(stored)
-        form = kept_form(spec.shape, stored, parts, self.keeps_fp8)
-        is_whole = form is None or not form.has_blocks or len(spec.shape) > 2 or partition.num_parts == 1
+        form = kept_form(spec.shape, stored, parts, self.asked)
         part = partition.part_spec(spec).shape[partition.axis or 0]
-        return form if is_whole or part % FP8_BLOCK == 0 else None  # devices would cut blocks
+        is_cut = form is not None and partition.num_parts > 1 and part % form.block
+        return None if is_cut else form
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
@@ -113,10 +107,10 @@ class LeafLoader:
 
     def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
         """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
-        they share scales or an order; a byte of BitNet holds outputs of several parts; the devices do not
-        divide a vocabulary.
+        they share scales or an order; a stored number may be of several parts; the devices do not divide a
+        vocabulary.
         """
-        if quantized and isinstance(self.quant_format, BitNetFormat):
+        if quantized and self.quant_format and self.quant_format.is_read_whole:
             return True
         if spec.axes[0] == "vocab":
             return spec.shape[0] % self._num_devices > 0

@@ -23,7 +23,6 @@ from ..ops.cpu import cpu_features
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
-from ..weights.fp8_weight import Fp8Weight
 from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantization import check_activations, check_quantize_method
@@ -34,7 +33,7 @@ from .embedding_modules import EmbeddingModules
 from .files import BUNDLED, checkpoint_path, is_gguf
 from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
-from .quantized_formats import KEEP_FP8, no_fp8
+from .quantized_formats import KEPT_IF_ASKED, not_kept
 from .scaled_tensor import MatrixFormat, quantized_shapes
 from .tensors import Shape, Tensors, TensorSpec
 from .text_tensors import other_tensors, warn_of_other_tensors
@@ -164,12 +163,10 @@ def open_checkpoint(
     start = time.perf_counter()
     given_dtype = dtype
     dtype = resolve_dtype(dtype)
-    keeps_fp8 = quantize == KEEP_FP8
-    check_quantize_method(None if keeps_fp8 else quantize)
+    asked = quantize if quantize in KEPT_IF_ASKED else None
+    check_quantize_method(None if asked else quantize)
     check_activations(activations, quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_path(path_or_repo_id)
-    if keeps_fp8 and is_gguf(path):
-        raise no_fp8(path)
     open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
     opened = open_files(path, quantize, dequantize)
     config = opened.config
@@ -177,7 +174,7 @@ def open_checkpoint(
     quant_format = opened.quant_format
     matrix_format = opened.matrix_format
     to_floats = matrix_format.find(tensors) if matrix_format and not matrix_format.stays_quantized else {}
-    if to_floats and given_dtype is None and quantize in (None, KEEP_FP8):
+    if to_floats and given_dtype is None and quantize in (None, asked):
         dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
     eos_token_ids = tuple(i for i in opened.eos_token_ids if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
@@ -192,13 +189,12 @@ def open_checkpoint(
     if opened.embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
-    method = None if keeps_fp8 else quantize, quant_format, bool(opened.kept), keeps_fp8
+    method = None if asked else quantize, quant_format, bool(opened.kept), asked
     loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations))
     structs, read = _open_params(path, config_of_files, loader, matrix_format)
-    if keeps_fp8 and not any(
-        isinstance(x, Fp8Weight) for x in jax.tree.leaves(structs, is_leaf=is_quantized)
-    ):
-        raise no_fp8(path)
+    leaves = jax.tree.leaves(structs, is_leaf=is_quantized)
+    if asked and not any(getattr(leaf, "kept_as", None) == asked for leaf in leaves):
+        raise not_kept(asked, path)
     dtype_name = opened.kept or quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)

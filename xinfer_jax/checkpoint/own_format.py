@@ -11,24 +11,48 @@ import numpy as np
 
 from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
-from ..weights.fp8_weight import Fp8Weight
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.hadamard import input_block_width
 from ..weights.int8_weight import Int8Weight
 from ..weights.mxfp4 import Mxfp4Weight, mxfp4_struct
-from ..weights.quantized_weight import QuantizedWeight, is_quantized
+from ..weights.padded_weight import stored_weight
+from ..weights.quantized_weight import QuantizedWeight
 from ..weights.ternary import TernaryWeight, ternary_struct
-from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec, not_saved
+from .tensors import QuantizedFormat, Require, Shape, StoredTensor, Tensors, TensorSpec
 
 _VERSION = 5
 _OLD_VERSIONS = (1, 2, 3, 4)  # whose settings say what tensors and leaves show now
+_LEAVES = (Int8Weight, GroupedWeight, Mxfp4Weight, TernaryWeight)
 _FIELDS = ("values", "scale", "zero", "order", "offset", "step")
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnFormat(QuantizedFormat):
     method = "xinfer_jax"
+    methods = (method,)
+    is_written = False  # with the settings of the files that a model is from: `settings_for` makes its own
     int8_activations: bool = False  # of `with_int8_activations`
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "OwnFormat":
+        """Raises InputError: the files are of another version."""
+        version = config.get("version")
+        if version in _OLD_VERSIONS:
+            flag = " --activations=int8" if config.keys() & {"rotated", "once", "blocks"} else ""
+            raise InputError(
+                f"version {version} of our format of quantized weights is not read, only {_VERSION}: write"
+                " the files again from the float checkpoint with `python scripts/quantize.py"
+                f" --model=CHECKPOINT --output=DIR --quantize={'int4' if version == 4 else 'int8'}{flag}`"
+            )
+        require(version == _VERSION, "version")
+        require(config.get("activations") in (None, "int8"), "activations")
+        return cls(config.get("activations") == "int8")
+
+    @classmethod
+    def settings_for(cls, leaves: Sequence[Any]) -> dict[str, Any]:
+        has_activations = any(getattr(leaf, "int8_activations", False) for leaf in leaves)
+        activations = {"activations": "int8"} if has_activations else {}
+        return {"quant_method": cls.method, "version": _VERSION} | activations
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         values = f"{name}.values"
@@ -68,8 +92,8 @@ class OwnFormat(QuantizedFormat):
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
         tensors = {}
         for name, leaf in leaves.items():
-            if isinstance(leaf, Fp8Weight):
-                raise not_saved(name)
+            if not isinstance(stored_weight(leaf), _LEAVES):
+                raise self.misfit(name, leaf)
             if len(leaf.shape) > 2:
                 raise InputError(
                     f"{name}: experts in int8 or int4 cannot be saved: save the float model, and load it with"
@@ -94,30 +118,3 @@ class OwnFormat(QuantizedFormat):
             return Int8Weight(**arrays, int8_activations=self.int8_activations, input_block=block)
         arrays = {"zero": None, "order": None} | arrays
         return GroupedWeight(**arrays, inputs=shape[1], input_block=block)
-
-
-def own_format(config: Mapping[str, Any], require: Callable[[bool, str], None]) -> OwnFormat:
-    """Reads quantization_config. Raises InputError: the files are of another version. require: raises if a
-    setting, by its name, is not supported.
-    """
-    version = config.get("version")
-    if version in _OLD_VERSIONS:
-        flag = " --activations=int8" if config.keys() & {"rotated", "once", "blocks"} else ""
-        raise InputError(
-            f"version {version} of our format of quantized weights is not read, only {_VERSION}: write the"
-            " files again from the float checkpoint with `python scripts/quantize.py --model=CHECKPOINT"
-            f" --output=DIR --quantize={'int4' if version == 4 else 'int8'}{flag}`"
-        )
-    require(version == _VERSION, "version")
-    require(config.get("activations") in (None, "int8"), "activations")
-    return OwnFormat(config.get("activations") == "int8")
-
-
-def quantization_config(leaves: Sequence[Any]) -> dict[str, Any]:
-    """Returns what config.json says of a model with these leaves; {}: none is quantized."""
-    if not any(map(is_quantized, leaves)):
-        return {}
-    has_activations = any(getattr(leaf, "int8_activations", False) for leaf in leaves)
-    return {"quant_method": OwnFormat.method, "version": _VERSION} | (
-        {"activations": "int8"} if has_activations else {}
-    )

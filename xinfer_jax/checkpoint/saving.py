@@ -26,7 +26,7 @@ from ..weights.params import Params, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
 from .files import TEXT_FILES, checkpoint_dir, read_json
-from .quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
+from .quantized_formats import SETTINGS_FILES, format_to_write, quantization_settings, read_format
 from .scaled_tensor import MatrixFormat, quantized_shapes
 from .tensor_files import TensorToWrite, stored_tensor, tensor_of_leaves, write_checkpoint, write_whole
 from .tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
@@ -177,7 +177,7 @@ def _small_files(
         files |= {
             file.name: file for file in source.iterdir() if file.is_file() and not _LARGE.search(file.name)
         }
-        for name in ("config.json", *OLD_FILES):
+        for name in ("config.json", *SETTINGS_FILES):
             files.pop(name, None)
     directory = tokenizer.directory if tokenizer else source
     if directory is not None:

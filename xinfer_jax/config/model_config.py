@@ -35,7 +35,6 @@ class ModelConfig:
         final_logit_softcapping: c: logits become c tanh(logit / c); None: no cap.
         hidden_size_per_layer_input: width of what each layer gets of a token's own embedding; 0: nothing.
         vocab_size_per_layer_input: rows of the matrix of these embeddings.
-        rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
         eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
         placeholder_ids: ids of images and sound, which no prompt may have, with their names. Not compared.
         quantization_config: of config.json, if matrices are quantized as its files have them. Not compared.

@@ -28,11 +28,6 @@ class Int8Weight(RotatedWeight):
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    @property
-    def group(self) -> int:
-        """Inputs that stay on one device."""
-        return self.input_block or 1
-
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         return {"values": axes, "scale": axes[:-1]}
 

@@ -133,21 +133,10 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     inputs = param_spec.axes[-1]
     if mesh and rules[inputs or "embed"] and (group := leaf.groups_with_padding):
         raise InputError(f"{param_spec.name}: groups of {group} do not divide its {leaf.shape[-1]} inputs")
-    if mesh and getattr(leaf, "has_blocks", False):
-        _check_blocks(param_spec, leaf, mesh, rules)
-    block = getattr(leaf, "input_block", 0)
-    if mesh and block and leaf.shape[-1] % (block * mesh.shape.get(rules[inputs or "embed"], 1)):
-        raise InputError(
-            f"{param_spec.name}: devices do not divide its blocks of {block} inputs: choose fewer"
-        )
+    for axis, size, block in zip(param_spec.axes[-2:], leaf.shape[-2:], leaf.block, strict=True):
+        devices = mesh.shape.get(rules[axis or "embed"], 1) if mesh else 1
+        if devices > 1 and block > 1 and size % (block * devices):
+            raise InputError(f"{param_spec.name}: devices cut its blocks of {block}: choose fewer")
     matrix: Any = leaf  # a kind is a dataclass
     fields = leaf.field_axes(*param_spec.axes).items()
     return dataclasses.replace(matrix, **{name: spec_of(getattr(leaf, name), *axes) for name, axes in fields})
-
-
-def _check_blocks(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None]) -> None:
-    """Raises InputError where devices cut the blocks of a matrix in FP8."""
-    for axis, size in zip(param_spec.axes[-2:], leaf.shape[-2:], strict=True):
-        devices = mesh.shape.get(rules[axis or "embed"], 1)
-        if devices > 1 and size % (leaf.group * devices):
-            raise InputError(f"{param_spec.name}: devices cut its blocks of {leaf.group}: choose fewer")

@@ -19,6 +19,10 @@ class RotatedWeight(QuantizedWeight):
     # A mesh axis along which I is divided (`local_shard`): a token's scale is computed over all inputs.
     axis_name: str | None = dataclasses.field(default=None, repr=False, metadata=dict(static=True))
 
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, self.input_block or 1
+
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
         return x, dataclasses.replace(self, axis_name=axis_name)
 
