@@ -17,7 +17,6 @@ import xinfer_jax as xj
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.errors import InputError
 from xinfer_jax.generation import loop
-from xinfer_jax.weights.hadamard import rotated_params
 
 pytestmark = pytest.mark.newest
 
@@ -300,21 +299,6 @@ def test_taps_beside_routes(name):
         params, config, tokens_BT, jnp.full(2, 7), empty, RunConfig("xla"), 4, taps=taps
     )
     np.testing.assert_allclose(chunks[0], logits_BV, rtol=1e-4, atol=1e-4)
-
-
-def test_taps_and_attention_of_a_rotated_model(model):
-    """What they read is not rotated, nor is what they edit."""
-    params, config, tokens_BT = model
-    rotated = rotated_params(params, config)
-    vector_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size), np.float32)
-    keys = (-1, "layer"), (0, "attention"), (0, "layer")
-    taps = {key: xj.Tap(vector_D, add, read=True) for key in keys}
-    _, _, want = xj.hidden_states(params, config, tokens_BT, taps=taps)
-    _, _, got = xj.hidden_states(*rotated, tokens_BT, taps=taps)
-    for key in keys:
-        np.testing.assert_allclose(got[key], want[key], atol=1e-4 * np.abs(want[key]).max())
-    want = xj.attention_weights(params, config, tokens_BT, [1])[1]
-    np.testing.assert_allclose(xj.attention_weights(*rotated, tokens_BT, [1])[1], want, atol=1e-3)
 
 
 def test_stacked_layers_have_no_taps(model):

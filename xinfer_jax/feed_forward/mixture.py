@@ -18,7 +18,7 @@ from .feed_forward import FeedForward
 from .mlp import Mlp, gated_mlp
 from .routers import router_of
 
-_FEATURES = ("rotations", "scales", "leaf formats")
+_FEATURES = ("scales", "leaf formats")
 
 
 class Mixture(FeedForward):

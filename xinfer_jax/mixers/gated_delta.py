@@ -69,7 +69,7 @@ class GatedDelta(Mixer):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        return dict.fromkeys(("rotations", "scales", "leaf formats", "draft model"), "linear attention")
+        return dict.fromkeys(("scales", "leaf formats", "draft model"), "linear attention")
 
     def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
         query = jax.ShapeDtypeStruct((rows, self.spec.num_key_heads * self.spec.key_head_dim), dtype)

@@ -202,7 +202,7 @@ class SoftmaxAttention(Mixer):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        norms = dict.fromkeys(("rotations", "scales"), "norms of another kind or in other places")
+        norms = {"scales": "norms of another kind or in other places"}
         later = dict.fromkeys(("draft model", "causal"), "attention to later tokens")
         return (norms if self.spec.o_norm else {}) | (later if self.spec.ahead else {})
 
