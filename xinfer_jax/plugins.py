@@ -47,10 +47,6 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("mesh", "auto params"): ("sharding", "on_auto_mesh"),
     ("mesh", "explicit axes"): ("backends.auto_axes", "on_auto_axes"),
     ("mesh", "of params"): ("sharding", "mesh_of_params"),
-    # What quantizes leaves, and rotated models.
-    ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
-    ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
-    ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),
     # How operations get their forms; then the forms of each: for "any" platform, by a "kernel" or by several
     # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),

@@ -19,7 +19,6 @@ from xinfer_jax.errors import InputError
 from xinfer_jax.generation import loop
 from xinfer_jax.model.decoder import Inputs
 from xinfer_jax.model.extras import Extras
-from xinfer_jax.weights.hadamard import rotated_params
 
 pytestmark = pytest.mark.newest
 
@@ -317,21 +316,6 @@ def test_taps_beside_routes(name):
     inputs = Inputs(tokens_BT, jnp.full(2, 7))
     chunks = loop.prefill_chunks(params, config, inputs, Extras(taps=taps), empty, 4, RunConfig("xla"))
     np.testing.assert_allclose(chunks.hidden, logits_BV, rtol=1e-4, atol=1e-4)
-
-
-def test_taps_and_attention_of_a_rotated_model(model):
-    """What they read is not rotated, nor is what they edit."""
-    params, config, tokens_BT = model
-    rotated = rotated_params(params, config)
-    vector_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size), np.float32)
-    keys = (-1, "layer"), (0, "attention"), (0, "layer")
-    taps = {key: xj.Tap(vector_D, add, read=True) for key in keys}
-    want = xj.run_model(params, config, tokens_BT, taps=taps).reads
-    got = xj.run_model(*rotated, tokens_BT, taps=taps).reads
-    for key in keys:
-        np.testing.assert_allclose(got[key], want[key], atol=1e-4 * np.abs(want[key]).max())
-    want = xj.attention_weights(params, config, tokens_BT, [1])[1]
-    np.testing.assert_allclose(xj.attention_weights(*rotated, tokens_BT, [1])[1], want, atol=1e-3)
 
 
 def test_stacked_layers_have_no_taps(model):

@@ -29,22 +29,6 @@ def model(good) -> xj.Model:
     return xj.load_model(good)
 
 
-def test_earlier_names_of_attributes_warn():
-    """For one version."""
-    engine = xj.Engine.__new__(xj.Engine, None)
-    engine.num_draft_tokens = 3
-    counts = {field.name: i for i, field in enumerate(dataclasses.fields(xj.EngineStats))}
-    stats = xj.EngineStats(**counts)
-    for value, old, new in (
-        (engine, "guesses", "num_draft_tokens"),
-        (stats, "reading", "prefilling"),
-        (stats, "read_tokens", "prefill_tokens"),
-        (stats, "chosen_tokens", "generated_tokens"),
-    ):
-        with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
-            assert getattr(value, old) == getattr(value, new)
-
-
 # --- repr ---------------------------------------------------------------------------------------------------
 
 

@@ -257,30 +257,29 @@ def bitnet_files() -> None:
 
 
 def int8_activations() -> None:
-    """A token has one scale over the inputs of all devices, in a rotated model and in a hybrid with experts.
-    Key heads of the rotated one are repeated on four devices; blocks of its rotation are whole on each.
+    """A token has one scale over the inputs of all devices, in a dense model and in a hybrid with experts.
+    Key heads of the dense one are repeated on four devices; blocks of its rotations are whole on each.
     """
-    rotated = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2)
+    dense = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2)
     hybrid = FAMILIES["qwen3_next"] | dict(
         intermediate_size=128, shared_expert_intermediate_size=128, linear_value_head_dim=16, head_dim=16
     )
     call = xj.GenerateOptions(6, eos_token_ids=())
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder) / "small", rotated | dict(intermediate_size=64))
-        with pytest.raises(xj.InputError, match="64 is rotated in blocks of 64, which 2 devices do not"):
+        path = write_checkpoint(Path(folder) / "small", dense | dict(intermediate_size=64))
+        with pytest.raises(xj.InputError, match="32 inputs for each of 2 devices, which groups of 64 do not"):
             xj.load_model(path, mesh=mesh_of(2), quantize="int8", activations="int8")
         for name, method, hf, devices in (
-            ("rotated", "int8", rotated, 4), ("hybrid", "int8", hybrid, 2), ("rotated", "int4", rotated, 2)
+            ("dense", "int8", dense, 4), ("hybrid", "int8", hybrid, 2), ("dense", "int4", dense, 2)
         ):  # fmt: skip
             how = dict(quantize=method, activations="int8")
             path = write_checkpoint(Path(folder) / f"{name}-{method}", hf)
             meshes = None, mesh_of(devices)
             one, over = (xj.load_model(path, "float32", mesh=mesh, **how) for mesh in meshes)
-            assert one.config.rotated == over.config.rotated == (name == "rotated")
             logits = [np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over)]
             off = np.abs(logits[0] - logits[1])  # few activations are rounded differently
             assert np.median(off) < 1e-5 and off.max() < 0.02 * np.abs(logits[0]).max(), (name, off.max())
-            if (name, method) == ("rotated", "int8"):
+            if (name, method) == ("dense", "int8"):
                 outs = [xj.generate(m.params, m.config, TOKENS.tolist(), call).tokens for m in (one, over)]
                 assert outs[0] == outs[1]
 

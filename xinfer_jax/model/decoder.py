@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
@@ -289,7 +288,6 @@ def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Arr
 
 def last_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """`final_norm`, of arguments that need no check."""
-    x = plugin("rotation", "unrotate")(x, config.hidden_size) if config.rotated else x
     return norm(x, params, "final_norm", config)
 
 
@@ -347,9 +345,8 @@ def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    """Hidden states [..., D] over `logits_scaling`, Hadamard-rotated as a rotated vocabulary matrix needs."""
-    hidden = hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
-    return plugin("rotation", "rotate")(hidden, config.hidden_size) if config.rotated else hidden
+    """Hidden states [..., D] over `logits_scaling`, as the vocabulary matrix takes them."""
+    return hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
 
 
 def lm_head(params: Params) -> Params:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import plugin
 from ..checks import call_function, check_function, check_integer, check_result
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
@@ -95,16 +94,13 @@ class TappedLayers:
         tap = self.taps.get(place)
         if tap is None:
             return x_BTD
-        D = config.hidden_size
-        hidden_BTD = plugin("rotation", "unrotate")(x_BTD, D) if config.rotated else x_BTD
         key = self._keys[place]
         if tap.edit is not None:
-            edited_BTD = call_function("edit", tap.edit, hidden_BTD, tap.args)
-            check_result("edit", tap.edit, edited_BTD, hidden_BTD, f" after layer {key}")
-            hidden_BTD = edited_BTD
-            x_BTD = plugin("rotation", "rotate")(edited_BTD, D) if config.rotated else edited_BTD
+            edited_BTD = call_function("edit", tap.edit, x_BTD, tap.args)
+            check_result("edit", tap.edit, edited_BTD, x_BTD, f" after layer {key}")
+            x_BTD = edited_BTD
         if tap.read:
-            self.reads[key] = hidden_BTD
+            self.reads[key] = x_BTD
         return x_BTD
 
 

@@ -1,7 +1,7 @@
 """Matrices in FP8 (E4M3), the bytes of a checkpoint, and their products with activations of 16 or 32 bits."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,11 @@ class Fp8Weight(QuantizedWeight):
 
     values: jax.Array  # float8_e4m3fn [O, I], without NaN
     scale: jax.Array  # float32 [O], or [⌈O/128⌉, ⌈I/128⌉]
+    kept_as: ClassVar = "fp8"  # the value of `quantize` that asks for it
+    not_written: ClassVar = (  # the error where files have no place for it
+        "is kept in FP8, which is saved only in the files of a checkpoint with quant_method fp8, without"
+        " experts: load the model without quantize='fp8', and save that"
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,9 +37,8 @@ class Fp8Weight(QuantizedWeight):
         return self.scale.ndim == self.values.ndim
 
     @property
-    def group(self) -> int:
-        """Inputs that stay on one device."""
-        return FP8_BLOCK if self.has_blocks else 1
+    def block(self) -> tuple[int, int]:
+        return (FP8_BLOCK, FP8_BLOCK) if self.has_blocks else (1, 1)
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         return {"values": axes, "scale": axes if self.has_blocks else axes[:-1]}

@@ -28,7 +28,9 @@ from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import pad_outputs, quantize_activations, row_by_row, tiled_product
 from ..ops.operation import match_varying_axes
 from ..ops.product import dot, float_precision
+from .padded_weight import PaddedWeight
 from .rotated_weight import RotatedWeight
+from .weight_leaf import WeightLeaf
 
 GROUP = 64  # inputs that share a scale in int4
 _SMALL = 64  # matrices with a side of at most this size have more scales (the package's docstring says why)
@@ -70,6 +72,16 @@ class GroupedWeight(RotatedWeight):
     def groups_with_padding(self) -> int:
         return 0 if self.values.shape[-3] * self.group == self.inputs else self.group
 
+    def for_tpu(self) -> WeightLeaf:
+        """Scales of packed groups are float32, since no kernel there reads float16. Packed experts that a
+        kernel takes are padded, unless they fill tiles. Leaves with steps stay.
+        """
+        if self.values.dtype != np.uint8 or self.step is not None:
+            return self
+        weight = dataclasses.replace(self, scale=self.scale.astype(np.float32))
+        is_plain = self.offset is None and self.order is None and not self.groups_with_padding
+        return PaddedWeight.padded(weight) if is_plain and len(self.shape) > 2 else weight
+
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
         """With an order, activations are gathered from all devices."""
         if self.order is not None:
@@ -87,7 +99,6 @@ class GroupedWeight(RotatedWeight):
             "order": (inputs,),
             "offset": of_groups,
             "step": (*experts, outputs),
-            "gain": (inputs,),
         }
 
     def group_scale(self) -> jax.Array:
@@ -126,7 +137,7 @@ class GroupedWeight(RotatedWeight):
         x_MI = self.rotated_inputs(x_MI).astype(jnp.float32)
         if self.order is not None:
             x_MI = x_MI[:, self.order]
-        weight = dataclasses.replace(self, order=None, input_block=0, gain=None)
+        weight = dataclasses.replace(self, order=None, input_block=0)
         kind = "int4 activations" if self.int8_activations else "int4"
         form = product_table.fastest_form(kind, len(x_MI), *weight.shape)
         if form == product_table.ROWS:

@@ -28,13 +28,8 @@ class Int8Weight(RotatedWeight):
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    @property
-    def group(self) -> int:
-        """Inputs that stay on one device."""
-        return self.input_block or 1
-
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
-        return {"values": axes, "scale": axes[:-1], "gain": axes[-1:]}
+        return {"values": axes, "scale": axes[:-1]}
 
     def dequantize(self) -> jax.Array:
         return self.unrotated(self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)[:, None])

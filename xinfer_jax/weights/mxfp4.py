@@ -28,7 +28,9 @@ from kernels_pallas.mxfp4 import (
 from ..ops.cpu import product_table
 from ..ops.cpu.cpu_products import tiled_product
 from ..ops.product import dot
+from .padded_weight import PaddedWeight
 from .quantized_weight import QuantizedWeight
+from .weight_leaf import WeightLeaf
 
 BYTES = GROUP // 2  # of a group of one output
 # Of 4 bits.
@@ -55,11 +57,11 @@ class Mxfp4Weight(QuantizedWeight):
         """I."""
         return 2 * self.values.shape[-2] if is_for_tpu(self) else self.values.shape[-3] * GROUP
 
-    def for_tpu(self) -> Self:
-        """Matrices with `values_for_tpu`; those with an odd number of groups stay."""
-        if self.scale.shape[-2] % 2 or is_for_tpu(self):
+    def for_tpu(self) -> WeightLeaf:
+        """Experts with `values_for_tpu`, padded; those with an odd number of groups stay."""
+        if len(self.shape) == 2 or self.scale.shape[-2] % 2 or is_for_tpu(self):
             return self
-        return dataclasses.replace(self, values=values_for_tpu(self.values))
+        return PaddedWeight.padded(dataclasses.replace(self, values=values_for_tpu(self.values)))
 
     def for_files(self) -> Self:
         """Matrices in the order of checkpoints."""
