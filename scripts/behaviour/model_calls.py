@@ -97,10 +97,11 @@ def function_calls(model: xj.Model) -> Calls:
     new_cache = lambda dtype=None: xj.init_cache(config, ROWS, CAPACITY, dtype)  # noqa: E731
     forward = lambda *args, **more: xj.forward(params, config, tokens_BT, *args, **more)  # noqa: E731
     hidden = lambda **more: xj.hidden_states(params, config, tokens_BT, **more)  # noqa: E731
+    run_model = lambda **more: xj.run_model(params, config, tokens_BT, **more)  # noqa: E731
     prompt = params, config, tokens_BT, num_tokens_B
 
     def routed() -> Any:
-        routes = hidden(return_routes=True)[2]
+        routes = run_model(return_routes=True).routes
         return xj.forward(params, config, tokens_BT, routes=routes)
 
     calls: Calls = {
@@ -108,7 +109,9 @@ def function_calls(model: xj.Model) -> Calls:
         "forward with a cache": lambda: forward(new_cache()),
         "forward of stacked layers": lambda: xj.forward(xj.stack_layers(params, config), config, tokens_BT),
         "forward of segments": lambda: forward(segment_ids_BT=tokens_BT),
-        "forward with return_routes": lambda: forward(return_routes=True),
+        "run_model with routes": lambda: run_model(return_routes=True),
+        "run_model with a cache and routes": lambda: run_model(cache=new_cache(), return_routes=True),
+        "run_model with taps that read": lambda: run_model(taps=reads).reads,
         "forward with routes": routed,
         "forward with taps that read": lambda: forward(taps=reads),
         "hidden_states of inputs_BTD": lambda: hidden(inputs_BTD=inputs_BTD),
@@ -121,7 +124,6 @@ def function_calls(model: xj.Model) -> Calls:
         ],
         "prefill": lambda: xj.prefill(*prompt, new_cache()),
         "prefill with inputs_BTD": lambda: xj.prefill(*prompt, new_cache(), inputs_BTD=inputs_BTD),
-        "prefill with return_routes": lambda: xj.prefill(*prompt, new_cache(), return_routes=True),
         "prefill with taps that read": lambda: xj.prefill(*prompt, new_cache(), taps=reads),
         "score": lambda: xj.score(*prompt),
         "score with inputs_BTD": lambda: xj.score(*prompt, inputs_BTD=inputs_BTD),

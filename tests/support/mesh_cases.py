@@ -41,6 +41,8 @@ from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
 from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
+from xinfer_jax.model.decoder import Inputs
+from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 # One checkpoint of each family, few layers. 8 heads, 4 key heads: on 8 devices these are repeated.
@@ -161,11 +163,11 @@ def count_collectives(
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
     state = initial_state(call, np.arange(2, dtype=np.int32))
     if step:
-        lowered = DECODE.lower(Plain(config), (params,), (state, cache), np.int32(3), RunConfig())
+        constants = params, NO_EXTRAS
+        lowered = DECODE.lower(Plain(config), constants, (state, cache), np.int32(3), RunConfig())
     else:
-        lowered = PREFILL.donating.lower(
-            params, config, *pad_prompts(call.prompts, 16), cache, RunConfig(), 512
-        )
+        inputs = Inputs(*pad_prompts(call.prompts, 16))
+        lowered = PREFILL.donating.lower(params, config, inputs, NO_EXTRAS, cache, 512, RunConfig())
     return collectives(lowered.compile())
 
 
@@ -753,7 +755,7 @@ def taps() -> None:
     def reads(params: Any, tokens_BT: Any, vector_D: Any) -> Any:
         places = [(layer, after) for layer in (0, 1) for after in ("attention", "layer")]
         taps = {place: xj.Tap(vector_D, edit, read=True) for place in places}
-        return xj.hidden_states(params, config, tokens_BT, taps=taps)[2]
+        return xj.run_model(params, config, tokens_BT, taps=taps).reads
 
     want = jax.jit(reads)(params, TOKENS, vector_D)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])

@@ -58,7 +58,7 @@ class Decoded(DecodeState):
         output_start_B: None.
         cache: with all tokens but the last one of each row.
         at_capacity_B: bool: the row ended before its limit, since the cache has no space for more.
-        routes: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `hidden_states`; -1
+        routes: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `run_model`; -1
             from a row's last token on, on which the model has not run.
     """
 

@@ -56,7 +56,7 @@ def prefill_chunks(
         out = apply_model(params, config, inputs, cache, extras, run_config)
         last_BD = last_hidden(out.hidden, inputs.num_tokens_B)
         has_tokens_B1 = (inputs.num_tokens_B > 0)[:, None]
-        return out._replace(hidden=jnp.where(has_tokens_B1, last_BD, previous_BD), reads=None)
+        return ModelOutput(jnp.where(has_tokens_B1, last_BD, previous_BD), out.cache)
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
     if isinstance(T, int) and T <= chunk:  # else it may be symbolic
@@ -65,26 +65,18 @@ def prefill_chunks(
     padding = (0, 0), (0, -(-T // chunk) * chunk - T)
     of_tokens = inputs._replace(num_tokens_B=None)
     padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), of_tokens)
-    routes = None
-    if run_config.return_routes:
-        from ..model.routes import free_routes  # optional: routes
-
-        routes = free_routes(config, padded.tokens_BT.shape)
 
     def body(i: jax.Array, carry: ModelOutput) -> ModelOutput:
         part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1), padded)
         part = part._replace(num_tokens_B=jnp.clip(num_tokens_B - i * chunk, 0, chunk))
-        out = run_chunk(part, carry.cache, carry.hidden)
-        put = partial(lax.dynamic_update_slice_in_dim, start_index=i * chunk, axis=1)
-        return out._replace(routes=None if routes is None else put(carry.routes, out.routes))
+        return run_chunk(part, carry.cache, carry.hidden)
 
     chunks = -(-jnp.max(num_tokens_B) // chunk)
-    carry = ModelOutput(none_BD, cache, routes)
+    carry = ModelOutput(none_BD, cache)
     carry = match_varying_axes(carry, params, inputs, cache, extras)
     carry = lax.fori_loop(0, chunks, body, carry)
     out = without_gradient(carry, f"prefill in chunks of {chunk}", "give forward the cache")
-    routes = None if routes is None else out.routes[:, :T]
-    return out._replace(hidden=head_logits(params, config, out.hidden), routes=routes)
+    return out._replace(hidden=head_logits(params, config, out.hidden))
 
 
 @over_any_mesh

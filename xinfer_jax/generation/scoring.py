@@ -105,9 +105,9 @@ def score(  # noqa: PLR0913  a public function
         num_tokens_B: how many of each row are real; None: all.
         inputs_BTD: the input of the first layer, instead of `embed_tokens(params, config, tokens_BT)`: for a
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
-        segment_ids_BT, positions_BT, remat: as in `hidden_states`. The first token of a segment has the
+        segment_ids_BT, positions_BT, remat: as in `run_model`. The first token of a segment has the
             log-probability 0.
-        routes, return_routes: as in `hidden_states`: the experts of token t, whose output gives entry t. The
+        routes, return_routes: as in `run_model`: the experts of token t, whose output gives entry t. The
             router has gradients by the weights of the experts used. A reference model chooses its own.
         temperature: logits are divided by it: a number above 0, or one for each row.
         entropy: also compute the entropy of each distribution.
@@ -117,7 +117,7 @@ def score(  # noqa: PLR0913  a public function
             of -inf count nothing.
         chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them, or all tokens if
             those of all take at most 256 MiB and, with their gradient, no more than the vocabulary's matrix.
-        taps: as in `hidden_states`, which is for those that read; the reference model has none.
+        taps: as in `run_model`, which is for those that read; the reference model has none.
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:

@@ -90,11 +90,12 @@ def forward(  # noqa: PLR0913  a public function
         InputError: more tokens than the cache's capacity; an impl that is missing or does not support this;
             taps that read.
     """
-    hidden_BTD, cache = hidden_states(
+    _check_none_reads(taps, config, "forward")
+    out = run_model(
         params, config, tokens_BT, cache, num_tokens_B, segment_ids_BT=segment_ids_BT,
         positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
-    return unembed(params, config, hidden_BTD), cache
+    return unembed(params, config, out.hidden), out.cache
 
 
 def hidden_states(  # noqa: PLR0913  a public function
@@ -115,15 +116,20 @@ def hidden_states(  # noqa: PLR0913  a public function
     """`forward` without its last step, `unembed`: hidden states after the final norm, [B, T, D]; and the
     cache with the tokens appended. Arguments and errors as in `run_model`; none of the taps reads.
     """
-    if taps is not None:
-        from .taps import check_edits  # optional: taps
-
-        taps = check_edits(taps, config, "this function")
+    _check_none_reads(taps, config, "hidden_states")
     out = run_model(
         params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, segment_ids_BT=segment_ids_BT,
         positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
     return out.hidden, out.cache
+
+
+def _check_none_reads(taps: Any, config: ModelConfig, function: str) -> None:
+    """Raises InputError where one of the taps reads."""
+    if taps is not None:
+        from .taps import check_none_reads  # optional: taps
+
+        check_none_reads(taps, config, function)
 
 
 @over_any_mesh

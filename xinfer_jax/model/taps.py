@@ -115,13 +115,19 @@ def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
     return layer, after
 
 
-def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
-    """The taps by pairs in a dict. Raises InputError where they are no `Tap`s, or one reads, for a function
-    that returns no hidden states.
+def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
+    """The taps by pairs in a dict. Raises InputError where they are no `Tap`s, or one reads: `function` does
+    not return what it reads.
     """
     checked = TappedLayers(taps, config).taps
     if any(tap.read for tap in checked.values()):
-        raise InputError(f"{function} returns no hidden states: use hidden_states for a tap that reads")
+        raise InputError(f"{function} returns no hidden states that taps read: use run_model")
+    return checked
+
+
+def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
+    """`check_none_reads`, with arrays in place of numbers: programs are not compiled for each."""
+    checked = check_none_reads(taps, config, function)
     try:
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), checked)
     except (TypeError, ValueError) as error:
