@@ -35,6 +35,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("feed_forward", "mlp"): ("feed_forward.mlp", "Mlp"),
     ("feed_forward", "experts"): ("feed_forward.mixture", "Mixture"),
     ("feed_forward", "mlp_and_experts"): ("feed_forward.mixture", "MlpAndMixture"),
+    ("router", "grouped_topk"): ("feed_forward.grouped_topk", "GroupedTopkRouter"),
     ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("mixers.rope_scaling", "dynamic_rope"),
@@ -106,6 +107,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("family", "gemma3_text"): ("families.gemma", "GEMMA3"),
     ("family", "gemma4_text"): ("families.gemma4", "FAMILY"),
     ("family", "gemma4_unified_text"): ("families.gemma4", "UNIFIED"),
+    ("family", "glm4_moe"): ("families.glm4_moe", "FAMILY"),
     ("family", "gpt_oss"): ("families.gpt_oss", "FAMILY"),
     ("family", "granite"): ("families.granite", "FAMILY"),
     ("family", "llama"): ("families.llama", "LLAMA"),

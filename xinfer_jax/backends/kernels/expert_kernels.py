@@ -93,7 +93,9 @@ def _select_route(impl: str | None, operands: Any, static: Any) -> kernels_palla
     reason = None
     if (impl or kernels_pallas.dispatch.device_impl().impl) not in ("tpu", "interpret_tpu"):
         reason = "a kernel for TPUs"
-    elif given is not None or router.kind != "softmax" or router.input_scale:
+    elif router.kind != "softmax":
+        reason = f"a router of the kind {router.kind!r}"
+    elif given is not None or router.input_scale:
         reason = "experts that are given, or a router with a norm of its own"
     elif not router.norm_topk_prob:
         reason = "weights that do not sum to 1"
