@@ -32,6 +32,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # What layers are made of, by the kinds of their specs.
     ("mixer", "attention"): ("mixers.softmax_attention", "SoftmaxAttention"),
     ("mixer", "delta"): ("mixers.gated_delta", "GatedDelta"),
+    ("mixer", "short_conv"): ("mixers.short_conv", "ShortConv"),
     ("feed_forward", "mlp"): ("feed_forward.mlp", "Mlp"),
     ("feed_forward", "experts"): ("feed_forward.mixture", "Mixture"),
     ("feed_forward", "mlp_and_experts"): ("feed_forward.mixture", "MlpAndMixture"),
@@ -110,6 +111,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("family", "glm4_moe"): ("families.glm4_moe", "FAMILY"),
     ("family", "gpt_oss"): ("families.gpt_oss", "FAMILY"),
     ("family", "granite"): ("families.granite", "FAMILY"),
+    ("family", "lfm2"): ("families.lfm2", "FAMILY"),
     ("family", "llama"): ("families.llama", "LLAMA"),
     ("family", "ministral3"): ("families.llama", "MINISTRAL3"),
     ("family", "mistral"): ("families.llama", "MISTRAL"),

@@ -362,6 +362,15 @@ _CASES = {
         **_GROUPS | dict(n_group=1, topk_group=1), first_k_dense_replace=0, norm_topk_prob=False,
         n_shared_experts=0, num_key_value_heads=1, tie_word_embeddings=True,
     ),
+    # lfm2: short convolutions, and attention
+    "lfm2-published-tied": _hf(
+        "lfm2", block_ff_dim=100, block_multiple_of=16, full_attn_idxs=[1, 3], num_hidden_layers=5,
+        norm_eps=1e-5, rope_theta=1e4, conv_L_cache=3,
+    ),
+    "lfm2-bias-untied-layer-types": _hf(
+        "lfm2", **_new(rope_theta=3e4), layer_types=["conv", "conv", _F], conv_bias=True, conv_L_cache=5,
+        block_auto_adjust_ff_dim=False, tie_word_embeddings=False, num_key_value_heads=1,
+    ),
     # smollm3: layers without rotary embedding
     "gemma-mqa-old": _hf("gemma", **_old(), hidden_act="gelu", num_key_value_heads=1, head_dim=20),
     "gemma-bias-untied-new": _hf("gemma", **_new(rope_theta=3e4), attention_bias=True, head_dim=16,
