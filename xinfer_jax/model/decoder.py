@@ -266,7 +266,7 @@ def _embed(
     """Embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
     plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
-    return run("embed_tokens", plain, token, params[name], config=config, matrix=name)
+    return run("embed_tokens", plain, static=dict(config=config, matrix=name), token=token, leaf=params[name])
 
 
 @over_any_mesh
@@ -278,7 +278,8 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
     """
     check_params(params, config, stacked=True)
     plain = functools.partial(_unembed, config=config)
-    return run("unembed", plain, lm_head(params), _checked_hidden(hidden, config), config=config)
+    operands: dict[str, Any] = dict(leaf=lm_head(params), hidden=_checked_hidden(hidden, config))
+    return run("unembed", plain, static=dict(config=config), **operands)
 
 
 def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:

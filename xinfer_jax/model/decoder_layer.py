@@ -74,7 +74,8 @@ def run_layer(  # noqa: PLR0913
     [B·T, U], where positions have routes. half: "attention" or "mlp": x after it, with the residual added.
     """
     plain = functools.partial(_run_layer, config=config, kind=kind, run_config=run_config, half=half)
-    return run("decoder_layer", plain, layer, x_BTD, positions, kv, run_config=run_config, config=config)
+    operands = dict(layer=layer, x_BTD=x_BTD, positions=positions, kv=kv)
+    return run("decoder_layer", plain, run_config, static=dict(config=config), **operands)
 
 
 def _run_layer(layer, x_BTD, positions, kv, config, kind, run_config, half):
@@ -287,10 +288,11 @@ def _feed_forward(x_BTD, residual, layer: Params, config, spec: LayerSpec, run_c
     if not spec.experts:
         return gated_mlp(x_BTD, layer, config, **around, residual=residual), None
     names = ("router", "shared_gate") if spec.mlp else ("router", "shared_gate", "mlp_norm")
-    operands = x_BTD, {name: layer[name] for name in names if name in layer}, route_BTU
+    leaves = {name: layer[name] for name in names if name in layer}
+    operands = dict(x_BTD=x_BTD, layer=leaves, given_BTU=route_BTU)
     plain = functools.partial(_route, config=config)
     x_BTD, gate_BTD, *chosen = run(
-        "route", plain, *operands, run_config=run_config, derivative=plain, config=config
+        "route", plain, run_config, derivative=plain, static=dict(config=config), **operands
     )
     routed_BTD = norm(x_BTD, layer, "experts_norm", config) if spec.mlp else x_BTD
     out_BTD = mixture_of_experts(routed_BTD, layer, config, run_config, chosen=chosen)
