@@ -9,20 +9,16 @@ shows with it that it computes the same. JAX_DISABLE_MOST_OPTIMIZATIONS=1 halves
 from launcher import InputError, start
 
 # isort: split
-import copy
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from absl import flags
-from bench.commit_checkout import checkout_of
+from bench.commit_checkout import checkout_of, start_in, widened, write_random_checkpoint
 from script_paths import ROOT
 
-# Of tests/support/parity_cases.py, widened so that quantized groups and blocks are whole.
+# Of tests/support/parity_cases.py; they are widened.
 MODELS = {
     "llama": "llama3-new",
     "qwen3": "qwen3-head-dim-tied",
@@ -30,8 +26,6 @@ MODELS = {
     "qwen3_moe": "moe-defaults",
     "qwen3_5": "qwen3-5-tied",
 }
-SIZES = dict(hidden_size=128, intermediate_size=256, head_dim=32, moe_intermediate_size=64)
-LINEAR_SIZES = dict(linear_key_head_dim=32, linear_value_head_dim=32)
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 CALLS = ("forward", "prefill", "decode_step", "decode_loop", "generate", "engine")
 
@@ -44,31 +38,18 @@ _CALLS = flags.DEFINE_multi_enum("calls", [*CALLS], CALLS, "Calls whose programs
 def write_checkpoint(folder: Path, case_name: str) -> None:
     """Writes a checkpoint of random weights."""
     import parity_cases
-    import tiny
 
-    from xinfer_jax.families.naming import file_specs
-    from xinfer_jax.families.reading import from_hf
-
-    hf = copy.deepcopy(parity_cases.CASES[case_name].hf)
-    hf |= {name: size for name, size in (SIZES | LINEAR_SIZES).items() if name in {"head_dim", *hf}}
-    random = np.random.RandomState(0)
-    weights = {}
-    for spec in parity_cases.jax.tree.leaves(file_specs(from_hf(copy.deepcopy(hf)))):
-        for name, shape in spec.tensor_shapes().items():
-            weights[name] = random.standard_normal(shape).astype(np.float32) / 16
-    tiny.write(folder, hf, weights=weights)
+    write_random_checkpoint(folder, widened(parity_cases.CASES[case_name].hf))
 
 
 def costs_of(checkout: Path, folders: list[Path], work: Path) -> dict[str, list[dict]]:
     """Returns the costs of a checkout's programs by model, format and call. Equal ones are compiled once."""
     out = work / "costs.json"
-    program = ROOT / "scripts" / "bench" / "program_costs.py"
-    command = [sys.executable, program, out, ",".join(_FORMATS.value), ",".join(_CALLS.value), *folders]
+    arguments = [out, ",".join(_FORMATS.value), ",".join(_CALLS.value), *folders]
     cache = dict(
         JAX_COMPILATION_CACHE_DIR=str(work / "cache"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
     )
-    env = os.environ | dict(PYTHONPATH=str(checkout)) | cache
-    if subprocess.run(command, env=env, cwd=checkout).returncode:
+    if start_in(checkout, "bench/program_costs.py", arguments, cache).wait():
         raise InputError(f"the programs of {checkout} were not compiled: see above")
     return json.loads(out.read_text(encoding="utf-8"))
 

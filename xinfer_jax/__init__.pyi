@@ -70,10 +70,12 @@ from .grammar.grammars import (
 )
 from .model.attention_maps import attention_weights as attention_weights
 from .model.decoder import (
+    ModelOutput as ModelOutput,
     embed_tokens as embed_tokens,
     final_norm as final_norm,
     forward as forward,
     hidden_states as hidden_states,
+    run_model as run_model,
     unembed as unembed,
 )
 from .model.taps import Tap as Tap

@@ -15,7 +15,7 @@ from .checks import check_integer, check_token_ids, is_sequence
 from .config.run_config import DEFAULT
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
-from .generation.executor import bucket, next_power_of_two
+from .generation.executor import RunnableModel, bucket, next_power_of_two
 from .generation.executor_choice import executor_class
 from .generation.loop import last_hidden
 from .generation.validation import non_finite_reason
@@ -207,7 +207,7 @@ def hidden_states_of(
     model: Model, rows: list[list[int]]
 ) -> Iterator[tuple[list[int], jax.Array, np.ndarray]]:
     """Batches of rows, as indices, their final hidden states [B, T, D], padded, and lengths [B]."""
-    tree = (model.params, model.config)
+    tree = RunnableModel(model.params, model.config)
     limit = model.config.context_length
     executor = executor_class(model.params)(DEFAULT)
     for batch in _batches([min(bucket(len(row)), limit) for row in rows]):

@@ -29,9 +29,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("cache dtype", "gear"): ("cache.gear", "GEAR"),
     ("cache dtype", "float8_e4m3fn"): ("cache.float8_kv", "FLOAT8_E4M3FN"),
     ("cache form", "side by side"): ("cache.side_by_side", "SideBySideKV"),
-    ("layer cache", "linear"): ("mixers.recurrent", "Recurrent"),
-    ("layer", "linear"): ("mixers.linear_attention", "linear_attention"),
-    ("layer params", "linear"): ("mixers.linear_attention_specs", "linear_attention_specs"),
+    # What layers are made of, by the kinds of their specs.
+    ("mixer", "attention"): ("mixers.softmax_attention", "SoftmaxAttention"),
+    ("mixer", "delta"): ("mixers.gated_delta", "GatedDelta"),
+    ("feed_forward", "mlp"): ("feed_forward.mlp", "Mlp"),
+    ("feed_forward", "experts"): ("feed_forward.mixture", "Mixture"),
+    ("feed_forward", "mlp_and_experts"): ("feed_forward.mixture", "MlpAndMixture"),
+    ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
     # RoPE by `rope_type`, other than "default".
     ("rope", "dynamic"): ("mixers.rope_scaling", "dynamic_rope"),
     ("rope", "linear"): ("mixers.rope_scaling", "linear_rope"),
@@ -51,6 +55,11 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
     ("operation", "check"): ("ops.forms", "check_available"),
+    ("kernel selector", "decode_attention"): ("backends.kernels.attention_kernels", "select_attention"),
+    ("kernel selector", "prefill_attention"): ("backends.kernels.attention_kernels", "select_attention"),
+    ("kernel selector", "delta_drafts"): ("backends.kernels.delta_kernels", "select_delta"),
+    ("kernel selector", "delta_prefill"): ("backends.kernels.delta_kernels", "select_delta"),
+    ("kernel selector", "delta_step"): ("backends.kernels.delta_kernels", "select_delta"),
     ("argmax", "cpu"): ("backends.cpu.cpu_sampler", "argmax_form"),
     ("argmax", "kernel"): ("backends.kernels.head", "ARGMAX"),
     ("after_recording", "cuda"): ("backends.gpu.verify", "recording_form"),
@@ -94,6 +103,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("top_k", "any"): ("backends.mesh", "mesh_top_k_form"),
     ("unembed", "any"): ("backends.mesh", "mesh_unembed_form"),
     ("verify", "cuda"): ("backends.gpu.verify", "verify_form"),
+    # Forms in which models write calls of tools.
+    ("tool calls", "hermes"): ("tool_calls.hermes_call", "HERMES"),
+    ("tool calls", "llama3_json"): ("tool_calls.llama_call", "LLAMA3_JSON"),
+    ("tool calls", "qwen3_coder"): ("tool_calls.qwen3_coder_call", "QWEN3_CODER"),
+    ("tool calls", "gemma4"): ("tool_calls.gemma_call", "GEMMA4"),
+    ("tool calls", "harmony"): ("tool_calls.harmony", "HARMONY"),
+    ("tool calls", "glm45"): ("tool_calls.glm_call", "GLM45"),
     # Families by model_type.
     ("family", "arcee"): ("families.llama", "ARCEE"),
     ("family", "bitnet"): ("families.bitnet", "FAMILY"),

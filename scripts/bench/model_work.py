@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import xinfer_jax as xj
+from xinfer_jax.mixers.softmax_attention import SoftmaxAttention
 from xinfer_jax.weights.params import Params, param_specs, tree_bytes
 
 
@@ -31,8 +32,8 @@ def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[in
     position) FLOP; reads the weights once.
     """
     pairs = [
-        sum(int(np.minimum(np.arange(1, n + 1), config.layer_windows[layer] or n).sum()) for n in lengths)
-        for layer in config.attention_layers
+        sum(int(np.minimum(np.arange(1, n + 1), mixer.window or n).sum()) for n in lengths)
+        for mixer in attention_mixers(config)
     ]
     flop = (
         2 * _layer_weights(config, sum(lengths)) * sum(lengths)
@@ -49,9 +50,9 @@ def decode_work(
     weights once, and each row's keys and values up to its length.
     """
     keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # includes the token of the step
-    layers = config.attention_layers
-    pairs = [float(np.minimum(keys, config.layer_windows[i] or keys).mean(1).sum()) for i in layers]
-    numbers = sum(config.kv_heads(i) * config.head_width(i) * n for i, n in zip(layers, pairs, strict=True))
+    mixers = attention_mixers(config)
+    pairs = [float(np.minimum(keys, mixer.window or keys).mean(1).sum()) for mixer in mixers]
+    numbers = sum(x.num_kv_heads * x.head_dim * n for x, n in zip(mixers, pairs, strict=True))
     cache_bytes = 2 * cache_itemsize * numbers
     weights = _layer_weights(config, len(lengths))
     flop = (2 * weights + _head_flop(config)) * len(lengths) + _attention_flop(config, pairs)
@@ -77,9 +78,15 @@ def _head_flop(config: xj.ModelConfig) -> int:
     return 2 * config.vocab_size * config.hidden_size
 
 
+def attention_mixers(config: xj.ModelConfig) -> list[SoftmaxAttention]:
+    """The softmax attention of each layer that has it."""
+    mixers = (mixer for layer in range(config.num_hidden_layers) for mixer in config.mixers(layer))
+    return [mixer for mixer in mixers if isinstance(mixer, SoftmaxAttention)]
+
+
 def _attention_flop(config: xj.ModelConfig, pairs: Sequence[float]) -> float:
     """FLOP of the scores and weighted values of this many (query, key) pairs of each attention layer, all
     heads.
     """
-    widths = map(config.head_width, config.attention_layers)
+    widths = (mixer.head_dim for mixer in attention_mixers(config))
     return 4 * config.num_attention_heads * sum(w * n for w, n in zip(widths, pairs, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench.model_work import bytes_per_pass, decode_work, expert_fraction, prefill_work
+from bench.model_work import attention_mixers, bytes_per_pass, decode_work, expert_fraction, prefill_work
 from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
@@ -108,11 +108,11 @@ def indivisible_sizes(job: Job, n: int) -> str:
         sizes.add(("intermediate_size", config.intermediate_size))
     if config.experts:
         sizes.add(("shared_expert_intermediate_size", config.experts.shared_intermediate_size))
-    if linear := config.linear_attention:
-        sizes.add(("linear_num_key_heads", linear.num_key_heads))
-        sizes.add(("linear_num_value_heads", linear.num_value_heads))
+    for delta in filter(None, (layer.mixer_of("delta") for layer in config.layers)):
+        sizes.add(("linear_num_key_heads", delta.num_key_heads))
+        sizes.add(("linear_num_value_heads", delta.num_value_heads))
     bad = {(name, size) for name, size in sizes if size % n}
-    kv_heads = {config.num_key_value_heads, *map(config.kv_heads, config.attention_layers)}
+    kv_heads = {config.num_key_value_heads, *(mixer.num_kv_heads for mixer in attention_mixers(config))}
     bad |= {("num_key_value_heads", heads) for heads in kv_heads if heads % n and n % heads}
     return ", ".join(f"{name} {size}" for name, size in sorted(bad))
 
@@ -209,7 +209,7 @@ def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]
     experts = (layer.experts for layer in config.layers if layer.experts)
     shared = sum(x.shared_intermediate_size > 0 for x in experts)
     reduced = [(2 * layers + shared + 1, struct((tokens, config.hidden_size), job.dtype))]
-    if joint := sum(getattr(layer.mixer, "qk_norm", None) == "joint" for layer in config.layers):
+    if joint := sum(mixer.spec.qk_norm == "joint" for mixer in attention_mixers(config)):
         reduced.append((joint, struct((tokens, 2), jnp.float32)))
     return reduced
 
@@ -262,9 +262,9 @@ def kv_bytes(job: Job, n: int, length: int) -> int:
 def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> int:
     """Bytes of keys and values, of dtype kv, that a row of this length reads on each of n devices."""
     return sum(
-        2 * config.kv_heads(layer) // n * min(config.layer_windows[layer] or length, length)
-        * cache_dtype_of(kv).vector_bytes(config.head_width(layer))
-        for layer in config.attention_layers
+        2 * mixer.num_kv_heads // n * min(mixer.window or length, length)
+        * cache_dtype_of(kv).vector_bytes(mixer.head_dim)
+        for mixer in attention_mixers(config)
     )  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def with_few_layers(job: Job, times: int) -> Job:
     """The job with only `times` layers of each kind."""
     config = job.config
     layers = [*dict.fromkeys(config.layers)] * times
-    layers.sort(key=lambda layer: getattr(layer.mixer, "shares_kv", False))  # these stay the last
+    layers.sort(key=lambda layer: getattr(layer.attention, "shares_kv", False))  # these stay the last
     few = dataclasses.replace(config, layers=tuple(layers), num_hidden_layers=len(layers))
     return dataclasses.replace(job, config=few)
 

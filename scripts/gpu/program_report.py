@@ -105,10 +105,11 @@ def _leaf_shapes(job: ProgramJob, program: str) -> list[tuple[int, ...]]:
         caches = caches, jax.eval_shape(lambda: empty_pools(config, pages, job.kv))
         slots = num_pages_for(job.capacity) * PAGE_SIZE
         shapes += [
-            (rows, config.kv_heads(layer), slots, width * config.head_width(layer))
+            (rows, mixer.fits[0], slots, width * mixer.fits[1])
             for rows in {1, job.rows}
             for width in (1, 2)  # keys and values may be side by side
-            for layer in config.layers_with_kv
+            for mixer in config.cached_mixers
+            if mixer.has_keys
         ]
     return shapes + [x.shape for x in jax.tree.leaves(caches) if len(x.shape) > 2]
 
@@ -136,7 +137,8 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
         numbers = sum(job.rank * sum(spec.shape) for spec in row_matrices(config).values())
         itemsize = job.params["final_norm"].dtype.itemsize
         least["adapters"] = min(rows, job.adapters) * numbers * itemsize
-    return least | ({"states": 2 * rows * state_bytes(config)} if config.linear_attention else {})
+    of_state = state_bytes(config)
+    return least | ({"states": 2 * rows * of_state} if of_state else {})
 
 
 # --- compiling ----------------------------------------------------------------------------------------------

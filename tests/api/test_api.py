@@ -21,12 +21,13 @@ from xinfer_jax.api import bodies, other_servers
 from xinfer_jax.api.bodies import ParsedBody, parse_request_body
 from xinfer_jax.api.fields import BodyError, check_fields
 from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
-from xinfer_jax.api.sampling_fields import breaker_ids
-from xinfer_jax.engine import device
+from xinfer_jax.api.sampling_fields import ids_with_texts
+from xinfer_jax.engine import engine_device
 from xinfer_jax.errors import ContextLengthError
 from xinfer_jax.generation.options import GenerateOutput
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.sampling.logprobs import TokenLogprobs
+from xinfer_jax.sampling.settings import SETTINGS
 from xinfer_jax.tokenization import template_budget
 from xinfer_jax.tokenization.conversation import prompt_ids
 from xinfer_jax.tokenization.tokenizer import Tokenizer
@@ -349,17 +350,18 @@ def test_breakers_are_those_that_a_search_of_each_token_finds(model):
     """Texts begin and end anywhere in a token; none is found across two tokens."""
     vocab_size = model.config.vocab_size
     tokens = vocabulary_of(model.tokenizer, vocab_size).tokens
+    setting = SETTINGS["dry_sequence_breakers"]
     draw = random.Random(0)
     texts = [token.decode() for token in tokens if token.isascii() and len(token) > 2]
     for _ in range(30):
         starts = [(draw.choice(texts), draw.randrange(2)) for _ in range(draw.randint(1, 9))]
         parts = {text[start : start + draw.randint(1, 3)] or text: None for text, start in starts}
-        found = breaker_ids(model.tokenizer, vocab_size, (*parts,)).tolist()
+        found = ids_with_texts(setting, model.tokenizer, vocab_size, (*parts,)).tolist()
         assert found == [i for i in range(vocab_size) if any(part.encode() in tokens[i] for part in parts)]
     pairs = (one + other for one, other in itertools.pairwise(tokens) if (one + other).isascii())
     both = next(pair for pair in pairs if pair and not any(pair in token for token in tokens)).decode()
     with pytest.raises(BodyError, match="no token contains"):
-        breaker_ids(model.tokenizer, vocab_size, (both,))
+        ids_with_texts(setting, model.tokenizer, vocab_size, (both,))
 
 
 @pytest.mark.full
@@ -367,7 +369,7 @@ def test_lists_of_ids_are_converted_once_for_all_answers(model, engine, monkeypa
     """Not again in the engine's thread, which all requests wait for."""
     parsed = parse(model, dry_multiplier=0.8, allowed_token_ids=[7, 8], temperature=1.0, max_tokens=2, n=2)
     wanted = engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens
-    monkeypatch.setattr(device, "settings_per_row", None)
+    monkeypatch.setattr(engine_device, "settings_per_row", None)
     assert engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens == wanted
 
 
@@ -466,14 +468,6 @@ def test_too_long_prompts_have_the_apis_error_code(model):
         (dict(min_tokens=17), "min_tokens"),
         (dict(allowed_token_ids=[tiny.IM_END], min_tokens=3), "min_tokens"),
         (dict(no_repeat_ngram_size=257), "no_repeat_ngram_size"),
-        (dict(xtc_probability=1.5), "xtc_probability"),
-        (dict(xtc_threshold="x"), "xtc_threshold"),
-        (dict(dry_base=0.5), "dry_base"),
-        (dict(dry_allowed_length=257), "dry_allowed_length"),
-        (dict(dry_penalty_last_n=-2), "dry_penalty_last_n"),
-        (dict(dry_sequence_breakers=["no token has this"]), "dry_sequence_breakers"),
-        (dict(dry_sequence_breakers=[":"] * 17), "dry_sequence_breakers"),
-        (dict(dry_sequence_breakers=[5]), "dry_sequence_breakers"),
         (dict(stop_token_ids=list(range(17))), "stop_token_ids"),
         (dict(logit_bias={"1": 2e30}), "logit_bias"),
         (dict(logit_bias={"-1": 1}), "logit_bias"),

@@ -201,7 +201,7 @@ def test_vectors_and_defaults_of_sampling(tmp_path):
     assert settings.forbidden_token_ids == [7]
     files.write(path, "qwen3", metadata={"ARCH.attention.causal": False})
     both = xj.load_model(path, "float32")
-    assert both.config.layers[0].mixer.ahead and both.generation_config == {}
+    assert both.config.layers[0].attention.ahead and both.generation_config == {}
 
 
 def test_factors_of_matrices(tmp_path):

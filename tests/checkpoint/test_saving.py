@@ -160,7 +160,7 @@ def test_like_another_model(tmp_path, small):
         xj.save_model(tmp_path / "out", params, wide, like=tmp_path / "own")
     slides = tuple(layer.with_mixer(window=7) for layer in config.layers)
     other = dataclasses.replace(config, layers=slides)
-    with pytest.raises(xj.InputError, match="like: layers.0.mixer.window is None in .*own, and 7 here"):
+    with pytest.raises(xj.InputError, match="like: layers.0.mixers.0.window is None in .*own, and 7 here"):
         xj.save_model(tmp_path / "out", params, other, like=tmp_path / "own")
     stored = load_file(tmp_path / "own" / "model.safetensors")
     more = {"model.layers.0.mlp.odd.weight": np.ones(3, np.float32)}

@@ -13,7 +13,7 @@ from xinfer_jax.tokenization.answer_detokenizer import AnswerDetokenizer
 from xinfer_jax.tokenization.conversation import prompt_ids
 from xinfer_jax.tokenization.template_tools import TemplateTools
 from xinfer_jax.tokenization.tokenizer import Tokenizer
-from xinfer_jax.tool_calls.call_parser import GEMMA_TOKENS
+from xinfer_jax.tool_calls.gemma_call import GEMMA_TOKENS
 
 pytestmark = pytest.mark.oldest
 

@@ -56,7 +56,7 @@ def test_a_chat_prefills_only_new_turns(run_chat):
         (["--capacity=20", "--max_tokens=30"], "--max_tokens=30 leaves no tokens for a question"),
         (["--capacity=1"], "--capacity=1: give a whole number from 2"),
         (["--max_tokens=300"], "--max_tokens=300 leaves no tokens for a question in a capacity of 256"),
-        (["--temperature=-1"], "--temperature=-1: give a number from 0 to 1000"),
+        (["--temperature=-1"], "--temperature=-1: give a number from 0 (greedy) to 1000"),
         (["--top_p=2"], "--top_p=2: give a number above 0 and at most 1"),
         (["--adapter=/nowhere"], "adapter '/nowhere' does not exist: give a directory, or a hub name"),
         (["--regex=a", "--choice=b"], "--regex and --choice both constrain the answer"),

@@ -17,7 +17,7 @@ from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
-from xinfer_jax.cli import answer, answer_flags, startup
+from xinfer_jax.cli import answer_flags, startup
 from xinfer_jax.text import encode_prompt
 
 pytestmark = pytest.mark.oldest
@@ -242,16 +242,6 @@ def test_names_of_flags_may_have_dashes():
     found = (values.prompt, values.max_tokens, values.use_cache, values.top_k, values.stop)
     assert found == ("--max-tokens", 3, False, 5, ["a-b"])
     assert (values.generation_config, values.repetition_penalty, values.regex) == (False, 1.5, "--no-x")
-
-
-def test_flags_of_xtc_and_dry(good):
-    """DRY has llama.cpp's sequence breakers, as ids."""
-    flags = ["--xtc_probability=0.5", "--dry_multiplier=0.8", "--dry_penalty_last_n=-1", "--prompt=x"]
-    answer_flags.PARSER.parse(["x", *flags])
-    model = open_checkpoint(good).model
-    sampling = answer.sampling_from_flags(answer_flags.PARSER.values, model)
-    assert (sampling.xtc_probability, sampling.dry_multiplier, sampling.dry_penalty_last_n) == (0.5, 0.8, -1)
-    assert ":" in map(model.tokenizer.decode, zip(sampling.dry_sequence_breakers, strict=True))
 
 
 def test_a_setting_of_the_checkpoint_that_is_not_supported_names_its_flag(command, ask, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from hostile_cases import CASES, DIRECTORY
 
-from xinfer_jax import memory
+from xinfer_jax import device
 
 pytestmark = pytest.mark.oldest
 
@@ -58,7 +58,7 @@ def watchdog():
 def test_hostile_input_is_rejected_in_one_line(command, base, tmp_path, monkeypatch, watchdog, name):
     case = CASES[name]
     (good, before) = base
-    monkeypatch.setattr(memory, "memory_bytes", lambda: 2**34)  # the same on any machine
+    monkeypatch.setattr(device, "memory_bytes", lambda: 2**34)  # the same on any machine
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = checkpoint(tmp_path, case.files, good)
     asked = [tiny.ASK] if case.stdin is None else []

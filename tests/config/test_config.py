@@ -7,7 +7,7 @@ import math
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
+from xinfer_jax.config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, SoftmaxRouterSpec
 from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
 from xinfer_jax.families.reading import from_hf
 
@@ -260,7 +260,7 @@ def expected(model_type, **fields):
     mlp = MlpSpec(bias=fields.pop("mlp_bias", False), down_norm=fields.pop("sub_norm", False))
     sparse = fields.pop("layer_experts", (False,) * 4)
     sizes = [fields.pop(name, 0) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")]
-    experts = ExpertsSpec(*sizes, norm_topk_prob=fields.pop("norm_topk_prob", False))
+    experts = ExpertsSpec(*sizes, SoftmaxRouterSpec(fields.pop("norm_topk_prob", False)))
     norms = {name: fields.pop(name) for name in ("pre_norm", "post_norm") if name in fields}
     windows = fields.pop("layer_windows", (None,) * 4)
     uses_rope = fields.pop("layer_rope", (True,) * 4)
@@ -269,7 +269,7 @@ def expected(model_type, **fields):
     def layer(window, is_rotated, is_sparse):
         rope = sliding_rope if window else None
         mixer = AttentionSpec(window=window, uses_rope=is_rotated, rope=rope, **attention)
-        return LayerSpec(mixer, None if is_sparse else mlp, experts if is_sparse else None, **norms)
+        return LayerSpec((mixer,), experts if is_sparse else mlp, **norms)
 
     layers = tuple(map(layer, windows, uses_rope, sparse))
     return xj.ModelConfig(**PLAIN | dict(model_type=model_type, layers=layers) | fields)

@@ -271,10 +271,6 @@ def test_pairs_have_the_frequencies_of_sampling_without_replacement(small):
             "forbidden_token_ids holds token id 60",
         ),
         (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
-        (
-            dict(sampling=xj.SamplingConfig(xtc_probability=0.1)),
-            "xtc_probability does not combine with beams",
-        ),
         (dict(eos_token_ids=(60,)), "eos_token_ids holds token id 60, outside the vocabulary of 60"),
         (dict(ids=[]), "no prompts"),
         (dict(ids=[[1], []]), "prompt 1 must be a non-empty list"),

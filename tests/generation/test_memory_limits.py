@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax import memory
+from xinfer_jax import device
 from xinfer_jax.cache.kv_cache import cache_bytes
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import tree_bytes
@@ -28,7 +28,7 @@ def small(monkeypatch):
     """A machine with 16 GiB, or another number of bytes."""
 
     def make(count: int) -> None:
-        monkeypatch.setattr(memory, "memory_bytes", lambda: count)
+        monkeypatch.setattr(device, "memory_bytes", lambda: count)
 
     make(2**34)
     return make
@@ -107,10 +107,10 @@ def test_bytes_of_a_cache(dtype):
 
 
 def test_the_limit_of_the_process_counts(monkeypatch):
-    memory.memory_bytes.cache_clear()
-    size = memory.memory_bytes()
+    device.memory_bytes.cache_clear()
+    size = device.memory_bytes()
     assert 2**28 < size < 2**50
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10**9, -1))
-    memory.memory_bytes.cache_clear()
-    assert memory.memory_bytes() <= np.minimum(size, 10**9)
-    memory.memory_bytes.cache_clear()
+    device.memory_bytes.cache_clear()
+    assert device.memory_bytes() <= np.minimum(size, 10**9)
+    device.memory_bytes.cache_clear()

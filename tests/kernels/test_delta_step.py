@@ -94,7 +94,7 @@ def test_a_layer_equals_plain_jnp(impl):
     layer |= dict(A_log=log_rate_N, dt_bias=bias_N, gated_norm=norm_Y)
     state = Recurrent(tuple(old[:3]), old.state, 64)
     operands = [x[:, None] for x in new], layer, state, start_B, count_B, None
-    plain = partial(_mix, config=HYBRID)
+    plain = partial(_mix, config=HYBRID, spec=HYBRID.layers[0].mixer_of("delta"))
     out, after = jax.jit(partial(run_delta, impl))(*operands)
     want, wanted = jax.jit(plain)(*operands)
     has_token = count_B > 0
@@ -154,9 +154,9 @@ def test_layers_without_a_kernel_stay_with_xla():
     q_BTX = jnp.zeros((2, 1, 128))
     state = xj.init_cache(HYBRID, 2, 64).layers[0]
     gelu = dataclasses.replace(HYBRID, hidden_act="gelu_pytorch_tanh")
-    assert select_delta("tpu", q_BTX, layer, HYBRID, state).impl == "tpu"
-    assert "the activation gelu" in select_delta("tpu", q_BTX, layer, gelu, state).reason
+    assert select_delta("delta_step", "tpu", q_BTX, layer, HYBRID, state).impl == "tpu"
+    assert "the activation gelu" in select_delta("delta_step", "tpu", q_BTX, layer, gelu, state).reason
     small = Recurrent(state.inputs, state.state[..., :32], 64)
-    assert select_delta("tpu", q_BTX, layer, HYBRID, small).reason.startswith("head width 32")
+    assert select_delta("delta_step", "tpu", q_BTX, layer, HYBRID, small).reason.startswith("head width 32")
     operands = [q_BTX], layer, state, None, None, None
     assert delta_form(delta_call("tpu", *operands))

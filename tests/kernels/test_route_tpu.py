@@ -12,7 +12,7 @@ import pytest
 
 from xinfer_jax.backends.kernels.expert_kernels import ROUTE
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.model.decoder_layer import _route
+from xinfer_jax.feed_forward.mixture import route
 from xinfer_jax.ops.operation import Call, run
 from xinfer_jax.weights.layers import linear
 
@@ -31,14 +31,14 @@ def model(name, **changes):
 
 def route_by_kernel(config):
     """The operation, by the emulated kernel."""
-    plain = partial(_route, config=config)
+    plain = partial(route, config=config, spec=config.experts)
 
-    def route(x_BTD, layer, given_BTU):
+    def by_kernel(x_BTD, layer, given_BTU):
         operands = dict(x_BTD=x_BTD, layer=layer, given_BTU=given_BTU)
         impl = RunConfig("interpret_tpu")
         return run("route", plain, impl, derivative=plain, static=dict(config=config), **operands)
 
-    return route
+    return by_kernel
 
 
 def check(draws, name, rows, dtype, **changes):
@@ -49,7 +49,7 @@ def check(draws, name, rows, dtype, **changes):
     x_BTD = jnp.asarray(draws.standard_normal((rows, 1, config.hidden_size)), dtype)
     bad = draws.integers(rows)
     x_BTD = x_BTD.at[bad, 0, 0].set(jnp.nan) if rows > 1 else x_BTD
-    plain = partial(_route, config=config)
+    plain = partial(route, config=config, spec=config.experts)
     got = jax.jit(route_by_kernel(config))(x_BTD, layer, None)
     want = jax.jit(plain)(x_BTD, layer, None)
     # The norms may differ in the last bit: the kernel's choice is compared with that of its own norm.
@@ -85,7 +85,7 @@ def test_chooses_as_the_layer_at_random_shapes():
 def test_has_values_and_derivative_of_the_layer():
     config, layer = model(NAME, **NORMALIZED)
     x_BTD = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, config.hidden_size)), jnp.float32)
-    plain = partial(_route, config=config)
+    plain = partial(route, config=config, spec=config.experts)
     call = route_by_kernel(config)
 
     def results(route):
@@ -96,7 +96,7 @@ def test_has_values_and_derivative_of_the_layer():
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x_BTD, layer)
 
-    for got, want in zip(*(jax.tree.leaves(results(route)) for route in (call, plain)), strict=True):
+    for got, want in zip(*(jax.tree.leaves(results(chosen)) for chosen in (call, plain)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_what_it_takes():
 
     def chosen(x_BTD=x_BTD, layer=layer, given=None, config=config, impl="interpret_tpu"):
         operands = dict(x_BTD=x_BTD, layer=layer, given_BTU=given)
-        return ROUTE.select(Call(_route, operands, dict(config=config), RunConfig(impl))).impl
+        return ROUTE.select(Call(route, operands, dict(config=config), RunConfig(impl))).impl
 
     assert chosen() == "interpret_tpu"
     assert chosen(x_BTD[:1].repeat(65, 1)) == "xla"  # a prompt

@@ -9,7 +9,6 @@ from small_models import build, prompts
 import xinfer_jax as xj
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.errors import InputError
-from xinfer_jax.model.decoder_layer import project_qkv
 from xinfer_jax.weights.layers import linear, norm_before
 
 pytestmark = pytest.mark.oldest
@@ -62,15 +61,15 @@ def test_weighted_values_are_what_attention_adds(name):
     config = cases.CASES[name].config
     params = cases.params_from(config, cases.random_tensors(config, 1))
     tokens_BT = np.random.RandomState(0).randint(3, config.vocab_size, (2, 11))
-    i = max(i for i in range(config.num_hidden_layers) if not config.is_linear(i))
+    i = max(i for i in range(config.num_hidden_layers) if config.attention(i))
     layer = params["layers"][i]
     layer = layer | dict(down=jax.tree.map(np.zeros_like, layer["down"]))
     params = params | dict(layers=(*params["layers"][:i], layer, *params["layers"][i + 1 :]))
     taps = {i - 1: xj.Tap(read=True), i: xj.Tap(read=True)}
-    _, _, reads = xj.hidden_states(params, config, tokens_BT, taps=taps)
-    (_, _, v_BTKH), gate_BTI = project_qkv(
-        layer, config, i, reads[i - 1], norm_before(layer, "attn_norm", config), RunConfig("xla")
-    )
+    reads = xj.run_model(params, config, tokens_BT, taps=taps).reads
+    (mixer,) = config.mixers(i)
+    before = norm_before(layer, "attn_norm", config)
+    (_, _, v_BTKH), gate_BTI = mixer.project(layer, reads[i - 1], before, RunConfig("xla"))
     weights_BNTT = xj.attention_weights(params, config, tokens_BT, [i])[i]
     groups = weights_BNTT.shape[1] // v_BTKH.shape[2]
     summed_BTNH = np.einsum("bnts,bsnh->btnh", weights_BNTT, np.repeat(v_BTKH, groups, 2))

@@ -37,7 +37,7 @@ def test_layers_differ():
     layers = cases.params_from(config, cases.random_tensors(config, 0))["layers"]
     assert "k" in layers[2] and not {"k", "v", "k_norm"} & layers[3].keys()
     assert [layer["up"]["weight"].shape[0] for layer in layers] == [80] * 3 + [160] * 3
-    assert [(MOE.config.kv_heads(i), MOE.config.head_width(i)) for i in range(3)] == [
+    assert [mixer.fits for mixer in MOE.config.cached_mixers[:3]] == [
         (2, 16),
         (1, 24),
         (1, 24),
@@ -116,7 +116,7 @@ def test_per_layer_config_of_saved_files():
         with pytest.raises(xj.InputError, match="must have layers below 3 as its keys, each once, got"):
             xj.from_hf(hf | dict(per_layer_config=dict.fromkeys(keys, {})))
     # Without attention_k_eq_v, as transformers reads them.
-    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).kv_heads(1) == 2
+    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).cached_mixers[1].num_kv_heads == 2
 
 
 def test_keys_of_per_layer_config_from_ten_layers_on():

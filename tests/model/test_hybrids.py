@@ -231,6 +231,6 @@ def test_rejected_draft_models_and_caches(model):
         xj.InputError, match="draft model is not supported .*'qwen3_5_text', which has linear"
     ):
         xj.generate(params, config, prompts, xj.GenerateOptions(NEW, draft=draft))
-    other = with_mixer(config, num_key_heads=config.linear_attention.num_key_heads, num_value_heads=8)
+    other = with_mixer(config, num_value_heads=8)
     with pytest.raises(xj.InputError, match=r"states of \(8, 12, 12\).* for a model of .*\(2, 12, 12\)"):
         xj.decode_step(params, config, np.zeros(1, np.int32), xj.init_cache(other, 1, 8))

@@ -46,13 +46,13 @@ def test_configs_of_all_families():
     """Each attention layer sees later tokens, what is written means the same, and null is an error."""
     for name in CAUSAL:
         config = from_hf(not_causal(name))
-        assert all(getattr(layer.mixer, "ahead", 1) for layer in config.layers), name
+        assert all(layer.attention is None or layer.attention.ahead for layer in config.layers), name
         assert from_hf(to_hf(config)) == config != CAUSAL[name].config, name
         assert from_hf(not_causal(name) | dict(is_causal=True)) == CAUSAL[name].config, name
     text = not_causal("mistral-window")
     for outer, inner in ((True, False), (False, True)):  # of a model that also sees, that of its text model
         wrapped = dict(model_type="mistral3", is_causal=outer, text_config=text | dict(is_causal=inner))
-        assert bool(from_hf(wrapped).layers[0].mixer.ahead) is not inner
+        assert bool(from_hf(wrapped).layers[0].attention.ahead) is not inner
     with pytest.raises(xj.InputError, match="is_causal must be true or false, got None"):
         from_hf(not_causal("llama3-new") | dict(is_causal=None))
 
@@ -61,10 +61,10 @@ def test_both_settings_of_gemma():
     """Its own one halves the window, and `is_causal` adds the token that the window itself does not count."""
     hf = cases.CASES["gemma3-bidirectional"].hf | dict(sliding_window=8)
     for settings, reach in ((dict(), 4), (dict(is_causal=False), 5)):
-        mixers = [layer.mixer for layer in from_hf(hf | settings).layers if layer.mixer.window]
+        mixers = [layer.attention for layer in from_hf(hf | settings).layers if layer.attention.window]
         assert mixers and all((mixer.window, mixer.ahead) == (2 * reach + 1, reach) for mixer in mixers)
     of_window = dict(use_bidirectional_attention=False, is_causal=False)
-    assert {layer.mixer.ahead for layer in from_hf(hf | of_window).layers if layer.mixer.window} == {8}
+    assert {x.attention.ahead for x in from_hf(hf | of_window).layers if x.attention.window} == {8}
 
 
 def test_what_needs_causal_attention_says_so():

@@ -11,7 +11,7 @@ from small_models import QWEN
 import xinfer_jax as xj
 from xinfer_jax.backends import expert_tiles
 from xinfer_jax.feed_forward.experts import mixture_of_experts
-from xinfer_jax.weights.layers import gated_mlp
+from xinfer_jax.feed_forward.mlp import gated_mlp
 
 SMALL = QWEN | dict(hidden_size=16, intermediate_size=24, vocab_size=32)
 M, D, F, X, U = 8192, 512, 256, 64, 4  # tokens, width, width of an expert, experts, those chosen

@@ -29,22 +29,28 @@ BOUNDS = {FUNCTIONAL: Size(lines=6_175, code=3_704), GENERATE: Size(lines=7_198,
 CORE = closure.core()
 # The features whose modules the core imports inside functions, when a call uses them.
 OPTIONAL_FEATURES = {
-    "functions of callers", "grammars", "meshes", "packed rows", "prefixes", "quantized caches",
-    "quantized weights", "routes", "speculative decoding", "stacked layers", "taps",
+    "adapters", "functions of callers", "grammars", "meshes", "packed rows", "prefixes", "quantized caches",
+    "quantized weights", "routes", "settings of a checkpoint", "speculative decoding", "stacked layers",
+    "taps",
 }  # fmt: skip
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 
 
 @pytest.mark.parametrize("start", BOUNDS)
 def test_core_grows_no_more(start):
-    size = closure.total(closure.closure(start))
+    size = closure.total(closure.core(start))
     print(f"{start}: {size}")
     assert size.lines <= BOUNDS[start].lines
     assert size.code <= BOUNDS[start].code
 
 
 def test_decode_loop_needs_no_more_than_generate():
-    assert {*closure.closure(FUNCTIONAL)} - {FUNCTIONAL} < {*closure.closure(GENERATE)}
+    assert {*closure.core(FUNCTIONAL)} - {FUNCTIONAL} < {*closure.core(GENERATE)}
+
+
+def test_the_table_names_the_parts_of_layers():
+    named = {key: f"xinfer_jax.{plugins.TABLE[key][0]}" for key in closure.LAYER_PARTS}
+    assert named == closure.LAYER_PARTS
 
 
 def test_core_imports_by_statements():

@@ -22,7 +22,7 @@ from xinfer_jax.ops.largest import largest_k
 from xinfer_jax.sampling import processors, sampler
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
-from xinfer_jax.sampling.sampling_config import OPTIONAL_SETTINGS
+from xinfer_jax.sampling.settings import NUMBERS
 
 pytestmark = pytest.mark.oldest
 
@@ -218,7 +218,8 @@ def test_every_other_processor_leaves_the_common_branch():
     """Of a new processor too: without it `_choose_in_one_branch` would skip the processor."""
     always = {"min_p", "typical_p", "xtc_probability", "xtc_threshold"}  # of the candidates
     always |= {"dry_base", "dry_allowed_length", "dry_penalty_last_n"}  # nothing alone
-    values = {name: 1 for name in OPTIONAL_SETTINGS if name not in always} | {"bad_words_ids": [[3]]}
+    names = [setting.name for setting in NUMBERS if not setting.plain and setting.name not in always]
+    values = {name: 1 for name in names} | {"bad_words_ids": [[3]]}
     for name, value in values.items():
         rows = settings_per_row([xj.SamplingConfig(), xj.SamplingConfig(**{name: value})], 2, 70)
         uses = sampler.uses_other_processors(rows, context_of(rows, 2, 70))

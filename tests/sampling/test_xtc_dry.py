@@ -1,6 +1,7 @@
 """XTC and DRY against llama.cpp's rules in NumPy, and in all that samples."""
 
 import runpy
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,11 @@ def penalties_of(tokens, s: xj.SamplingConfig) -> dict[int, float]:
     }
 
 
+def dry(logits_BV, settings, history_BS, length_B):
+    """The logits after DRY, in rows that have these tokens."""
+    return xtc_dry.dry(logits_BV, settings, SimpleNamespace(history_BS=history_BS, position_B=length_B))
+
+
 def test_dry_equals_the_rule():
     """Random rows of few tokens, of all lengths; windows, breakers, allowed lengths from 0."""
     rng = np.random.RandomState(0)
@@ -168,7 +174,7 @@ def test_dry_equals_the_rule():
         for i in range(B)
     ]  # fmt: skip
     settings = settings_per_row(rows, B, 80)
-    got = jax.jit(xtc_dry.dry)(np.ones((B, 80), np.float32), settings, history, length)
+    got = jax.jit(dry)(np.ones((B, 80), np.float32), settings, history, length)
     want = np.zeros((B, 80))
     for i, row in enumerate(rows):
         for token, penalty in penalties_of(history[i, : length[i]].tolist(), row).items():
@@ -180,7 +186,7 @@ def test_dry_equals_the_rule():
 def test_a_multiplier_too_small_for_float32_is_no_penalty():
     settings = settings_per_row(xj.SamplingConfig(dry_multiplier=1e-40, dry_base=1e30), 1, 6)
     ids = jnp.array([[1, 2, 3] * 8])
-    assert not np.any(xtc_dry.dry(jnp.zeros((1, 6)), settings, ids, jnp.array([24])))
+    assert not np.any(dry(jnp.zeros((1, 6)), settings, ids, jnp.array([24])))
 
 
 def test_penalties_of_dry_do_not_overflow():
@@ -193,9 +199,7 @@ def test_penalties_of_dry_do_not_overflow():
     settings = settings_per_row(rows, 2, 5)
     logits = np.array([[1, 2, -np.inf, 4, 5]] * 2, np.float32)
     for token in (2, 3):
-        got = np.asarray(
-            xtc_dry.dry(logits, settings, np.full((2, S), token, np.int32), np.full(2, S, np.int32))
-        )
+        got = np.asarray(dry(logits, settings, np.full((2, S), token, np.int32), np.full(2, S, np.int32)))
         want = logits.copy()
         want[:, token] -= 1e30, 1.01**256
         np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -278,6 +282,12 @@ def test_invalid_settings():
     ):
         with pytest.raises(xj.InputError, match=message):
             settings_per_row(xj.SamplingConfig(**{"min_p": 0.1} | bad), 1, V)
+
+
+def test_beams_reject_xtc(model):
+    params, config = model
+    with pytest.raises(xj.InputError, match="xtc_probability does not combine with beams"):
+        xj.beam_search(params, config, [5, 6], sampling=xj.SamplingConfig(xtc_probability=0.1))
 
 
 def test_breakers_of_rows():

@@ -52,13 +52,12 @@ def test_calls_in_a_response(server):
     assert '"name": "add", "arguments": {"a": 1, "b": 2}' in text and text.count('"description": "add"') == 1
 
 
-@pytest.mark.parametrize("form", ["gemma4", "response_template"])
+@pytest.mark.parametrize("form", ["gemma4", "glm45", "response_template"])
 def test_other_forms_of_calls(form, tmp_path):
     """In a response and in a stream: special tokens that mark calls, and forms that a checkpoint declares."""
-    settings = (
-        dict(chat_template=tool_models.TEMPLATES["gemma4"]) if form == "gemma4" else tool_models.BRACKETS
-    )
-    parts = tool_models.GEMMA_PARTS if form == "gemma4" else tool_models.BRACKET_PARTS
+    parts = dict(gemma4=tool_models.GEMMA_PARTS, glm45=tool_models.GLM_PARTS).get(form)
+    settings = dict(chat_template=tool_models.TEMPLATES[form]) if parts else tool_models.BRACKETS
+    parts = parts or tool_models.BRACKET_PARTS
     own = xj.load_model(tool_models.write_calling_checkpoint(tmp_path, parts, **settings))
     with serving.run_server(own, shape=SHAPE) as served:
         (choice,) = served.ask("chat", messages=QUESTION, tools=TOOLS)["choices"]

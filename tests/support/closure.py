@@ -15,6 +15,14 @@ from paths import ROOT
 LIBRARIES = ("xinfer_jax", "kernels_pallas")
 FUNCTIONAL = "xinfer_jax.generation.functional"  # forward, prefill, decode_step, decode_loop
 GENERATE = "xinfer_jax.generation.entrypoints"
+# What `plugins.TABLE` names and a float model of softmax attention and MLPs, or experts, cannot do without:
+# it is looked up, so no statement imports it.
+LAYER_PARTS = {
+    ("mixer", "attention"): "xinfer_jax.mixers.softmax_attention",
+    ("feed_forward", "mlp"): "xinfer_jax.feed_forward.mlp",
+    ("feed_forward", "experts"): "xinfer_jax.feed_forward.mixture",
+    ("router", "softmax"): "xinfer_jax.feed_forward.routers",
+}
 # What asks for the platform, or depends on it: uses of these names.
 PLATFORM_NAMES = {
     "platform_dependent", "optimization_barrier", "default_backend", "devices", "local_devices",
@@ -94,9 +102,12 @@ def closure(start: str) -> list[str]:
     return sorted(found)
 
 
-def core() -> list[str]:
-    """Returns the modules that the functional API and `generate` may load."""
-    return sorted({*closure(FUNCTIONAL), *closure(GENERATE)})
+def core(*starts: str) -> list[str]:
+    """Returns the modules that these ones, or the functional API and `generate`, may load, and those of the
+    parts of layers.
+    """
+    modules = (*(starts or (FUNCTIONAL, GENERATE)), *LAYER_PARTS.values())
+    return sorted({name for module in modules for name in closure(module)})
 
 
 def size(module: str) -> Size:
@@ -142,7 +153,7 @@ def platform_names(module: str) -> set[str]:
 
 def main() -> None:
     for start in (FUNCTIONAL, GENERATE):
-        modules = closure(start)
+        modules = core(start)
         print(f"{start}: {len(modules)} modules, {total(modules)}")
         for name in sorted(modules, key=lambda name: -size(name).lines):
             print(f"{size(name).lines:6} {size(name).code:6}  {name}")

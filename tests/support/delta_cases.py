@@ -36,7 +36,8 @@ _OPERANDS = ("products", "layer", "cache", "start_B", "num_tokens_B", "first_BT"
 def delta_call(impl, *operands, config=HYBRID) -> Call:
     """A call of "delta_step", whose operands are given in order."""
     by_name = dict(zip(_OPERANDS, operands, strict=True))
-    return Call(partial(_mix, config=config), by_name, dict(config=config), RunConfig(impl))
+    plain = partial(_mix, config=config, spec=config.layers[0].mixer_of("delta"))
+    return Call(plain, by_name, dict(config=config), RunConfig(impl))
 
 
 def run_delta(impl, *operands, config=HYBRID):

@@ -135,7 +135,7 @@ def _order(arch: str, config, name: str, tensor) -> tuple[np.ndarray, int] | Non
         return np.arange(len(tensor)).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1), 0
     if "linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
         return None
-    linear = config.linear_attention
+    linear = next(filter(None, (layer.mixer_of("delta") for layer in config.layers)))
     axis = int("out_proj" in name)
     keys = 2 * linear.num_key_heads * linear.key_head_dim if "qkv" in name or "conv1d" in name else 0
     size = tensor.shape[axis] - keys
@@ -223,7 +223,7 @@ def _add(writer, key, value):
 
 def _metadata(arch: str, hf, config, stored) -> dict:
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    linear = config.linear_attention
+    linear = next(filter(None, (layer.mixer_of("delta") for layer in config.layers)), None)
     found = {
         "ARCH.block_count": config.num_hidden_layers, "ARCH.context_length": hf["max_position_embeddings"],
         "ARCH.embedding_length": hf["hidden_size"], "ARCH.feed_forward_length": hf["intermediate_size"],

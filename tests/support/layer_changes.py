@@ -8,12 +8,8 @@ from xinfer_jax.config.model_config import ModelConfig
 
 
 def with_mixer(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The config with these fields of the attention, or linear attention, that has them, of every layer."""
-    layers = (
-        x.with_mixer(**changes) if all(hasattr(x.mixer, name) for name in changes) else x
-        for x in config.layers
-    )
-    return dataclasses.replace(config, layers=tuple(layers))
+    """The config with these fields of the mixers that have them, of every layer."""
+    return dataclasses.replace(config, layers=tuple(layer.with_mixer(**changes) for layer in config.layers))
 
 
 def with_windows(config: ModelConfig, windows: Sequence[int | None], **changes: Any) -> ModelConfig:
@@ -25,7 +21,9 @@ def with_windows(config: ModelConfig, windows: Sequence[int | None], **changes: 
 def with_experts(config: ModelConfig, **changes: Any) -> ModelConfig:
     """The config with these fields of all experts."""
     layers = (
-        dataclasses.replace(layer, experts=layer.experts and dataclasses.replace(layer.experts, **changes))
+        dataclasses.replace(layer, feed_forward=dataclasses.replace(layer.experts, **changes))
+        if layer.feed_forward is layer.experts and layer.experts
+        else layer
         for layer in config.layers
     )
     return dataclasses.replace(config, layers=tuple(layers))

@@ -8,7 +8,7 @@ import numpy as np
 import tiny
 import tokenizers
 
-from xinfer_jax.tool_calls.call_parser import GEMMA_TOKENS
+from xinfer_jax.tool_calls.gemma_call import GEMMA_TOKENS
 
 _TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALL"
@@ -28,10 +28,15 @@ _GEMMA = (
     '{% if value is string %}<|"|>{{ value }}<|"|>{% else %}{{ value | tojson }}{% endif %}'
     "{% endfor %}{{ '}' }}<tool_call|>"
 )
-TEMPLATES = {
-    name: _TOOLS + _TURNS.replace("CALL", call)
-    for name, call in dict(hermes=_JSON, llama3_json=_LLAMA, qwen3_coder=_XML, gemma4=_GEMMA).items()
-}
+# GLM 4.5 writes each tag on a line of its own, and GLM 4.7 all of them on one.
+_GLM = (
+    "<tool_call>{{ c.function.name }}\n{% for name, value in c.function.arguments | items %}"
+    "<arg_key>{{ name }}</arg_key>\n"
+    "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+)
+_FORMS = dict(hermes=_JSON, llama3_json=_LLAMA, qwen3_coder=_XML, gemma4=_GEMMA, glm45=_GLM)
+TEMPLATES = {name: _TOOLS + _TURNS.replace("CALL", call) for name, call in _FORMS.items()}
+GLM_ON_ONE_LINE = _TOOLS + _TURNS.replace("CALL", _GLM.replace("\n", ""))
 _DIGIT = dict(type="integer", minimum=0, maximum=9)
 
 
@@ -55,6 +60,9 @@ GEMMA_PARTS = [
     "<|channel>", "thought\n", "why", "<channel|>", "I look.", "<|tool_call>", "call:add{a:", "1,b:", "2}",
     "<tool_call|>",
 ]  # fmt: skip
+_GLM_CALL = "\n<tool_call>add;\n<arg_key>a;</arg_key>\n<arg_value>1;</arg_value>\n<arg_key>b"
+_GLM_END = "</arg_key>\n<arg_value>2</arg_value>;\n</tool_call>"
+GLM_PARTS = ["<think>", "why", "</think>", "I look.", *_GLM_CALL.split(";"), *_GLM_END.split(";")]
 BRACKET_PARTS = ["[THINK]", "why", "[/THINK]", "I look.", "\n[CALL]add", '{"a": 1, "b": ', "2}", "[/CALL]"]
 BRACKETS = dict(
     chat_template=_TOOLS + _TURNS.replace("CALL", "[CALL]{{ c.function.name }}"),

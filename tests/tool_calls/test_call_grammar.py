@@ -12,13 +12,14 @@ from tool_models import tool
 
 import xinfer_jax as xj
 from xinfer_jax.grammar.compiler import vocabulary_of
-from xinfer_jax.tool_calls.call_grammar import call_grammar
-from xinfer_jax.tool_calls.call_parser import GEMMA_TOKENS
+from xinfer_jax.tool_calls.gemma_call import GEMMA_TOKENS
 from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS
-from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
+from xinfer_jax.tool_calls.tool_call_form import tool_call_form, tool_call_forms
 from xinfer_jax.tool_calls.tool_messages import check_tools, parameter_schemas
 
 pytestmark = pytest.mark.oldest
+
+FORMATS = [form.name for form in tool_call_forms()]
 
 _KIND = dict(type="object", properties=dict(q=dict(enum=[1, "é"])), required=["q"])
 _KINDS = dict(type="array", items={"$ref": "#/$defs/kind"}, maxItems=2)
@@ -75,12 +76,12 @@ def sample():
     return draw
 
 
-@pytest.mark.parametrize("form", full_except(["hermes", "harmony"], TOOL_FORMATS))
+@pytest.mark.parametrize("form", full_except(["hermes", "harmony"], FORMATS))
 @pytest.mark.parametrize("several", full_except([True], [False, True]))
 def test_every_text_is_a_call_with_valid_arguments(sample, form, several):
     jsonschema = pytest.importorskip("jsonschema")
     rng = random.Random(2)
-    grammar = call_grammar(form, SCHEMAS, several)
+    grammar = tool_call_form(form).grammar(SCHEMAS, several)
     seen = set()
     most = 0
     for _ in range(40):
@@ -94,11 +95,12 @@ def test_every_text_is_a_call_with_valid_arguments(sample, form, several):
         most = max(most, len(parsed.tool_calls))
     assert seen == {*SCHEMAS} and (most > 1) == (several and form not in ("llama3_json", "harmony"))
     named = dict(itertools.islice(SCHEMAS.items(), 1))
-    (call,) = xj.AnswerParser(form, TOOLS).parse(sample(call_grammar(form, named, False), rng)).tool_calls
+    text = sample(tool_call_form(form).grammar(named, False), rng)
+    (call,) = xj.AnswerParser(form, TOOLS).parse(text).tool_calls
     assert call.name == "add"
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_annotations_constrain_nothing(sample, form):
     """What OpenAPI and zod write beside the keywords, in a schema and its parts; and values of a record."""
     jsonschema = pytest.importorskip("jsonschema")
@@ -110,7 +112,7 @@ def test_annotations_constrain_nothing(sample, form):
     parts = dict(texts=texts, sure=sure, record=record, kind=dict(enum=["a", "b"], **notes))
     schema = dict(type="object", properties=parts, required=["record", "kind"], **notes)
     tools = [dict(type="function", function=dict(name="f", parameters=schema))]
-    grammar = call_grammar(form, dict(f=schema), False)
+    grammar = tool_call_form(form).grammar(dict(f=schema), False)
     for seed in range(3):
         text = sample(grammar, random.Random(seed))
         (call,) = xj.AnswerParser(form, tools).parse(text).tool_calls or pytest.fail(text)
@@ -120,7 +122,7 @@ def test_annotations_constrain_nothing(sample, form):
 
 def test_json_is_written_as_templates_write_it(sample):
     add = dict(itertools.islice(SCHEMAS.items(), 1))
-    text = sample(call_grammar("hermes", add, False), random.Random(1)).lstrip()
+    text = sample(tool_call_form("hermes").grammar(add, False), random.Random(1)).lstrip()
     call = json.loads(text.splitlines()[1])
     assert text == f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
@@ -139,7 +141,7 @@ def test_json_is_written_as_templates_write_it(sample):
 )
 def test_what_qwen3_coders_form_cannot_express(parameters, said):
     with pytest.raises(xj.InputError, match=said):
-        call_grammar("qwen3_coder", dict(f=parameters), False)
+        tool_call_form("qwen3_coder").grammar(dict(f=parameters), False)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_what_qwen3_coders_form_cannot_express(parameters, said):
 )
 def test_what_gemmas_form_cannot_express(value, said):
     with pytest.raises(xj.InputError, match=said):
-        call_grammar("gemma4", dict(f=dict(properties=dict(a=value))), False)
+        tool_call_form("gemma4").grammar(dict(f=dict(properties=dict(a=value))), False)
 
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])

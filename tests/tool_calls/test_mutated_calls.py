@@ -10,11 +10,14 @@ import pytest
 import response_templates
 
 import xinfer_jax as xj
+from xinfer_jax.plugins import names
 from xinfer_jax.tokenization.response_template import parse_response_template
 from xinfer_jax.tokenization.template_splitter import TemplateSplitter
-from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
+from xinfer_jax.tool_calls.tool_call_form import TOOL_CALLS, tool_call_forms
 
 pytestmark = pytest.mark.oldest
+
+FORMATS = [form.name for form in tool_call_forms()]
 
 COUNT = 60  # in the quick set
 SOAK_COUNT = 100_000  # of each form
@@ -54,7 +57,7 @@ PIECES = [
     *"""<tool_call> </tool_call> <function=add> </function> <parameter=a> </parameter> <think> </think>
     <|tool_call> <tool_call|> <|"|> call:add{ <|channel>thought <channel|> <|python_tag|> <|channel|>
     <|message|> <|call|> <|start|> <|end|> [CALL]add [/CALL] [THINK] [/THINK] <f=add> </f> <p=a> </p>
-    <|calls|>
+    <arg_key>a</arg_key> <arg_value> </arg_value> <tool_call>add <|calls|>
     <|/calls|> <call> </call> "name" "arguments": "a":1 null None NaN Infinity 1e999 \\ud800 "\\udc00" \\u12
     \\ , ' " \'\' : { } [ ] ; - (1,) b\'\' 3.""".split(),
     '{"name": "add", "arguments": {}}',
@@ -110,6 +113,11 @@ def qwen(name: str, x: dict) -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
 
 
+def glm(name: str, x: dict) -> str:
+    parts = (f"<arg_key>{key}</arg_key>\n<arg_value>{written(one)}</arg_value>\n" for key, one in x.items())
+    return f"<tool_call>{name}\n{''.join(parts)}</tool_call>"
+
+
 def harmony(name: str, x: dict) -> str:
     head = f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
     return f"{head}{json.dumps(x)}<|call|>"
@@ -136,6 +144,7 @@ FORMS = dict(
         lambda name, x: f"<|tool_call>call:{name}{gemma(x)}<tool_call|>", "<|channel>thought", "<channel|>",
     ),
     harmony=(harmony, "<|channel|>analysis<|message|>", "<|end|>"),
+    glm45=(glm, "<think>", "</think>"),
     brackets=(lambda name, x: f"[CALL]{name}{json.dumps(x)}[/CALL]", "[THINK]", "[/THINK]"),
     xml=(in_tags, "<t>", "</t>"),
     python=(python, "", ""),
@@ -230,4 +239,5 @@ def test_many_mutated_calls_are_calls_or_text(form, part):
 
 
 def test_every_form_is_there():
-    assert {*TOOL_FORMATS, *response_templates.BY_NAME} == {*FORMS}
+    assert FORMATS == names(TOOL_CALLS)
+    assert {*FORMATS, *response_templates.BY_NAME} == {*FORMS}

@@ -8,9 +8,11 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.tool_calls.json_scanner import JSONObjectScanner
-from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
+from xinfer_jax.tool_calls.tool_call_form import tool_call_forms
 
 pytestmark = pytest.mark.oldest
+
+FORMATS = [form.name for form in tool_call_forms()]
 
 
 def tool(name: str, **properties) -> dict:
@@ -133,7 +135,7 @@ def test_an_incomplete_call_is_text(text):
 
 def test_formats_that_are_not_asked_for_are_text():
     for text in (tagged(ADD), tagged(XML), ADD, "<|tool_call>call:weather{}<tool_call|>"):
-        of_text = [found(text, formats=[name])[1] != [] for name in TOOL_FORMATS]
+        of_text = [found(text, formats=[name])[1] != [] for name in FORMATS]
         assert sum(of_text) == 1 and found(text, formats=[]) == (text, [])
     assert found(tagged(XML), formats="qwen3_coder", tools=None)[1] == [("weather", dict(city="New\n\nYork"))]
     assert found(tagged(ADD) + tagged(PARIS) + "x", most_calls=1) == (None, [ADD_CALL])
@@ -181,6 +183,7 @@ def test_any_parts_give_the_same():
         ",",
         "</function>",
     ]
+    pieces += ["<tool_call>add", "<arg_key>any</arg_key>", "<arg_value>", "</arg_value>"]
     pieces += ["</think>", "nk>", XML, PARIS, ADD, ADD[:30], XML[:30], "</parameter>", "<function="]
     for number in range(3000):
         text = "".join(rng.choices(pieces, k=rng.randint(1, 9)))
@@ -188,7 +191,7 @@ def test_any_parts_give_the_same():
             text = texts[number % len(texts)]
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.choice([1, 2, 3, 5, len(text)])))
         parts = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        formats = rng.choice([TOOL_FORMATS, *([name] for name in TOOL_FORMATS)])
+        formats = rng.choice([FORMATS, *([name] for name in FORMATS)])
         assert streamed(parts, formats=formats) == streamed([text], formats=formats), (parts, formats)
         parsed = xj.AnswerParser(formats, TOOLS).parse(text)
         content, reasoning, calls = streamed(parts, formats=formats)
@@ -215,6 +218,8 @@ def test_time_is_linear_in_the_text():
         "<tool_call><function=add><parameter=a>",
         tagged(ADD),
         '{"name": "add',
+        "<tool_call>add<arg_key>any</arg_key><arg_value>1</tool_call>",
+        "<tool_call>add<arg_key>any</arg_key><arg_value></arg_value> ",
     )
     for text in (
         *texts,

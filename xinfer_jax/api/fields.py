@@ -6,21 +6,16 @@ from typing import Any
 
 from ..checks import check_token_ids
 from ..errors import InputError, format_value
-from ..sampling.sampling_config import NUMBER_SETTINGS
+from ..sampling.settings import FIELD_OF_SETTING, SETTINGS
 from .other_servers import why_not_served
 
 # Names of options in a body: errors name the client's own field.
-_FIELD_OF_OPTION = dict(
-    max_new_tokens="max_tokens", min_new_tokens="min_tokens", stop_strings="stop", bad_words_ids="bad_words"
-)
-# Number fields, and their names in `SamplingConfig`.
-SAMPLING = {_FIELD_OF_OPTION.get(name, name): name for name in NUMBER_SETTINGS}
-_SERVED = {
-    *SAMPLING, "model", "max_tokens", "n", "stop", "seed", "logprobs", "logit_bias", "ignore_eos",
-    "stop_token_ids", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "add_special_tokens",
-    "return_token_ids", "cache_salt", "priority", "include_stop_str_in_output", "skip_special_tokens",
-    "truncate_prompt_tokens", "truncation_side", "response_format", "structured_outputs", "guided_json",
-    "guided_regex", "guided_choice", "guided_grammar",
+_FIELD_OF_OPTION = dict(max_new_tokens="max_tokens", stop_strings="stop") | FIELD_OF_SETTING
+_SERVED = {setting.field for setting in SETTINGS.values() if setting.in_bodies} | {
+    "model", "max_tokens", "n", "stop", "seed", "logprobs", "ignore_eos", "stop_token_ids",
+    "add_special_tokens", "return_token_ids", "cache_salt", "priority", "include_stop_str_in_output",
+    "skip_special_tokens", "truncate_prompt_tokens", "truncation_side", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 }  # fmt: skip
 # These change no answer: the client's identity, storage, transport, and settings of media.
 _WITHOUT_EFFECT = {

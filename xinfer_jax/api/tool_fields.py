@@ -19,7 +19,7 @@ class ToolSettings:
     """The tools of a request."""
 
     tools: list[dict[str, Any]]  # that the prompt describes
-    format: str | None  # how the model writes calls: of `TOOL_FORMATS`; None: as its response template says
+    format: str | None  # how the model writes calls: the name of a form; None: as its response template says
     grammar: Grammar | None  # of answers that are calls; None: the answer need not have any
     most_calls: int | None  # calls after this many are dropped; None: no limit
     tokenizer: Tokenizer

@@ -20,8 +20,8 @@ from ..weights.params import AnyArray
 
 
 def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns function(*args, **kwargs); its arguments are parameters, config, an array with rows in front,
-    and others.
+    """Returns function(*args, **kwargs); its arguments are parameters, config, an array with rows in front
+    or a tree that begins with one, and others.
 
     Over Explicit axes a cache in the result is sharded as the given one (or, where that is over no such
     axes, as the compiler chooses), what has rows in front is sharded along these as the third argument, and
@@ -47,7 +47,7 @@ def on_auto_axes(function: Callable, args: tuple[Any, ...], kwargs: dict[str, An
         )
         out = function(*auto_args, **auto_kwargs)
     given = next((x for x in (*args, *kwargs.values()) if isinstance(x, KVCache)), None)
-    rows = jax.typeof(args[2])
+    rows = jax.typeof(jax.tree.leaves(args[2])[0])
 
     def like(x: Any, old: Any) -> Any:
         """The part of a cache with the sharding of the old one, which may have Auto axes."""

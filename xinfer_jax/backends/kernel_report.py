@@ -15,10 +15,9 @@ from ..model.decoder import lm_head
 from ..modes import in_default_modes
 from ..ops.forms import named
 from ..ops.operation import check_impl
+from ..plugins import load
 from ..weights.params import Params, activation_dtype, cache_dtype
 from ..weights.quantized_weight import is_quantized
-from .kernels.attention_kernels import select_attention
-from .kernels.delta_kernels import select_delta
 from .kernels.expert_kernels import select_experts
 from .kernels.head import select_head_kernel
 from .kernels.product_kernels import Operands, select_product
@@ -57,25 +56,17 @@ def kernels_used(
     capacity = capacity or default_capacity(config, 1, GenerateOptions.max_new_tokens)
     dtype = activation_dtype(params)
     leaf = lm_head(params)
-    heads = config.num_attention_heads
-    attended = [
-        jax.ShapeDtypeStruct((rows, heads * config.head_width(layer)), dtype)
-        for layer in range(config.num_hidden_layers)
-    ]
     dtype_of_cache = resolve_cache_dtype(kv_dtype or cache_dtype(params))
     caches = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
-    with_kv = config.layers_with_kv
-    keys = [caches[layer] for layer in with_kv]
-    queries = [jax.ShapeDtypeStruct((rows, 1, heads, config.head_width(layer)), dtype) for layer in with_kv]
     used = {
-        kernel: _of_layers([select_attention(kernel, impl, *of) for of in zip(queries, keys, strict=True)])
-        for kernel in ("prefill_attention", "decode_attention")
-        if with_kv
+        kernel: _of_layers([load("kernel selector", kernel)(kernel, impl, *each) for each in operands])
+        for kernel, operands in _mixer_operands(params, config, rows, dtype, caches).items()
     }
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
     used["argmax"] = named("argmax", impl, logits)
-    if params["layers"]:
-        operands = [Operands(x, [of["o"]]) for x, of in zip(attended, params["layers"], strict=True)]
+    if outputs := [layer["o"] for layer in params["layers"] if "o" in layer]:
+        of_rows = [jax.ShapeDtypeStruct((rows, leaf["weight"].shape[-1]), dtype) for leaf in outputs]
+        operands = [Operands(x, [leaf]) for x, leaf in zip(of_rows, outputs, strict=True)]
         used["product"] = _of_layers([select_product(impl, each, None) for each in operands])
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
     head = select_head_kernel(impl, hidden, leaf["weight"])
@@ -83,11 +74,19 @@ def kernels_used(
         used["int8_head_argmax" if is_quantized(leaf["weight"]) else "lm_head_argmax"] = head
     if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
         used["gated_experts"] = select_experts(impl, hidden, experts)
-    if linear := [layer for layer in range(config.num_cached_layers) if config.is_linear(layer)]:
-        layer, cache = (of_layer[linear[0]] for of_layer in (params["layers"], caches))
-        for kernel in ("delta_step", "delta_prefill", "delta_drafts"):
-            used[kernel] = select_delta(impl, attended[linear[0]], layer, config, cache, kernel)
     return used
+
+
+def _mixer_operands(
+    params: Params, config: ModelConfig, rows: int, dtype: Any, caches: tuple[Any, ...]
+) -> dict[str, list[tuple[Any, ...]]]:
+    """By kernel the operands of each mixer that it may serve."""
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for index, layer in enumerate(params["layers"]):
+        for mixer, cache in zip(config.mixers(index), config.caches_of_layers[index], strict=True):
+            for kernel, operands in mixer.kernels(layer, rows, dtype, caches[cache]).items():
+                found.setdefault(kernel, []).append(operands)
+    return found
 
 
 def _of_layers(selections: list[kernels_pallas.Selection]) -> kernels_pallas.Selection:

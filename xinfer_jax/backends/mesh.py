@@ -19,8 +19,9 @@ from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..feed_forward.experts import num_local_experts
+from ..model.decoder_layer import LayersOutput
 from ..ops.largest import largest_k
-from ..ops.operation import Call, match_varying_axes
+from ..ops.operation import Call, by_name, match_varying_axes
 from ..sampling.sampler import sample_from_all
 from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, row_axis, shard_map_over
 from ..weights.layers import products
@@ -40,11 +41,13 @@ def mesh_layer_form(call: Call) -> Callable | None:
     """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided; and rows,
     unless they share pages.
     """
-    layer, x_BTD, positions, kv = (call.operands[name] for name in ("layer", "x_BTD", "positions", "kv"))
+    layer, x_BTD, positions, inputs, caches = (
+        call.operands[name] for name in ("layer", "x_BTD", "positions", "inputs", "caches")
+    )
     config = call.static["config"]
     model_mesh = _model_mesh(layer, config)
     mesh = model_mesh or jax.typeof(x_BTD).sharding.mesh
-    rows = None if isinstance(kv, Paged) else row_axis(mesh, len(x_BTD))
+    rows = None if any(isinstance(cache, Paged) for cache in caches) else row_axis(mesh, len(x_BTD))
     over = MODEL if model_mesh else None
     if over is None and rows is None:
         return None
@@ -55,20 +58,23 @@ def mesh_layer_form(call: Call) -> Callable | None:
 
     run_config = dataclasses.replace(call.run_config, over=over)
 
-    def on_devices(layer: Params, x_BTD: jax.Array, positions: Any, kv: Any) -> Any:
-        return call.plain(match_varying_axes(layer, x_BTD), x_BTD, positions, kv, run_config=run_config)
+    def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
+        return call.plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, run_config=run_config)
 
     rules = dict(RULES if over else dict.fromkeys(RULES), rows=rows)
     layer_specs = layer_partition_specs(layer, config, mesh, rules)
     row_specs = jax.tree.map(
-        lambda x: PartitionSpec(rows) if len(x) == len(x_BTD) else REPLICATED, (x_BTD, positions)
+        lambda x: PartitionSpec(rows) if len(x) == len(x_BTD) else REPLICATED, (x_BTD, positions, inputs)
     )
-    kv_specs = cache_specs(kv, mesh, rows) if over else PartitionSpec(rows)
-    new_specs = PartitionSpec(rows, over) if kv is None and config.shares_kv else kv_specs
-    specs = (layer_specs, *row_specs, kv_specs)
-    of_rows = PartitionSpec(rows)
-    over_mesh = shard_map_over(on_devices, mesh, specs, (of_rows, new_specs, of_rows), axes)
-    return lambda layer, x_BTD, positions, kv: over_mesh(layer, x_BTD, positions, kv)
+    specs_of_caches = [cache_specs(cache, mesh, rows) if over else PartitionSpec(rows) for cache in caches]
+    new_specs = [
+        PartitionSpec(rows, over) if cache is None and config.shares_kv else specs
+        for cache, specs in zip(caches, specs_of_caches, strict=True)
+    ]
+    specs = (layer_specs, *row_specs, tuple(specs_of_caches))
+    of_rows: Any = PartitionSpec(rows)
+    out_specs = LayersOutput(of_rows, tuple(new_specs), of_rows)
+    return by_name(shard_map_over(on_devices, mesh, specs, out_specs, axes), call.operands)
 
 
 def mesh_embedding_form(call: Call) -> Callable | None:
@@ -87,8 +93,8 @@ def mesh_embedding_form(call: Call) -> Callable | None:
         mine = (token >= 0) & (token < rows)
         return lax.psum(jnp.where(mine[..., None], call.plain(token.clip(0, rows - 1), leaf), 0), MODEL)
 
-    part = shard_map_over(embed_part if sharded else call.plain, mesh, (REPLICATED, specs), REPLICATED)
-    return lambda token, leaf: part(token, leaf)
+    part = embed_part if sharded else call.plain
+    return by_name(shard_map_over(part, mesh, (REPLICATED, specs), REPLICATED), call.operands)
 
 
 def mesh_unembed_form(call: Call) -> Callable | None:
@@ -101,11 +107,11 @@ def mesh_unembed_form(call: Call) -> Callable | None:
     specs, sharded = _vocabulary_specs(leaf, mesh, config)
     leading = (None,) * (call.operands["hidden"].ndim - 1)
     out_spec = PartitionSpec(*leading, MODEL) if sharded else REPLICATED
-    over_mesh = shard_map_over(call.plain, mesh, (specs, REPLICATED), out_spec)
+    over_mesh = by_name(shard_map_over(call.plain, mesh, (specs, REPLICATED), out_spec), call.operands)
     if leaf["weight"].shape[0] == config.vocab_size:
-        return lambda leaf, hidden: over_mesh(leaf, hidden)
+        return over_mesh
     # Without the logits of padding rows. The compiler keeps the others sharded.
-    return lambda leaf, hidden: over_mesh(leaf, hidden)[..., : config.vocab_size]
+    return lambda **operands: over_mesh(**operands)[..., : config.vocab_size]
 
 
 def _vocabulary_specs(

@@ -14,6 +14,7 @@ import numpy as np
 
 from kernels_pallas.mxfp4 import values_from_tpu
 
+from ..config.layer_spec import AttentionSpec, MlpSpec
 from ..config.model_config import ModelConfig
 from ..weights.adapted_weight import AdaptedWeight
 from ..weights.padded_weight import without_padding
@@ -43,7 +44,9 @@ def _config(config: ModelConfig) -> str:
     def fields(value: Any) -> dict:
         values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
         defaults = {f.name: f.default for f in dataclasses.fields(value)}
-        return {name: x for name, x in values.items() if x != defaults[name]}
+        kind = getattr(value, "kind", None)  # of a part of a layer
+        named = {} if kind in (None, AttentionSpec.kind, MlpSpec.kind) else dict(kind=kind)
+        return named | {name: x for name, x in values.items() if x != defaults[name]}
 
     return json.dumps(fields(dataclasses.replace(config, rope=rope)), sort_keys=True, default=fields)
 

@@ -9,22 +9,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from .. import plugin
 from ..checks import array_module, check_fits
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, ShortRepr, format_value
 from ..modes import in_default_modes
 from .contiguous import Contiguous
-from .layer_cache import LayerCache, sharded_pair
-from .ring import Ring, num_slots
-from .stored_kv import (
-    Stored,
-    pair_bytes,
-    quantized_dtype,
-    resolve_cache_dtype,
-    stores_side_by_side,
-)
+from .stored_kv import Stored, quantized_dtype, resolve_cache_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -33,13 +24,14 @@ class KVCache(ShortRepr):
     """Keys and values of every layer, and how much of each row is filled.
 
     Attributes:
-        layers: a `LayerCache` for each layer that has its own.
+        layers: a `LayerCache` for each mixer that has its own, in order.
         length_B: int32: tokens cached in each row; the next one has this position.
         overflow_B: bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated
             row needs.
         reached_B: int32: the longest each row has been; None without rings and states.
         longest_B: int32: tokens that each row may come to have, which decide on longrope's factors; None:
             they are fixed.
+        routes: `RoutePages` with the experts that the tokens used; None: they are not recorded.
     """
 
     layers: tuple[Any, ...]
@@ -47,6 +39,7 @@ class KVCache(ShortRepr):
     overflow_B: jax.Array
     reached_B: jax.Array | None
     longest_B: Any = dataclasses.field(default=None, repr=False)
+    routes: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:
@@ -143,34 +136,18 @@ def init_cache(
 def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[Any, ...]:
-    """The empty cache of each layer; dtype: of keys and values, as in `cache_dtype_of`."""
-    side_by_side = stores_side_by_side(dtype)
-    slots = {window: num_slots(window, capacity, side_by_side) for window in set(config.layer_windows)}
-
-    def empty(layer: int, window: int | None) -> LayerCache:
-        if config.is_linear(layer):
-            return plugin("layer cache", "linear").empty(config, batch, capacity, mesh)
-        shape = batch, config.kv_heads(layer), slots[window], config.head_width(layer)
-        k, v = sharded_pair(shape, dtype, side_by_side, mesh)
-        return (Ring if slots[window] < capacity else Contiguous)(k, v, window, capacity)
-
-    return tuple(empty(layer, config.layer_windows[layer]) for layer in range(config.num_cached_layers))
+    """The empty cache of each mixer that has its own; dtype: of keys and values, as in `cache_dtype_of`."""
+    return tuple(mixer.empty_cache(batch, capacity, dtype, mesh) for mixer in config.cached_mixers)
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
     """Bytes of the layers that `init_cache` makes; dtype: of keys and values, as in `cache_dtype_of`."""
-    side_by_side = stores_side_by_side(dtype)
-
-    def of_layer(layer: int) -> int:
-        slots = num_slots(config.layer_windows[layer], capacity, side_by_side)
-        return config.kv_heads(layer) * slots * pair_bytes(config.head_width(layer), dtype)
-
-    return batch * (sum(map(of_layer, config.layers_with_kv)) + state_bytes(config))
+    return batch * sum(mixer.row_bytes(capacity, dtype) for mixer in config.cached_mixers)
 
 
 def state_bytes(config: ModelConfig) -> int:
     """Bytes of one row in the layers that have a state of fixed size, without draft slots."""
-    return plugin("layer cache", "linear").row_bytes(config) if config.num_linear_layers else 0
+    return sum(mixer.row_bytes(0, None) for mixer in config.cached_mixers if not mixer.has_keys)
 
 
 def check_append(cache: KVCache, tokens: int) -> None:
@@ -194,9 +171,15 @@ def required_chunk(cache: KVCache | None) -> int | None:
     return None if found is None else found.chunk
 
 
-def update_layers(cache: KVCache, layers: tuple[Any, ...], num_tokens_B: jax.Array) -> KVCache:
-    """The cache with these layers, to which num_tokens_B tokens per row have been appended."""
-    return dataclasses.replace(increase_length(cache, num_tokens_B, cache.capacity), layers=layers)
+def update_layers(
+    cache: KVCache, layers: tuple[Any, ...], num_tokens_B: jax.Array, routes_BTLU: Any = None
+) -> KVCache:
+    """The cache with these layers, to which num_tokens_B tokens per row have been appended, and with the
+    tokens' routes if it records them.
+    """
+    recorded = cache.routes and cache.routes.record(routes_BTLU, cache.length_B, num_tokens_B)
+    cache = increase_length(cache, num_tokens_B, cache.capacity)
+    return dataclasses.replace(cache, layers=layers, routes=recorded)
 
 
 def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> KVCache:
@@ -209,8 +192,8 @@ def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> K
 
 
 def without_layers(cache: KVCache) -> KVCache:
-    """The cache without its layers: only the lengths of its rows."""
-    return dataclasses.replace(cache, layers=())
+    """The cache without its layers and routes: only the lengths of its rows."""
+    return dataclasses.replace(cache, layers=(), routes=None)
 
 
 @in_default_modes
@@ -274,13 +257,7 @@ def can_truncate(cache: KVCache, length_B: Any) -> Any:
 
 def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:
     """`KVCache.fits` of the caches that the model can use."""
-
-    def of_layer(layer: int) -> tuple:
-        if config.is_linear(layer):
-            return plugin("layer cache", "linear").expected_fits(config)
-        return config.kv_heads(layer), config.head_width(layer)
-
-    return tuple(map(of_layer, range(config.num_cached_layers)))
+    return tuple(mixer.fits for mixer in config.cached_mixers)
 
 
 def describe_fits(fits: tuple[tuple, ...]) -> str:

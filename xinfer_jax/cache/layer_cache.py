@@ -13,8 +13,8 @@ class LayerCache(ShortRepr):
     """What every layer cache can do. A kind is a pytree, a frozen dataclass whose arrays begin with the rows,
     or with pages.
 
-    Caches with keys and values are `Contiguous` (`append`, `get_block`) or a subclass. Another kind has a
-    line in `plugins.TABLE`, and for a config `empty`, `row_bytes` and `expected_fits`.
+    Caches with keys and values are `Contiguous` (`append`, `get_block`) or a subclass. A mixer makes its own
+    (`Mixer.empty_cache`).
     """
 
     has_keys: ClassVar[bool] = True  # keys and values of each token; False: a state of fixed size

@@ -12,9 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from .contiguous import Contiguous
-from .layer_cache import sharded_pair
 from .page_size import PAGE_SIZE as PAGE_SIZE
-from .stored_kv import map_slots, quantized_dtype, slice_slots, stores_side_by_side
+from .stored_kv import map_slots, quantized_dtype, slice_slots
 
 _MAX_BLOCK = 512  # keys that are gathered at a time: 1,024 took three to six times as long on CPU
 
@@ -72,8 +71,8 @@ class Paged(Contiguous):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class RoutePages(Paged):
-    """The experts that tokens used, beside their keys, so that who shares a page has its routes: the last
-    layer of a cache that records them. k: int16 [P, 1, 64, L U]; v: None.
+    """The experts that tokens used, next to their keys, so that who shares a page has its routes. k: int16
+    [P, 1, 64, L U]; v: None.
     """
 
     def record(self, routes_BTLU: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
@@ -93,17 +92,10 @@ def check_page_dtype(dtype: Any) -> None:
 def empty_pools(
     config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None, num_routes: int = 0
 ) -> tuple[tuple[Any, Any], ...]:
-    """The pair (k, v) of each layer with keys as it is stored, zeros; dtype: as in `cache_dtype_of`;
+    """The pair (k, v) of each mixer with keys as it is stored, zeros; dtype: as in `cache_dtype_of`;
     mesh: as in `init_cache`; num_routes: experts of a token in all layers, if `RoutePages` keep them.
     """
-    side_by_side = stores_side_by_side(dtype)
-
-    def shape(layer: int) -> tuple[int, ...]:
-        return pages, config.kv_heads(layer), PAGE_SIZE, config.head_width(layer)
-
-    pools = tuple(
-        sharded_pair(shape(layer), dtype, side_by_side, mesh, False) for layer in config.layers_with_kv
-    )
+    pools = tuple(mixer.empty_pool(pages, dtype, mesh) for mixer in config.cached_mixers if mixer.has_keys)
     return (*pools, (_empty_routes(pages, num_routes, mesh), None)) if num_routes else pools
 
 

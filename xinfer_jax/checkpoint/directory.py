@@ -16,7 +16,7 @@ from ..formats.quantized_formats import KEEP_FP8, quantization_settings, stored_
 from ..formats.scaled_tensor import MatrixFormat
 from ..formats.tensors import QuantizedFormat, open_tensors
 from ..formats.text_tensors import has_head, text_tensors
-from ..sampling.sampling_config import check_generation_config
+from ..sampling.generation_config import check_generation_config
 from ..tokenization.tokenizer import Tokenizer, eos_ids
 from ..weights.quantization import check_quantize
 from .embedding_modules import EmbeddingModules, add_lowercase, read_embedding_modules

@@ -18,7 +18,7 @@ from ..families.reading import from_hf
 from ..formats.gguf_file import GgufFile, open_gguf
 from ..formats.gguf_format import gguf_form
 from ..formats.gguf_keys import check_keys
-from ..sampling.sampling_config import check_generation_config
+from ..sampling.generation_config import check_generation_config
 from ..tokenization.gguf_tokenizer import read_gguf_tokenizer
 from ..weights.quantization import check_quantize
 from .directory import OpenedFiles
@@ -161,8 +161,8 @@ def _rope_scaling(arch: str, own: Mapping[str, Any], tensors: Mapping[str, Any])
 
 def _check_model(own: Mapping[str, Any], config: ModelConfig) -> None:
     """Raises InputError if a key asks for another width or scale than the model has."""
-    attention = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionSpec)]
-    full = attention[-1] if attention else AttentionSpec()
+    attentions = [*filter(None, (layer.attention for layer in config.layers))]
+    full = attentions[-1] if attentions else AttentionSpec()
     width = full.head_dim or config.head_dim
     scale = full.attention_multiplier or (full.query_pre_attn_scalar or width) ** -0.5
     expected = {

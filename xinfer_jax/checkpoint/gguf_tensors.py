@@ -13,11 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..config.layer_spec import AttentionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.family import Joined, Names
+from ..families.layer_fields import shared_kv_layers
 from ..families.naming import FileSpec, file_specs, specs_by_names
 from ..formats.gguf_file import GgufFile, GgufTensor
+from ..mixers.gated_delta import GatedDeltaSpec
 from ..tokenization.tokenizer import Tokenizer
 
 _MLP = ("gate", "up", "down")
@@ -37,14 +40,13 @@ _NAMES = dict(
     input_norm="post_norm.weight", layer_scalar="layer_output_scale.weight",
 )  # fmt: skip
 _GATE_UP = Joined("ffn_gate_up_exps.weight", ("experts.gate", "experts.up"), stacked=True)
-_ATTENTION = Names(joined=(_GATE_UP,))
-_GATED = Names(joined=(Joined("attn_q", ("q", "attn_gate"), groups="num_attention_heads"), _GATE_UP))
-_LINEAR = Names(
+_ATTENTION = Names(joined=(Joined("attn_q", ("q", "attn_gate"), groups="num_attention_heads"),))
+_DELTA = Names(
     dict(z="attn_gate", a="ssm_alpha", b="ssm_beta", A_log="ssm_a", dt_bias="ssm_dt.bias", o="ssm_out",
         gated_norm="ssm_norm.weight", **{f"conv_{leaf}": f"ssm_conv1d.{leaf}" for leaf in "qkv"}),
-    (Joined("attn_qkv", ("q", "k", "v")), Joined("ssm_conv1d.weight", ("conv_q", "conv_k", "conv_v")),
-        _GATE_UP),
+    (Joined("attn_qkv", ("q", "k", "v")), Joined("ssm_conv1d.weight", ("conv_q", "conv_k", "conv_v"))),
 )  # fmt: skip
+_MIXER_NAMES = {AttentionSpec.kind: _ATTENTION, GatedDeltaSpec.kind: _DELTA}
 _POST_NORM = dict(mlp_norm="post_attention_norm.weight")  # where layers have no norm after the attention
 _OWN_NAMES = {"qwen35": _POST_NORM, "qwen35moe": _POST_NORM, "gpt-oss": _POST_NORM}
 _FREQS = "rope_freqs.weight"  # the config has it
@@ -75,8 +77,8 @@ def gguf_tensors(file: GgufFile, arch: str, config: ModelConfig) -> tuple[dict[s
     """Returns the tensors of all leaves by their Hugging Face names, and patterns with counts of those that
     are not read. Raises InputError, all tensors at fault named.
     """
-    attention = _GATED if config.linear_attention else _ATTENTION
-    own_specs = specs_by_names(config, _NAMES | _OWN_NAMES.get(arch, {}), attention, _LINEAR, "blk")
+    names = Names(_NAMES | _OWN_NAMES.get(arch, {}), (_GATE_UP,))
+    own_specs = specs_by_names(config, names, _MIXER_NAMES, "blk")
     expected: dict[str, tuple[int, ...]] = {}
     for own in jax.tree.leaves(own_specs):
         expected |= own.tensor_shapes(file.tensors)
@@ -101,7 +103,7 @@ def _check_tensors(
 ) -> tuple[str, ...]:
     stored = file.tensors
     layers = range(config.num_hidden_layers)
-    shared = layers[config.num_cached_layers :]  # they reuse keys and values
+    shared = shared_kv_layers(config)
     unused = {f"blk.{i}.{name}.weight" for i in shared for name in ("attn_k", "attn_v", "attn_k_norm")}
     own = tuple(f"blk.{i}." for i in layers)
     drafts = {name for name in stored if name.startswith("blk.") and not name.startswith(own)}
@@ -180,15 +182,15 @@ def _joined(parts: list[GgufTensor], shape: tuple[int, ...]) -> GgufTensor:
 def _in_own_order(config: ModelConfig, arch: str, spec: FileSpec, tensor: GgufTensor) -> GgufTensor:
     """A leaf with its rows, columns and values as in a Hugging Face checkpoint."""
     leaf = spec.name.split(".")[2] if spec.name.startswith("layers.") else ""
-    is_linear = leaf and config.is_linear(int(spec.name.split(".")[1]))
+    delta = config.layers[int(spec.name.split(".")[1])].mixer_of(GatedDeltaSpec.kind) if leaf else None
     if arch == "llama" and leaf in ("q", "k"):
         heads = config.num_attention_heads if leaf == "q" else config.num_key_value_heads
         return _with_rows(tensor, np.arange(len(tensor.rows)).reshape(heads, -1, 2).swapaxes(1, 2))
     if spec.init == "norm" and config.norm_offset:
         return dataclasses.replace(tensor, convert=_minus_one)
-    if is_linear and (linear := config.linear_attention):
+    if delta:
         size = tensor.width if leaf == "o" else len(tensor.rows)
-        turns = (linear.num_value_heads // linear.num_key_heads, linear.num_key_heads)
+        turns = (delta.num_value_heads // delta.num_key_heads, delta.num_key_heads)
         if leaf in ("v", "z", "a", "b", "conv_v", "A_log", "dt_bias", "o") and turns[0] > 1:
             order = np.arange(size).reshape(*turns, -1).swapaxes(0, 1)
             if leaf == "o":

@@ -41,7 +41,7 @@ class LeafLoader:
     """
 
     tensors: Tensors  # those of floats, and quantized ones as such
-    dtype: Any
+    dtype: Any  # of leaves whose spec names none
     quantize: str | None
     quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
     keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
@@ -134,7 +134,7 @@ class LeafLoader:
         if form := self._kept_form(spec):
             return device_form(form.struct(spec.shape))
         if self.quantize is None or not spec.is_quantizable:
-            return jax.ShapeDtypeStruct(spec.shape, self.dtype)
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype or self.dtype)
         struct = quantized_struct(spec.shape, spec.hf_name, self.quantize, self._group(spec))
         return device_form(self._with_activations(spec, struct))
 
@@ -165,7 +165,7 @@ class LeafLoader:
             return device_form(self._with_activations(spec, weight))
         if rotation:
             return tensor.astype(self.dtype)
-        leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, self.dtype))
+        leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, spec.dtype or self.dtype))
         if spec.hf_name.endswith(".A_log") and not np.isfinite(leaf).all():
             raise InputError(f"{spec.hf_name} holds NaN or inf: fetch the checkpoint again")
         return leaf

@@ -11,12 +11,13 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_value
 from ..families.conversion import plan_tensors, specs_and_leaves
-from ..families.naming import TIED
+from ..families.naming import TIED, file_specs
 from ..families.reading import from_hf
 from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import is_tied_without_head, text_settings
@@ -104,7 +105,9 @@ def save_model(
         if isinstance(kept_format, MatrixFormat):
             kept_format = kept_format.of_files(kept)
     (tensors, quantization) = _tensors(params, config, dtype, kept, kept_format)
-    floats = {tensor.type for tensor in tensors.values()} & {"F32", "F16", "BF16"}
+    own = _own_dtypes(config)
+    of_model = (x.type for name, x in tensors.items() if (text_name(name) or name) not in own)
+    floats = {*of_model} & {"F32", "F16", "BF16"}
     name = next((np.dtype(DTYPES[type]).name for type in ("F32", "BF16", "F16") if type in floats), None)
     _set_dtype(settings, name)
     settings |= quantization
@@ -217,7 +220,8 @@ def _tensors(
     floats = plan_tensors(compress(specs, is_float), compress(leaves, is_float), stored or None)
     if dtype is None and (others := [name for name, x in floats.items() if x.dtype not in _FLOATS]):
         raise InputError(f"{others[0]} is {floats[others[0]].dtype}: give a dtype, as dtype='float32'")
-    to_write = {name: tensor._replace(dtype=dtype or tensor.dtype) for name, tensor in floats.items()}
+    own = _own_dtypes(config)
+    to_write = {name: x._replace(dtype=own.get(name) or dtype or x.dtype) for name, x in floats.items()}
     if quant_format is not None:
         found = zip(specs, leaves, strict=True)
         quantized = {spec.hf_name: leaf for spec, leaf in found if is_quantized(leaf)}
@@ -244,6 +248,12 @@ def _tensors(
         raise InputError(f"like: it has tensors that the model lacks: {format_names(sorted(lost))}")
     named = {_name_like(original, name): tensor for name, tensor in tensors.items()}
     return named | {name: stored_tensor(tensor) for name, tensor in copied.items()}, quantization
+
+
+def _own_dtypes(config: ModelConfig) -> dict[str, Any]:
+    """The dtypes of tensors that have their own in every model, by name."""
+    specs = jax.tree.leaves(file_specs(config))
+    return {spec.hf_name: np.dtype(spec.dtype) for spec in specs if spec.dtype}
 
 
 def _name_like(original: Mapping[str, str], name: str) -> str:

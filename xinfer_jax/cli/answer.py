@@ -13,7 +13,7 @@ from kernels_pallas import Selection
 
 from ..adapters.adapted_params import with_adapter
 from ..adapters.peft_files import load_adapter
-from ..api.sampling_fields import breaker_ids
+from ..api.sampling_fields import ids_of_texts
 from ..backends.cpu import product_table
 from ..backends.kernel_report import kernels_used
 from ..checkpoint.loading import Checkpoint, Model
@@ -26,6 +26,7 @@ from ..grammar.grammars import Grammar, choice, json_schema, regex
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
+from ..sampling.settings import SETTINGS
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_text_from_ids
 from .process import seconds_since_start
@@ -104,13 +105,11 @@ def with_adapter_files(checkpoint: Checkpoint, path: str | None) -> Checkpoint:
 
 def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
     """The checkpoint's sampling defaults, with the flags that are set."""
-    names = {field.name: field.name for field in dataclasses.fields(SamplingConfig)}
-    names["min_new_tokens"] = "min_tokens"
-    values = {field: flags[name].value for field, name in names.items() if name in flags}
-    given = {field: value for field, value in values.items() if value is not None}
-    if given.get("dry_multiplier"):
-        given["dry_sequence_breakers"] = breaker_ids(model.tokenizer, model.config.vocab_size).tolist()
+    values = {s.name: flags[s.field].value for s in SETTINGS.values() if s.field in flags}
+    given = {name: value for name, value in values.items() if value not in (None, [])}
     defaults = SamplingConfig.from_hf(model.generation_config if flags.generation_config else {})
+    ids = ids_of_texts(given, defaults, model.tokenizer, model.config.vocab_size)
+    given |= {name: array.tolist() for name, array in ids.items()}
     return dataclasses.replace(defaults, **given).validate()
 
 

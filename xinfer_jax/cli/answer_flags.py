@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..plugins import names
+from ..sampling.settings import SETTINGS
 from .flag_parser import FlagParser
 from .process import command_main
 from .process_group import define_processes
@@ -24,14 +25,8 @@ GRAMMAR_FLAGS = ("json_schema", "regex", "choice")
 _CACHE_DTYPES = (*names("cache dtype"), "float32", "bfloat16", "float16")
 _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 
-# Ranges of numbers within float32, and their words in an error.
-_FRACTION = (lambda x: 0 < x <= 1, "above 0 and at most 1")
-_FROM_0_TO_1 = (lambda x: 0 <= x <= 1, "from 0 to 1")
-_FROM_0 = (lambda x: 0 <= x <= 1e30, "from 0 to 1e30")
-_FROM_1 = (lambda x: 1 <= x <= 1e30, "from 1 to 1e30")
-_PENALTY = (lambda x: abs(x) <= 1e30, "from -1e30 to 1e30")
+# The range of numbers within float32, and its words in an error.
 _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
-TEMPERATURE = (lambda x: 0 <= x <= 1000, "from 0 to 1000")
 
 
 def define_model(parser: FlagParser) -> None:
@@ -165,53 +160,17 @@ def define_escaping(parser: FlagParser) -> None:
     parser.add_switch("escape_control_tokens", "Text of messages never becomes a control token.", True)
 
 
-def define_temperature(parser: FlagParser) -> None:
+def define_seed(parser: FlagParser) -> None:
     parser.group = "sampling"
-    parser.add_number(
-        "temperature", "0: always the most likely token. Default: the checkpoint's.", *TEMPERATURE
-    )
     parser.add_integer("seed", "Seed of sampling.", default=0, most=2**32 - 1)
 
 
 def define_sampling(parser: FlagParser) -> None:
-    """Flags of sampling, beside the temperature."""
+    """Flags of the sampling settings."""
     parser.group = "sampling"
-    parser.add_integer("top_k", "Sample among the k most likely tokens; 0: all. Default: the checkpoint's.")
-    nucleus = "tokens whose probabilities sum up to this; 1: all."
-    parser.add_number(
-        "top_p", f"Sample among the most likely {nucleus} Default: the checkpoint's.", *_FRACTION
-    )
-    parser.add_number(
-        "repetition_penalty", "Above 1: repeats become less likely; 1: off. Default: the checkpoint's.",
-        lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6",
-    )  # fmt: skip
-    parser.add_number(
-        "min_p", "Sample among tokens with at least this fraction of the largest probability; 0: all.",
-        *_FROM_0_TO_1,
-    )  # fmt: skip
-    parser.add_number(
-        "typical_p",
-        "Locally typical sampling among tokens whose probabilities sum up to this; 1: all.",
-        *_FRACTION,
-    )
-    parser.add_number(
-        "presence_penalty",
-        "Subtracted from the logits of tokens that the answer already has; 0: off.",
-        *_PENALTY,
-    )
-    parser.add_number("frequency_penalty", "Subtracted for each occurrence in the answer; 0: off.", *_PENALTY)
-    parser.add_integer("no_repeat_ngram_size", "No sequence of this many tokens occurs twice; 0: off.")
-    parser.add_number("xtc_probability", "XTC: chance to remove the top choices; 0: off.", *_FROM_0_TO_1)
-    parser.add_number("xtc_threshold", "XTC: top choices reach it. Default: 0.1.", *_FROM_0_TO_1)
-    parser.add_number("dry_multiplier", "DRY: penalty of a repeated sequence; 0: off.", *_FROM_0)
-    parser.add_number("dry_base", "DRY: its factor for each token more. Default: 1.75.", *_FROM_1)
-    parser.add_integer("dry_allowed_length", "DRY: so many tokens may be repeated. Default: 2.")
-    parser.add_integer("dry_penalty_last_n", "DRY: last tokens that count. Default: -1: all.", least=-1)
-    parser.add_integer("min_tokens", "The answer has at least this many tokens.")
-    define_generation_config(parser)
-
-
-def define_generation_config(parser: FlagParser) -> None:
+    for setting in SETTINGS.values():
+        if setting.help:
+            parser.add_setting(setting)
     parser.add_switch(
         "generation_config", "Use the defaults of the checkpoint's generation_config.json.", True
     )
@@ -268,8 +227,8 @@ PARSER.add_text("system", "System message.")
 PARSER.add_switch("raw", "Continue the prompt as it is, without the chat template.")
 define_escaping(PARSER)
 PARSER.add_integer("max_tokens", "Most tokens to generate.", default=128, least=1)
-define_temperature(PARSER)
 define_sampling(PARSER)
+define_seed(PARSER)
 _define_decoding(PARSER)
 define_grammar(PARSER)
 define_model(PARSER)

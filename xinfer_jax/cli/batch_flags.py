@@ -11,7 +11,7 @@ from .answer_flags import (
     define_kernels,
     define_model,
     define_sampling,
-    define_temperature,
+    define_seed,
 )
 from .flag_parser import FlagParser
 from .process import command_main
@@ -45,8 +45,8 @@ PARSER.add_switch("raw", "Continue prompts as they are, without the chat templat
 define_escaping(PARSER)
 PARSER.add_integer("max_tokens", "Most tokens of an answer.", default=128, least=1)
 PARSER.add_texts("stop", "Answers end before this text; may be given several times.", "give some text")
-define_temperature(PARSER)
 define_sampling(PARSER)
+define_seed(PARSER)
 define_grammar(PARSER)
 define_model(PARSER)
 define_engine(PARSER)

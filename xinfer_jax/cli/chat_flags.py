@@ -8,7 +8,7 @@ from .answer_flags import (
     define_grammar,
     define_model,
     define_sampling,
-    define_temperature,
+    define_seed,
 )
 from .flag_parser import FlagParser
 from .process import command_main
@@ -28,8 +28,8 @@ define_escaping(PARSER)
 PARSER.add_integer("max_tokens", "Most tokens of an answer.", default=256, least=1)
 PARSER.add_integer("capacity", "Most tokens of the chat. Default: 4096, or the model's limit.", least=2)
 PARSER.add_switch("stats", "Print statistics of each answer.")
-define_temperature(PARSER)
 define_sampling(PARSER)
+define_seed(PARSER)
 define_grammar(PARSER)
 define_model(PARSER)
 define_adapter(PARSER)

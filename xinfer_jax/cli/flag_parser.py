@@ -13,11 +13,12 @@ from typing import Any
 from absl import flags
 
 from ..errors import InputError
+from ..sampling.settings import FIELD_OF_SETTING, Setting
 from .terminal import write
 
 _LARGEST = 2**31 - 1
 # Arguments of the library whose flag has another name.
-_FLAG_OF_ARGUMENT = dict(max_new_tokens="max_tokens", min_new_tokens="min_tokens", stop_strings="stop")
+_FLAG_OF_ARGUMENT = dict(max_new_tokens="max_tokens", stop_strings="stop") | FIELD_OF_SETTING
 
 
 class FlagParser:
@@ -63,7 +64,18 @@ class FlagParser:
     ) -> None:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
-    def add_switch(self, name: str, help: str, default: bool = False) -> None:
+    def add_setting(self, setting: Setting) -> None:
+        """A sampling setting; if it is not given its value is None, or [] of texts."""
+        name = setting.field
+        if setting.kind == "switch":
+            self.add_switch(name, setting.help, None)
+        elif setting.kind == "texts":
+            self.add_texts(name, setting.help, "give some text")
+        elif setting.valid:
+            convert, words = (int, "give") if setting.kind == "count" else (float, "give a number")
+            self._define(name, setting.help, None, convert, setting.valid[0], f"{words} {setting.valid[1]}")
+
+    def add_switch(self, name: str, help: str, default: bool | None = False) -> None:
         flag = flags.BooleanFlag(name, default, help)
         flag.parser = _ValueParser(_boolean, lambda _: True, "give true or false")
         self._add(flag)

@@ -18,8 +18,10 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import DEFAULT
 from ..config.unsupported import check_supported
 from ..errors import InputError
-from ..model.decoder_layer import Positions, layer_kinds, self_attention
-from ..weights.layers import embed, gated_mlp, linear, mlp_intermediate, norm, rotary_angles
+from ..feed_forward.mlp import gated_mlp, mlp_intermediate
+from ..mixers.mixer import Positions
+from ..model.decoder_layer import layer_kinds
+from ..weights.layers import embed, linear, norm, rotary_angles
 from ..weights.params import Params
 from ..weights.quantization import (
     check_activations,
@@ -235,7 +237,9 @@ def _attention_output(
 ) -> jax.Array:
     position_BT = jnp.arange(x_BTD.shape[1])[None]
     positions = Positions(calibration.angles, None, calibration.length_B, position_BT)
-    return self_attention(layer, *layer_key, x_BTD, positions, None, DEFAULT)[0]
+    config, kind = layer_key
+    (mixer,) = config.mixers(kind)
+    return mixer.forward(layer, x_BTD, positions, None, DEFAULT)[0]
 
 
 def _is_token(x_BTI: jax.Array, calibration: _Calibration) -> jax.Array:

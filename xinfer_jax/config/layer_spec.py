@@ -1,14 +1,39 @@
 """`LayerSpec`: what a decoder layer is made of. Layers with equal specs have parameters of equal shapes."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from .rope import RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec:
+class MixerSpec:
+    """The part of a layer that reads other tokens. `plugins.TABLE` has the `Mixer` of each kind."""
+
+    kind: ClassVar[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForwardSpec:
+    """The part of a layer that works on one token at a time. `plugins.TABLE` has the `FeedForward` of each
+    kind.
+    """
+
+    kind: ClassVar[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterSpec:
+    """What chooses the experts of each token. `plugins.TABLE` has the `Router` of each kind."""
+
+    kind: ClassVar[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
     """Softmax attention."""
+
+    kind = "attention"
 
     window: int | None = None  # a query at p sees keys p-window+1 … p; None: all of 0 … p
     ahead: int = 0  # a query at p sees the keys that one at p + ahead would see: also some after it
@@ -36,19 +61,10 @@ class AttentionSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearAttentionSpec:
-    """Gated DeltaNet, which has a state in place of keys and values."""
-
-    num_key_heads: int  # heads of its queries and keys, which are repeated to those of values
-    num_value_heads: int
-    key_head_dim: int  # width of a query and key
-    value_head_dim: int
-    conv_kernel_dim: int  # tokens that its convolution reads, the token itself included
-
-
-@dataclasses.dataclass(frozen=True)
-class MlpSpec:
+class MlpSpec(FeedForwardSpec):
     """An MLP."""
+
+    kind = "mlp"
 
     intermediate_size: int | None = None  # F; None: the model's
     bias: bool = False  # its matrices have biases
@@ -65,29 +81,78 @@ class ClampedSwiglu:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertsSpec:
+class SoftmaxRouterSpec(RouterSpec):
+    """The experts with the largest scores; their weights are a softmax of scores."""
+
+    kind = "softmax"
+
+    norm_topk_prob: bool = True  # the weights of a token's experts are normalized to sum to 1
+    # Its input is normed, without a weight, multiplied by one number for each feature and divided by sqrt(D).
+    input_scale: bool = False
+    per_expert_scale: bool = False  # the weight of each expert is multiplied by a number
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsSpec(FeedForwardSpec):
     """A mixture of experts, each a gated MLP."""
+
+    kind = "experts"
 
     num_experts: int  # X
     num_experts_per_tok: int  # experts of each token
     intermediate_size: int  # F of each
-    norm_topk_prob: bool = True  # the weights of a token's experts are normalized to sum to 1
-    shared_intermediate_size: int = 0  # F of a gated expert that all tokens use; 0: none
+    router: RouterSpec = SoftmaxRouterSpec()
+    shared_intermediate_size: int = 0  # F of an expert that all tokens use; 0: none
+    shared_gated: bool = True  # the output of that expert is multiplied by sigmoid of a gate
     bias: bool = False  # experts and router have biases
     swiglu: ClampedSwiglu | None = None  # what an expert computes; None: as the MLP
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpAndExpertsSpec(FeedForwardSpec):
+    """An MLP and a mixture of experts, whose outputs, each after a norm, are added."""
+
+    kind = "mlp_and_experts"
+
+    mlp: MlpSpec
+    experts: ExpertsSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """A decoder layer."""
 
-    mixer: AttentionSpec | LinearAttentionSpec = AttentionSpec()  # what reads other tokens
-    mlp: MlpSpec | None = MlpSpec()  # None: there are experts in its place
-    experts: ExpertsSpec | None = None  # with an MLP too: their outputs, each after a norm, are added
-    pre_norm: bool = True  # RMS norm of the inputs of mixer and MLP
+    mixers: tuple[MixerSpec, ...] = (AttentionSpec(),)  # side by side: their outputs are added
+    feed_forward: FeedForwardSpec | None = MlpSpec()
+    pre_norm: bool = True  # RMS norm of the inputs of mixers and feed-forward
     post_norm: bool = False  # RMS norm of their outputs
     scalar: bool = False  # the layer's output is multiplied by a number
 
     def with_mixer(self, **changes: Any) -> "LayerSpec":
-        """The layer with these fields of its mixer changed."""
-        return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, **changes))
+        """The layer with these fields changed of the mixers that have them."""
+        mixers = (
+            dataclasses.replace(mixer, **changes) if all(hasattr(mixer, name) for name in changes) else mixer
+            for mixer in self.mixers
+        )
+        return dataclasses.replace(self, mixers=tuple(mixers))
+
+    def mixer_of(self, kind: str) -> Any:
+        """The spec of the mixer of a kind; None: the layer has none."""
+        return next((mixer for mixer in self.mixers if mixer.kind == kind), None)
+
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """The softmax attention; None: the layer has none."""
+        return self.mixer_of(AttentionSpec.kind)
+
+    @property
+    def mlp(self) -> MlpSpec | None:
+        """The MLP; None: the layer has none."""
+        part = self.feed_forward
+        return part if isinstance(part, MlpSpec) else getattr(part, "mlp", None)
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The mixture of experts; None: the layer has none."""
+        part = self.feed_forward
+        return part if isinstance(part, ExpertsSpec) else getattr(part, "experts", None)

@@ -2,10 +2,16 @@
 
 import dataclasses
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from .. import plugin
 from ..errors import InputError
-from .layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearAttentionSpec
+from .layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MixerSpec
 from .rope import RopeConfig as RopeConfig
+
+if TYPE_CHECKING:
+    from ..feed_forward.feed_forward import FeedForward
+    from ..mixers.mixer import Mixer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +79,8 @@ class ModelConfig:
                 f"num_hidden_layers is {self.num_hidden_layers}, and layers has only {len(self.layers)}"
             )
         object.__setattr__(self, "layers", self.layers[: self.num_hidden_layers])
-        parts = [part for layer in self.layers for part in (layer.experts, layer.mixer)]
-        for kind in (ExpertsSpec, LinearAttentionSpec):
-            if len({part for part in parts if isinstance(part, kind)}) > 1:
-                raise InputError(f"layers with different {kind.__name__}s are not supported")
+        if len({layer.experts for layer in self.layers} - {None}) > 1:
+            raise InputError("layers with different ExpertsSpecs are not supported")
 
     @property
     def context_length(self) -> int:
@@ -91,24 +95,21 @@ class ModelConfig:
         switch = self.rope.switches_at
         return self.context_length if switch is None or prompt > switch else switch
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether a layer is linear attention, with a recurrent state in place of keys and values."""
-        return isinstance(self.layers[layer].mixer, LinearAttentionSpec)
+    def mixers(self, layer: int) -> "tuple[Mixer, ...]":
+        """The mixers of a layer."""
+        return tuple(map(self._mixer, self.layers[layer].mixers))
+
+    def _mixer(self, spec: MixerSpec) -> "Mixer":
+        return plugin("mixer", spec.kind)(self, spec)
+
+    def feed_forward(self, layer: int) -> "FeedForward | None":
+        """The feed-forward of a layer; None: it has none."""
+        spec = self.layers[layer].feed_forward
+        return None if spec is None else plugin("feed_forward", spec.kind)(self, spec)
 
     def attention(self, layer: int) -> AttentionSpec | None:
-        """The attention of a layer; None: it is linear attention."""
-        mixer = self.layers[layer].mixer
-        return mixer if isinstance(mixer, AttentionSpec) else None
-
-    @property
-    def linear_attention(self) -> LinearAttentionSpec | None:
-        """The linear attention, which is the same in all layers that have it; None: none has."""
-        return next((x.mixer for x in self.layers if isinstance(x.mixer, LinearAttentionSpec)), None)
-
-    @property
-    def num_linear_layers(self) -> int:
-        """How many layers are linear attention."""
-        return self.num_hidden_layers - len(self.attention_layers)
+        """The softmax attention of a layer; None: it has none."""
+        return self.layers[layer].attention
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -126,41 +127,57 @@ class ModelConfig:
         return self.experts.num_experts_per_tok if self.experts else 0
 
     @property
-    def shares_kv(self) -> bool:
-        """Whether layers use the keys and values of others."""
-        return self.num_cached_layers < self.num_hidden_layers
+    def mixer_specs(self) -> list[MixerSpec]:
+        """The specs of the mixers of all layers, in order."""
+        return [spec for layer in self.layers for spec in layer.mixers]
+
+    @property
+    def cached_mixers(self) -> "tuple[Mixer, ...]":
+        """The mixers with a cache of their own, in the order of `KVCache.layers`."""
+        return tuple(self._mixer(spec) for spec in self.mixer_specs if _has_cache(spec))
 
     @cached_property
+    def num_caches(self) -> int:
+        """How many mixers have a cache of their own."""
+        return sum(map(_has_cache, self.mixer_specs))
+
+    @property
     def num_cached_layers(self) -> int:
-        """Layers with a cache of their own: all but the last ones that use another layer's."""
-        return sum(not getattr(layer.mixer, "shares_kv", False) for layer in self.layers)
+        """The number of layer caches of a `KVCache`."""
+        return self.num_caches
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether mixers use the keys and values of others."""
+        return self.num_caches < len(self.mixer_specs)
 
     @cached_property
+    def caches_of_layers(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the index in `KVCache.layers` of the cache that each of its mixers uses: its own, or
+        that of the last mixer before it of its kind that has one, and a window, or none, as it does.
+        """
+        last: dict[tuple[str, bool], int] = {}
+        count = 0
+
+        def index_of(spec: Any) -> int:
+            nonlocal count
+            form = spec.kind, getattr(spec, "window", None) is None
+            if _has_cache(spec):
+                last[form] = count
+                count += 1
+            return last.get(form, 0)
+
+        return tuple(tuple(map(index_of, layer.mixers)) for layer in self.layers)
+
+    @property
     def cache_of_layer(self) -> tuple[int, ...]:
-        """Of each layer the layer whose cache it uses: itself, or an earlier one."""
-        own = range(self.num_cached_layers)
-        is_full = [window is None for window in self.layer_windows]
-        last = {kind: max((i for i in own if is_full[i] == kind), default=0) for kind in (True, False)}
-        return (*own, *(last[kind] for kind in is_full[self.num_cached_layers :]))
-
-    @property
-    def attention_layers(self) -> list[int]:
-        """The layers that are attention, not linear attention."""
-        return [layer for layer in range(self.num_hidden_layers) if not self.is_linear(layer)]
-
-    @property
-    def layers_with_kv(self) -> list[int]:
-        """The layers with keys and values of their own."""
-        return [layer for layer in self.attention_layers if layer < self.num_cached_layers]
+        """The index in `KVCache.layers` of the cache of each layer's only mixer."""
+        return tuple(index for (index,) in self.caches_of_layers)
 
     @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None: it has none."""
-        return tuple(getattr(layer.mixer, "window", None) for layer in self.layers)
-
-    def kv_heads(self, layer: int) -> int:
-        """K of a layer."""
-        return getattr(self.attention(layer), "num_key_value_heads", None) or self.num_key_value_heads
+        return tuple(getattr(layer.attention, "window", None) for layer in self.layers)
 
     def head_width(self, layer: int) -> int:
         """H of a layer."""
@@ -172,14 +189,21 @@ class ModelConfig:
         return tuple(dict.fromkeys(map(self.head_width, range(self.num_hidden_layers))))
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
-        """The rotary embedding of a layer; None: it has none."""
-        attention = self.attention(layer)
-        return (attention.rope or self.rope) if attention and attention.uses_rope else None
+        """The rotary embedding of a layer's attention; None: it has none."""
+        return self._rope_of(self.attention(layer))
+
+    def _rope_of(self, spec: Any) -> RopeConfig | None:
+        return (spec.rope or self.rope) if getattr(spec, "uses_rope", False) else None
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The distinct rotary embeddings of all layers."""
-        return tuple(dict.fromkeys(filter(None, map(self.layer_rope, range(self.num_hidden_layers)))))
+        """The distinct rotary embeddings of all mixers."""
+        return tuple(dict.fromkeys(filter(None, map(self._rope_of, self.mixer_specs))))
+
+
+def _has_cache(spec: Any) -> bool:
+    """Whether a mixer has a cache of its own."""
+    return not getattr(spec, "shares_kv", False)
 
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:

@@ -1,51 +1,45 @@
-"""What is not supported for models with some kinds of layers: the one table that every such check reads."""
+"""What is not supported for models with some parts: every such check asks the parts."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from ..errors import InputError
 from .model_config import ModelConfig
 
-
-def _has_other_norms(config: ModelConfig) -> bool:
-    """Norms whose gains cannot be folded into the matrices after them."""
-    return bool(config.norm_offset) or any(
-        layer.post_norm
-        or not layer.pre_norm
-        or getattr(layer.mixer, "o_norm", False)
-        or (layer.mlp is not None and layer.mlp.down_norm)
-        for layer in config.layers
-    )
-
-
-_PARTS: dict[str, Callable[[ModelConfig], bool]] = {
-    "a mixture of experts": lambda config: config.experts is not None,
-    "norms of another kind or in other places": _has_other_norms,
-    "linear attention": lambda config: config.linear_attention is not None,
-    "layers whose output is scaled": lambda config: any(layer.scalar for layer in config.layers),
-    "inputs of each layer by token id": lambda config: config.hidden_size_per_layer_input > 0,
-    "attention to later tokens": lambda config: any(getattr(x.mixer, "ahead", 0) for x in config.layers),
-    "an MLP without a gate": lambda config: any(x.mlp and not x.mlp.gated for x in config.layers),
+_UNSUPPORTED = {  # by a part of the model that is of no mixer or feed-forward: the features
+    "norms of another kind or in other places": ("rotations", "scales"),
+    "layers whose output is scaled": ("leaf formats",),
+    "inputs of each layer by token id": ("inputs_BTD",),
 }
-_EXPERTS, _NORMS, _LINEAR, _SCALED, _INPUTS, _LATER, _NO_GATE = _PARTS
-_UNSUPPORTED = {  # by feature: the parts of a model with which it is not
-    "rotations": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
-    "scales": (_EXPERTS, _NORMS, _LINEAR, _NO_GATE),
-    "leaf formats": (_EXPERTS, _LINEAR, _SCALED),  # ours and BitNet's
-    "inputs_BTD": (_INPUTS,),
-    "draft model": (_LINEAR, _LATER),
-    "causal": (_LATER,),
-}
+_NORMS, _SCALED, _INPUTS = _UNSUPPORTED
 
 
 def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -> None:
-    """Raises InputError where the model has a part with which a feature, a key of the table, is not
-    supported. what: the feature in the message, with its verb.
+    """Raises InputError where the model has a part with which a feature is not supported. what: the feature
+    in the message, with its verb.
+
+    Features: "rotations", "scales" (of inputs of matrices), "leaf formats" (ours and BitNet's), "inputs_BTD",
+    "draft model", and "causal" (hidden states that depend on no later token).
     """
-    for part in _UNSUPPORTED[feature]:
-        if _PARTS[part](config):
-            raise InputError(
-                f"{what} not supported for model_type {config.model_type!r}, which has {part}: {remedy}"
-            )
+    for part in _obstacles(config, feature):
+        raise InputError(
+            f"{what} not supported for model_type {config.model_type!r}, which has {part}: {remedy}"
+        )
+
+
+def _obstacles(config: ModelConfig, feature: str) -> Iterator[str]:
+    """The parts of the model with which a feature is not supported."""
+    layers = range(config.num_hidden_layers)
+    for feed_forward in filter(None, map(config.feed_forward, layers)):
+        yield from filter(None, [feed_forward.unsupported.get(feature)])
+    has_part = {
+        _NORMS: config.norm_offset or any(x.post_norm or not x.pre_norm for x in config.layers),
+        _SCALED: any(layer.scalar for layer in config.layers),
+        _INPUTS: config.hidden_size_per_layer_input > 0,
+    }
+    yield from (part for part, features in _UNSUPPORTED.items() if has_part[part] and feature in features)
+    for layer in layers:
+        for mixer in config.mixers(layer):
+            yield from filter(None, [mixer.unsupported.get(feature)])
 
 
 def check_causal(config: ModelConfig, what: str) -> None:

@@ -14,12 +14,12 @@ from ..adapters.adapted_params import map_matrices
 from ..adapters.adapter import row_matrices
 from ..config.model_config import ModelConfig
 from ..generation.executor import Run
+from ..model.extras import RowAdapters
 from ..sharding import REPLICATED, partition_spec
-from ..weights.adapted_weight import AdaptedWeight
 from ..weights.params import Params, activation_dtype
 from . import device_programs as programs
 
-_MAX_TREES = 64  # of `adapted`, that are kept
+_MAX_ROWS = 64  # arrays of `of_rows`, that are kept
 
 
 class AdapterStack:
@@ -39,8 +39,9 @@ class AdapterStack:
         self._mesh = mesh
         self._places: dict[str, Any] = {}
         self._stacks: dict[str, tuple[Any, Any]] = {}  # a [N + 1, R, I] and scale * b [N + 1, O, R] of each
-        self._params: Params = {}
-        self._trees: dict[bytes, Params] = {}  # of `adapted`, for these parameters
+        self._num_layers = config.num_hidden_layers
+        self._tree: Params | None = None  # of `adapters`
+        self._rows: dict[bytes, jax.Array] = {}  # adapters of the rows of earlier calls, on the devices
 
         def empty(path: str, weight: Any) -> Any:
             (outputs, inputs) = weight.shape
@@ -57,29 +58,32 @@ class AdapterStack:
 
         map_matrices(params, self.paths, empty)
 
-    def adapted(self, params: Params, adapter_B: np.ndarray) -> Params:
-        """The parameters, with these adapters for the rows; int32, -1: none."""
-        if params is not self._params or len(self._trees) >= _MAX_TREES:
-            self.forget_trees()
-            self._params = params
-        if (key := adapter_B.tobytes()) not in self._trees:
+    def of_rows(self, adapter_B: np.ndarray) -> jax.Array:
+        """The adapters of rows on the devices, once for all matrices; int32, -1: none."""
+        if (key := adapter_B.tobytes()) not in self._rows:
+            if len(self._rows) >= _MAX_ROWS:
+                self._rows.clear()
             place = None if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
-            rows_B = jax.device_put(adapter_B, place)  # once for all matrices
+            self._rows[key] = jax.device_put(adapter_B, place)
+        return self._rows[key]
 
-            def adapt(path: str, weight: Any) -> AdaptedWeight:
-                return AdaptedWeight(weight, *self._stacks[path], rows_B)
-
-            self._trees[key] = map_matrices(params, self.paths, adapt)
-        return self._trees[key]
-
-    def forget_trees(self) -> None:
-        """Frees parameters that have been replaced."""
-        self._params = {}
-        self._trees = {}
+    @property
+    def adapters(self) -> Params:
+        """`Extras.adapters`: the stacks of all matrices."""
+        if self._tree is None:
+            tree: Any = {}
+            for path, stack in self._stacks.items():
+                node = tree
+                for name in path.split("."):
+                    node = node.setdefault(name, {})
+                node["weight"] = RowAdapters(*stack)
+            layers = tree.pop("layers", {})
+            self._tree = tree | {"layers": tuple(layers.get(str(i), {}) for i in range(self._num_layers))}
+        return self._tree
 
     def set(self, run: Run, index: int, path: str, a: Any, b: Any, scale: float) -> None:
         """Replaces one matrix of an adapter. a [r, I], b [O, r], r at most R; None: it has none."""
-        self.forget_trees()  # the arrays are donated
+        self._tree = None  # the arrays are donated
         stack = self._stacks[path]
         own_a, own_b = (np.zeros((1, *x.shape[1:]), x.dtype) for x in stack)
         if a is not None:

@@ -22,7 +22,8 @@ from ..generation.loop import TracedExecutor, loop_until_done
 from ..generation.speculation import SpeculationState, Speculative, prompt_lookup
 from ..generation.state import new_state
 from ..generation.strategies import Plain
-from ..model.decoder import Inputs, final_norm, hidden_states, unembed
+from ..mixers.mixer import Mixer
+from ..model.decoder import Inputs, apply_model, final_norm, unembed
 from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
@@ -54,21 +55,23 @@ def paged_cache(  # noqa: PLR0913
     states = iter(states)
     pools = iter(pools)
 
-    def layer(index: int) -> Any:
-        if config.is_linear(index):
+    def layer(mixer: Mixer) -> Any:
+        if not mixer.has_keys:
             return next(states)
         (k, v) = next(pools)
-        return Paged(k, v, config.layer_windows[index], capacity, table_BP)
+        return Paged(k, v, mixer.window, capacity, table_BP)
 
-    layers = tuple(map(layer, range(config.num_cached_layers)))
-    layers += tuple(RoutePages(k, v, None, capacity, table_BP) for k, v in pools)
+    layers = tuple(map(layer, config.cached_mixers))
+    routes = next((RoutePages(k, v, None, capacity, table_BP) for k, v in pools), None)
     overflow_B: Any = np.zeros(len(table_BP), bool)
-    return KVCache(layers, length_B, overflow_B, None, None if config.rope.switches_at is None else longest_B)
+    longest_B = None if config.rope.switches_at is None else longest_B
+    return KVCache(layers, length_B, overflow_B, None, longest_B, routes)
 
 
 def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
-    """(k, v) of each layer of a paged cache that has pages."""
-    return tuple((layer.k, layer.v) for layer in cache.kv_layers)
+    """(k, v) of each layer of a paged cache that has pages, and of its routes if it records them."""
+    paged = cache.kv_layers if cache.routes is None else (*cache.kv_layers, cache.routes)
+    return tuple((layer.k, layer.v) for layer in paged)
 
 
 def cache_states(cache: KVCache) -> tuple[Any, ...]:
@@ -79,6 +82,7 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
 def _decode_steps(  # noqa: PLR0913
     params,
     config,
+    extras,
     rows,
     pools,
     states,
@@ -109,9 +113,9 @@ def _decode_steps(  # noqa: PLR0913
     def step(state, cache, counts):
         if num_draft_tokens:
             strategy = Speculative(config, prompt_lookup, num_draft_tokens)
-            return strategy.step(executor, (params, None), (state, cache, counts))[0]
+            return strategy.step(executor, (params, extras, None), (state, cache, counts))[0]
         counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
-        (state, cache), _ = Plain(config).step(executor, (params,), (state, cache))
+        (state, cache), _ = Plain(config).step(executor, (params, extras), (state, cache))
         return state, cache, counts
 
     def continues(state, cache, counts):
@@ -159,10 +163,10 @@ def _take_output(state):
     return _add_output(state, 0), out
 
 
-def _prompt_logprobs(params, config, tokens_1T, num_tokens_1, cache, target_T, run_config):
+def _prompt_logprobs(params, config, extras, inputs, cache, target_T, run_config):
     """Prefills a page; `Alternatives` of the token after each position, `target_T`, and the cache."""
-    hidden_1TD, cache = hidden_states(params, config, tokens_1T, cache, num_tokens_1, impl=run_config.impl)
-    return _target_logprobs(params, config, hidden_1TD, target_T), cache
+    out = apply_model(params, config, inputs, cache, extras, run_config)
+    return _target_logprobs(params, config, out.hidden, target_T), out.cache
 
 
 def _target_logprobs(params, config, hidden_1TD, target_T):

@@ -14,18 +14,20 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ..cache.kv_cache import KVCache
+from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import PaddedTokens, ParamsAndConfig, Run
+from ..generation.executor import PaddedTokens, Run, RunnableModel
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
-from ..mixers.recurrent import Recurrent
+from ..model.decoder import Inputs
+from ..model.extras import NO_EXTRAS
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
@@ -52,8 +54,8 @@ class Device:
     Attributes:
         params, config: the model.
         next_params: what `adopt_params` makes its parameters; over several processes each sets its own.
-        pools: (k, v) of each layer with keys.
-        states: the recurrent states of all slots, the cache of each linear-attention layer.
+        pools: (k, v) of each mixer with keys.
+        states: the recurrent states of all slots, the cache of each mixer without keys.
         rows: the state of all slots, with all settings and without output.
         host: pages in host memory; None: none, or this is a dry run.
         adapters: None: it has none.
@@ -86,16 +88,6 @@ class Device:
 
     def adopt_params(self) -> None:
         self.params, self.next_params = self.next_params, None
-
-    @property
-    def params(self) -> Params:
-        return self._params
-
-    @params.setter
-    def params(self, params: Params) -> None:
-        self._params = params
-        if self.adapters:
-            self.adapters.forget_trees()
 
     def release_cache(self) -> None:
         """Frees the device memory of pages, recurrent states and snapshots."""
@@ -149,9 +141,9 @@ class Device:
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
-        outputs, cache = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
-        self._store(slot, cache, is_final)
-        return outputs
+        out = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
+        self._store(slot, out.cache, is_final)
+        return out.hidden
 
     def prefill_with_logprobs(  # noqa: PLR0913
         self,
@@ -174,11 +166,10 @@ class Device:
         return alternatives
 
     def _prompt_logprobs(
-        self, model: ParamsAndConfig, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
+        self, model: RunnableModel, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
     ) -> Any:
-        return self._run(
-            programs.PROMPT_LOGPROBS, *model, *chunk, cache, target_T, RunConfig(self._shape.impl)
-        )
+        args = Inputs(*chunk), cache, target_T, RunConfig(self._shape.impl)
+        return self._run(programs.PROMPT_LOGPROBS, *model, *args)
 
     def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
         """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
@@ -362,20 +353,22 @@ class Device:
         return [0] * num_pages_for(self._shape.capacity)
 
     @property
-    def _model(self) -> ParamsAndConfig:
-        return self.params, self.config
+    def _model(self) -> RunnableModel:
+        return RunnableModel(self.params, self.config)
 
-    def _model_of(self, variants: Sequence[Variant]) -> ParamsAndConfig:
+    def _model_of(self, variants: Sequence[Variant]) -> RunnableModel:
         """The model for rows with these variants."""
-        params = self.params
+        extras = NO_EXTRAS
         if self.adapters:
-            params = self.adapters.adapted(params, np.array([adapter for adapter, _ in variants], np.int32))
-        if vectors := self._shape.vectors:
+            adapter_B = self.adapters.of_rows(np.array([adapter for adapter, _ in variants], np.int32))
+            extras = extras._replace(adapters=self.adapters.adapters, adapter_B=adapter_B)
+        if held := self._shape.vectors:
             place = self._device if self._mesh is None else NamedSharding(self._mesh, REPLICATED)
-            params = vectors.steered(params, [factors for _, factors in variants], place)
-        return params, self.config
+            vectors, factor_BN = held.of_rows([factors for _, factors in variants], place)
+            extras = extras._replace(vectors=vectors, factor_BN=factor_BN)
+        return self._model._replace(extras=extras)
 
-    def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> ParamsAndConfig:
+    def _model_of_slots(self, variants: Mapping[int, Variant] | None) -> RunnableModel:
         """The model for all slots. variants: of those that have one."""
         return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 
@@ -447,21 +440,22 @@ class Device:
         if with_states:
             self._set_states(slot, cache_states(cache))
 
-    def _empty_states(self, rows: int) -> tuple[Recurrent, ...]:
-        config = self.config
-        drafts = self._shape.num_draft_tokens and 1 + self._shape.num_draft_tokens
+    def _empty_states(self, rows: int) -> tuple[LayerCache, ...]:
+        shape = self._shape
+        drafts = shape.num_draft_tokens and 1 + shape.num_draft_tokens
         lengths_B: Any = np.zeros(rows, np.int32)
         layers = (
-            Recurrent.empty(config, rows, self._shape.capacity, self._mesh)
-            for _ in range(config.num_linear_layers)
+            mixer.empty_cache(rows, shape.capacity, shape.cache_dtype, self._mesh)
+            for mixer in self.config.cached_mixers
+            if not mixer.has_keys
         )
         return tuple(layer.with_draft_slots(drafts, lengths_B) for layer in layers) if rows else ()
 
-    def _states_of(self, slot: int) -> tuple[Recurrent, ...]:
+    def _states_of(self, slot: int) -> tuple[LayerCache, ...]:
         """The recurrent states of a slot, as caches of one row."""
         return self._run(programs.GET_ROW, self.states, np.int32(slot)) if self.states else ()
 
-    def _set_states(self, slot: int, states: tuple[Recurrent, ...]) -> None:
+    def _set_states(self, slot: int, states: tuple[LayerCache, ...]) -> None:
         if self.states:
             self.states = self._run(programs.SET_ROW, self.states, np.int32(slot), states)
 

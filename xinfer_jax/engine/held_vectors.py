@@ -34,7 +34,7 @@ class HeldVectors:
         D = config.hidden_size
         dtype = activation_dtype(params)
         self._vector_LND = np.zeros((config.num_hidden_layers, len(given), D), np.float32)
-        self._placed: list[jax.Array] = []
+        self._placed: tuple[jax.Array, ...] = ()
         self._factors: dict[bytes, jax.Array] = {}  # of the rows of earlier calls, on the devices
         for n, (name, by_layer) in enumerate(given.items()):
             if not isinstance(name, str) or not name.strip():
@@ -67,12 +67,12 @@ class HeldVectors:
         factors = tuple(float(given.get(name, 0.0)) for name in self.names)
         return factors if any(factors) else ()
 
-    def steered(self, params: Params, factors: Sequence[Sequence[float]], place: Any) -> Params:
-        """The parameters for rows with these factors; (): none. place: of arrays on the devices; None: where
-        programs run.
+    def of_rows(self, factors: Sequence[Sequence[float]], place: Any) -> tuple[Any, jax.Array]:
+        """`Extras.vectors` and `factor_BN` of rows with these factors; (): none. place: of arrays on the
+        devices; None: where programs run.
         """
         if not self._placed:
-            self._placed = [jax.device_put(vector_ND, place) for vector_ND in self._vector_LND]
+            self._placed = tuple(jax.device_put(vector_ND, place) for vector_ND in self._vector_LND)
         none = (0.0,) * len(self.names)
         factor_BN = np.array([row or none for row in factors], np.float32)
         key = factor_BN.tobytes()
@@ -80,6 +80,4 @@ class HeldVectors:
             if len(self._factors) >= _MAX_FACTORS:
                 self._factors.clear()
             self._factors[key] = jax.device_put(factor_BN, place)  # over processes they all compare it
-        pairs = zip(params["layers"], self._placed, strict=True)
-        layers = tuple({**layer, "vectors": (vector_ND, self._factors[key])} for layer, vector_ND in pairs)
-        return {**params, "layers": layers}
+        return self._placed, self._factors[key]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, without_layers
-from ..generation.executor import PaddedTokens, ParamsAndConfig
+from ..generation.executor import PaddedTokens, RunnableModel
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
 from ..grammar.automaton import Dfa
@@ -37,12 +37,11 @@ class LayerwiseDevice(Device):
     _executor: LayerwiseExecutor
 
     def _prompt_logprobs(
-        self, model: ParamsAndConfig, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
+        self, model: RunnableModel, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
     ) -> Any:
-        hidden_1TD, cache = self._executor.prefill_hidden(model, chunk, cache)
-        return self._run(
-            programs.TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T
-        ), cache
+        out = self._executor.prefill_hidden(model, chunk, cache)
+        outer = without_model_layers(self._model)
+        return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T), out.cache
 
     def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
         """Samples the first tokens of rows by the programs of one decode step."""
@@ -119,11 +118,11 @@ class LayerwiseDevice(Device):
         return dataclasses.replace(self._put(without_layers(cache)), layers=layers)
 
     def _decode_step(
-        self, cache: KVCache, running_B: np.ndarray, greedy: bool, recorded: int, model: ParamsAndConfig
+        self, cache: KVCache, running_B: np.ndarray, greedy: bool, recorded: int, model: RunnableModel
     ) -> tuple[KVCache, _Step]:
         inputs = self.rows.progress, self.rows.position_B, running_B
-        logits_B1V, cache = self._executor.forward(model, running_token, inputs, cache, 0)
-        return cache, self._append_token(logits_B1V, running_B, greedy, recorded)
+        out = self._executor.forward(model, running_token, inputs, cache, 0)
+        return out.cache, self._append_token(out.hidden, running_B, greedy, recorded)
 
     def _sample_first(self, slots: list[int], among_B: np.ndarray, greedy: bool, recorded: int) -> _Step:
         firsts, self._firsts = self._firsts, {}

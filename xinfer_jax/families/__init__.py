@@ -10,8 +10,9 @@ of trees.
 
 - A family is a file here, a line in `plugins.py` and a case in `tests/support/parity_cases.py`.
 - What a model does not support follows from its layers (`config.unsupported`): no family can forget it.
-- Names are data: a table of leaves that differ from `naming.NAMES`, and the tensors that hold several leaves.
-  Shapes are not repeated: rows within such a tensor follow from the parameter specs.
+- Names are data: a table of leaves that differ from `naming.NAMES` and from those of the parts of layers
+  (`Mixer.names`), and the tensors that hold several leaves. Shapes are not repeated: rows within such a
+  tensor follow from the parameter specs.
 - A setting that would change the result and is not supported is rejected by name, never ignored.
 - A `text_config` beside a vision model's settings is read as if it were the whole file. mrope is accepted:
   for text all three positions are equal, so it is plain RoPE.

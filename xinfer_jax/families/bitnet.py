@@ -17,7 +17,7 @@ def read_bitnet(hf: Mapping, layers: int) -> dict:
             f"head_dim {format_value(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out,"
             f" heads are hidden_size / num_attention_heads wide, {width // heads}"
         )
-    layer = LayerSpec(AttentionSpec(**attention_bias(hf), o_norm=True), MlpSpec(down_norm=True))
+    layer = LayerSpec((AttentionSpec(**attention_bias(hf), o_norm=True),), MlpSpec(down_norm=True))
     return dict(layers=(layer,) * layers)
 
 

@@ -179,7 +179,8 @@ def params_from_tensors(
     _check_floats({name: named[name] for name in expected})
     leaves = [leaf_of_tensors(spec, named) for spec in specs]
     if dtype is not None:
-        leaves = [leaf.astype(resolve_dtype(dtype)) for leaf in leaves]
+        pairs = zip(specs, leaves, strict=True)
+        leaves = [leaf.astype(spec.dtype or resolve_dtype(dtype)) for spec, leaf in pairs]
     params = jax.tree.unflatten(tree, leaves)
     return params if mesh is None else jax.device_put(params, shardings(config, mesh))
 

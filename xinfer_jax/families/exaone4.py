@@ -13,7 +13,7 @@ from .values import get_integer
 
 
 def read_exaone4(hf: Mapping, layers: int) -> dict[str, Any]:
-    layer = LayerSpec(AttentionSpec(qk_norm="head"), pre_norm=False, post_norm=True)
+    layer = LayerSpec((AttentionSpec(qk_norm="head"),), pre_norm=False, post_norm=True)
     if hf.get("sliding_window") is None:
         return dict(layers=(layer,) * layers)
     pattern = hf["sliding_window_pattern"]  # how many layers, or a letter for each: L has a window, G none

@@ -13,8 +13,8 @@ class Joined:
 
     name: str  # of the tensor, without "model.layers.N." and without ".weight" or ".bias"
     leaves: tuple[str, ...]  # which it holds, in order
-    # The field of the config, or of the linear attention, that says how many groups of rows it has, each with
-    # an equal part of every leaf; "": one.
+    # The field of the mixer's spec, or of the config, that says how many groups of rows it has, each with an
+    # equal part of every leaf; "": one.
     groups: str = ""
     stacked: bool = False  # it has those of all experts, and no ".weight" in its name
     interleaved: bool = False  # its inputs come first; its outputs are by turns those of the leaves
@@ -28,7 +28,7 @@ class Names:
 
     # Name of a leaf, as "q" or "experts.gate", to that of its tensor or module.
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    joined: tuple[Joined, ...] = ()  # tensors that may hold several leaves
+    joined: tuple[Joined, ...] = ()  # tensors that hold several leaves, if the layer has all of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,4 +42,5 @@ class Family:
     # The inverse of `read`: settings of config.json that `to_hf` does not write for all families.
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     names: Names = Names()  # of the tensors; names of no layer are among `leaves` too
-    linear_names: Names = Names()  # of the layers of linear attention, beside these
+    # By the kind of a mixer: names of its tensors, beside these.
+    mixer_names: Mapping[str, Names] = dataclasses.field(default_factory=dict)

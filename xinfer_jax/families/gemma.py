@@ -30,12 +30,12 @@ def _read_shared(hf: Mapping, **attention: Any) -> tuple[dict[str, Any], LayerSp
         embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
     )
-    return fields, LayerSpec(mixer, post_norm=True)
+    return fields, LayerSpec((mixer,), post_norm=True)
 
 
 def read_gemma(hf: Mapping, layers: int) -> dict[str, Any]:
     reject_setting(hf, BOTH_SIDES)
-    layer = LayerSpec(AttentionSpec(**attention_bias(hf)))
+    layer = LayerSpec((AttentionSpec(**attention_bias(hf)),))
     scale = math.sqrt(get_integer(hf, "hidden_size"))
     return dict(norm_offset=1.0, embed_scale=scale, layers=(layer,) * layers)
 
@@ -61,7 +61,7 @@ def read_gemma3(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    mixer: Any = config.layers[0].mixer
+    mixer: Any = config.layers[0].attention
     return write_layer_types(config) | dict(
         query_pre_attn_scalar=mixer.query_pre_attn_scalar,
         attn_logit_softcapping=mixer.logit_softcapping,

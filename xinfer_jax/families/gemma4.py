@@ -8,12 +8,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec
+from ..config.layer_spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpAndExpertsSpec,
+    MlpSpec,
+    SoftmaxRouterSpec,
+)
 from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
 from .family import Family, Names
-from .layer_fields import EXPERTS, FULL, SLIDING, STACKED, attention_bias, read_layer_types, write_layer_types
+from .layer_fields import (
+    EXPERTS,
+    FULL,
+    SLIDING,
+    STACKED,
+    attention_bias,
+    read_layer_types,
+    shared_kv_layers,
+    write_layer_types,
+)
 from .rope_settings import read_rope, rope_per_layer_type, write_rope_per_layer_type
 from .values import get_boolean, get_count, get_integer, get_integer_at_most, get_object, get_optional_number
 
@@ -61,7 +77,8 @@ def read_gemma4(hf: Mapping, layers: int) -> dict[str, Any]:
     def layer(kind: str, shares_kv: bool) -> LayerSpec:
         mixer = dataclasses.replace(attention[kind], shares_kv=shares_kv)
         mlp = MlpSpec(wide if shares_kv else None)
-        return LayerSpec(mixer, mlp, experts, post_norm=True, scalar=True)
+        feed_forward = MlpAndExpertsSpec(mlp, experts) if experts else mlp
+        return LayerSpec((mixer,), feed_forward, post_norm=True, scalar=True)
 
     return dict(
         **sizes[SLIDING],
@@ -131,7 +148,8 @@ def _experts(hf: Mapping) -> ExpertsSpec | None:
         return None
     experts = get_integer(hf, "num_experts")
     chosen = get_integer_at_most(hf, "top_k_experts", experts)
-    return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"))
+    router = SoftmaxRouterSpec(input_scale=True, per_expert_scale=True)
+    return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"), router)
 
 
 def _per_layer_input(hf: Mapping) -> dict[str, int]:
@@ -149,7 +167,7 @@ def _per_layer_input(hf: Mapping) -> dict[str, int]:
 
 
 def write_gemma4(config: ModelConfig) -> dict[str, Any]:
-    full: Any = config.layers[-1].mixer
+    full: Any = config.layers[-1].attention
     mlp: Any = config.layers[-1].mlp
     sizes = dict(head_dim=full.head_dim, num_key_value_heads=full.num_key_value_heads)
     settings = write_layer_types(config) | write_rope_per_layer_type(config)
@@ -157,7 +175,7 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
         global_head_dim=full.head_dim,
         attention_k_eq_v=full.values_are_keys,
         num_global_key_value_heads=full.num_key_value_heads if full.values_are_keys else None,
-        num_kv_shared_layers=config.num_hidden_layers - config.num_cached_layers,
+        num_kv_shared_layers=len(shared_kv_layers(config)),
         use_double_wide_mlp=mlp.intermediate_size not in (None, config.intermediate_size),
         final_logit_softcapping=config.final_logit_softcapping,
         hidden_size_per_layer_input=config.hidden_size_per_layer_input,

@@ -38,7 +38,7 @@ def read_gpt_oss(hf: Mapping, layers: int) -> dict[str, Any]:
     swiglu = ClampedSwiglu(get_number(hf, "swiglu_alpha"), get_number(hf, "swiglu_limit"))
     width = get_integer(hf, "intermediate_size")
     experts = read_experts({**hf, "moe_intermediate_size": width}, bias=True, swiglu=swiglu)
-    layer = LayerSpec(AttentionSpec(**attention_bias(hf), sinks=True), None, experts)
+    layer = LayerSpec((AttentionSpec(**attention_bias(hf), sinks=True),), experts)
     return dict(rope=read_rope(hf), norm_offset=0.0, layers=with_windows(layer, windows))
 
 

@@ -19,7 +19,7 @@ def read_granite(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def write_granite(config: ModelConfig) -> dict[str, Any]:
-    mixer: Any = config.layers[0].mixer
+    mixer: Any = config.layers[0].attention
     factors = {name: getattr(config, name) for name in _FACTORS}
     return factors | dict(
         attention_multiplier=mixer.attention_multiplier, embedding_multiplier=config.embed_scale

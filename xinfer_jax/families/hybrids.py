@@ -5,9 +5,10 @@ gate. Of linear attention Qwen3-Next has two tensors of projections, by key head
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.layer_spec import AttentionSpec, LayerSpec, LinearAttentionSpec
+from ..config.layer_spec import AttentionSpec, LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..mixers.gated_delta import GatedDeltaSpec
 from .family import Family, Joined, Names
 from .layer_fields import (
     EXPERTS,
@@ -49,8 +50,8 @@ def read_hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
         interval = get_integer(hf, "full_attention_interval")
         types = [_LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     of_type = {
-        _LINEAR: LayerSpec(LinearAttentionSpec(keys, values, key_width, value_width, convolution)),
-        FULL: LayerSpec(AttentionSpec(**attention_bias(hf), qk_norm="head", output_gate=True)),
+        _LINEAR: LayerSpec((GatedDeltaSpec(keys, values, key_width, value_width, convolution),)),
+        FULL: LayerSpec((AttentionSpec(**attention_bias(hf), qk_norm="head", output_gate=True),)),
     }
     return dict(norm_offset=1.0, rope=rope, layers=tuple(of_type[kind] for kind in types))
 
@@ -72,10 +73,11 @@ def read_qwen3_5_moe(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def write_hybrid(config: ModelConfig) -> dict[str, Any]:
     partial = dict(partial_rotary_factor=config.rope.partial_rotary_factor)
-    types = [_LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_hidden_layers)]
+    deltas = [layer.mixer_of(GatedDeltaSpec.kind) for layer in config.layers]
+    types = [_LINEAR if delta else FULL for delta in deltas]
     settings: dict[str, Any] = dict(layer_types=types, rope_parameters=write_rope(config.rope) | partial)
-    if linear := config.linear_attention:
-        settings |= {f"linear_{name}": value for name, value in vars(linear).items()}
+    if delta := next(filter(None, deltas), None):
+        settings |= {f"linear_{name}": value for name, value in vars(delta).items()}
     return settings | write_experts(config)
 
 
@@ -88,21 +90,26 @@ def _linear_names(own: dict[str, str], *joined: Joined) -> Names:
     names |= {f"conv_{leaf}": f"{part}_conv.weight" for leaf, part in _PARTS.items()}
     names |= dict(A_log="A_log", dt_bias="dt_bias", gated_norm="norm.weight", o="out_proj") | own
     convolution = Joined("linear_attn.conv1d.weight", ("conv_q", "conv_k", "conv_v"), depthwise=True)
-    return Names(
-        {leaf: f"linear_attn.{name}" for leaf, name in names.items()}, (*joined, convolution, *STACKED)
-    )
+    return Names({leaf: f"linear_attn.{name}" for leaf, name in names.items()}, (*joined, convolution))
 
 
-_NAMES = Names(
-    EXPERTS | SHARED_EXPERT | dict(q="self_attn.query_proj", attn_gate="self_attn.gate_proj"),
+_NAMES = Names(EXPERTS | SHARED_EXPERT, STACKED)
+_ATTENTION = Names(
+    dict(q="self_attn.query_proj", attn_gate="self_attn.gate_proj"),
     # Of each head first the query, then the gate.
-    (Joined("self_attn.q_proj", ("q", "attn_gate"), groups="num_attention_heads"), *STACKED),
+    (Joined("self_attn.q_proj", ("q", "attn_gate"), groups="num_attention_heads"),),
 )
 _QKVZ = Joined("linear_attn.in_proj_qkvz", ("q", "k", "v", "z"), groups="num_key_heads")
 _BA = Joined("linear_attn.in_proj_ba", ("b", "a"), groups="num_key_heads")
-_NEXT_NAMES = _linear_names({leaf: f"{leaf}_proj" for leaf in "zba"}, _QKVZ, _BA)
+_NEXT_MIXERS = {
+    AttentionSpec.kind: _ATTENTION,
+    GatedDeltaSpec.kind: _linear_names({leaf: f"{leaf}_proj" for leaf in "zba"}, _QKVZ, _BA),
+}
 _QKV = Joined("linear_attn.in_proj_qkv", ("q", "k", "v"))
-_QWEN3_5_NAMES = _linear_names({leaf: f"in_proj_{leaf}" for leaf in "zba"}, _QKV)
+_QWEN3_5_MIXERS = {
+    AttentionSpec.kind: _ATTENTION,
+    GatedDeltaSpec.kind: _linear_names({leaf: f"in_proj_{leaf}" for leaf in "zba"}, _QKV),
+}
 
 _DEFAULTS = dict(
     head_dim=256, max_position_embeddings=32768, full_attention_interval=4, linear_conv_kernel_dim=4,
@@ -114,7 +121,7 @@ _NEXT = dict(
 )
 _MOE = dict(num_experts=256, num_experts_per_tok=8, intermediate_size=1)  # no layer has an MLP of that width
 QWEN3_NEXT = Family(
-    _DEFAULTS | _SPARSE | _NEXT, read_qwen3_next, "Qwen3NextForCausalLM", write_hybrid, _NAMES, _NEXT_NAMES
+    _DEFAULTS | _SPARSE | _NEXT, read_qwen3_next, "Qwen3NextForCausalLM", write_hybrid, _NAMES, _NEXT_MIXERS
 )
 QWEN3_5 = Family(
     _DEFAULTS | dict(num_key_value_heads=4),
@@ -122,7 +129,7 @@ QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     write_hybrid,
     _NAMES,
-    _QWEN3_5_NAMES,
+    _QWEN3_5_MIXERS,
 )
 QWEN3_5_MOE = Family(
     _DEFAULTS | _SPARSE | _MOE,
@@ -130,5 +137,5 @@ QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM",
     write_hybrid,
     _NAMES,
-    _QWEN3_5_NAMES,
+    _QWEN3_5_MIXERS,
 )

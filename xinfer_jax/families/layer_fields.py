@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..config.layer_spec import ExpertsSpec, LayerSpec
+from ..config.layer_spec import ExpertsSpec, LayerSpec, SoftmaxRouterSpec
 from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
@@ -25,6 +25,11 @@ STACKED = (
     Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True, is_published=False),
     Joined("mlp.experts.down_proj", ("experts.down",), stacked=True, is_published=False),
 )
+
+
+def shared_kv_layers(config: ModelConfig) -> list[int]:
+    """The layers whose attention uses the keys and values of another layer."""
+    return [i for i, layer in enumerate(config.layers) if layer.attention and layer.attention.shares_kv]
 
 
 def attention_bias(hf: Mapping) -> dict[str, Any]:
@@ -110,17 +115,18 @@ def write_window(config: ModelConfig) -> dict[str, Any]:
     return dict(sliding_window=config.layer_windows[0])
 
 
-def read_experts(hf: Mapping, **options: Any) -> ExpertsSpec:
+def read_experts(hf: Mapping, norm_topk_prob: bool = True, **options: Any) -> ExpertsSpec:
     """Returns the experts of a layer. options: fields that not all families have."""
     experts = get_integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
     chosen = get_integer_at_most(hf, "num_experts_per_tok", experts)
-    return ExpertsSpec(experts, chosen, get_integer(hf, "moe_intermediate_size"), **options)
+    width = get_integer(hf, "moe_intermediate_size")
+    return ExpertsSpec(experts, chosen, width, SoftmaxRouterSpec(norm_topk_prob), **options)
 
 
 def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec:
     """Experts, one of which all tokens use."""
     shared = get_count(hf, "shared_expert_intermediate_size")
-    return read_experts(hf, norm_topk_prob=norm_topk_prob, shared_intermediate_size=shared)
+    return read_experts(hf, norm_topk_prob, shared_intermediate_size=shared)
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
@@ -128,8 +134,10 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
     dense = [i for i, layer in enumerate(config.layers) if layer.experts is None]
     settings: dict[str, Any] = dict(mlp_only_layers=dense, decoder_sparse_step=1)
     if experts := config.experts:
-        names = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+        router: Any = experts.router
+        names = ("num_experts", "num_experts_per_tok")
         settings |= {name: getattr(experts, name) for name in names}
+        settings["norm_topk_prob"] = router.norm_topk_prob
         settings["moe_intermediate_size"] = experts.intermediate_size
         settings["shared_expert_intermediate_size"] = experts.shared_intermediate_size
     return settings
@@ -140,7 +148,7 @@ def with_experts(
 ) -> tuple[LayerSpec, ...]:
     """Returns the layers, those that are sparse with experts in place of the MLP."""
     return tuple(
-        dataclasses.replace(layer, mlp=None, experts=experts) if is_sparse else layer
+        dataclasses.replace(layer, feed_forward=experts) if is_sparse else layer
         for layer, is_sparse in zip(layers, sparse, strict=True)
     )
 

@@ -23,7 +23,7 @@ from .values import get_boolean, get_integer, get_number
 
 
 def _layer(hf: Mapping) -> LayerSpec:
-    return LayerSpec(AttentionSpec(**attention_bias(hf)), MlpSpec(bias=get_boolean(hf, "mlp_bias")))
+    return LayerSpec((AttentionSpec(**attention_bias(hf)),), MlpSpec(bias=get_boolean(hf, "mlp_bias")))
 
 
 def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -32,7 +32,8 @@ def read_llama(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def read_arcee(hf: Mapping, layers: int) -> dict[str, Any]:
-    layer = dataclasses.replace(_layer(hf), mlp=MlpSpec(bias=get_boolean(hf, "mlp_bias"), gated=False))
+    mlp = MlpSpec(bias=get_boolean(hf, "mlp_bias"), gated=False)
+    layer = dataclasses.replace(_layer(hf), feed_forward=mlp)
     return dict(layers=(layer,) * layers)
 
 
@@ -52,12 +53,12 @@ def read_ministral3(hf: Mapping, layers: int) -> dict[str, Any]:
             given, "original_max_position_embeddings"
         )
         scaling = get_number(given, "llama_4_scaling_beta"), length
-    layer = LayerSpec(AttentionSpec(query_scaling=scaling))
+    layer = LayerSpec((AttentionSpec(query_scaling=scaling),))
     return dict(rope=rope, layers=with_windows(layer, same_windows(hf, layers)))
 
 
 def write_ministral3(config: ModelConfig) -> dict[str, Any]:
-    mixer: Any = config.layers[0].mixer
+    mixer: Any = config.layers[0].attention
     trained = config.rope.original_max_position_embeddings or config.max_position_embeddings
     (beta, length) = mixer.query_scaling or (0.0, trained)
     own = dict(llama_4_scaling_beta=beta, original_max_position_embeddings=length)
@@ -70,7 +71,7 @@ def read_seed_oss(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def write_seed_oss(config: ModelConfig) -> dict[str, Any]:
-    mixer: Any = config.layers[0].mixer
+    mixer: Any = config.layers[0].attention
     return dict(attention_bias=mixer.qkv_bias, attention_out_bias=mixer.o_bias)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.layer_spec import AttentionSpec, LayerSpec
+from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from .family import Family, Joined, Names
 from .layer_fields import STACKED, read_experts, same_windows, with_windows, write_window
@@ -11,7 +11,7 @@ from .layer_fields import STACKED, read_experts, same_windows, with_windows, wri
 
 def read_mixtral(hf: Mapping, layers: int) -> dict[str, Any]:
     experts = read_experts({**hf, "moe_intermediate_size": hf["intermediate_size"]})
-    layer = LayerSpec(AttentionSpec(), None, experts)
+    layer = LayerSpec(feed_forward=experts)
     return dict(layers=with_windows(layer, same_windows(hf, layers)))
 
 

@@ -13,14 +13,12 @@ from ..weights.param_specs import Params, ParamSpec, leaf_name, param_specs
 from .family import Joined, Names
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
-# Names of leaves in the files, of families that have no others; those of a layer are within it.
+# Names of leaves in the files, of families that have no others; those of a layer are within it. Mixers and
+# feed-forwards have those of their own leaves.
 NAMES = dict(
     embed="model.embed_tokens", final_norm="model.norm.weight", lm_head="lm_head",
     attn_norm="input_layernorm.weight", mlp_norm="post_attention_layernorm.weight",
     attn_post_norm="post_attention_layernorm.weight", mlp_post_norm="post_feedforward_layernorm.weight",
-    **{leaf: f"self_attn.{leaf}_proj" for leaf in "qkvo"},
-    **{leaf: f"self_attn.{leaf}.weight" for leaf in ("q_norm", "k_norm")},
-    **{leaf: f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")},
 )  # fmt: skip
 
 
@@ -93,34 +91,42 @@ class FileSpec(ParamSpec):
 def file_specs(config: ModelConfig) -> Params:
     """Returns the parameter tree of `config` with a `FileSpec` at every leaf."""
     family = load("family", config.model_type)
-    return specs_by_names(config, NAMES | family.names.leaves, family.names, family.linear_names)
+    names = Names(NAMES | family.names.leaves, family.names.joined)
+    return specs_by_names(config, names, family.mixer_names)
 
 
 def specs_by_names(
-    config: ModelConfig,
-    names: Mapping[str, str],
-    attention: Names,
-    linear: Names,
-    prefix: str = "model.layers",
+    config: ModelConfig, names: Names, mixer_names: Mapping[str, Names], prefix: str = "model.layers"
 ) -> Params:
-    """Returns `file_specs` by other names: of all leaves, of layers of attention and of linear attention.
-    prefix: of a layer's tensors.
-    """
+    """Returns `file_specs` by other names. mixer_names: as in `Family`; prefix: of a layer's tensors."""
     tree = param_specs(config)
     layers = []
     for i, layer in enumerate(tree["layers"]):
-        own = linear if config.is_linear(i) else attention
-        sizes = config.linear_attention if config.is_linear(i) else config
-        layers.append(_named(layer, {**names, **own.leaves}, f"{prefix}.{i}.", own.joined, sizes))
+        mixers = config.mixers(i)
+        leaves: dict[str, str] = {}
+        parts: list[Any] = [*mixers, config.feed_forward(i)]
+        for part in filter(None, parts):
+            leaves |= part.names
+        leaves |= names.leaves
+        joined = [(tensor, config) for tensor in names.joined]
+        for mixer in mixers:
+            own = mixer_names.get(mixer.spec.kind, Names())
+            leaves |= own.leaves
+            joined += [(tensor, mixer.spec) for tensor in own.joined]
+        layers.append(_named(layer, leaves, f"{prefix}.{i}.", joined, config))
     rest = {leaf: spec for leaf, spec in tree.items() if leaf != "layers"}
-    return _named(rest, names, "", (), None) | {"layers": tuple(layers)}
+    return _named(rest, names.leaves, "", [], config) | {"layers": tuple(layers)}
 
 
 def _named(
-    tree: Params, names: Mapping[str, str], prefix: str, joined: tuple[Joined, ...], sizes: Any
+    tree: Params,
+    names: Mapping[str, str],
+    prefix: str,
+    joined: list[tuple[Joined, Any]],
+    config: ModelConfig,
 ) -> Params:
-    """The specs of a layer, or of what is in none, with their places in the files. sizes: what has the fields
-    that `Joined.groups` names.
+    """The specs of a layer, or of what is in none, with their places in the files. joined: tensors, each with
+    what has the field that `Joined.groups` names, if not the config.
     """
     flat = {leaf_name(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -129,24 +135,24 @@ def _named(
         (leaf, kind) = path.rsplit(".", 1) if path.endswith((".weight", ".bias")) else (path, "")
         suffix = f".{kind}" if kind else ""
         fields: dict[str, Any] = dict(hf_name=f"{prefix}{names[leaf]}{suffix}")
-        for tensor in joined:
-            if leaf in tensor.leaves:
-                rows = [_rows(flat[f"{part}{suffix}"]) for part in tensor.leaves]
-                fields |= _place(tensor, leaf, kind, rows, sizes)
+        for tensor, sizes in joined:
+            parts = [f"{part}{suffix}" for part in tensor.leaves]
+            if leaf in tensor.leaves and flat.keys() >= {*parts}:
+                groups: Any = getattr(sizes, tensor.groups, None) or getattr(config, tensor.groups, 1)
+                fields |= _place(tensor, leaf, kind, [_rows(flat[part]) for part in parts], groups)
                 fields["fused_name"] = prefix + fields["fused_name"]
         return FileSpec(**vars(spec), **fields)
 
     return jax.tree_util.tree_map_with_path(file_spec, tree)
 
 
-def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], sizes: Any) -> dict[str, Any]:
-    """The fields of a leaf that this tensor may hold. rows: of each of its leaves."""
+def _place(tensor: Joined, leaf: str, kind: str, rows: list[int], groups: int) -> dict[str, Any]:
+    """The fields of a leaf that this tensor may hold. rows: of each of its leaves; groups: of rows."""
     index = tensor.leaves.index(leaf)
     ends = {"weight": "", "bias": "_bias"} if tensor.stacked else {"weight": ".weight", "bias": ".bias"}
     name = tensor.name + ends.get(kind, "")
     if tensor.interleaved:
         return dict(fused_name=name, first_row=index, interleaved=len(rows))
-    groups = getattr(sizes, tensor.groups) if tensor.groups else 1
     return dict(
         fused_name=name, first_row=sum(rows[:index]) // groups, fused_rows=sum(rows) // groups,
         fused_groups=groups, depthwise=tensor.depthwise, is_published=tensor.is_published,

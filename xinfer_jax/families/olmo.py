@@ -15,7 +15,7 @@ _THETA = 500000.0
 
 def _layer(hf: Mapping) -> LayerSpec:
     attention = AttentionSpec(**attention_bias(hf), qk_norm="joint")
-    return LayerSpec(attention, pre_norm=False, post_norm=True)
+    return LayerSpec((attention,), pre_norm=False, post_norm=True)
 
 
 def read_olmo2(hf: Mapping, layers: int) -> dict[str, Any]:

@@ -34,11 +34,11 @@ def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen3_layer(hf: Mapping) -> LayerSpec:
-    return LayerSpec(AttentionSpec(**attention_bias(hf), qk_norm="head"))
+    return LayerSpec((AttentionSpec(**attention_bias(hf), qk_norm="head"),))
 
 
 def read_qwen2(hf: Mapping, layers: int) -> dict[str, Any]:
-    return dict(layers=with_windows(LayerSpec(AttentionSpec(qkv_bias=True)), _late_windows(hf, layers)))
+    return dict(layers=with_windows(LayerSpec((AttentionSpec(qkv_bias=True),)), _late_windows(hf, layers)))
 
 
 def read_qwen3(hf: Mapping, layers: int) -> dict[str, Any]:
@@ -55,13 +55,13 @@ def read_qwen3_moe(hf: Mapping, layers: int) -> dict[str, Any]:
 def read_qwen2_moe(hf: Mapping, layers: int) -> dict[str, Any]:
     last = get_count(hf, "max_window_layers")
     windows = layer_windows(hf, [i % 2 == 0 and i < last for i in range(layers)])
-    specs = with_windows(LayerSpec(AttentionSpec(qkv_bias=get_boolean(hf, "qkv_bias"))), windows)
+    specs = with_windows(LayerSpec((AttentionSpec(qkv_bias=get_boolean(hf, "qkv_bias")),)), windows)
     experts = read_shared_experts(hf, get_boolean(hf, "norm_topk_prob"))
     return dict(layers=with_experts(specs, read_sparse_layers(hf, layers), experts))
 
 
 def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
-    mixer: Any = config.layers[0].mixer
+    mixer: Any = config.layers[0].attention
     return write_layer_types(config) | write_experts(config) | dict(qkv_bias=mixer.qkv_bias)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.layer_spec import AttentionSpec, LayerSpec
+from ..config.layer_spec import LayerSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..plugins import load, names
@@ -83,10 +83,10 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def _not_causal(layer: LayerSpec) -> LayerSpec:
     """The layer where `is_causal` is false: its attention, if it has one, sees later tokens too."""
-    mixer = layer.mixer
-    if not isinstance(mixer, AttentionSpec) or mixer.ahead:
+    attention = layer.attention
+    if attention is None or attention.ahead:
         return layer
-    return with_later_tokens(layer, mixer.window)
+    return with_later_tokens(layer, attention.window)
 
 
 def _check_supported(hf: Mapping, activation: Any) -> None:
@@ -104,7 +104,9 @@ def _check_supported(hf: Mapping, activation: Any) -> None:
 
 
 def _check_consistency(config: ModelConfig) -> None:
-    for heads in {config.num_key_value_heads, *map(config.kv_heads, config.attention_layers)}:
+    attentions = filter(None, (layer.attention for layer in config.layers))
+    own = (x.num_key_value_heads or config.num_key_value_heads for x in attentions)
+    for heads in {config.num_key_value_heads, *own}:
         if config.num_attention_heads % heads:
             raise InputError(
                 f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"

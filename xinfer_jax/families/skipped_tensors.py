@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from ..config.model_config import ModelConfig
 from ..plugins import load
+from .layer_fields import shared_kv_layers
 
 INV_FREQ = "rotary_emb.inv_freq"  # how the names of old checkpoints' tables end
 # Prefixes of names, and what the text model alone would have in their place; None: another part has it.
@@ -49,9 +50,10 @@ def full_name(own: str, other: str) -> str:
 
 def unused_names(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """Of names within the text model, those that a checkpoint may have and that change nothing."""
-    shared_layers = range(config.num_cached_layers, config.num_hidden_layers)  # of keys and values
     parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
-    unused = {f"model.layers.{layer}.self_attn.{part}" for layer in shared_layers for part in parts}
+    unused = {
+        f"model.layers.{layer}.self_attn.{part}" for layer in shared_kv_layers(config) for part in parts
+    }
     unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     has_shared = "shared_gate" in load("family", config.model_type).names.leaves
     if has_shared and not (config.experts and config.experts.shared_intermediate_size):

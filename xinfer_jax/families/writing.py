@@ -20,7 +20,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     family = load("family", config.model_type)
     causal = dataclasses.replace(config, layers=tuple(map(_causal, config.layers)))
-    attention = next((x.mixer for x in config.layers if isinstance(x.mixer, AttentionSpec)), AttentionSpec())
+    attention = next(filter(None, (layer.attention for layer in config.layers)), AttentionSpec())
     activation = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     ends = config.eos_token_ids
     settings = dict(
@@ -51,6 +51,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _causal(layer: LayerSpec) -> LayerSpec:
     """The layer without attention to later tokens: the inverse of `with_later_tokens`."""
-    mixer: Any = layer.mixer
-    ahead = getattr(mixer, "ahead", 0)
-    return layer.with_mixer(window=mixer.window and ahead, ahead=0) if ahead else layer
+    attention = layer.attention
+    if attention is None or not attention.ahead:
+        return layer
+    return layer.with_mixer(window=attention.window and attention.ahead, ahead=0)

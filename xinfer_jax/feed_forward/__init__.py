@@ -1,7 +1,9 @@
 """Feed-forwards: the parts of a layer that work on one token at a time.
 
-`experts` is the mixture of experts: a router chooses a few gated MLPs for each token. The MLP itself is in
-`weights/layers.py`, since an expert is one too.
+Read the files in this order: `feed_forward` (the protocol), `mlp` (the MLP), `routers` (what chooses
+experts), `mixture` (the mixture of experts, alone or next to an MLP), `experts` (its computation: a router
+chooses a few gated MLPs for each token). The computation of the MLP is in `weights/layers.py`, since an
+expert is one too.
 
 - With few tokens only the chosen experts are read. With many tokens each expert is read once, and its output
   is used at the tokens that chose it.

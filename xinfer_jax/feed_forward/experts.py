@@ -1,7 +1,8 @@
 """Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from .. import plugin
 from ..config.model_config import ModelConfig
 from ..config.run_config import DEFAULT, RunConfig
 from ..ops.operation import match_varying_axes, run
-from ..weights.layers import activation, gated_mlp, linear, products, rms_norm
+from ..weights.layers import activation, linear, products
 from ..weights.params import Params
+from .mlp import gated_mlp
+from .routers import router_of
 
 
 def mixture_of_experts(
@@ -21,18 +24,18 @@ def mixture_of_experts(
     config: ModelConfig,
     run_config: RunConfig = DEFAULT,
     *,
-    chosen: tuple[jax.Array, jax.Array] | None = None,
+    chosen: Sequence[jax.Array] | None = None,
 ) -> jax.Array:
     """Sparse feed-forward (Shazeer et al. 2017).
 
     Args:
         x_BTD: hidden states after the norm.
-        layer: "router", as `choose_experts` takes it; "experts": the tree of a gated MLP with a first axis X;
+        layer: "router", as `Router.choose` takes it; "experts": the tree of a gated MLP with a first axis X;
             its matrices may be quantized. Both may have biases.
         config: of the model; its `experts` and the activation.
         run_config: its `over` divides the experts: the devices' outputs are summed. The derivative of a
             kernel is that of the plain form.
-        chosen: weights and experts of each token; None: `choose_experts` of x.
+        chosen: weights and experts of each token; None: those that the router chooses for x.
 
     Returns:
         [B, T, D] in the dtype of x.
@@ -41,7 +44,8 @@ def mixture_of_experts(
         InputError: the named impl does not support these arguments.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    weight_MU, expert_MU = chosen or choose_experts(x_BTD, layer["router"], config)
+    experts: Any = config.experts
+    weight_MU, expert_MU = chosen or router_of(config, experts).choose(layer["router"], x_BTD)
     plain = partial(plain_experts, config=config)
 
     def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
@@ -57,38 +61,6 @@ def mixture_of_experts(
     from ..backends.mesh import mesh_experts  # optional: meshes
 
     return mesh_experts(mix, expert_MU, layer, run_config.over)
-
-
-def choose_experts(
-    x_BTD: jax.Array, router: Params, config: ModelConfig, given_BTU: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The weights of each token's experts, float32 [M, U], and the experts, int32 [M, U].
-
-    Softmax comes before top-k, as in Qwen's models. Softmax of the chosen scores alone, as in gpt-oss, is the
-    same with normalized weights.
-
-    Args:
-        x_BTD: the router's input.
-        router: {"weight": [X, D]}; in Gemma 4 also "scale" [D] of a norm of the input, which is divided by
-            sqrt(D) then, and "per_expert_scale" [X] of the weights.
-        config: of the model.
-        given_BTU: experts in place of those with the best scores; a token with -1 has the best.
-    """
-    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    if "scale" in router:
-        x_MD = rms_norm(x_MD, router["scale"], config.rms_norm_eps) * x_MD.shape[1] ** -0.5
-    score_MX = linear(x_MD, router, jnp.float32)
-    of_chosen = bool(config.experts and config.experts.norm_topk_prob)  # softmax of those that are chosen
-    score_MX = score_MX if of_chosen else jax.nn.softmax(score_MX, -1)
-    weight_MU, expert_MU = lax.top_k(score_MX, config.num_experts_per_tok)
-    if given_BTU is not None:
-        given_MU = given_BTU.reshape(expert_MU.shape)
-        expert_MU = jnp.where((given_MU < 0).any(-1, keepdims=True), expert_MU, given_MU)
-        weight_MU = jnp.take_along_axis(score_MX, expert_MU, -1)
-    weight_MU = jax.nn.softmax(weight_MU, -1) if of_chosen else weight_MU
-    if "per_expert_scale" in router:
-        weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
-    return weight_MU, expert_MU
 
 
 def expert_output(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:

@@ -11,12 +11,13 @@ import numpy as np
 
 from ..cache.kv_cache import KVCache, truncate
 from ..config.run_config import RunConfig
+from ..model.extras import Extras
 from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .batch_matchers import BatchMatchers
-from .executor import Executor, Run, run_program
+from .executor import Executor, Run, RunnableModel, run_program
 from .executor_choice import compile_ahead, executor_class
 from .loop import TracedExecutor
 from .options import GenerateOutput
@@ -69,8 +70,8 @@ class BatchGenerator:
         self._state = initial_state(call, self._prompt_R, self._grammars.dfas)
         uncached = [prompt[n:] for prompt, n in zip(call.prompts, self._num_cached_B, strict=False)]
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
-        self._model = call.params, call.config
-        self._constants: tuple = call.params, call.options.taps
+        self._model = RunnableModel(call.params, call.config, Extras(taps=call.options.taps))
+        self._constants: tuple = call.params, self._model.extras
         self._strategy: Strategy = Plain(call.config)
         self._drafting: Any = None
         if call.options.draft is not None:
@@ -87,7 +88,7 @@ class BatchGenerator:
             from ..sampling.caller_processors import guarded  # optional: functions of callers
 
             run = guarded(run, self._call.callers, None, options.taps)
-        traced = TracedExecutor(RunConfig(options.impl), run, taps=options.taps)
+        traced = TracedExecutor(RunConfig(options.impl), run)
         if options.taps is not None:
             return traced, traced
         executor = executor_class(self._call.params)(RunConfig(options.impl), run, self._call.greedy)
@@ -102,7 +103,7 @@ class BatchGenerator:
             cache = truncate(prefix.cache, self._num_cached_B)
             cache = dataclasses.replace(cache, layers=jax.tree.map(jnp.copy, cache.layers))
         else:
-            cache = new_cache(call, *self._model, call.capacity, call.prompt_rows)
+            cache = new_cache(call, call.params, call.config, call.capacity, call.prompt_rows)
         return cache, self._drafting and self._drafting.new_cache()
 
     def precompile(self) -> tuple[Any, int]:
@@ -220,7 +221,7 @@ class BatchGenerator:
 
     def _prefill(self, executor: Executor, cache: Any, draft_cache: Any) -> list[Any]:
         """The outputs of the last tokens of the rows that answer; and what the carry has beside the state."""
-        outputs, cache = executor.prefill(self._model, self._tokens, cache)
+        outputs, cache, *_ = executor.prefill(self._model, self._tokens, cache)
         if draft_cache is not None:
             draft_cache = self._drafting.prefill(executor, draft_cache)
         if self._call.answers > 1:
@@ -245,8 +246,8 @@ class BatchGenerator:
         generated = self.generated.rows() if hasattr(self, "generated") else [[0]] * len(prompts)
         rows = [prompt + ids for prompt, ids in zip(prompts, generated, strict=False)]
         tokens = pad_prompts(rows, call.config.context_length, call.rows)
-        outputs, _ = executor.prefill(self._model, tokens, None)
-        return self._sample(executor, outputs), None
+        out = executor.prefill(self._model, tokens, None)
+        return self._sample(executor, out.hidden), None
 
     def output(self, stopped_at: int | None = None) -> GenerateOutput:
         """What the call returns.

@@ -17,7 +17,7 @@ from ..config.model_config import ModelConfig
 from ..sampling.context import Context
 from ..sampling.random_keys import DRAW_BEAMS, gumbel_noise
 from ..sampling.sampler import all_greedy, is_plain_greedy, process_logits, warp_logits
-from .executor import Executor
+from .executor import Executor, RunnableModel
 from .state import DecodeState
 from .strategies import Carry, Strategy, logits_at, one_token
 
@@ -85,9 +85,9 @@ class BeamSearch(Strategy):
         params, request = constants
         state, cache = carry
         cache = executor.reorder_tail(cache, state.parent_R, request.shortest, self.tail)
-        outputs, cache = executor.forward((params, self.config), one_token, (state.token_R,), cache, 0)
-        state, continues = executor.call(_NEXT, outputs, state, request, self)
-        return (state, cache), continues
+        out = executor.forward(RunnableModel(params, self.config), one_token, (state.token_R,), cache, 0)
+        state, continues = executor.call(_NEXT, out.hidden, state, request, self)
+        return (state, out.cache), continues
 
     def continues(self, constants: tuple, carry: Carry) -> Any:
         return _continues(carry[0], constants[1])

@@ -19,13 +19,15 @@ from ..checks import check_integer, is_sequence, number_array
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..errors import InputError, format_token_counts, format_value
+from ..model.decoder import ModelOutput
 from ..ops.operation import without_mesh_context
+from ..sampling.batched_settings import used_settings
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .beam_steps import BeamRequest, BeamResults, BeamSearch
-from .executor import Executor, bucket
+from .executor import Executor, RunnableModel, bucket
 from .executor_choice import compile_ahead, executor_class
 from .options import GenerateOptions
 from .output_checks import check_overflow
@@ -120,7 +122,7 @@ def beam_search(  # noqa: PLR0913  a public function
     with Stopwatch() as compiling:
         search.prepare().wait()
     with Stopwatch() as prefilling:
-        outputs, cache = search.prefill(search.executor, search.new_cache())
+        outputs, cache, *_ = search.prefill(search.executor, search.new_cache())
         outputs.block_until_ready()
     lengths = without_layers(cache)
     prompts = call.prompts
@@ -182,6 +184,7 @@ class _Search:
         rows = initial_state(call, prompt_of_row(call))
         self._request = BeamRequest(rows, np.int32(shortest), np.float32(length_penalty))
         self._tokens = pad_prompts(call.prompts, call.capacity, call.rows)
+        self._model = RunnableModel(call.params, call.config)
         self.executor = executor_class(params)(RunConfig(impl))
 
     def new_cache(self) -> KVCache:
@@ -194,8 +197,8 @@ class _Search:
 
         def dry_run(compiler: Any) -> int:
             executor = type(self.executor)(self.executor.run_config, compiler)
-            outputs, prefilled = self.prefill(executor, jax.eval_shape(self.new_cache))
-            self.search(executor, outputs, [prefilled], 2)
+            out = self.prefill(executor, jax.eval_shape(self.new_cache))
+            self.search(executor, out.hidden, [out.cache], 2)
             return compiler.num_programs
 
         width = self.executor.prefill_width(call.longest, call.rows)
@@ -204,15 +207,15 @@ class _Search:
         signature = self._strategy, self.executor.run_config, width, of_cache, arrays
         return compile_ahead(call.params, signature, dry_run)[0]
 
-    def prefill(self, executor: Executor, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """The outputs of each prompt's last token, and the cache with the prompts."""
-        return executor.prefill((self.call.params, self.call.config), self._tokens, cache)
+    def prefill(self, executor: Executor, cache: KVCache) -> ModelOutput:
+        """`Executor.prefill` of the prompts."""
+        return executor.prefill(self._model, self._tokens, cache)
 
     def search(self, executor: Executor, outputs: Any, caches: list[KVCache], steps: int) -> BeamResults:
         """The sequences that ended, best first, and where the search stopped. caches: that of `prefill`, to
         take out.
         """
-        logits = executor.logits((self.call.params, self.call.config), outputs)
+        logits = executor.logits(self._model, outputs)
         constants = self.call.params, self._request
         return executor.search(self._strategy, constants, logits, caches.pop(), steps)
 
@@ -239,8 +242,8 @@ def _check(
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
-    if np.any(call.sampling_B.xtc_probability > 0):
-        raise InputError("xtc_probability does not combine with beams: leave it out")
+    for name in used_settings(call.sampling_B, lambda setting: bool(setting.warper) or not setting.beams):
+        raise InputError(f"{name} does not combine with beams: leave it out")
     if num_beams * vocab_size >= 2**31:  # int32 numbers them
         raise InputError(
             f"num_beams {num_beams} with a vocabulary of {vocab_size} makes 2^31 candidates or more: lower"

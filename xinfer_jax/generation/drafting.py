@@ -11,10 +11,11 @@ from ..cache.stored_kv import check_head_dim
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
+from ..model.extras import NO_EXTRAS
 from ..sampling.context import Context
 from ..stats import GenerateStats
 from .batch_arrays import new_cache, pad_prompts
-from .executor import Executor
+from .executor import Executor, RunnableModel
 from .speculation import SpeculationState, Speculative, check_draft_function, prompt_lookup
 from .validation import ValidatedCall
 
@@ -33,7 +34,7 @@ class Drafting:
         if not callable(draft) and not isinstance(draft, str):
             self.params = draft.params
             self._config = proposer = draft.config
-        self.constants = call.params, self.params
+        self.constants = call.params, NO_EXTRAS, self.params
         self.strategy = Speculative(call.config, proposer, call.num_draft_tokens)
 
     @staticmethod
@@ -63,14 +64,14 @@ class Drafting:
     def prefill(self, executor: Executor, cache: KVCache) -> KVCache:
         """The draft model's cache with the prompts; cache: of `new_cache`."""
         tokens = pad_prompts(self._call.prompts, cache.capacity, self._call.prompt_rows)
-        return executor.prefill((self.params, self._config), tokens, cache)[1]
+        return executor.prefill(RunnableModel(self.params, self._config), tokens, cache).cache
 
     def start(
         self, executor: Executor, cache: Any, draft_cache: KVCache | None
     ) -> tuple[Any, SpeculationState]:
         """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
         call = self._call
-        if cache is not None and call.config.linear_attention:
+        if cache is not None and not all(layer.has_keys for layer in cache.layers):
             cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
         zeros_R: Any = np.zeros(call.rows, np.int32)
         return cache, SpeculationState(draft_cache, zeros_R, zeros_R)

@@ -3,7 +3,7 @@ arrays are rounded up, so that few programs are compiled.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -12,11 +12,20 @@ from ..cache.kv_cache import KVCache
 from ..checks import is_traced
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
+from ..model.decoder import ModelOutput
+from ..model.extras import NO_EXTRAS, Extras
 from ..weights.params import Params
 from .state import DecodeState
 
-# A model's parameters and its configuration.
-ParamsAndConfig = tuple[Params, ModelConfig]
+
+class RunnableModel(NamedTuple):
+    """A model, and what the rows of a call bring along."""
+
+    params: Params
+    config: ModelConfig
+    extras: Extras = NO_EXTRAS
+
+
 # tokens_BT, and how many of each row are real, num_tokens_B
 PaddedTokens = tuple[Any, Any]
 # (program, *args) -> what the jitted function returns for these arguments: `run_program`; within a trace
@@ -57,17 +66,18 @@ class Executor(Protocol):
         """Tokens of a row that the prefill program is compiled for; longest: tokens of the longest row."""
 
     def prefill(
-        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
-    ) -> Any:
-        """The outputs of each row's last token, which `logits` takes, and the cache, whose memory is reused,
-        with the tokens appended. Without a cache the tokens are the whole rows. chunk: tokens of a row per
-        forward pass of an executor that runs few layers at once; 0: `prefill_width`.
+        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
+    ) -> ModelOutput:
+        """What the model returns for each row's last token: its `hidden` is what `logits` takes; the tokens
+        are appended to the cache, whose memory is reused. Without a cache the tokens are the whole rows.
+        chunk: tokens of a row per forward pass of an executor that runs few layers at once; 0:
+        `prefill_width`.
         """
 
-    def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
-        """`hidden_states` of whole rows, [B, T, D], without a cache."""
+    def hidden(self, model: RunnableModel, tokens: PaddedTokens) -> jax.Array:
+        """Hidden states of whole rows, [B, T, D], without a cache."""
 
-    def logits(self, model: ParamsAndConfig, outputs: Any) -> Any:
+    def logits(self, model: RunnableModel, outputs: Any) -> Any:
         """What `sample` and `search` take of the outputs of `prefill`."""
 
     def decode(self, strategy: Any, constants: tuple, carry: tuple, steps: int) -> tuple:
@@ -82,15 +92,15 @@ class Executor(Protocol):
     # The steps of a strategy use these too.
 
     def forward(
-        self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> tuple[Any, KVCache]:
+        self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
+    ) -> ModelOutput:
         """Runs the model on `make_inputs(cache, *args)`: `Inputs`, and the cache to append them to.
 
         Args:
             position: whose logits are used: 0, -1, or None for all.
 
         Returns:
-            The outputs, which `sample` and `call` take, and the cache with the tokens appended.
+            The output, whose `hidden` is what `sample` and `call` take.
         """
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:

@@ -16,14 +16,16 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..model.decoder import hidden_states, unembed
+from ..model.decoder import Inputs, apply_model, unembed
+from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
-from ..sampling.batched_settings import has_all_settings, settings_per_row
+from ..sampling.batched_settings import has_all_settings, settings_per_row, used_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
+from ..sampling.settings import SETTINGS
 from ..weights.params import AnyArray, Params
 from .executor import bucket, prefill_chunk_size
 from .loop import PREFILL, decode, jit_variants
@@ -74,11 +76,10 @@ def prefill(  # noqa: PLR0913  a public function
     cache: KVCache,
     *,
     inputs_BTD: AnyArray | None = None,
-    return_routes: bool = False,
     taps: "Taps | None" = None,
     donate: bool = False,
     impl: str | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, KVCache]:
     """Appends a prompt, or more tokens of one, to the cache. Long prompts are prefilled in chunks; chunks of
     padding are skipped.
 
@@ -87,18 +88,18 @@ def prefill(  # noqa: PLR0913  a public function
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: int32, how many of each row are real.
         cache: with the tokens before these.
-        inputs_BTD, return_routes, taps: as in `hidden_states`, which is for taps that read.
+        inputs_BTD, taps: as in `run_model`, which is for routes and for taps that read.
         donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
         impl: of the operations: None (what suits the device), "xla", or a kernel's name, as "triton".
 
     Returns:
-        float32 logits [B, V] after each row's last real token, the cache, and the routes if asked for.
+        float32 logits [B, V] after each row's last real token, and the cache.
 
     Raises:
         InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
             tokens exceed its capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
             an impl that this machine lacks, or that cannot serve the call; taps that read, or as in
-            `hidden_states`; reverse mode of several chunks. Of traced values only the shapes are checked.
+            `run_model`; reverse mode of several chunks. Of traced values only the shapes are checked.
     """
     check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
     B, T = tokens_BT.shape
@@ -114,8 +115,9 @@ def prefill(  # noqa: PLR0913  a public function
 
         taps = check_edits(taps, config, "prefill")
     append = PREFILL.donating if donate else PREFILL.keeping
-    how = RunConfig(impl), prefill_chunk_size(cache), inputs_BTD, return_routes, taps
-    return append(params, config, tokens_BT, num_tokens_B, cache, *how)
+    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD)
+    out = append(params, config, inputs, Extras(taps=taps), cache, prefill_chunk_size(cache), RunConfig(impl))
+    return out.hidden, out.cache
 
 
 @in_default_modes
@@ -228,9 +230,9 @@ def decode_loop(  # noqa: PLR0913  a public function
     key_B = row_keys(row_key_B, B)
     sampling_B = settings_per_row(sampling_B, B, V)
     if history_BS is None and has_all_settings(sampling_B):
-        values_B = sampling_B.no_repeat_ngram_size, sampling_B.dry_multiplier
-        if is_traced(values_B) or np.any(np.asarray(values_B)):
-            raise InputError("no_repeat_ngram_size and dry_multiplier need history_BS, tokens of each row")
+        if used_settings(sampling_B, lambda setting: setting.history):
+            names = " and ".join(setting.name for setting in SETTINGS.values() if setting.history)
+            raise InputError(f"{names} need history_BS, tokens of each row")
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
@@ -253,8 +255,8 @@ def decode_loop(  # noqa: PLR0913  a public function
     seen_BV = array_module(B).zeros((B, V), bool) if seen_BV is None else seen_BV
     state, cache, at_capacity_B, routes = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
-        seen_BV, history_BS, bucket(size), RunConfig(impl), automata, callers, stop, logprobs, return_routes,
-        taps,
+        seen_BV, history_BS, bucket(size), RunConfig(impl, return_routes=return_routes), automata, callers,
+        stop, logprobs, taps,
     )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
@@ -319,14 +321,14 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 
 @over_any_mesh
 def _decode_step(params, config, token_B, cache, run_config):
-    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, impl=run_config.impl)
-    return unembed(params, config, hidden_BTD[:, 0]), cache
+    out = apply_model(params, config, Inputs(token_B[:, None]), cache, NO_EXTRAS, run_config)
+    return unembed(params, config, out.hidden[:, 0]), out.cache
 
 
 @over_any_mesh
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, run_config,
-    automata, callers, stop, logprobs, return_routes, taps,
+    automata, callers, stop, logprobs, taps,
 ):  # fmt: skip
     B, V = logits_BV.shape
     eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
@@ -342,11 +344,13 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
     plain = Plain(config, stop)
     state = plain.ended(sample_and_append(logits_BV, state, run_config))
     routes = []
-    if return_routes:
+    if run_config.return_routes:
         from ..model.routes import free_routes  # optional: routes
 
         routes = [free_routes(config, (B, size))]
-    state, cache, *routes = decode(plain, (params, taps), (state, cache, *routes), size, run_config)
+    state, cache, *routes = decode(
+        plain, (params, Extras(taps=taps)), (state, cache, *routes), size, run_config
+    )
     at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"
@@ -354,4 +358,4 @@ def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
 
 
 _STEP = jit_variants(_decode_step, "config", "run_config")
-_LOOP = jit_variants(_decode_loop, "config", "run_config", "size", "stop", "logprobs", "return_routes")
+_LOOP = jit_variants(_decode_loop, "config", "run_config", "size", "stop", "logprobs")

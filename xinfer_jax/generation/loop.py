@@ -17,13 +17,14 @@ from jax import lax
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..model.decoder import hidden_states, run_model, unembed
+from ..model.decoder import Inputs, ModelOutput, apply_model, unembed
+from ..model.extras import NO_EXTRAS, Extras
 from ..ops.operation import match_varying_axes, over_any_mesh, run, without_gradient
 from ..weights.params import Params, activation_dtype
 from .executor import (
     PaddedTokens,
-    ParamsAndConfig,
     Run,
+    RunnableModel,
     bucket,
     decode_compiler_options,
     inline,
@@ -35,75 +36,73 @@ from .strategies import Carry, Strategy
 
 
 @over_any_mesh
-def prefill_chunks(  # noqa: PLR0913
+def prefill_chunks(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
-    num_tokens_B: jax.Array,
+    inputs: Inputs,
+    extras: Extras,
     cache: KVCache,
-    run_config: RunConfig,
     chunk: int,
-    inputs_BTD: jax.Array | None = None,
-    return_routes: bool = False,
-    taps: Any = None,
-) -> tuple[Any, ...]:
-    """Logits [B, V] after each row's last token, and the cache with the tokens appended; and the routes if
-    they are asked for. A forward pass takes `chunk` tokens of each row. Chunks that are all padding are
-    skipped. A row without tokens stays as it is.
+    run_config: RunConfig,
+) -> ModelOutput:
+    """What the model returns for each row's last token; its `hidden` are logits [B, V]. A forward pass takes
+    `chunk` tokens of each row. Chunks that are all padding are skipped. A row without tokens stays as it is.
     """
-    B, T = tokens_BT.shape
+    num_tokens_B = inputs.num_tokens_B
+    B, T = inputs.tokens_BT.shape
 
-    def run_chunk(tokens_BT, num_tokens_B, cache, previous_BD, inputs_BTD):
+    def run_chunk(inputs: Inputs, cache: KVCache, previous_BD: jax.Array) -> ModelOutput:
         """The last hidden state of each row in the chunk; the previous one where the chunk is all padding."""
-        how = dict(inputs_BTD=inputs_BTD, return_routes=return_routes, taps=taps, impl=run_config.impl)
-        hidden_BTD, *others = hidden_states(params, config, tokens_BT, cache, num_tokens_B, **how)
-        others = others[: 1 + return_routes]
-        last_BD = last_hidden(hidden_BTD, num_tokens_B)
-        return jnp.where((num_tokens_B > 0)[:, None], last_BD, previous_BD), *others
+        out = apply_model(params, config, inputs, cache, extras, run_config)
+        last_BD = last_hidden(out.hidden, inputs.num_tokens_B)
+        has_tokens_B1 = (inputs.num_tokens_B > 0)[:, None]
+        return out._replace(hidden=jnp.where(has_tokens_B1, last_BD, previous_BD), reads=None)
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
     if isinstance(T, int) and T <= chunk:  # else it may be symbolic
-        last_BD, *others = run_chunk(tokens_BT, num_tokens_B, cache, none_BD, inputs_BTD)
-        return unembed(params, config, last_BD), *others
+        out = run_chunk(inputs, cache, none_BD)
+        return out._replace(hidden=unembed(params, config, out.hidden))
     padding = (0, 0), (0, -(-T // chunk) * chunk - T)
-    padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), (tokens_BT, inputs_BTD))
-
-    def body(i, carry):
-        last_BD, cache, *routes = carry
-        tokens, inputs = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1), padded)
-        count_B = jnp.clip(num_tokens_B - i * chunk, 0, chunk)
-        last_BD, cache, *used = run_chunk(tokens, count_B, cache, last_BD, inputs)
-        put = partial(lax.dynamic_update_slice_in_dim, start_index=i * chunk, axis=1)
-        return last_BD, cache, *map(put, routes, used)
-
-    chunks = -(-jnp.max(num_tokens_B) // chunk)
-    routes = []
-    if return_routes:
+    of_tokens = inputs._replace(num_tokens_B=None)
+    padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), of_tokens)
+    routes = None
+    if run_config.return_routes:
         from ..model.routes import free_routes  # optional: routes
 
-        routes = [free_routes(config, padded[0].shape)]
-    carry = match_varying_axes(
-        (none_BD, cache, *routes), params, tokens_BT, num_tokens_B, cache, inputs_BTD, taps
-    )
+        routes = free_routes(config, padded.tokens_BT.shape)
+
+    def body(i: jax.Array, carry: ModelOutput) -> ModelOutput:
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1), padded)
+        part = part._replace(num_tokens_B=jnp.clip(num_tokens_B - i * chunk, 0, chunk))
+        out = run_chunk(part, carry.cache, carry.hidden)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=i * chunk, axis=1)
+        return out._replace(routes=None if routes is None else put(carry.routes, out.routes))
+
+    chunks = -(-jnp.max(num_tokens_B) // chunk)
+    carry = ModelOutput(none_BD, cache, routes)
+    carry = match_varying_axes(carry, params, inputs, cache, extras)
     carry = lax.fori_loop(0, chunks, body, carry)
-    carry = without_gradient(carry, f"prefill in chunks of {chunk}", "give forward the cache")
-    last_BD, cache, *routes = carry
-    return unembed(params, config, last_BD), cache, *(x[:, :T] for x in routes)
+    out = without_gradient(carry, f"prefill in chunks of {chunk}", "give forward the cache")
+    routes = None if routes is None else out.routes[:, :T]
+    return out._replace(hidden=unembed(params, config, out.hidden), routes=routes)
 
 
+@over_any_mesh
 def prefill_uncached(
     params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
     """Logits [B, V] after each row's last token, without a cache."""
-    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=run_config.impl)
+    hidden_BTD = hidden_uncached(params, config, tokens_BT, num_tokens_B, run_config)
     return unembed(params, config, last_hidden(hidden_BTD, num_tokens_B))
 
 
+@over_any_mesh
 def hidden_uncached(
     params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, without a cache."""
-    return hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=run_config.impl)[0]
+    inputs = Inputs(tokens_BT, num_tokens_B)
+    return apply_model(params, config, inputs, None, NO_EXTRAS, run_config).hidden
 
 
 def last_hidden(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
@@ -114,14 +113,14 @@ def last_hidden(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
 class Hidden(NamedTuple):
     """Hidden states of a forward pass within a trace, and the model, whose head makes logits of them."""
 
-    model: ParamsAndConfig
-    hidden: jax.Array  # [B, D] or [B, T, D]
-    routes: jax.Array | None = None  # [B, T, L, U], where the inputs had them
+    params: Params
+    config: ModelConfig
+    states: jax.Array  # [B, D] or [B, T, D]
 
 
 def to_logits(x: Any) -> Any:
     """The logits of `Hidden`; anything else stays."""
-    return unembed(*x.model, x.hidden) if isinstance(x, Hidden) else x
+    return unembed(*x) if isinstance(x, Hidden) else x
 
 
 class TracedExecutor:
@@ -132,28 +131,27 @@ class TracedExecutor:
     name = "whole"
     about = "the model is one program, with its loop on the device"
 
-    def __init__(self, run_config: RunConfig, run: Run = run_program, greedy: bool = False, taps: Any = None):
-        """taps: of prompts; those of steps are among a strategy's constants."""
+    def __init__(self, run_config: RunConfig, run: Run = run_program, greedy: bool = False):
         self.run_config = run_config
         self.run = run
-        self._taps = taps
 
     @staticmethod
     def prefill_width(longest: int, rows: int) -> int:
         return bucket(longest)
 
     def prefill(
-        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
-    ) -> Any:
+        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
+    ) -> ModelOutput:
+        params, config, extras = model
         if cache is None:
-            return self.run(_PREFILL_UNCACHED, *model, *tokens, self.run_config), None
-        how = self.run_config, prefill_chunk_size(cache), None, False, self._taps
-        return self.run(PREFILL.donating, *model, *tokens, cache, *how)
+            return ModelOutput(self.run(_PREFILL_UNCACHED, params, config, *tokens, self.run_config))
+        static = prefill_chunk_size(cache), self.run_config
+        return self.run(PREFILL.donating, params, config, Inputs(*tokens), extras, cache, *static)
 
-    def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
-        return self.run(_HIDDEN_UNCACHED, *model, *tokens, self.run_config)
+    def hidden(self, model: RunnableModel, tokens: PaddedTokens) -> jax.Array:
+        return self.run(_HIDDEN_UNCACHED, model.params, model.config, *tokens, self.run_config)
 
-    def logits(self, model: ParamsAndConfig, outputs: Any) -> Any:
+    def logits(self, model: RunnableModel, outputs: Any) -> Any:
         return outputs
 
     def decode(self, strategy: Strategy, constants: tuple, carry: Carry, steps: int) -> Carry:
@@ -166,11 +164,13 @@ class TracedExecutor:
         return self.run(REORDER, cache, index_R)
 
     def forward(
-        self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> tuple[Hidden, KVCache]:
+        self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
+    ) -> ModelOutput:
+        params, config, extras = model
         inputs, cache = make_inputs(cache, *args)
-        hidden_BTD, cache, routes, _ = run_model(*model, inputs, cache, self.run_config)
-        return Hidden(model, hidden_BTD if position is None else hidden_BTD[:, position], routes), cache
+        out = apply_model(params, config, inputs, cache, extras, self.run_config)
+        states = out.hidden if position is None else out.hidden[:, position]
+        return out._replace(hidden=Hidden(params, config, states))
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
         return self.run(_SAMPLE, outputs, state, self.run_config), None
@@ -221,12 +221,12 @@ def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeSta
     """`sample_and_append` of logits [B, V], or of `Hidden`."""
     if not isinstance(outputs, Hidden):
         return sample_and_append(outputs, state, run_config)
-    params, config = outputs.model
+    params, config, hidden = outputs
 
     def plain(params: Params, hidden_BD: jax.Array, state: DecodeState) -> DecodeState:
         return sample_and_append(unembed(params, config, hidden_BD), state, run_config)
 
-    operands = dict(params=params, hidden_BD=outputs.hidden, state=state)
+    operands = dict(params=params, hidden_BD=hidden, state=state)
     return run("sample_from_hidden", plain, run_config, static=dict(config=config), **operands)
 
 
@@ -245,7 +245,7 @@ def jit_variants(function: Any, *static: str) -> JitVariants:
     return JitVariants(jit(function), jit(function, donate_argnames="cache"))
 
 
-PREFILL = jit_variants(prefill_chunks, "config", "run_config", "chunk", "return_routes")
+PREFILL = jit_variants(prefill_chunks, "config", "run_config", "chunk")
 # With options it cannot be called in a caller's jit.
 DECODE = jax.jit(
     decode,

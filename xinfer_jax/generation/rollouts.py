@@ -90,10 +90,9 @@ def continue_rows(
     tokens_BT: AnyArray,
     num_tokens_B: AnyArray,
     *,
-    return_routes: bool = False,
     donate: bool = False,
     impl: str | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, KVCache]:
     """Appends tokens after answers, as the result of a tool: `prefill` with each row's last token before
     them, which `decode_loop` has not appended.
 
@@ -102,11 +101,10 @@ def continue_rows(
         out: from `decode_loop`, with its cache.
         tokens_BT: int32, padded on the right.
         num_tokens_B: int32: how many of each row are real; a row with none only gets its last token.
-        return_routes, donate, impl: as in `prefill`; the first of the routes is that of the last token.
+        donate, impl: as in `prefill`.
 
     Returns:
-        float32 logits [B, V] after each row's last token, and the cache, for another `decode_loop`; and the
-        routes, int32 [B, 1 + T, L, U], if they are asked for.
+        float32 logits [B, V] after each row's last token, and the cache, for another `decode_loop`.
 
     Raises:
         InputError: as `prefill`; a result without a cache.
@@ -118,8 +116,7 @@ def continue_rows(
     check_range("num_tokens_B:", num_tokens_B, 0, tokens_BT.shape[1])
     together_BT = jnp.concatenate([out.token_B[:, None], jnp.asarray(tokens_BT, jnp.int32)], 1)
     count_B = jnp.asarray(num_tokens_B, jnp.int32) + 1
-    how: dict[str, Any] = dict(return_routes=return_routes, donate=donate, impl=impl)
-    return prefill(params, config, together_BT, count_B, out.cache, **how)
+    return prefill(params, config, together_BT, count_B, out.cache, donate=donate, impl=impl)
 
 
 @in_default_modes

@@ -20,7 +20,8 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
+from ..model.decoder import Inputs, apply_model, check_tokens, lm_head, unembed
+from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh
 from ..weights.params import AnyArray, Params, check_params
@@ -160,13 +161,14 @@ def score(  # noqa: PLR0913  a public function
     num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
     is_one = isinstance(temperature, int | float) and temperature == 1
     temperature_B11 = None if is_one else jnp.asarray(temperature_B, jnp.float32).reshape(-1, 1, 1)
-    scores, *routes = _score(
+    run_config = RunConfig(impl, remat, return_routes=return_routes)
+    scores, used = _score(
         params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature_B11,
         reference, teacher_topk, routes, taps,
-        return_routes=return_routes, entropy=entropy, chunk=chunk, run_config=RunConfig(impl, remat),
+        entropy=entropy, chunk=chunk, run_config=run_config,
     )  # fmt: skip
     if return_routes:
-        scores = dataclasses.replace(scores, routes=routes[0])
+        scores = dataclasses.replace(scores, routes=used)
     is_more = entropy or return_routes or reference is not None or teacher_topk is not None
     return scores if is_more else scores.logprobs_BT
 
@@ -251,25 +253,22 @@ def score_completions(
     ]
 
 
-@partial(jax.jit, static_argnames=("config", "return_routes", "entropy", "chunk", "run_config"))
+@partial(jax.jit, static_argnames=("config", "entropy", "chunk", "run_config"))
 @over_any_mesh
 def _score(  # noqa: PLR0913
     params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature_B11, reference, teacher_topk,
-    routes, taps, *, return_routes, entropy, chunk, run_config,
+    routes, taps, *, entropy, chunk, run_config,
 ):  # fmt: skip
     segment_ids_BT, positions_BT = packing
     tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
-    how = dict(
-        segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, remat=run_config.remat, impl=run_config.impl
-    )
-    hidden_BTD, _, *routes = hidden_states(
-        params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, routes=routes,
-        return_routes=return_routes, taps=taps, **how,
-    )  # fmt: skip
+    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
+    out = apply_model(params, config, inputs, None, Extras(routes=routes, taps=taps), run_config)
     of_reference_BTD = None
     if reference is not None:
         reference = jax.tree.map(lax.stop_gradient, reference)
-        of_reference_BTD, _ = hidden_states(reference, config, tokens_BT, None, num_tokens_B, **how)
+        inputs = inputs._replace(embeddings_BTD=None)
+        plain = dataclasses.replace(run_config, return_routes=False)
+        of_reference_BTD = apply_model(reference, config, inputs, None, NO_EXTRAS, plain).hidden
         of_reference_BTD = of_reference_BTD[:, :-1]
     ids_BTk, logprobs_BTk = (None, None) if teacher_topk is None else teacher_topk
     ids_BTk = None if ids_BTk is None else jnp.asarray(ids_BTk, jnp.int32)
@@ -298,10 +297,10 @@ def _score(  # noqa: PLR0913
             found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * apart_BCk).sum(-1)
         return Scores(logprobs_of(target_BC[..., None])[..., 0], **found)
 
-    given = hidden_BTD[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
+    given = out.hidden[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
     scores = _map_tokens(part, lm_head(params)["weight"], chunk, *given)
     read = config, tokens_BT, num_tokens_B, segment_ids_BT, inputs_BTD is None
-    return Scores(**mask_scores(vars(scores), *read)), *routes
+    return Scores(**mask_scores(vars(scores), *read)), out.routes
 
 
 def _map_tokens(function: Callable, matrix: Any, chunk: int | None, *args: Any) -> Any:

@@ -25,7 +25,7 @@ from ..model.decoder import Inputs
 from ..ops.operation import run
 from ..sampling.context import Context
 from ..sampling.sampler import sample_tokens
-from .executor import Executor
+from .executor import Executor, RunnableModel
 from .loop import to_logits
 from .state import DecodeState, RowProgress, sample_and_append
 from .strategies import Carry, Strategy, logits_at, one_token
@@ -50,7 +50,8 @@ class SpeculationState:
 class Speculative(Strategy):
     """Several draft tokens of each row are verified per step, so a step may append several tokens.
 
-    constants: the parameters of the model and of the draft model (None for a function).
+    constants: the parameters of the model, the rows' `Extras`, and the parameters of the draft model (None
+    for a function).
     carry: the state, with `context.history_BS`; the model's cache; a `SpeculationState`.
     """
 
@@ -59,18 +60,18 @@ class Speculative(Strategy):
     num_draft_tokens: int  # per step
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
-        params, draft_params = constants
+        params, extras, draft_params = constants
         state, cache, draft = carry
         draft_BT, draft_cache = self._propose(executor, draft_params, state, draft.cache)
         overflow_B = cache.overflow_B
-        inputs = state.progress, draft_BT
-        outputs, cache = executor.forward((params, self.config), last_and_draft_tokens, inputs, cache, None)
+        model = RunnableModel(params, self.config, extras)
+        out = executor.forward(model, last_and_draft_tokens, (state.progress, draft_BT), cache, None)
         # A draft token past the capacity is dropped. Its logits come after the row's last token.
-        lengths = dataclasses.replace(without_layers(cache), overflow_B=overflow_B)
+        lengths = dataclasses.replace(without_layers(out.cache), overflow_B=overflow_B)
         counts = dataclasses.replace(draft, cache=None)
         args = state, draft_BT, counts, lengths, executor.run_config
-        state, counts, lengths, continues = executor.call(_VERIFY, outputs, *args, takes_hidden=True)
-        cache = dataclasses.replace(lengths, layers=cache.layers)
+        state, counts, lengths, continues = executor.call(_VERIFY, out.hidden, *args, takes_hidden=True)
+        cache = dataclasses.replace(lengths, layers=out.cache.layers, routes=out.cache.routes)
         return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
 
     def draft_call(self, context: Context) -> tuple[Any, ...]:
@@ -85,14 +86,14 @@ class Speculative(Strategy):
         known = context.history_BS, context.position_B
         if not isinstance(self.proposer, ModelConfig):
             return executor.call(*self.draft_call(context)), None
-        model = (draft_params, self.proposer)
+        model = RunnableModel(draft_params, self.proposer)
 
         def propose(inputs, i, carry):
             draft_BT, args, context, cache = carry
-            outputs, cache = executor.forward(model, inputs, args, cache, -1)
+            out = executor.forward(model, inputs, args, cache, -1)
             args = state, context, draft_BT, i, executor.run_config
-            draft_BT, token_B, context = executor.call(_ADD_DRAFT_TOKEN, outputs, *args)
-            return draft_BT, (token_B,), context, cache
+            draft_BT, token_B, context = executor.call(_ADD_DRAFT_TOKEN, out.hidden, *args)
+            return draft_BT, (token_B,), context, out.cache
 
         # First the last two tokens: the draft model has not seen the last but one if all were accepted.
         none_BT: Any = np.zeros((len(state.token_B), count), np.int32)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..model.decoder import Inputs
-from .executor import Executor
+from .executor import Executor, RunnableModel
 from .state import DecodeState, RowProgress
 
 # What a step takes and replaces: the state, the cache, and what else a strategy keeps.
@@ -47,7 +47,7 @@ class Strategy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Strategy):
-    """One token of each active row per step. constants: the parameters, and taps if there are any; carry: the
+    """One token of each active row per step. constants: the parameters, and the rows' `Extras`; carry: the
     state and the cache, and the routes of sampled tokens where a traced executor records them.
     """
 
@@ -56,15 +56,15 @@ class Plain(Strategy):
     stop: Callable[[DecodeState], jax.Array] | None = None  # ends rows beside their EOS tokens
 
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
-        params, *taps = constants
+        params, extras = constants
         state, cache, *routes = carry
-        args = state.progress, *(routes or [None] * len(taps)), *taps
-        outputs, cache = executor.forward((params, self.config), last_token, args, cache, 0)
+        model = RunnableModel(params, self.config, extras)
+        out = executor.forward(model, last_token, (state.progress,), cache, 0)
         if routes:
             last = jnp.arange(len(state.token_B)), state.length_B - 1
-            routes = [routes[0].at[last].set(outputs.routes[:, 0], mode="drop")]
-        state, continues = executor.sample(outputs, state)
-        return (self.ended(state), cache, *routes), continues
+            routes = [routes[0].at[last].set(out.routes[:, 0], mode="drop")]
+        state, continues = executor.sample(out.hidden, state)
+        return (self.ended(state), out.cache, *routes), continues
 
     def ended(self, state: DecodeState) -> DecodeState:
         """The state in which rows have ended as `stop` says; only within a trace."""
@@ -78,13 +78,9 @@ class Plain(Strategy):
 # For `Executor.forward`: (cache, …) -> `Inputs`, and the cache to append them to.
 
 
-def last_token(
-    cache: KVCache, progress: RowProgress, routes: Any = None, taps: Any = None
-) -> tuple[Inputs, KVCache]:
-    """The last token of each row; none of a row that has ended. routes: those that are recorded."""
-    free = None if routes is None else jnp.full_like(routes[:, :1], -1)
-    inputs = Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32), routes=free, taps=taps)
-    return inputs, cache
+def last_token(cache: KVCache, progress: RowProgress) -> tuple[Inputs, KVCache]:
+    """The last token of each row; none of a row that has ended."""
+    return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32)), cache
 
 
 def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,28 @@ from jax import lax
 
 from ..cache.kv_cache import increase_length
 from ..config.model_config import ModelConfig
+from ..config.run_config import DEFAULT
 from ..generation.executor import decode_compiler_options
 from ..generation.loop import last_hidden
 from ..generation.state import append_token, record_token
+from ..mixers.mixer import Positions
 from ..model.decoder import embed_inputs, final_norm, unembed
-from ..model.decoder_layer import layer_kinds, run_layers
+from ..model.decoder_layer import LayerInputs, layer_kinds, run_layers
+from ..model.extras import Extras
 from ..model.routes import routes_used
 from ..ops.largest import argmax
 from ..sampling.batched_settings import select_rows
 from ..sampling.sampler import choose_tokens, token_logprobs
 
 _LONGEST_PERIOD = 8  # layers
+
+
+class LayersCall(NamedTuple):
+    """What the layers of a group take next to hidden states and caches, as `run_layers`."""
+
+    positions: Positions
+    inputs: tuple[LayerInputs, ...]
+    extras: Extras
 
 
 @functools.lru_cache(maxsize=64)
@@ -37,15 +49,16 @@ def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first in range(0, L, size))
 
 
-def _embed(params, config, make_inputs, args, lengths, capacity):
+def _embed(params, config, extras, make_inputs, args, lengths, capacity):
     """What the first layer takes of `make_inputs(lengths, *args)`, and the lengths of the cache after
     them.
     """
     inputs, lengths = make_inputs(lengths, *args)
-    x_BTD, positions = embed_inputs(params, config, inputs, lengths)
+    params = extras.adapted(params)
+    x_BTD, positions, of_layers = embed_inputs(params, config, inputs, extras, lengths, DEFAULT)
     if lengths is not None:
         lengths = increase_length(lengths, inputs.num_tokens_B, capacity)
-    return x_BTD, positions, lengths
+    return x_BTD, positions, of_layers, lengths
 
 
 def _last(x_BTD, num_tokens_B, previous_B1D):
@@ -59,26 +72,29 @@ def _head(params, config, x_BTD):
     return unembed(params, config, final_norm(params, config, x_BTD))
 
 
-def _layers(layers, head, is_last, config, kinds, caches, x_BTD, positions, keys, run_config):  # noqa: PLR0913  as `run_layers`
+def _layers(layers, head, is_last, group, x_BTD, call, caches, run_config):
     """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
     ms more per token. All groups of a size share one program: `is_last` is traced; None: it is the last.
+    call: a `LayersCall`.
     """
-    x_BTD, keys, experts = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, run_config)
+    out = run_layers(layers, group, x_BTD, *call, caches, run_config)
+    x_BTD, caches, experts = out
+    config = group.config
     if head is None:
-        return x_BTD, None, keys, experts
+        return x_BTD, None, caches, experts
     if is_last is None:
-        return x_BTD, _head(head, config, x_BTD), keys, experts
+        return x_BTD, _head(head, config, x_BTD), caches, experts
 
     def no_logits():
         return jnp.zeros((*x_BTD.shape[:2], config.vocab_size), jnp.float32)
 
     logits_BTV = lax.cond(is_last, lambda: _head(head, config, x_BTD), no_logits)
-    return x_BTD, logits_BTV, keys, experts
+    return x_BTD, logits_BTV, caches, experts
 
 
 def _record_routes(pages, experts, positions):
     """`RoutePages` with the experts [B T, U] that layers used."""
-    return routes_used(experts, positions, [pages])[1][0]
+    return pages.record(routes_used(experts, positions), positions.start_B, positions.num_tokens_B)
 
 
 def _most_likely(logits_B1V, run_config):
@@ -124,8 +140,8 @@ def _reorder_tail(keys, index_B, first, count):
 EMBED = jax.jit(_embed, static_argnames=("config", "make_inputs", "capacity"))
 LAYERS = jax.jit(
     _layers,
-    static_argnames=("config", "run_config", "kinds", "caches"),
-    donate_argnames=("x_BTD", "keys"),
+    static_argnames=("group", "run_config"),
+    donate_argnames=("x_BTD", "caches"),
     compiler_options=decode_compiler_options(),
 )
 RECORD_ROUTES = jax.jit(_record_routes, donate_argnames="pages")

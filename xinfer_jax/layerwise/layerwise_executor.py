@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, required_chunk, without_layers
+from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..generation.executor import (
     PaddedTokens,
-    ParamsAndConfig,
     Run,
+    RunnableModel,
     bucket,
     next_power_of_two,
     prefill_chunk_size,
@@ -27,8 +28,8 @@ from ..generation.executor import (
 from ..generation.loop import REORDER
 from ..generation.state import DecodeState
 from ..generation.strategies import Carry, Strategy
-from ..model.decoder import Inputs
-from ..model.decoder_layer import layer_kinds
+from ..model.decoder import Inputs, ModelOutput
+from ..model.decoder_layer import LayerGroup, all_layers
 from ..model.routes import free_routes_of_layers
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params, activation_dtype
@@ -45,6 +46,7 @@ from .layer_programs import (
     REORDER_LAYER,
     REORDER_TAIL,
     SAMPLE,
+    LayersCall,
     layer_groups,
 )
 
@@ -99,33 +101,33 @@ class LayerwiseExecutor:
         return min(bucket(longest), -(-longest // (chunks * step)) * step)
 
     def prefill(
-        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
-    ) -> Any:
+        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None, chunk: int = 0
+    ) -> ModelOutput:
         tokens_BT, num_tokens_B = tokens
         B, T = tokens_BT.shape
         longest = int(num_tokens_B.max())
         chunk = required_chunk(cache) or chunk or self.prefill_width(longest, B)
         chunk = T if cache is None else min(T, prefill_chunk_size(cache), chunk)
         padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
-        last_B1D = np.zeros((B, 1, model[1].hidden_size), activation_dtype(model[0]))
+        last_B1D = np.zeros((B, 1, model.config.hidden_size), activation_dtype(model.params))
         for first in range(0, longest, chunk):
             num_B = np.clip(num_tokens_B - first, 0, chunk)
             inputs = padded_BT[:, first : first + chunk], num_B
-            x_BTD, _, cache = self._run_model(model, _prompt_chunk, inputs, cache, prefills=True)
+            x_BTD, cache = self._run_model(model, _prompt_chunk, inputs, cache, prefills=True)
             last_B1D = self.run(LAST, x_BTD, num_B, last_B1D)
-        return last_B1D, cache
+        return ModelOutput(last_B1D, cache)
 
-    def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
-        return self.prefill_hidden(model, tokens, None)[0]
+    def hidden(self, model: RunnableModel, tokens: PaddedTokens) -> jax.Array:
+        return self.prefill_hidden(model, tokens, None).hidden
 
     def prefill_hidden(
-        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None
-    ) -> tuple[jax.Array, Any]:
-        """`hidden_states` of one chunk of tokens, [B, T, D], and the cache with the tokens appended."""
-        x_BTD, _, cache = self._run_model(model, _prompt_chunk, tokens, cache, prefills=True)
-        return self.run(NORM, *without_model_layers(model), x_BTD), cache
+        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None
+    ) -> ModelOutput:
+        """What the model returns for one chunk of tokens."""
+        x_BTD, cache = self._run_model(model, _prompt_chunk, tokens, cache, prefills=True)
+        return ModelOutput(self.run(NORM, *without_model_layers(model), x_BTD), cache)
 
-    def logits(self, model: ParamsAndConfig, outputs: Any) -> jax.Array:
+    def logits(self, model: RunnableModel, outputs: Any) -> jax.Array:
         """float32 [B, 1, V]."""
         return self.run(HEAD, *without_model_layers(model), outputs)
 
@@ -152,10 +154,9 @@ class LayerwiseExecutor:
         return strategy.results(self.decode(strategy, constants, carry, steps - 1, continues))
 
     def forward(
-        self, model: ParamsAndConfig, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> tuple[jax.Array, KVCache]:
-        _, logits_BTV, cache = self._run_model(model, make_inputs, args, cache, prefills=False)
-        return logits_BTV, cache
+        self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
+    ) -> ModelOutput:
+        return ModelOutput(*self._run_model(model, make_inputs, args, cache, prefills=False))
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
         state, sampled = self.append_token(outputs, state, self._greedy)
@@ -199,51 +200,53 @@ class LayerwiseExecutor:
         return dataclasses.replace(cache, layers=layers)
 
     def _run_model(
-        self,
-        model: ParamsAndConfig,
-        make_inputs: Callable,
-        args: tuple,
-        cache: KVCache | None,
-        prefills: bool,
-    ) -> Any:
-        """The hidden states [B, T, D] after the last layer, the logits [B, T, V] (None where it prefills),
-        and the cache with the inputs appended.
+        self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache | None, prefills: bool
+    ) -> tuple[Any, KVCache | None]:
+        """The logits [B, T, V], or the hidden states [B, T, D] after the last layer where it prefills; and
+        the cache with the inputs appended.
         """
-        params, config = model
+        params, config, extras = model
         outer = without_model_layers(model)
-        lengths = None
-        capacity = None
-        keys: list = [None] * config.num_cached_layers
-        if cache is not None:
-            lengths = without_layers(cache)
-            capacity = cache.capacity
-            keys = list(cache.layers)
-        x_BTD, positions, lengths = self.run(EMBED, *outer, make_inputs, args, lengths, capacity)
-        records = len(keys) > config.num_cached_layers  # the last one records routes
-        if records:
-            positions = positions._replace(routes=free_routes_of_layers(config, x_BTD.shape[:2]))
+        lengths = None if cache is None else without_layers(cache)
+        capacity = None if cache is None else cache.capacity
+        caches: list = [None] * config.num_caches if cache is None else list(cache.layers)
+        embed_args = make_inputs, args, lengths, capacity
+        x_BTD, positions, inputs, lengths = self.run(EMBED, *outer, extras.of_outer(), *embed_args)
+        if routes := cache and cache.routes:
+            free = free_routes_of_layers(config, x_BTD.shape[:2])
+            inputs = tuple(x._replace(route_BTU=y) for x, y in zip(inputs, free, strict=True))
         experts: list[Any] = []
         logits_BTV = None
         head = None if prefills else outer[0]
-        for group in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
-            kinds = layer_kinds(config)[group]
-            is_last: Any = np.bool_(group.stop >= config.num_hidden_layers)
+        layers = all_layers(config)
+        for part in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
+            is_last: Any = np.bool_(part.stop >= config.num_hidden_layers)
             if 4 * math.prod(x_BTD.shape[:2]) * config.vocab_size > _LARGE_LOGITS:
                 head = outer[0] if is_last and not prefills else None
                 is_last = None
-            of_layers = config.cache_of_layer[group]
-            used = sorted(set(of_layers))
-            caches = tuple(map(used.index, of_layers))
-            x_BTD, logits_BTV, group_keys, group_experts = self.run(
-                LAYERS, params["layers"][group], head, is_last, config, kinds, caches, x_BTD,
-                positions.of_layers(group), tuple(keys[i] for i in used), self.run_config,
+            group, used = _own_caches(layers.part(part))
+            call = LayersCall(positions, inputs[part], extras.of_layers(part))
+            x_BTD, logits_BTV, new, group_experts = self.run(
+                LAYERS, params["layers"][part], head, is_last, group, x_BTD, call,
+                tuple(caches[i] for i in used), self.run_config,
             )  # fmt: skip
-            for i, layer in zip(used, group_keys, strict=True):
-                keys[i] = layer
+            for i, layer in zip(used, new, strict=True):
+                caches[i] = layer
             experts += group_experts
-        if records:
-            keys[-1] = self.run(RECORD_ROUTES, keys[-1], experts, positions)
-        return x_BTD, logits_BTV, None if cache is None else dataclasses.replace(lengths, layers=tuple(keys))
+        if routes:
+            routes = self.run(RECORD_ROUTES, routes, experts, positions)
+        if cache is not None:
+            cache = dataclasses.replace(lengths, layers=tuple(caches), routes=routes)
+        return x_BTD if prefills else logits_BTV, cache
+
+
+def _own_caches(group: LayerGroup) -> tuple[LayerGroup, list[int]]:
+    """The group with indices among the caches that it uses, so that equal groups share a program; and which
+    these caches are.
+    """
+    used = sorted({cache for of_layer in group.caches for cache in of_layer})
+    own = tuple(tuple(map(used.index, of_layer)) for of_layer in group.caches)
+    return group._replace(caches=own), used
 
 
 def layerwise_executor(params: Params) -> type[LayerwiseExecutor] | None:
@@ -265,9 +268,9 @@ def _any_true(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct) or bool(np.any(x))
 
 
-def without_model_layers(model: ParamsAndConfig) -> ParamsAndConfig:
+def without_model_layers(model: RunnableModel) -> tuple[Params, ModelConfig]:
     """The model with the parameters before and after the layers only."""
-    params, config = model
+    params, config, _ = model
     return {**params, "layers": ((),) * config.num_hidden_layers}, config
 
 

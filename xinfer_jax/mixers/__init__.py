@@ -1,10 +1,14 @@
 """Mixers: the parts of a layer that read other tokens.
 
-Read the files in this order: `attention` (causal attention by blocks of queries and keys), `rope_append`
-(RoPE and the append to the cache). `rope_scaling` (RoPE for longer contexts) and `key_bias` (the bias of keys
-in a quantized cache) are plugged in. Gated DeltaNet is `linear_attention`, with its parameters in
-`linear_attention_specs` and the state of its rows in `recurrent`.
+Read the files in this order: `mixer` (the protocol: parameters, forward pass, cache, what devices divide,
+kernels, unsupported features), `softmax_attention` (the mixer with keys and values), `attention` (causal
+attention by blocks of queries and keys), `rope_append` (RoPE and the append to the cache). `rope_scaling`
+(RoPE for longer contexts) and `key_bias` (the bias of keys in a quantized cache) are plugged in. Gated
+DeltaNet is `gated_delta`, with its forward pass in `linear_attention` and the state of its rows in
+`recurrent`.
 
+- A mixer is a class with a line in `plugins.TABLE`. Config, parameters, caches, engines, families and meshes
+  ask it, so none of them names a kind.
 - Without a cache the loops of attention have static bounds, so `forward` and `score` have reverse-mode
   gradients. With a cache they run over the visible blocks only, so cost follows the length, not the capacity.
 - Linear attention computes one token by the recurrence, more by the WY form in blocks of 64 tokens, each of

@@ -52,6 +52,7 @@ def linear_attention(  # noqa: PLR0913
     cache: Recurrent | None,
     run_config: RunConfig,
     *,
+    spec: Any,
     before: Norm | None = None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, Recurrent | None]:
@@ -63,6 +64,7 @@ def linear_attention(  # noqa: PLR0913
         positions: `Positions` of the call.
         cache: the state before these tokens; None: they are the first ones.
         run_config: of the products and of what is between them, as in `products`.
+        spec: the mixer's `GatedDeltaSpec`.
         before, residual: as in `products`.
     """
     new = products(
@@ -76,7 +78,7 @@ def linear_attention(  # noqa: PLR0913
         num_tokens_B=positions.num_tokens_B,
         first_BT=positions.first_BT,
     )
-    plain = partial(_mix, config=config)
+    plain = partial(_mix, config=config, spec=spec)
     out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=config), **operands)
     return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache
 
@@ -89,6 +91,7 @@ def _mix(  # noqa: PLR0913
     num_tokens_B: jax.Array,
     first_BT: Any,
     config: ModelConfig,
+    spec: Any,
 ) -> tuple[jax.Array, Recurrent | None]:
     """What the output product reads, [B, T, I], and the state after the new tokens.
 
@@ -97,13 +100,14 @@ def _mix(  # noqa: PLR0913
         layer: the parameters in `_BETWEEN_PRODUCTS`.
         cache: as in `linear_attention`.
         start_B, num_tokens_B, first_BT: of `Positions`.
-        config: the model.
+        config, spec: the model, and the mixer's `GatedDeltaSpec`.
     """
     *qkv, z_BTI, b_BTN, a_BTN = products
-    new = tuple(_by_head(x, width) for x, width in zip(qkv, _widths(config), strict=True))
+    widths = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
+    new = tuple(_by_head(x, width) for x, width in zip(qkv, widths, strict=True))
     steps = _steps(layer, a_BTN, b_BTN, num_tokens_B)
     if cache is None:
-        inputs, state = _empty(new, config)
+        inputs, state = _empty(new, spec)
     else:
         inputs, state = _before(layer, config, cache, start_B)
     inputs = tuple(jnp.concatenate(pair, 2) for pair in zip(inputs, new, strict=True))
@@ -230,18 +234,13 @@ def _before(
     return Recurrent(inputs, state, cache.capacity).before(start_B)
 
 
-def _empty(new: tuple[jax.Array, ...], config: ModelConfig) -> tuple[Inputs, jax.Array]:
+def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:
     """Inputs and state before the first token: zeros."""
     B = new[0].shape[0]
-    (_, W, _), _, _, (_, H, Y) = state_shapes(config)
+    (_, W, _), _, _, (_, H, Y) = state_shapes(spec)
     inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)
     state = jnp.zeros((B, new[2].shape[1], H, Y), jnp.float32)
     return match_varying_axes((inputs, state), new)
-
-
-def _widths(config: ModelConfig) -> tuple[int, int, int]:
-    spec: Any = config.linear_attention
-    return spec.key_head_dim, spec.key_head_dim, spec.value_head_dim
 
 
 def _by_head(x_BTI: jax.Array, width: int) -> jax.Array:

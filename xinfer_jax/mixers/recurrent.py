@@ -6,7 +6,6 @@ before the current one that the convolution reads, P draft slots.
 """
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +16,6 @@ from jax import lax
 from jax.sharding import Mesh
 
 from ..cache.layer_cache import LayerCache, shard_heads
-from ..config.model_config import ModelConfig
 from ..errors import InputError
 
 Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
@@ -44,21 +42,13 @@ class Recurrent(LayerCache):
 
     @staticmethod
     @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-    def empty(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> "Recurrent":
-        """The state of rows without tokens: zeros."""
-        arrays = [jnp.zeros((batch, *shape), np.float32) for shape in state_shapes(config)]
+    def empty(
+        shapes: tuple[tuple[int, ...], ...], batch: int, capacity: int, mesh: Mesh | None = None
+    ) -> "Recurrent":
+        """The state of rows without tokens: zeros. shapes: of `state_shapes`."""
+        arrays = [jnp.zeros((batch, *shape), np.float32) for shape in shapes]
         *inputs, state = shard_heads(arrays, mesh)
         return Recurrent(tuple(inputs), state, capacity)
-
-    @staticmethod
-    def row_bytes(config: ModelConfig) -> int:
-        """Bytes of one row's states in all layers, without draft slots."""
-        return 4 * config.num_linear_layers * sum(map(math.prod, state_shapes(config)))
-
-    @staticmethod
-    def expected_fits(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-        """`fits` of the caches that the model can use."""
-        return state_shapes(config)
 
     @property
     def draft_slots(self) -> int:
@@ -152,9 +142,8 @@ def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
     return jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, slots - x_BKSH.shape[2]), (0, 0)))
 
 
-def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one row's arrays of a linear-attention layer, as `Recurrent.fits`."""
-    spec: Any = config.linear_attention
+def state_shapes(spec: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of one row's arrays, as `Recurrent.fits`; spec: a `GatedDeltaSpec`."""
     W = spec.conv_kernel_dim - 1
     key = (spec.num_key_heads, W, spec.key_head_dim)
     N = spec.num_value_heads

@@ -20,8 +20,8 @@ from ..mixers.rope_append import rotate
 from ..ops.operation import over_any_mesh
 from ..weights.layers import norm_before
 from ..weights.params import AnyArray, Params
-from .decoder import Inputs, embed_inputs, hidden_states
-from .decoder_layer import attention_scoring, head_norms, project_qkv, scale_by_position
+from .decoder import Inputs, embed_inputs, run_model
+from .extras import NO_EXTRAS
 from .taps import Tap
 
 
@@ -51,8 +51,8 @@ def attention_weights(
         rest.
 
     Raises:
-        InputError: as `forward`; a layer or head that the model does not have; a layer with linear attention,
-            or with another layer's keys.
+        InputError: as `forward`; a layer or head that the model does not have; a layer without softmax
+            attention, or with another layer's keys.
     """
     check_causal(config, "attention_weights")
     if not is_sequence(layers) or heads is not None and not is_sequence(heads):
@@ -64,34 +64,32 @@ def attention_weights(
     for layer in layers:
         spec = config.attention(layer)
         if spec is None:
-            raise InputError(f"layer {layer} has linear attention, which has no weights: leave it out")
+            raise InputError(f"layer {layer} has no softmax attention, whose weights these are: leave it out")
         if spec.shares_kv:
             raise InputError(f"layer {layer} attends to another layer's keys: leave it out")
     taps = {layer - 1: Tap(read=True) for layer in layers}
-    _, _, reads = hidden_states(params, config, tokens_BT, None, num_tokens_B, taps=taps)
-    _, positions = embed_inputs(params, config, Inputs(tokens_BT, num_tokens_B), None)
+    reads = run_model(params, config, tokens_BT, None, num_tokens_B, taps=taps).reads
+    inputs = Inputs(tokens_BT, num_tokens_B)
+    _, positions, _ = embed_inputs(params, config, inputs, NO_EXTRAS, None, PLAIN)
 
     def weights(i: int) -> jax.Array:
         layer = params["layers"][i]
-        spec: Any = config.attention(i)
+        mixer: Any = next(mixer for mixer in config.mixers(i) if mixer.spec == config.attention(i))
         x_BTD = reads[i - 1]
         if config.rotated:
             x_BTD = plugin("rotation", "rotate")(x_BTD, config.hidden_size)
         before = norm_before(layer, "attn_norm", config) if config.layers[i].pre_norm else None
-        qkv, _ = project_qkv(layer, config, i, x_BTD, before, PLAIN)
-        rope = config.layer_rope(i)
-        angles = None if rope is None else positions.angles[config.ropes.index(rope)]
-        q_BTNH, k_BTKH, _ = rotate(qkv, head_norms(layer, config, spec), angles)
-        if spec.query_scaling:
-            q_BTNH = scale_by_position(q_BTNH, positions.position_BT, *spec.query_scaling)
+        qkv, _ = mixer.project(layer, x_BTD, before, PLAIN)
+        q_BTNH, k_BTKH, _ = rotate(qkv, mixer.head_norms(layer), mixer.angles(positions))
+        q_BTNH = mixer.scale_queries(q_BTNH, positions.position_BT)
         k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
         # The output for values that are the rows of the identity.
         B, K, T, _ = k_BKTH.shape
         ones_BKTT = jnp.broadcast_to(jnp.eye(T, dtype=jnp.float32), (B, K, T, T))
-        kv = dataclasses.replace(uncached_kv(k_BKTH, ones_BKTT), window=spec.window)
-        scoring = attention_scoring(layer, config, i)
+        kv = dataclasses.replace(uncached_kv(k_BKTH, ones_BKTT), window=mixer.window)
+        length_B = positions.num_tokens_B
         out_BTNT = attention(
-            q_BTNH.astype(jnp.float32), kv, length_B=positions.num_tokens_B, **scoring, run_config=PLAIN
+            q_BTNH.astype(jnp.float32), kv, length_B=length_B, **mixer.scoring(layer), run_config=PLAIN
         )
         N = out_BTNT.shape[2]
         chosen = range(N) if heads is None else [check_integer("heads: head", n, 0, N - 1) for n in heads]

@@ -1,8 +1,8 @@
-"""`forward`, `hidden_states` and `unembed`: one decoder for all families, driven by the config."""
+"""`forward`, `run_model` and `unembed`: one decoder for all families, driven by the config."""
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from ..errors import InputError, format_value
 from ..ops.operation import check_impl, over_any_mesh, run
 from ..weights.layers import embed, linear, norm, rotary_angles, soft_cap
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
-from .decoder_layer import Positions, layer_kinds, run_layers
+from .decoder_layer import LayerInputs, Positions, all_layers, run_layers
+from .extras import Extras
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
@@ -29,31 +30,34 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """What a forward pass takes beside parameters and cache. A part that is None leaves no trace in the
-    program.
-    """
+    """The tokens of a forward pass. A part that is None leaves no trace in the program."""
 
     tokens_BT: Any  # int32 ids, padded on the right
     num_tokens_B: Any = None  # int32: how many of each row are real; None: all
     embeddings_BTD: Any = None  # the input of the first layer; then only the shape of tokens_BT matters
     segment_ids_BT: Any = None  # a segment is a run of one id, which sees nothing before it
     positions_BT: Any = None  # of RoPE; None: from 0 in each segment, or after the tokens in the cache
-    routes: Any = None  # int32 [B, T, L, U], as in `hidden_states`
-    taps: Any = None  # by layer
 
 
-@overload
-def forward(
-    params: Params, config: ModelConfig, tokens_BT: AnyArray, cache: "MaybeCache" = ...,
-    num_tokens_B: AnyArray | None = None, *, segment_ids_BT: AnyArray | None = None,
-    positions_BT: AnyArray | None = None, routes: AnyArray | None = None,
-    return_routes: Literal[False] = False, remat: Any = None, impl: str | None = None,
-) -> "tuple[jax.Array, MaybeCache]": ...  # fmt: skip
-@overload
-def forward(*args: Any, return_routes: bool, **how: Any) -> tuple[Any, ...]: ...
-@overload
-def forward(*args: Any, taps: "Taps | None", **how: Any) -> tuple[Any, ...]: ...
-def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
+class ModelOutput(NamedTuple):
+    """What a model returns for the tokens of a call.
+
+    Attributes:
+        hidden: of each token, after the final norm, [B, T, D] in the dtype of the activations; undefined at
+            padding.
+        cache: with the tokens appended; None without one.
+        routes: int32 [B, T, L, U]: the experts that each token used in the L layers with a mixture, -1 at
+            padding; None unless they are asked for.
+        reads: the hidden states [B, T, D] that taps read, by their keys; None without taps.
+    """
+
+    hidden: Any
+    cache: Any = None
+    routes: Any = None
+    reads: Any = None
+
+
+def forward(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
@@ -63,11 +67,10 @@ def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
     segment_ids_BT: AnyArray | None = None,
     positions_BT: AnyArray | None = None,
     routes: AnyArray | None = None,
-    return_routes: bool = False,
     taps: "Taps | None" = None,
     remat: Any = None,
     impl: str | None = None,
-) -> Any:
+) -> "tuple[jax.Array, MaybeCache]":
     """Logits of every token. The caller jits it. Every float leaf has a reverse-mode gradient, in its dtype.
 
     Args:
@@ -76,26 +79,56 @@ def forward(  # type: ignore[misc]  # noqa: PLR0913  a public function
         tokens_BT: int32 token ids; in a trace those outside the vocabulary get another's embedding.
         cache: None, or the cache of the tokens before these, which are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real; padding follows them. None: all.
-        segment_ids_BT, positions_BT, routes, return_routes, taps, remat: as in `hidden_states`.
+        segment_ids_BT, positions_BT, routes, remat: as in `run_model`.
+        taps: as in `run_model`; none of them reads.
         impl: of the operations: None (the best for the device), "xla", or a kernel's name, as "triton".
 
     Returns:
-        float32 logits [B, T, V] (undefined at padding), the cache with the tokens appended, and what else
-        `hidden_states` returns.
+        float32 logits [B, T, V], undefined at padding; and the cache with the tokens appended. `run_model`
+        also returns routes, and the hidden states that taps read.
 
     Raises:
-        InputError: more tokens than the cache's capacity; an impl that is missing or does not support this.
+        InputError: more tokens than the cache's capacity; an impl that is missing or does not support this;
+            taps that read.
     """
-    hidden_BTD, *others = hidden_states(
+    hidden_BTD, cache = hidden_states(
         params, config, tokens_BT, cache, num_tokens_B, segment_ids_BT=segment_ids_BT,
-        positions_BT=positions_BT, routes=routes, return_routes=return_routes, taps=taps, remat=remat,
-        impl=impl,
+        positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
-    return unembed(params, config, hidden_BTD), *others
+    return unembed(params, config, hidden_BTD), cache
+
+
+def hidden_states(  # noqa: PLR0913  a public function
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: "MaybeCache" = None,  # type: ignore[assignment]
+    num_tokens_B: AnyArray | None = None,
+    *,
+    inputs_BTD: AnyArray | None = None,
+    segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None,
+    routes: AnyArray | None = None,
+    taps: "Taps | None" = None,
+    remat: Any = None,
+    impl: str | None = None,
+) -> "tuple[jax.Array, MaybeCache]":
+    """`forward` without its last step, `unembed`: hidden states after the final norm, [B, T, D]; and the
+    cache with the tokens appended. Arguments and errors as in `run_model`; none of the taps reads.
+    """
+    if taps is not None:
+        from .taps import check_edits  # optional: taps
+
+        taps = check_edits(taps, config, "this function")
+    out = run_model(
+        params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, segment_ids_BT=segment_ids_BT,
+        positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
+    )  # fmt: skip
+    return out.hidden, out.cache
 
 
 @over_any_mesh
-def hidden_states(  # noqa: PLR0913  a public function
+def run_model(  # noqa: PLR0913  a public function
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
@@ -110,9 +143,9 @@ def hidden_states(  # noqa: PLR0913  a public function
     taps: "Taps | None" = None,
     remat: Any = None,
     impl: str | None = None,
-) -> tuple[Any, ...]:
-    """`forward` without its last step, `unembed`: hidden states after the final norm. Not jitted;
-    differentiable as `forward` is.
+) -> ModelOutput:
+    """Everything that a model returns for some tokens, by name: hidden states, cache, routes, and what taps
+    read. Not jitted; differentiable as `forward` is. `unembed` makes logits of the hidden states.
 
     Args:
         params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`. Without a cache the layers of
@@ -124,78 +157,76 @@ def hidden_states(  # noqa: PLR0913  a public function
         routes: int32 [B, T, L, U]: the U experts that token t uses in each of the L layers with a mixture, of
             the router's input at that token; their weights are by the router's scores, as ever. A token with
             -1 in a layer has the experts that the router chooses.
-        return_routes: also return routes: of the experts that were used, -1 at padding.
+        return_routes: the result has `routes`.
         taps: by layer, what is done with the residual stream after it (-1: with the embeddings, from which
             inputs of each layer, as Gemma 4 has, were computed before; the last: before the final norm). Or
             by pairs, all keys: (3, "attention"), before the MLP of layer 3, and (3, "layer"), after it.
         remat: what the backward pass stores of a layer: None: all that it needs; "layer": the layer's input,
             and computes the layer again; or a policy of `jax.checkpoint_policies`.
 
-    Returns:
-        The output of the final norm for every token, [B, T, D] in the dtype of the activations (undefined at
-        padding), the cache with the tokens appended, the routes if they are asked for, and with taps the
-        hidden states that they read: a dict of [B, T, D] by their keys.
-
     Raises:
         InputError: as `forward`; inputs_BTD or routes have another shape; segments, positions or stacked
             layers with a cache; routes of a model without mixtures, or others that it does not take; taps of
             another type or layer, of stacked layers, or whose `edit` returns another shape or dtype.
     """
-    if return_routes and routes is None:
-        from .routes import free_routes  # optional: routes
-
-        routes = free_routes(config, np.shape(tokens_BT))
-    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT, routes, taps)
-    hidden_BTD, cache, routes, reads = run_model(params, config, inputs, cache, RunConfig(impl, remat))
-    others = [routes] if return_routes else []
-    return hidden_BTD, cache, *others, *([] if taps is None else [reads])
+    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
+    extras = Extras(routes=routes, taps=taps)
+    run_config = RunConfig(impl, remat, return_routes=return_routes)
+    out = apply_model(params, config, inputs, cache, extras, run_config)
+    return out if return_routes else out._replace(routes=None)
 
 
-def run_model(
-    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None, run_config: RunConfig
-) -> tuple[Any, Any, Any, Any]:
-    """`hidden_states` of these inputs, the cache with them appended, routes if they are asked for, and what
-    taps read.
-    """
-    tokens_BT, num_tokens_B, embeddings_BTD = inputs[:3]
+def apply_model(
+    params: Params,
+    config: ModelConfig,
+    inputs: Inputs,
+    cache: KVCache | None,
+    extras: Extras,
+    run_config: RunConfig,
+) -> ModelOutput:
+    """`run_model` of these inputs and extras."""
     check_params(params, config, stacked=cache is None)
-    check_tokens(config, tokens_BT, num_tokens_B, embeddings_BTD, cache)
+    check_tokens(config, *inputs[:3], cache)
     check_impl(run_config.impl)
     if cache is not None:
-        check_append(cache, tokens_BT.shape[1])
-    x_BTD, positions = embed_inputs(params, config, inputs, cache)
-    layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
-    routes = inputs.routes
-    if routes is not None or len(layer_caches) > config.num_cached_layers:  # the last one records routes
-        from .routes import routes_of_layers  # optional: routes
-
-        of_layers = routes_of_layers(config, tokens_BT.shape, routes)
-        positions = positions._replace(routes=of_layers)
-    kinds = layer_kinds(config)
-    args = config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, run_config
+        check_append(cache, inputs.tokens_BT.shape[1])
+    params = extras.adapted({**params, "layers": ()}) | {"layers": params["layers"]}
+    x_BTD, positions, of_layers = embed_inputs(params, config, inputs, extras, cache, run_config)
+    caches = (None,) * config.num_caches if cache is None else cache.layers
     run_all: Any = run_layers
     if isinstance(params["layers"], dict):
         from .stacked_layers import run_stacked_layers  # optional: stacked layers
 
         run_all = run_stacked_layers
-    if inputs.taps is not None:
+    if extras.taps is not None:
         from .taps import TappedLayers  # optional: taps
 
-        run_all = TappedLayers(inputs.taps, config)
-    x_BTD, layers, experts = run_all(params["layers"], *args)
-    if positions.routes:
+        run_all = TappedLayers(extras.taps, config)
+    args = x_BTD, positions, of_layers, extras, caches, run_config
+    out = run_all(params["layers"], all_layers(config), *args)
+    routes = None
+    if any(of_layer.route_BTU is not None for of_layer in of_layers):
         from .routes import routes_used  # optional: routes
 
-        routes, layers = routes_used(experts, positions, layers)
-    cache = None if cache is None else update_layers(cache, layers, positions.num_tokens_B)
-    return final_norm(params, config, x_BTD), cache, routes, getattr(run_all, "reads", None)
+        routes = routes_used(out.experts, positions)
+    if cache is not None:
+        cache = update_layers(cache, out.caches, positions.num_tokens_B, routes)
+    hidden_BTD = final_norm(params, config, out.hidden_BTD)
+    return ModelOutput(hidden_BTD, cache, routes, getattr(run_all, "reads", None))
 
 
 def embed_inputs(
-    params: Params, config: ModelConfig, inputs: Inputs, cache: KVCache | None
-) -> tuple[jax.Array, Positions]:
-    """The input of the first layer, [B, T, D], and its positions. Of the cache only the lengths matter."""
-    tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT, *_ = inputs
+    params: Params,
+    config: ModelConfig,
+    inputs: Inputs,
+    extras: Extras,
+    cache: KVCache | None,
+    run_config: RunConfig,
+) -> tuple[jax.Array, Positions, tuple[LayerInputs, ...]]:
+    """The input of the first layer, [B, T, D]; the positions; and what each layer takes of the tokens. Of
+    the cache only the lengths matter, and whether it records routes.
+    """
+    tokens_BT, num_tokens_B, embeddings_BTD, segment_ids_BT, position_BT = inputs
     B, T = tokens_BT.shape
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B, jnp.int32)
     start_B = None if cache is None else cache.length_B
@@ -214,11 +245,17 @@ def embed_inputs(
     if embeddings_BTD is None:
         embeddings_BTD = _embed(params, config, jnp.asarray(tokens_BT))
     x_BTD = jnp.asarray(embeddings_BTD).astype(activation_dtype(params))
-    positions = Positions(angles, start_B, num_tokens_B, position_BT, first_BT=first_BT)
+    of_layers = [LayerInputs()] * config.num_hidden_layers
     if config.hidden_size_per_layer_input:
-        of_layers = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)
-        positions = positions._replace(layer_inputs=of_layers)
-    return x_BTD, positions
+        of_layers = list(map(LayerInputs, _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)))
+    records_routes = cache is not None and cache.routes is not None
+    if run_config.return_routes or extras.routes is not None or records_routes:
+        from .routes import routes_of_layers  # optional: routes
+
+        routes = routes_of_layers(config, tokens_BT.shape, extras.routes)
+        pairs = zip(of_layers, routes, strict=True)
+        of_layers = [of_layer._replace(route_BTU=route_BTU) for of_layer, route_BTU in pairs]
+    return x_BTD, Positions(angles, start_B, num_tokens_B, position_BT, first_BT), tuple(of_layers)
 
 
 def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> tuple[jax.Array, ...]:

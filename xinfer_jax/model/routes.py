@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache.paged import RoutePages
 from ..checks import check_array, check_range
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from .decoder_layer import Positions
+from ..mixers.mixer import Positions
 
 
 def routes_shape(config: ModelConfig) -> tuple[int, int]:
@@ -30,7 +29,7 @@ def free_routes(config: ModelConfig, tokens_shape: tuple[int, ...]) -> jax.Array
 
 
 def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """`Positions.routes` of the host, for which nothing is compiled."""
+    """`LayerInputs.route_BTU` of the host, for which nothing is compiled."""
     free_BTU = np.full((*tokens_shape, config.num_experts_per_tok), -1, np.int32)
     return tuple(free_BTU if layer.experts else None for layer in config.layers)
 
@@ -38,7 +37,7 @@ def free_routes_of_layers(config: ModelConfig, tokens_shape: tuple[int, ...]) ->
 def routes_of_layers(
     config: ModelConfig, tokens_shape: tuple[int, ...], given: Any
 ) -> tuple[jax.Array | None, ...]:
-    """`Positions.routes`, from routes of all layers; None: `free_routes`.
+    """`LayerInputs.route_BTU` of each layer, from routes of all layers; None: `free_routes`.
 
     Raises:
         InputError: another shape or type, or a model without mixtures; outside a trace also another expert.
@@ -51,16 +50,9 @@ def routes_of_layers(
     return tuple(next(mixtures) if layer.experts else None for layer in config.layers)
 
 
-def routes_used(
-    experts: Sequence[jax.Array | None], positions: Positions, layers: Sequence[Any]
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used, -1 at padding; and the layers of
-    the cache, of which `RoutePages` have recorded them.
-    """
-    num_tokens_B = positions.num_tokens_B
+def routes_used(experts: Sequence[jax.Array | None], positions: Positions) -> jax.Array:
+    """Routes, int32 [B, T, L, U], of the experts [B·T, U] that layers used; -1 at padding."""
     B, T = positions.position_BT.shape
     of_mixtures = [x.reshape(B, T, -1) for x in experts if x is not None]
-    is_real_BT = jnp.arange(T) < num_tokens_B[:, None]
-    routes = jnp.where(is_real_BT[..., None, None], jnp.stack(of_mixtures, 2), -1)
-    at: Any = positions.start_B, num_tokens_B
-    return routes, tuple(x.record(routes, *at) if isinstance(x, RoutePages) else x for x in layers)
+    is_real_BT = jnp.arange(T) < positions.num_tokens_B[:, None]
+    return jnp.where(is_real_BT[..., None, None], jnp.stack(of_mixtures, 2), -1)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from .. import plugin
 from ..checks import call_function, check_function, check_integer, check_result
 from ..config.model_config import ModelConfig
+from ..config.run_config import RunConfig
 from ..errors import InputError, format_value
-from .decoder_layer import Positions, run_layers
+from .decoder_layer import LayerGroup, LayerInputs, LayersOutput, Positions, run_layers
+from .extras import Extras
 
 
 @jax.tree_util.register_dataclass
@@ -58,23 +60,36 @@ class TappedLayers:
         self.taps = {place: taps[key] for place, key in self._keys.items()}
         self.reads: dict[Any, jax.Array] = {}
 
-    def __call__(  # noqa: PLR0913  as `run_layers`
-        self, layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, run_config
-    ) -> tuple[Any, tuple, list]:
+    def __call__(
+        self,
+        layers: Any,
+        group: LayerGroup,
+        x_BTD: Any,
+        positions: Positions,
+        inputs: tuple[LayerInputs, ...],
+        extras: Extras,
+        caches: tuple[Any, ...],
+        run_config: RunConfig,
+    ) -> LayersOutput:
         if isinstance(layers, dict):
             raise InputError("taps need layers that are not stacked: give unstack_layers' tree")
         experts: list[Any] = []
-        x_BTD = self._tap((-1, "layer"), x_BTD, config)
-        for layer in range(config.num_hidden_layers):
+        x_BTD = self._tap((-1, "layer"), x_BTD, group.config)
+        for layer in range(len(layers)):
             one = slice(layer, layer + 1)
             halves = ("attention", "mlp") if (layer, "attention") in self.taps else (None,)
             for half in halves:
-                args = config, kinds[one], caches[one], x_BTD, positions.of_layers(one), kv, run_config, half
-                x_BTD, kv, experts_of_layer = run_layers(layers[one], *args)
+                # A row's vector is added after the whole layer.
+                own = extras.of_layers(one)
+                own = own._replace(vectors=()) if half == "attention" else own
+                args = x_BTD, positions, inputs[one], own, caches
+                half_config = dataclasses.replace(run_config, half=half)
+                out = run_layers(layers[one], group.part(one), *args, half_config)
+                x_BTD, caches, experts_of_layer = out
                 after = "attention" if half == "attention" else "layer"
-                x_BTD = self._tap((layer, after), x_BTD, config)
+                x_BTD = self._tap((layer, after), x_BTD, group.config)
             experts += experts_of_layer
-        return x_BTD, kv, experts
+        return LayersOutput(x_BTD, caches, experts)
 
     def _tap(self, place: tuple[int, str], x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
         tap = self.taps.get(place)

@@ -83,6 +83,12 @@ def by_position(function: Callable, names: Iterable[str]) -> Callable:
     return lambda *values: function(**dict(zip(names, values, strict=True)))
 
 
+def by_name(function: Callable, names: Iterable[str]) -> Callable:
+    """Returns the function, which takes arguments by position, as one that takes them by these names."""
+    names = tuple(names)
+    return lambda **operands: function(*(operands[name] for name in names))
+
+
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
     """The tree of arrays that `what` has made: reverse mode raises InputError there, forward mode passes."""
 

@@ -3,11 +3,12 @@
 key), which `sampler.choose_tokens` combines. `generation` appends the token.
 
 In the order to read: `processors` are functions logits_BV -> logits_BV, as transformers defines them;
-`biases` makes one bias of biases, allowed and forbidden ids, and arrays of forbidden sequences;
-`sampling_config` is `SamplingConfig` and reads generation_config.json; `batched_settings` makes arrays with
-one setting per row; `context` is the processors' state; `random_keys` makes PRNG keys and noise; `sampler`
-has the stages; `xtc_dry` plugs two of llama.cpp's samplers into them; `logprobs` records log-probabilities
-and alternatives; `caller_processors` has callers' functions, in `Context.callers`.
+`settings` has an entry for each setting; `biases` makes one bias of biases, allowed and forbidden ids, and
+arrays of forbidden sequences; `sampling_config` is `SamplingConfig`, and `generation_config` reads its
+defaults; `batched_settings` makes arrays with one setting per row; `context` is the processors' state;
+`random_keys` makes PRNG keys and noise; `sampler` has the stages; `xtc_dry` plugs two of llama.cpp's samplers
+into them; `logprobs` records log-probabilities and alternatives; `caller_processors` has callers' functions,
+in `Context.callers`.
 
 - Settings are arrays with one number per row, in one of two tree structures: plain (temperature, top-k,
   top-p, repetition penalty), or all settings, where `lax.cond` skips what no row uses. So one program serves

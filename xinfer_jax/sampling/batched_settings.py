@@ -1,7 +1,7 @@
 """Sampling settings as arrays with one setting per row, in one of two tree structures."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +11,10 @@ import numpy as np
 from ..checks import array_module, is_traced
 from ..errors import InputError, format_value
 from .biases import bad_word_rows, bias_rows, listed_rows
-from .sampling_config import (
-    INTEGER_SETTINGS,
-    NUMBER_SETTINGS,
-    OPTIONAL_SETTINGS,
-    PLAIN_SETTINGS,
-    SamplingConfig,
-    is_unset,
-)
+from .sampling_config import SamplingConfig
+from .settings import DTYPES, LISTS, NUMBERS, SETTINGS, Setting, is_unset
+
+_ARRAYS = dict(texts=listed_rows, words=bad_word_rows)  # of settings of these kinds
 
 
 def settings_per_row(
@@ -32,7 +28,7 @@ def settings_per_row(
     The result has one of two tree structures, so that few programs serve all requests. Plain: the first four
     settings, where no row uses another. Else all settings: biases, allowed and
     forbidden ids become one `logit_bias` [B, V]; `bad_words_ids` becomes int32 [B, W, L], each sequence at
-    the end of its L places, the others -1; `dry_sequence_breakers` becomes bool [B, V].
+    the end of its L places, the others -1; lists of tokens become bool [B, V].
 
     Args:
         sampling: one for all rows, numbers or arrays [B]; or one per row.
@@ -53,20 +49,20 @@ def settings_per_row(
         )
     for row in rows:
         row.validate()
-    values = {name: _setting_of_rows(name, rows, batch) for name in NUMBER_SETTINGS}
-    ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
-    words = [row.bad_words_ids for row in rows]
-    breakers = [row.dry_sequence_breakers for row in rows]
-    has_ids = any(part is not None for parts in [*ids, words, breakers] for part in parts)
-    is_off = (_is_off(values[name], off) for name, off in OPTIONAL_SETTINGS.items())
-    is_plain = not all_settings and not has_ids and all(is_off)
+    values = {setting.name: _setting_of_rows(setting, rows, batch) for setting in NUMBERS}
+    is_off = (_is_default(setting, values[setting.name]) for setting in NUMBERS if not setting.plain)
+    lists = {setting.name: [getattr(row, setting.name) for row in rows] for setting in LISTS}
+    has_lists = any(value is not None for of_rows in lists.values() for value in of_rows)
+    is_plain = not all_settings and not has_lists and all(is_off)
     values = {name: _per_row(value, batch) for name, value in values.items()}
     if is_plain:
-        return SamplingConfig(**{name: values[name] for name in PLAIN_SETTINGS})
-    bias_BV = bias_rows(ids, batch, vocab_size)
-    words_BWL = bad_word_rows(words, batch, vocab_size)
-    values["dry_sequence_breakers"] = listed_rows("dry_sequence_breakers", breakers, batch, vocab_size)
-    return SamplingConfig(**values, logit_bias=bias_BV, bad_words_ids=words_BWL)
+        return SamplingConfig(**{s.name: values[s.name] for s in NUMBERS if s.plain})
+    parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
+    values["logit_bias"] = bias_rows([*zip(*parts, strict=True)], batch, vocab_size)
+    for setting in LISTS:
+        if setting.kind in _ARRAYS:
+            values[setting.name] = _ARRAYS[setting.kind](setting.name, lists[setting.name], batch, vocab_size)
+    return SamplingConfig(**values)
 
 
 def has_all_settings(sampling_B: SamplingConfig) -> bool:
@@ -92,17 +88,26 @@ def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
         sampling_B: from `settings_per_row`.
         rows_B: bool.
     """
-    names = NUMBER_SETTINGS if has_all_settings(sampling_B) else PLAIN_SETTINGS
-    selected = {
-        name: jnp.where(rows_B, getattr(sampling_B, name), getattr(SamplingConfig, name)) for name in names
-    }
+    numbers = [s for s in NUMBERS if s.plain or has_all_settings(sampling_B)]
+    selected = {s.name: jnp.where(rows_B, getattr(sampling_B, s.name), s.default) for s in numbers}
     if has_all_settings(sampling_B):
         selected["bad_words_ids"] = jnp.where(jnp.reshape(rows_B, (-1, 1, 1)), sampling_B.bad_words_ids, -1)
     return dataclasses.replace(sampling_B, **selected)
 
 
-def _is_off(value_B: Any, off: float) -> bool:
-    return not is_traced(value_B) and bool(np.all(np.asarray(value_B) == np.asarray(off, value_B.dtype)))
+def used_settings(sampling_B: SamplingConfig, asked: Callable[[Setting], bool]) -> list[str]:
+    """The names of those settings that are asked for and that a row uses, as far as the host knows.
+    sampling_B: from `settings_per_row`.
+    """
+    values = ((setting, getattr(sampling_B, setting.name)) for setting in SETTINGS.values() if asked(setting))
+    return [s.name for s, value in values if value is not None and not _is_default(s, value)]
+
+
+def _is_default(setting: Setting, value_B: Any) -> bool:
+    if is_traced(value_B):
+        return False
+    array = np.asarray(value_B)
+    return bool(np.all(array == np.asarray(setting.default, array.dtype)))
 
 
 def _per_row(value: Any, batch: int) -> Any:
@@ -111,18 +116,17 @@ def _per_row(value: Any, batch: int) -> Any:
     return xp.broadcast_to(value, (batch,))
 
 
-def _setting_of_rows(name: str, rows: Sequence[SamplingConfig], batch: int) -> Any:
+def _setting_of_rows(setting: Setting, rows: Sequence[SamplingConfig], batch: int) -> Any:
     """One setting of each row, or of all rows: [B], [1] or a number."""
-    values = [getattr(row, name) for row in rows]
-    values = [OPTIONAL_SETTINGS[name] if value is None else value for value in values]
+    values = [getattr(row, setting.name) for row in rows]
+    values = [setting.default if value is None else value for value in values]
     # Numbers stay on the host: no program is compiled for them.
     xp: Any = np
     if not all(isinstance(value, int | float) for value in values):
         xp = jnp if any(is_traced(value) or isinstance(value, jax.Array) for value in values) else np
-    dtype = np.int32 if name in INTEGER_SETTINGS else np.float32
-    arrays = [xp.asarray(value, dtype) for value in values]
+    arrays = [xp.asarray(value, np.dtype(DTYPES[setting.kind])) for value in values]
     if any(array.shape not in ((), (1,), (batch,) if len(rows) == 1 else ()) for array in arrays):
         raise InputError(
-            f"{name} of shape {np.shape(arrays[0])} for {batch} rows: give one number, or one per row"
+            f"{setting.name} of shape {np.shape(arrays[0])} for {batch} rows: give one number, or one per row"
         )
     return arrays[0] if len(rows) == 1 else xp.stack([array.reshape(()) for array in arrays])

@@ -48,24 +48,20 @@ def check_id_lists(allowed: Any, forbidden: Any) -> None:
         raise InputError(f"token id {min(both)} is {where}: leave it out of one")
 
 
-def check_bad_words(words: Any, vocab_size: int | None = None) -> list[list[int]]:
+def check_bad_words(name: str, words: Any, vocab_size: int | None = None) -> list[list[int]]:
     """Returns the distinct sequences of ids; raises InputError where they are not lists of token ids."""
     if isinstance(words, np.ndarray | jax.Array):
-        raise InputError("bad_words_ids must be a list of lists of token ids, got an array")
+        raise InputError(f"{name} must be a list of lists of token ids, got an array")
     if not isinstance(words, list | tuple):
-        raise InputError(f"bad_words_ids must be a list of lists of token ids, got {format_value(words)}")
-    sequences = dict.fromkeys(tuple(check_token_ids("bad_words_ids", ids, vocab_size)) for ids in words)
+        raise InputError(f"{name} must be a list of lists of token ids, got {format_value(words)}")
+    sequences = dict.fromkeys(tuple(check_token_ids(name, ids, vocab_size)) for ids in words)
     most = MOST_BAD_WORDS
     longest = LONGEST_BAD_WORD
     if len(sequences) > most:
-        raise InputError(
-            f"bad_words_ids: {len(sequences)} sequences are more than the {most} of a row: give fewer"
-        )
+        raise InputError(f"{name}: {len(sequences)} sequences are more than the {most} of a row: give fewer")
     for ids in sequences:
         if not 1 <= len(ids) <= longest or min(ids) < 0:
-            raise InputError(
-                f"bad_words_ids: each has from 1 to {longest} token ids, got {format_value([*ids])}"
-            )
+            raise InputError(f"{name}: each has from 1 to {longest} token ids, got {format_value([*ids])}")
     return [[*ids] for ids in sequences]
 
 
@@ -76,11 +72,12 @@ def is_bad_word_rows(words: Any) -> bool:
     return words.ndim == 3 and words.shape[1:] == (MOST_BAD_WORDS, LONGEST_BAD_WORD)
 
 
-def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
+def bad_word_rows(name: str, settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
     """Returns the sequences of each row, int32 [B, W, L]: each at the end of its L places, the others -1.
 
     Args:
-        settings: bad_words_ids for all rows, or of each row; or one array from this function.
+        name: of the setting, for errors.
+        settings: its value for all rows, or of each row; or one array from this function.
         batch: B.
         vocab_size: V.
     """
@@ -88,7 +85,7 @@ def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
     if len(settings) == 1 and is_bad_word_rows(settings[0]):
         return settings[0]
     for words_WL, words in zip(words_BWL, settings, strict=True):
-        for word_L, ids in zip(words_WL, check_bad_words(words or [], vocab_size), strict=False):
+        for word_L, ids in zip(words_WL, check_bad_words(name, words or [], vocab_size), strict=False):
             word_L[-len(ids) :] = ids
     return np.broadcast_to(words_BWL, (batch, *words_BWL.shape[1:]))
 

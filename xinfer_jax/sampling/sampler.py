@@ -17,6 +17,7 @@ from .batched_settings import has_all_settings
 from .context import ALL_BITS, Context
 from .random_keys import DRAW_TOKEN, gumbel_noise
 from .sampling_config import SamplingConfig
+from .settings import SETTINGS
 
 NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
 Skippable = list[tuple[Any, Callable[[jax.Array], jax.Array]]]  # bool [B] or bool: who uses it; a processor
@@ -222,8 +223,11 @@ def _other_processors(s: SamplingConfig, c: Context) -> Skippable:
         ]
         if c.history_BS is not None:
             found.append((s.no_repeat_ngram_size > 0, lambda x: processors.no_repeat_ngram(x, *ngrams)))
-            if dry := plugin("processor", "dry"):
-                found.append((s.dry_multiplier > 0, lambda x: dry(x, s, c.history_BS, c.position_B)))
+        for setting in SETTINGS.values():
+            has_state = c.history_BS is not None or not setting.history
+            if has_state and (processor := plugin("processor", setting.processor)):
+                uses_B = getattr(s, setting.name) != setting.default
+                found.append((uses_B, partial(processor, settings=s, context=c)))
     if c.automata is not None:
         found.append((c.automata.used_B, c.automata.mask))
     return found
@@ -282,8 +286,10 @@ def warp_logits(
         filters.append((True, lambda x: jnp.maximum(least(), x)))
     if has_all_settings(s):
         filters.append((s.typical_p < 1, lambda x: processors.typical_p(x, s.typical_p, min_tokens_to_keep)))
-        if draw and (xtc := plugin("processor", "xtc")):
-            filters.append((s.xtc_probability > 0, lambda x: xtc(x, logits_BV, s, *draw)))
+        for setting in SETTINGS.values():
+            if draw and (warper := plugin("processor", setting.warper)):
+                rest = dict(logits_BV=logits_BV, settings=s, key_B=draw[0], position_B=draw[1])
+                filters.append((getattr(s, setting.name) != setting.default, partial(warper, **rest)))
     kept_BV = _apply_used(filters, scaled_BV)
     return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
 

@@ -1,7 +1,7 @@
-"""`SamplingConfig`: how a caller asks for tokens to be sampled, and what generation_config.json asks for."""
+"""`SamplingConfig`: how a caller asks for tokens to be sampled."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,14 +10,7 @@ import numpy as np
 from ..checks import is_traced, number_array
 from ..errors import InputError, format_value
 from .biases import check_bad_words, check_id_lists, is_bad_word_rows
-
-
-class _UnsetFloat(float):
-    """The value of a setting that is not set."""
-
-
-class _UnsetInteger(int):
-    """The value of a whole-number setting that is not set."""
+from .settings import NUMBERS, Setting, is_unset, unset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,27 +51,27 @@ class SamplingConfig:
             id alone has no effect, as in transformers; None: none.
     """
 
-    temperature: Any = _UnsetFloat(0)
-    top_k: Any = _UnsetInteger(0)
-    top_p: Any = _UnsetFloat(1)
-    repetition_penalty: Any = _UnsetFloat(1)
-    min_p: Any = _UnsetFloat(0)
-    typical_p: Any = _UnsetFloat(1)
-    presence_penalty: Any = _UnsetFloat(0)
-    frequency_penalty: Any = _UnsetFloat(0)
-    no_repeat_ngram_size: Any = _UnsetInteger(0)
-    min_new_tokens: Any = _UnsetInteger(0)
-    xtc_probability: Any = _UnsetFloat(0)
-    xtc_threshold: Any = _UnsetFloat(0.1)
-    dry_multiplier: Any = _UnsetFloat(0)
-    dry_base: Any = _UnsetFloat(1.75)
-    dry_allowed_length: Any = _UnsetInteger(2)
-    dry_penalty_last_n: Any = _UnsetInteger(-1)
-    dry_sequence_breakers: Any = None
-    logit_bias: Any = None
-    allowed_token_ids: Sequence[int] | None = None
-    forbidden_token_ids: Sequence[int] | None = None
-    bad_words_ids: Any = None
+    temperature: Any = unset("temperature")
+    top_k: Any = unset("top_k")
+    top_p: Any = unset("top_p")
+    repetition_penalty: Any = unset("repetition_penalty")
+    min_p: Any = unset("min_p")
+    typical_p: Any = unset("typical_p")
+    presence_penalty: Any = unset("presence_penalty")
+    frequency_penalty: Any = unset("frequency_penalty")
+    no_repeat_ngram_size: Any = unset("no_repeat_ngram_size")
+    min_new_tokens: Any = unset("min_new_tokens")
+    xtc_probability: Any = unset("xtc_probability")
+    xtc_threshold: Any = unset("xtc_threshold")
+    dry_multiplier: Any = unset("dry_multiplier")
+    dry_base: Any = unset("dry_base")
+    dry_allowed_length: Any = unset("dry_allowed_length")
+    dry_penalty_last_n: Any = unset("dry_penalty_last_n")
+    dry_sequence_breakers: Any = unset("dry_sequence_breakers")
+    logit_bias: Any = unset("logit_bias")
+    allowed_token_ids: Sequence[int] | None = unset("allowed_token_ids")
+    forbidden_token_ids: Sequence[int] | None = unset("forbidden_token_ids")
+    bad_words_ids: Any = unset("bad_words_ids")
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":
@@ -90,7 +83,9 @@ class SamplingConfig:
         Raises:
             InputError: a setting out of range, or one that would change the result and is not supported.
         """
-        config = cls(**_generation_defaults(generation_config)).validate()
+        from .generation_config import generation_defaults  # optional: settings of a checkpoint
+
+        config = cls(**generation_defaults(generation_config)).validate()
         sampled = bool(generation_config.get("do_sample"))
         return config if sampled else dataclasses.replace(config, temperature=0.0)
 
@@ -100,22 +95,16 @@ class SamplingConfig:
         Raises:
             InputError: a setting outside its range.
         """
-        for name, (is_valid, valid_range) in NUMBER_SETTINGS.items():
-            value = getattr(self, name)
-            if is_unset(value) or (value is None and name not in PLAIN_SETTINGS):
+        for setting in NUMBERS:
+            value = getattr(self, setting.name)
+            if is_unset(value) or (value is None and not setting.plain) or _is_valid(setting, value):
                 continue
-            array = number_array(value)
-            if array is None or not is_traced(array) and not _is_valid_array(array, is_valid):
-                raise InputError(f"{name} must be {valid_range}, got {format_value(value)}")
+            valid_range = setting.valid[1] if setting.valid else "true or false"
+            raise InputError(f"{setting.name} must be {valid_range}, got {format_value(value)}")
         check_id_lists(self.allowed_token_ids, self.forbidden_token_ids)
         if self.bad_words_ids is not None and not is_bad_word_rows(self.bad_words_ids):
-            check_bad_words(self.bad_words_ids)
+            check_bad_words("bad_words_ids", self.bad_words_ids)
         return self
-
-
-def is_unset(value: Any) -> bool:
-    """Whether it is the default of a setting that is a number."""
-    return isinstance(value, _UnsetFloat | _UnsetInteger)
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingConfig))
@@ -135,11 +124,16 @@ def _unflatten(_: None, values: Sequence[Any]) -> SamplingConfig:
 jax.tree_util.register_pytree_with_keys(SamplingConfig, _flatten, _unflatten)
 
 
-def _is_valid_array(array: np.ndarray, is_valid: Callable) -> bool:
-    """Whether it is one number or one per row, all finite in float32 and valid."""
+def _is_valid(setting: Setting, value: Any) -> bool:
+    """Whether it is one value or one per row, each valid and finite in float32. Traced ones are not read."""
+    if setting.valid is None:  # a switch
+        return np.dtype(getattr(value, "dtype", type(value))) == np.bool_ and np.ndim(value) <= 1
+    array = number_array(value)
+    if array is None or is_traced(array):
+        return array is not None
     with np.errstate(over="ignore"):
         finite = np.all(np.isfinite(array.astype(np.float32)))
-    return array.ndim <= 1 and array.size > 0 and bool(finite and np.all(is_valid(array)))
+    return array.ndim <= 1 and array.size > 0 and bool(finite and np.all(setting.valid[0](array)))
 
 
 def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig], row: int = 0) -> int:
@@ -170,105 +164,3 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
             f"min_new_tokens {format_value(min_tokens)} forbids the ids that end an answer, and"
             " allowed_token_ids has no others: the settings leave no token, allow more"
         )
-
-
-# --- settings that are numbers: row arrays, generation_config.json and HTTP fields follow from these entries
-
-
-_COUNT = (lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "a whole number from 0 (off) to 2^31 - 1")
-_MASS = (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)")
-# Within these bounds no logit overflows float32.
-_PENALTY = (lambda x: np.abs(x) <= 1e30, "a finite number (0: off), at most 1e30")
-# For each the check of its values, and the valid range for errors. The field's default means "off".
-NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(
-    temperature=(lambda x: (x >= 0) & (x <= 1000), "from 0 (greedy) to 1000"),
-    top_k=_COUNT,
-    top_p=_MASS,
-    repetition_penalty=(lambda x: (x >= 1e-6) & (x <= 1e6), "above 0 (1: off), from 1e-6 to 1e6"),
-    min_p=(lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1"),
-    typical_p=_MASS,
-    presence_penalty=_PENALTY,
-    frequency_penalty=_PENALTY,
-    no_repeat_ngram_size=_COUNT,
-    min_new_tokens=_COUNT,
-    xtc_probability=(lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1"),
-    xtc_threshold=(lambda x: (x >= 0) & (x <= 1), "from 0 to 1 (above 0.5: off)"),
-    dry_multiplier=(lambda x: (x >= 0) & (x <= 1e30), "from 0 (off) to 1e30"),
-    dry_base=(lambda x: (x >= 1) & (x <= 1e30), "from 1 to 1e30"),
-    dry_allowed_length=(_COUNT[0], "a whole number from 0 to 2^31 - 1"),
-    dry_penalty_last_n=(lambda x: (x == -1) | _COUNT[0](x), "-1 (all), or a whole number from 0 to 2^31 - 1"),
-)
-PLAIN_SETTINGS = ("temperature", "top_k", "top_p", "repetition_penalty")
-_NOT_IN_TRANSFORMERS = ("presence_", "frequency_", "xtc_", "dry_")  # of OpenAI's API, and of llama.cpp
-INTEGER_SETTINGS = {name for name in NUMBER_SETTINGS if isinstance(getattr(SamplingConfig, name), int)}
-# The settings that are not plain, with the values at which they do nothing.
-OPTIONAL_SETTINGS: dict[str, float] = {
-    name: getattr(SamplingConfig, name) for name in NUMBER_SETTINGS if name not in PLAIN_SETTINGS
-}
-
-
-# --- generation_config.json
-
-
-_GENERATION_SETTINGS = [name for name in NUMBER_SETTINGS if not name.startswith(_NOT_IN_TRANSFORMERS)]
-# Fields that change the result and are not supported, with the values at which they do nothing.
-_UNSUPPORTED_DEFAULTS: dict[str, Any] = dict(
-    num_beams=(1,), num_beam_groups=(1,), diversity_penalty=(0,), epsilon_cutoff=(0,), eta_cutoff=(0,),
-    encoder_repetition_penalty=(1,), encoder_no_repeat_ngram_size=(0,),
-    sequence_bias=([], {}), begin_suppress_tokens=([],), forced_bos_token_id=(), forced_eos_token_id=(),
-    force_words_ids=([],), constraints=([],), min_length=(0,), penalty_alpha=(0,), guidance_scale=(1,),
-    stop_strings=([], ""), exponential_decay_length_penalty=(), watermarking_config=(), top_h=(),
-    dola_layers=(),
-)  # fmt: skip
-
-
-def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None = None) -> None:
-    """Raises InputError where a value of generation_config.json has the wrong type or range.
-
-    Args:
-        settings: its contents.
-        vocab_size: ids of suppress_tokens must be below it; None: unknown.
-    """
-
-    def check(is_valid: bool, name: str, form: str, value: Any) -> None:
-        if not is_valid:
-            raise InputError(f"generation_config.json: {name} must be {form}, got {format_value(value)}")
-
-    for name in _GENERATION_SETTINGS:
-        if (value := settings.get(name)) is not None:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            check(is_number and abs(value) < 1e30, name, "a number", value)
-    do_sample = settings.get("do_sample")
-    check(do_sample in (None, True, False), "do_sample", "true or false", do_sample)
-    limit = vocab_size or 2**31
-    words = settings.get("bad_words_ids")
-    form = f"a list of lists of token ids below {limit}"
-    is_lists = isinstance(words, list | None) and all(isinstance(word, list) for word in words or ())
-    is_id = lambda token: type(token) is int and 0 <= token < limit  # noqa: E731
-    check(is_lists and all(is_id(t) for word in words or () for t in word), "bad_words_ids", form, words)
-    ids = settings.get("suppress_tokens")
-    form = "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")
-    check(isinstance(ids, list | None), "suppress_tokens", form, ids)
-    for token in ids or ():
-        check(is_id(token), "suppress_tokens", form, token)
-    eos_ids = settings.get("eos_token_id")
-    form = "a token id or a list of them"
-    for token in eos_ids if isinstance(eos_ids, list) else [eos_ids]:
-        check(token is None or type(token) is int, "eos_token_id", form, token)
-
-
-def _generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of generation_config.json as fields of `SamplingConfig`."""
-    check_generation_config(generation_config)
-    for name, neutral in _UNSUPPORTED_DEFAULTS.items():
-        value = generation_config.get(name)
-        if value is not None and value not in neutral:
-            raise InputError(
-                f"generation_config.json asks for {name}={format_value(value)}, which is not supported:"
-                " ignore that file (--nogeneration_config), or remove the setting"
-            )
-    given = {name: generation_config.get(name) for name in _GENERATION_SETTINGS}
-    given["bad_words_ids"] = generation_config.get("bad_words_ids") or None
-    given["forbidden_token_ids"] = generation_config.get("suppress_tokens") or None
-    sampled = {"temperature": 1.0, "top_k": 50} if generation_config.get("do_sample") else {}
-    return sampled | {name: value for name, value in given.items() if value is not None}

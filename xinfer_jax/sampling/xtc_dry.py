@@ -1,9 +1,12 @@
 """XTC and DRY, llama.cpp's samplers against repetition, as logits processors with one setting per row."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .context import Context
 from .random_keys import DRAW_XTC, gumbel_noise
 from .sampling_config import SamplingConfig
 
@@ -36,9 +39,7 @@ def xtc(
     return jnp.where(happens_B1 & (logits_BV > least_B1), -jnp.inf, warped_BV)
 
 
-def dry(
-    logits_BV: jax.Array, settings: SamplingConfig, history_BS: jax.Array, length_B: jax.Array
-) -> jax.Array:
+def dry(logits_BV: jax.Array, settings: SamplingConfig, context: Context) -> jax.Array:
     """Subtracts multiplier * base ** (n - allowed length) from the logit of each token that follows an
     earlier occurrence of the row's last n tokens, for the largest n ("don't repeat yourself", llama.cpp).
 
@@ -48,14 +49,14 @@ def dry(
     Args:
         logits_BV: float32.
         settings: of each row.
-        history_BS: int32, the row's tokens in order.
-        length_B: int32, number of these tokens.
+        context: with the row's tokens in order.
     """
     s = settings
+    history_BS: Any = context.history_BS
     allowed_B1 = s.dry_allowed_length[:, None]
     (B, S) = history_BS.shape
     slot_S = jnp.arange(S)
-    length_B1 = length_B[:, None]
+    length_B1 = context.position_B[:, None]
     last_n_B1 = s.dry_penalty_last_n[:, None]
     first_B1 = jnp.where(last_n_B1 < 0, 0, jnp.maximum(length_B1 - last_n_B1, 0))
     breaks_BS = jnp.take_along_axis(jnp.asarray(s.dry_sequence_breakers), history_BS, 1)

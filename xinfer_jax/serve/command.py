@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..cli.answer_flags import TEMPERATURE, define_engine, define_model, define_sampling, engine_sizes
+from ..cli.answer_flags import define_engine, define_model, define_sampling, engine_sizes
 from ..cli.channel import listen
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, command_main
@@ -56,12 +56,10 @@ PARSER.add_texts(
     "give an origin",
 )
 define_model(PARSER)
-PARSER.group = "sampling"
-PARSER.add_number("temperature", "Default: the checkpoint's.", *TEMPERATURE)
+define_sampling(PARSER)
 PARSER.add_integer(
     "seed", "Seed for requests without one. Default: drawn at the start, and logged.", most=2**32 - 1
 )
-define_sampling(PARSER)
 PARSER.group = "answers"
 PARSER.add_integer("max_tokens", "Maximum tokens of a chat answer without max_tokens.", default=4096, least=1)
 PARSER.add_switch("stop_in_reasoning", "Stop strings of chats end the reasoning too, not the content alone.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..tool_calls.json_values import json_text, parse_json
 from ..tool_calls.parameter_types import Parameters
-from ..tool_calls.xml_call import value_json
+from ..tool_calls.tagged_call import value_json
 
 _UNQUOTED_KEY = re.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
 _MANY_SPACES = re.compile(r"\s{200}")

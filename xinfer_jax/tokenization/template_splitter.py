@@ -7,7 +7,7 @@ from typing import Any
 
 from ..tool_calls.json_values import json_text
 from ..tool_calls.parameter_types import Functions
-from ..tool_calls.tool_call_parser import ToolCallDelta
+from ..tool_calls.tool_call_parser import ToolCallDelta, TrailingCalls
 from .response_template import Mark, ResponseTemplate, TemplateField
 from .template_content import NO_VALUE, PARSERS, transformed, typed_arguments
 
@@ -185,42 +185,34 @@ class TemplateSplitter:
             self._deltas.append(ToolCallDelta(index, *self.calls[-1]))
 
 
-class _TrailingTemplateCalls(TemplateSplitter):
-    """Tells the calls at the end of a text from its other text, as `TrailingCallParser`."""
+class _TrailingTemplateCalls(TemplateSplitter, TrailingCalls):
+    """Finds the calls at the end of reasoning as a response template says it."""
 
     def __init__(self, template: ResponseTemplate, functions: Functions):
         calls = (field for field in template.fields if _kind(field) == "calls")
         other = TemplateField("content", None, None, "text", dict(strip=False), "", None, False)
-        self.held = ""  # the end of the text, which may be calls
-        self._known: list[str] = []  # text that is no call, of the last `push_text`
-        self._has_text = False  # since the latest call
         fields = dataclasses.replace(template, fields=(*calls, other))
+        TrailingCalls.__init__(self)
+        self._has_text = False  # since the latest call
         super().__init__(fields, "", functions.schemas, None, str)
 
-    def push_text(self, text: str, ended: bool) -> str:
-        """The new text that is no call. ended: it is the last part, then `calls` has the calls at its end."""
-        self._known = []
-        self.held += text
-        self.push(text, ended)
+    def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
+        parts = super().push(text, ended)
         if self._field is self._rest:
-            self._release(len(self._pending))
-        return "".join([*self._known, self.held if ended and not self.calls else ""])
+            self._release_text(len(self._pending))
+        return parts
 
-    def _release(self, num_left: int) -> None:
+    def _release_text(self, num_left: int) -> None:
         if self._has_text:
-            cut = len(self.held) - num_left
-            self._known.append(self.held[:cut])
-            self.held = self.held[cut:]
+            self._release(num_left)
         self._has_text = False
 
     def _begin(self, field: TemplateField, match: re.Match[str]) -> None:
-        self._release(self._num_left)
+        self._release_text(self._num_left)
         super()._begin(field, match)
 
     def _add_text(self, kind: str, text: str, field: TemplateField) -> None:
-        if text.strip():
-            self._has_text = True
-            self.calls.clear()
+        self._has_text = self._has_text or bool(text.strip())
 
 
 def _kind(field: TemplateField) -> str:

@@ -15,8 +15,8 @@ import tokenizers
 from ..errors import InputError
 from ..formats.files import file_exists, read_json
 from ..grammar.vocabulary import BYTES_OF_LETTERS
-from ..tool_calls.call_parser import GEMMA_TOKENS
 from ..tool_calls.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
+from ..tool_calls.tool_call_form import tool_call_forms
 from .chat_template import render
 from .response_template import ResponseTemplate, parse_response_template
 from .template_files import read_chat_templates
@@ -162,7 +162,8 @@ class Tokenizer:
     def _kept_tokens(self) -> dict[int, str]:
         """What stands in a text for special tokens that are the form of an answer, by id."""
         named = self._special_ids
-        return self.harmony_marks or {named[name]: name for name in GEMMA_TOKENS if name in named}
+        tokens = [token for form in tool_call_forms() for token in form.tokens]
+        return self.harmony_marks or {named[name]: name for name in tokens if name in named}
 
     @functools.cached_property
     def harmony_marks(self) -> dict[int, str]:

@@ -8,8 +8,7 @@ from ..grammar.compiler import AUTO, CALLS
 from ..grammar.grammars import Grammar
 from ..grammar.served_schemas import served_schema
 from ..grammar.token_masks import lark_text
-from ..tool_calls.call_grammar import call_grammar
-from ..tool_calls.tool_call_parser import HARMONY
+from ..tool_calls.tool_call_form import tool_call_form
 from ..tool_calls.tool_messages import parameter_schemas
 from .conversation import check_template_tools
 from .tokenizer import Tokenizer
@@ -39,28 +38,28 @@ def tool_grammar(
 
     Raises:
         InputError: no tools, or a name that none of them has; the chat template ignores tools, or writes
-            calls in a form that is not known; Qwen3-Coder's or Gemma 4's form cannot express a keyword of a
-            schema, or a schema would allow what is not valid (see `served_schema`).
-            Whether the others are served is known when the grammar is used.
+            calls in a form that is not known; the form cannot express a keyword of a schema, or a schema
+            would allow what is not valid (see `served_schema`). Whether the others are served is
+            known when the grammar is used.
     """
     checked = check_template_tools(tokenizer, tools)
     schemas = parameter_schemas(checked)
     if name is not None and name not in schemas or not schemas:
         raise InputError(f"{format_value(name)} is none of the {len(schemas)} tools: give one of their names")
-    call_format = known_format(tokenizer)
-    if answer is not None and call_format == HARMONY:
+    form = tool_call_form(known_format(tokenizer))
+    if answer is not None and form.has_channels:
         return answer
     chosen = {
         one["name"]: _served(one, schemas[one["name"]])
         for one in (tool["function"] for tool in checked)
         if name in (None, one["name"])
     }
-    source = call_grammar(call_format, chosen, several and name is None)
+    source = form.grammar(chosen, several and name is None)
     if answer is not None:
         other = f"answer: %lark {{\n{lark_text(answer.kind, answer.source)}\n}}"
         source = "\n".join(["start: calls | answer", other, source.replace("start:", "calls:", 1)])
         reasoning_end = answer.reasoning_end
-    if call_format == HARMONY and reasoning_end == AUTO:
+    if form.has_channels and reasoning_end == AUTO:
         reasoning_end = None
     return Grammar(CALLS, source, tokenizer, reasoning_end)
 

@@ -1,12 +1,11 @@
 """Tools and reasoning: what a request may call, and an answer's text taken apart. Pure text, without a model.
 
-In the order to read: `call_parser`, `json_values` and `parameter_types` are what `json_call` (with
-`json_scanner`), `gemma_call` and `xml_call` share, which parse one call in the forms that models write;
-`tool_call_parser` finds the calls in a text;
-`reasoning` splits an answer at <think>, `harmony` gpt-oss's at its control tokens; `tool_messages` checks the
-tools of a request and prepares earlier calls for a chat template; `answer_parser` puts the parsers together;
-`call_grammar` has the answers that are calls.
-`tokenization/template_tools.py` finds which form a model writes.
+In the order to read: a `tool_call_form` is all that is known of a form in which models write calls, and each
+of `hermes_call`, `llama_call`, `qwen3_coder_call`, `gemma_call`, `glm_call` and `harmony` has one. Their
+parsers share `call_parser`, `json_values`, `parameter_types`, `json_call` (with `json_scanner`) and
+`tagged_call`, and their grammars share `call_grammar`. `tool_call_parser` finds the calls in a text.
+`reasoning` splits an answer at <think>, and `harmony` at control tokens. `answer_parser` puts the parsers
+together. `tool_messages` checks the tools of a request and prepares earlier calls for a chat template.
 
 - A whole text and the same text in any parts give the same calls and the same content. So there is one
   parser, whose time is linear in any text. Whatever a model writes, the result is calls whose arguments are
@@ -16,5 +15,5 @@ tools of a request and prepares earlier calls for a chat template; `answer_parse
 - A call is checked as JSON, its function must be one of the tools, but its arguments are not checked against
   their schema. Grammars do that (tool_choice "required", or a function).
 - The end of an answer may stand for the mark after the last call. What models often leave out or add is
-  repaired: `AnswerParser` lists it. Nothing else is.
+  repaired: the module of each form says it. Nothing else is.
 """

@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import InputError, format_value
 from .harmony import HarmonyParser, SpelledControlTokens, begins_in_harmony
 from .reasoning import ReasoningParser
-from .tool_call_parser import HARMONY, TOOL_FORMATS, ToolCallDelta, ToolCallParser
+from .tool_call_form import tool_call_form, tool_call_forms
+from .tool_call_parser import ToolCallDelta, ToolCallParser
 from .tool_messages import check_tools, parameter_schemas
 
 _SLICE = 4096  # characters of a whole text that are parsed at a time: the rest is not copied for each call
@@ -83,24 +84,16 @@ class AnswerParser:
     """Takes the text of an answer apart while it is generated.
 
     Reasoning stands between <think> and </think> at the beginning, or <|channel>thought and <channel|> of
-    Gemma 4. Calls stand in the content after it:
+    Gemma 4. Calls stand in the content after it, in one of these forms:
 
     - "hermes", of Qwen 2.5 and 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>
-    - "qwen3_coder": <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
-    - "llama3_json": {"name": …, "parameters": {…}} at the beginning of the content, perhaps after
-      <|python_tag|>; several are separated by semicolons.
-    - "gemma4": <|tool_call>call:…{key:<|"|>…<|"|>, …}<tool_call|>
-    - "harmony", of gpt-oss: <|channel|>commentary to=functions.… <|constrain|>json<|message|>{…}<|call|>. An
-      answer that begins with such a header has channels: `analysis` is the reasoning, `final` the content,
-      and so are messages on `commentary` that are no calls.
+    - "llama3_json", "qwen3_coder", "gemma4", and "glm45" of GLM 4.5 and later;
+    - "harmony", of gpt-oss. An answer that begins with a header of Harmony has channels: `analysis` is the
+      reasoning, and `final` the content.
 
-    The names are vLLM's, except the last. Calls are found as models write them:
-
-    - without arguments, with arguments null or as JSON in a text, with some of them next to the name;
-    - with a brace too many, several objects or a list in one mark, within {"function": …};
-    - Qwen3-Coder's without the first mark or </parameter>, with lists and objects as Python writes them;
-    - Gemma 4's with quotes of JSON or Python, and with a comma after the last item;
-    - at the end of reasoning that is not closed. If text follows such a call, it is a part of the reasoning.
+    The names are vLLM's, except the last. The module of each form shows a call, and says what is repaired of
+    what models leave out or add. Calls are also found at the end of reasoning that is not closed. If text
+    follows such a call, it is a part of the reasoning.
 
     A call that is malformed or incomplete, or of a function that is not among the tools, is text: it becomes
     content. An object without a mark around it is text too, if it has fields that are no parameters of its
@@ -110,7 +103,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        formats: Collection[str] = TOOL_FORMATS,
+        formats: Collection[str] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         in_reasoning: bool = False,
@@ -121,8 +114,8 @@ class AnswerParser:
     ):
         """
         Args:
-            formats: in which calls are recognized; `tokenizer.template_tools.format` is that of a model. None
-                of them: calls stay text.
+            formats: in which calls are recognized; `tokenizer.template_tools.format` is that of a model. An
+                empty list: calls stay text. None: all forms.
             tools: as in `encode_prompt`. In Qwen3-Coder's form they tell the types of arguments, also through
                 $ref, allOf and anyOf; otherwise arguments are texts. None: any function may be called.
             in_reasoning: the prompt ends within the reasoning.
@@ -139,12 +132,9 @@ class AnswerParser:
         """
         if isinstance(formats, str):
             formats = [formats]
-        if unknown := [name for name in formats if name not in TOOL_FORMATS]:
-            raise InputError(
-                f"formats may have {', '.join(TOOL_FORMATS)}, got {format_value(unknown[0])}: leave it out"
-            )
+        forms = tool_call_forms() if formats is None else [tool_call_form(name) for name in formats]
+        self._channels = [form for form in forms if form.has_channels]
         self._names = None if tools is None else parameter_schemas(check_tools(tools))
-        self._formats = formats
         self._new_calls = partial(
             ToolCallParser,
             parameters=self._names,
@@ -154,17 +144,17 @@ class AnswerParser:
         self._calls: Any = splitter
         self._parts: Any = splitter
         if splitter is None:
-            self._calls = self._new_calls(formats) if formats else None
+            self._calls = self._new_calls(forms) if forms else None
             self._parts = ReasoningParser(in_reasoning, self._calls)
         self._spelled: SpelledControlTokens | None = None
-        self._may_be_harmony = HARMONY in formats and not in_reasoning and splitter is None
+        self._may_be_harmony = bool(self._channels) and not in_reasoning and splitter is None
         self._pending = ""  # may be the beginning of a header
         if harmony_header is not None:
             self._begin_harmony(harmony_header)
 
     def _begin_harmony(self, header: str) -> None:
         self._may_be_harmony = False
-        self._calls = self._new_calls([HARMONY]) if HARMONY in self._formats else None
+        self._calls = self._new_calls(self._channels) if self._channels else None
         self._parts = HarmonyParser(self._calls, self._names, header)
 
     def push(self, text: str, ended: bool = False) -> AnswerDelta:

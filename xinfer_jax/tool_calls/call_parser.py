@@ -3,13 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# Gemma 4's control tokens that are the form of an answer.
-GEMMA_START = "<|tool_call>"
-GEMMA_END = "<tool_call|>"
-GEMMA_QUOTE = '<|"|>'
-GEMMA_CHANNEL = "<|channel>"  # followed by its name
-GEMMA_CHANNEL_END = "<channel|>"
-GEMMA_TOKENS = (GEMMA_START, GEMMA_END, GEMMA_QUOTE, GEMMA_CHANNEL, GEMMA_CHANNEL_END)
 _MOST_UNDECIDED = 8192  # characters, more than any step waits for
 
 
@@ -50,6 +43,10 @@ class CallParser:
         self._pending = text
         self.failed = self.failed or not self.ended and len(text) > _MOST_UNDECIDED
         return "".join(pieces)
+
+    def finish(self) -> str:
+        """Ends the text. Returns the last piece of the arguments' JSON, if the call ends with it."""
+        return ""
 
 
 def length_of_partial_mark(text: str, marks: Iterable[str]) -> int:

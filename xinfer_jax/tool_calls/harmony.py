@@ -11,10 +11,14 @@ tokens, stays text.
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+from .call_grammar import closed, json_expression
 from .call_parser import CallParser, length_of_partial_mark
 from .json_scanner import JSONObjectScanner
-from .tool_call_parser import HARMONY, ToolCallDelta, ToolCallParser
+from .parameter_types import Functions
+from .tool_call_form import PROBE, ToolCallForm
+from .tool_call_parser import ToolCallDelta, ToolCallParser
 
 _NAMES = ("start", "channel", "constrain", "message", "end", "call", "return")
 CONTROL_TOKENS = {f"<|{name}|>": chr(0xD800 + i) for i, name in enumerate(_NAMES)}
@@ -161,7 +165,7 @@ class HarmonyParser:
         self._is_new = True
         if name and self._calls and (self._names is None or name in self._names):
             self._kind = "call"
-            self._calls.begin(_ArgumentsParser(name))
+            self._calls.begin(HARMONY, name=name)
         elif channel == "analysis":
             self._kind = "reasoning"
             self.found = True
@@ -226,11 +230,10 @@ class HarmonySplitter:
 
 
 class _ArgumentsParser(CallParser):
-    """Parses a message to a function: its arguments as a JSON object."""
+    """Parses a message to a function, which the header names: its arguments as a JSON object."""
 
-    def __init__(self, name: str):
+    def __init__(self, functions: Functions):
         super().__init__()
-        self.name = name
         self._text = ""
         self._object = JSONObjectScanner()
 
@@ -251,15 +254,27 @@ class _ArgumentsParser(CallParser):
         return piece
 
 
-def call_rules(functions: Mapping[str, str]) -> list[str]:
-    """The Lark rules of a call, perhaps after reasoning. functions: the rule of each one's arguments."""
+def _grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -> str:
+    """An answer is one call: the template writes no more."""
     heads = (
-        f'{json.dumps(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|> {rule}'
-        for name, rule in functions.items()
+        f'{json.dumps(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|> a{i}'
+        for i, name in enumerate(parameters)
     )
-    return [
+    rules = [
         "start: reasoning? <|channel|> call",
         'reasoning: <|channel|> "analysis" <|message|> REASONING <|end|> <|start|> "assistant"',
         "REASONING: /(?s:.*)/",
         f"call: {' | '.join(heads)}",
     ]
+    schemas = enumerate(parameters.items())
+    rules += [f"a{i}: {json_expression(name, closed(schema))}" for i, (name, schema) in schemas]
+    return "\n".join(rules)
+
+
+HARMONY = ToolCallForm(
+    name="harmony",
+    in_template=rf"to=functions\.{PROBE}\b.*<\|message\|>",
+    parser=_ArgumentsParser,
+    grammar=_grammar,
+    has_channels=True,
+)

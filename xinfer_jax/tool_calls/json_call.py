@@ -1,14 +1,17 @@
 """`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}.
 
 Models also write {"type": "function", "function": {…}} around it, leave arguments out where there are none,
-write them as JSON in a text, or write some of them next to the name.
+write them as JSON in a text, or write some of them next to the name. They write a brace too many, and several
+objects or a list for one call.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from .call_grammar import closed, json_expression, quoted
 from .call_parser import CallParser
 from .json_scanner import JSONObjectScanner
 from .json_values import json_text, parse_json
@@ -126,3 +129,21 @@ class JSONCallParser(CallParser):
         if is_in_doubt or found.keys() & arguments.keys():
             raise ValueError("fields that are no arguments")
         return found
+
+
+def json_call_rules(parameters: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
+    """Returns the rules f0, f1, and so on of functions.
+
+    Args:
+        parameters: the schema of each function's parameters.
+        key: of the arguments in a call.
+    """
+    rules = []
+    for i, (name, schema) in enumerate(parameters.items()):
+        # Terminals as those of JSON, which an answer may be instead: llguidance takes the longest.
+        head = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{key}"', ": ")
+        rules += [
+            f"f{i}: {' '.join(map(quoted, head))} a{i} {quoted('}')}",
+            f"a{i}: {json_expression(name, closed(schema))}",
+        ]
+    return rules

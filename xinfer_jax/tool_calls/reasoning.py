@@ -1,6 +1,7 @@
 """What stands between <think> and </think>, or Gemma 4's marks, and the content after it."""
 
-from .call_parser import GEMMA_CHANNEL, GEMMA_CHANNEL_END, length_of_partial_mark
+from .call_parser import length_of_partial_mark
+from .gemma_call import GEMMA_CHANNEL, GEMMA_CHANNEL_END
 from .tool_call_parser import ToolCallDelta, ToolCallParser
 
 THINK_START = "<think>"

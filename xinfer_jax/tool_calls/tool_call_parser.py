@@ -2,29 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .call_parser import GEMMA_END, GEMMA_START, CallParser, length_of_partial_mark
-from .gemma_call import GemmaCallParser
-from .json_call import JSONCallParser
+from .call_parser import CallParser, length_of_partial_mark
 from .parameter_types import Functions
-from .xml_call import CALL_END, FUNCTION_START, XMLCallParser
-
-CALL_START = "<tool_call>"
-_PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call
-_SEPARATOR = ";"  # between two calls of Llama 3
-HERMES = "hermes"
-LLAMA3_JSON = "llama3_json"
-QWEN3_CODER = "qwen3_coder"
-GEMMA4 = "gemma4"
-HARMONY = "harmony"  # `HarmonyParser` finds the calls
-TOOL_FORMATS = (HERMES, LLAMA3_JSON, QWEN3_CODER, GEMMA4, HARMONY)
-# What calls begin with. Qwen3-Coder leaves its first mark out at times.
-_MARKS = {HERMES: (CALL_START,), QWEN3_CODER: (CALL_START, FUNCTION_START), GEMMA4: (GEMMA_START,)}
-_LINE_OF_OBJECT = "\n{"  # begins a call of Llama 3 in `TrailingCallParser`
-_CALL_ENDS = re.compile("|".join(map(re.escape, (CALL_END, GEMMA_END))))
-_FILLER = " \t\r\n}],"  # between objects in one mark, and before the mark that ends them
+from .tool_call_form import ToolCallForm, tool_call_forms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +33,7 @@ class _Call:
 
     raw: str  # its text so far, with the whitespace and the mark before it
     start: int  # where the call itself begins in it
-    end_mark: str  # what may follow it
+    form: ToolCallForm
     parser: CallParser
     arguments: str = ""  # their JSON so far
     id: str | None = None  # until its first delta
@@ -70,23 +53,28 @@ class ToolCallParser:
 
     def __init__(
         self,
-        formats: Collection[str],
+        forms: Sequence[ToolCallForm],
         parameters: Mapping[str, Mapping[str, Any]] | None,
         most_calls: int | None,
         new_id: Callable[[int], str],
     ):
-        """parameters: the schema of each function that may be called; None: any function. The others are as
-        in `AnswerParser`.
+        """forms: of calls; parameters: the schema of each function that may be called; None: any function.
+        The others are as in `AnswerParser`.
         """
         self.calls: list[tuple[str, str, str]] = []
-        self._formats = formats
-        self._marks = tuple({mark: None for form in formats for mark in _MARKS.get(form, ())})
+        self._forms = forms
+        starts = (mark for form in forms for mark in (form.start, *form.own_starts) if mark)
+        self._marks = tuple(dict.fromkeys(starts))
+        ends = dict.fromkeys(re.escape(form.end) for form in tool_call_forms() if form.start)
+        self._call_ends = re.compile("|".join(ends))
         self._functions = Functions(parameters)
         self._most_calls = most_calls
         self._new_id = new_id
         self._pending = ""  # what the next part decides about
-        self._state = self._push_start if LLAMA3_JSON in formats else self._push_content
+        self._leading = [form for form in forms if form.find_start]  # begin without a mark
+        self._state = self._push_start if self._leading else self._push_content
         self._mark = ""  # the latest mark of a call, and the whitespace before it
+        self._marked: list[ToolCallForm] = []  # forms with this mark
         self._call: _Call | None = None  # the latest
         self._num_indices = 0
         self._has_content = False
@@ -103,7 +91,11 @@ class ToolCallParser:
             if len(self.calls) == self._most_calls:
                 break
             text = self._state(text, ended)
+            self._end_step(len(text))
         return "".join(self._content), self._deltas
+
+    def _end_step(self, num_left: int) -> None:
+        """Called after each step of `push`, with the number of characters that are left for the next one."""
 
     def add(self, name: str, arguments: str) -> list[ToolCallDelta]:
         """Adds a complete call. Returns what is new: nothing, if there are enough calls."""
@@ -117,25 +109,22 @@ class ToolCallParser:
 
     def trailing(self) -> "TrailingCallParser":
         """A parser of these calls at the end of a text."""
-        return TrailingCallParser(self._formats, self._functions.schemas)
+        return TrailingCallParser(self._forms, self._functions.schemas)
 
     # Each state returns the text that is left for the next one.
 
     def _push_start(self, text: str, ended: bool) -> str:
-        """Llama 3 puts no mark around a call: an answer begins with it."""
-        body = text.lstrip()
-        tag = _PYTHON_TAG if body.startswith(_PYTHON_TAG) else ""
-        body = body.removeprefix(tag).lstrip()
-        objects = body.removeprefix("[").lstrip()
-        if not ended and (not objects or not tag and _PYTHON_TAG.startswith(body)):
-            self._pending = text
-            return ""
-        if not objects.startswith("{"):
-            self._state = self._push_content
-            return text
-        parser = JSONCallParser(self._functions, is_marked=False)
-        self.begin(parser, text[: len(text) - len(objects)], _SEPARATOR)
-        return objects
+        """An answer begins with a call that has no mark before it, or with content."""
+        for form in self._leading:
+            at = form.find_start(text, ended) if form.find_start else -1
+            if at is None:
+                self._pending = text
+                return ""
+            if at >= 0:
+                self.begin(form, text[:at])
+                return text[at:]
+        self._state = self._push_content
+        return text
 
     def _push_content(self, text: str, ended: bool) -> str:
         starts = {mark: at for mark in self._marks if (at := text.find(mark)) >= 0}
@@ -147,38 +136,37 @@ class ToolCallParser:
         if not mark:
             self._pending = text[len(before) :]
             return ""
-        if mark == _LINE_OF_OBJECT:
+        self._marked = [form for form in self._forms if form.start == mark]
+        if self._marked:
+            self._mark = text[len(before) : cut + len(mark)]
+            self._state = self._push_form
+            return text[cut + len(mark) :]
+        own = [form for form in self._forms if mark in form.own_starts]
+        if not own:  # the line of a call without a mark
             self._state = self._push_start
             return text[len(before) :]
-        self._mark = text[len(before) : cut + len(mark)]
-        after = text[cut + len(mark) :]
-        if mark == CALL_START:
-            self._state = self._push_form
-        elif mark == GEMMA_START:
-            self.begin(GemmaCallParser(self._functions), self._mark, GEMMA_END)
-        else:
-            self.begin(XMLCallParser(self._functions), text[len(before) : cut], CALL_END)
-            return mark + after
-        return after
+        self.begin(own[0], text[len(before) : cut])
+        return text[cut:]
 
     def _push_form(self, text: str, ended: bool) -> str:
         """The first character after the mark tells which form a call has."""
         body = text.lstrip()
-        first = body[:1]
-        if not first and not ended:
+        if not body and not ended:
             self._pending = text
             return ""
-        if QWEN3_CODER in self._formats and (first not in ("{", "[") or HERMES not in self._formats):
-            self.begin(XMLCallParser(self._functions), self._mark, CALL_END)
-            return text
-        objects = body[1:] if first == "[" else text
-        mark = self._mark + text[: len(text) - len(objects)]
-        self.begin(JSONCallParser(self._functions), mark, CALL_END)
-        return objects
+        fits = (form for form in self._marked if not form.first or body[:1] in form.first)
+        form = next(fits, self._marked[-1])
+        has_list = form.list_start and body.startswith(form.list_start)
+        calls = body.removeprefix(form.list_start) if has_list else text
+        self.begin(form, self._mark + text[: len(text) - len(calls)])
+        return calls
 
-    def begin(self, parser: CallParser, mark: str = "", end_mark: str = "") -> None:
-        """The text from here on is a call. mark: the text before it that is content if it is none."""
-        self._call = _Call(mark, len(mark), end_mark, parser)
+    def begin(self, form: ToolCallForm, mark: str = "", name: str | None = None) -> None:
+        """The text from here on is a call. mark: the text before it that is content if it is none; name: of
+        the function, if a header has it.
+        """
+        self._call = _Call(mark, len(mark), form, form.parser(self._functions))
+        self._call.parser.name = name
         self._state = self._push_call
 
     def _push_call(self, text: str, ended: bool) -> str:
@@ -187,8 +175,8 @@ class ToolCallParser:
         parser = call.parser
         call.raw += text
         piece = parser.push(text)
-        if ended and call.end_mark == CALL_END and not (parser.ended or parser.failed):
-            piece += parser.push(CALL_END)  # which the end of an answer stands for
+        if ended and not (parser.ended or parser.failed):
+            piece += parser.finish()
         if parser.failed or ended and not parser.ended:
             return self._push_failed(call)
         call.arguments += piece
@@ -204,7 +192,7 @@ class ToolCallParser:
     def _push_failed(self, call: _Call) -> str:
         """The text up to what is wrong, or up to the mark that ends a call, becomes content."""
         cut = max(call.start + 1, call.start + call.parser.length) if call.parser.failed else len(call.raw)
-        if end := _CALL_ENDS.search(call.raw, call.start, cut):
+        if end := self._call_ends.search(call.raw, call.start, cut):
             cut = end.end()
         self._add_content(call.raw[:cut])
         self._state = self._push_content
@@ -213,23 +201,22 @@ class ToolCallParser:
     def _push_end_mark(self, text: str, ended: bool) -> str:
         """What follows a call: another one within the same mark, or the mark that ends it."""
         assert self._call is not None
-        mark = self._call.end_mark
-        is_json = isinstance(self._call.parser, JSONCallParser)
-        has_filler = is_json or bool(mark) and not isinstance(self._call.parser, XMLCallParser)
-        body = text.lstrip(_FILLER if has_filler else None)
+        form = self._call.form
+        mark = form.end
+        body = text.lstrip(form.filler)
         if not ended and len(body) < len(mark) and mark.startswith(body):
             self._pending = text
             return ""
-        if mark == _SEPARATOR and body[:1] in (_SEPARATOR, "{"):
+        if form.find_start and body[:1] and body[:1] in (mark, form.next_start):
             self._state = self._push_start
             return body.removeprefix(mark)
-        if is_json and body.startswith("{"):
-            self.begin(JSONCallParser(self._functions), text[: len(text) - len(body)], mark)
+        if form.next_start and body.startswith(form.next_start):
+            self.begin(form, text[: len(text) - len(body)])
             return body
         self._state = self._push_after_call
         if mark and body.startswith(mark):
             return body.removeprefix(mark)
-        return "" if has_filler and not body else text
+        return "" if form.filler and not body else text
 
     def _push_after_call(self, text: str, ended: bool) -> str:
         """Drops whitespace unless it stands between two texts."""
@@ -254,32 +241,53 @@ class ToolCallParser:
             self._deltas.append(ToolCallDelta(call.index, None, None, piece))
 
 
-class TrailingCallParser(ToolCallParser):
-    """Tells the calls at the end of a text from its other text: if any text follows a call, it is none."""
+class TrailingCalls:
+    """Tells the calls at the end of reasoning from its other text: if other text follows a call, it is none.
+    The base of parsers of such calls, which take text by `push` and have the complete `calls`.
 
-    def __init__(self, formats: Collection[str], parameters: Mapping[str, Mapping[str, Any]] | None) -> None:
-        super().__init__(formats, parameters, None, str)
-        self._marks += (_LINE_OF_OBJECT,) if LLAMA3_JSON in formats else ()
-        self.held = ""  # the end of the text, which may be calls
+    Attributes:
+        held: the end of the text, which may be calls.
+    """
+
+    calls: list[tuple[str, str, str]]
+
+    def __init__(self) -> None:
+        self.held = ""
+        self._known: list[str] = []  # text that is no call, of the last `push_text`
+
+    def push(self, text: str, ended: bool) -> Any:
+        """Takes the next part of the text, and calls `_release` when some of it is no call."""
+        raise NotImplementedError
 
     def push_text(self, text: str, ended: bool) -> str:
         """The new text that is no call. ended: it is the last part, then `calls` has the calls at its end."""
+        self._known = []
         self.held += text
-        text = self._pending + text
-        self._pending = ""
-        self._deltas = []
-        known = []
-        while text or ended and self._state in (self._push_form, self._push_call):
-            self._content = []
-            text = self._state(text, ended)
-            if "".join(self._content).strip():
-                cut = len(self.held) - len(text) - self._num_undecided()
-                known.append(self.held[:cut])
-                self.held = self.held[cut:]
-                self.calls.clear()
-        if ended and not self.calls:
-            known.append(self.held)
-        return "".join(known)
+        self.push(text, ended)
+        return "".join([*self._known, self.held if ended and not self.calls else ""])
+
+    def _release(self, num_left: int) -> None:
+        """The text is no call, and so are calls in it, except for the characters that are left."""
+        cut = len(self.held) - num_left
+        self._known.append(self.held[:cut])
+        self.held = self.held[cut:]
+        self.calls.clear()
+
+
+class TrailingCallParser(ToolCallParser, TrailingCalls):
+    """Finds the calls at the end of reasoning in the forms of models."""
+
+    def __init__(
+        self, forms: Sequence[ToolCallForm], parameters: Mapping[str, Mapping[str, Any]] | None
+    ) -> None:
+        TrailingCalls.__init__(self)
+        super().__init__(forms, parameters, None, str)
+        self._marks += tuple(f"\n{form.next_start}" for form in self._leading)  # a line may begin with a call
+
+    def _end_step(self, num_left: int) -> None:
+        if "".join(self._content).strip():
+            self._release(num_left + self._num_undecided())
+        self._content = []
 
     def _num_undecided(self) -> int:
         """How many characters before what is left may begin a call."""

@@ -179,45 +179,6 @@ def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
     return run("embedding", plain, derivative=plain, token=token, table=table)
 
 
-def mlp_intermediate(  # noqa: PLR0913
-    x: jax.Array,
-    layer: Params,
-    config: ModelConfig,
-    *,
-    down_norm: bool = False,
-    before: Norm | None = None,
-    run_config: RunConfig = PLAIN,
-) -> jax.Array:
-    """The input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or without a gate
-    activation(up(x)), after the norm of that name with down_norm; Hadamard-rotated in a rotated
-    model. before and run_config: as in `products`.
-    """
-    if "gate" not in layer:
-        return activation(config)(products(x, [layer["up"]], before=before, run_config=run_config)[0])
-    leaves = [layer["gate"], layer["up"]]
-    (inner,) = products(x, leaves, before=before, activation=config.hidden_act, run_config=run_config)
-    if config.rotated:
-        return plugin("rotation", "mlp")(inner, config)
-    return joint_norms([inner], layer, ["down_norm"], config, run_config)[0] if down_norm else inner
-
-
-def gated_mlp(  # noqa: PLR0913
-    x: jax.Array,
-    layer: Params,
-    config: ModelConfig,
-    *,
-    down_norm: bool = False,
-    before: Norm | None = None,
-    residual: jax.Array | None = None,
-    run_config: RunConfig = PLAIN,
-) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D];
-    before, residual and run_config: as in `products`; down_norm: as in `mlp_intermediate`.
-    """
-    inner = mlp_intermediate(x, layer, config, down_norm=down_norm, before=before, run_config=run_config)
-    return linear(inner, layer["down"], over=run_config.over, residual=residual, run_config=run_config)
-
-
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:
     """Cosine and sine of the rotary angles (Su et al. 2021), float32.
 

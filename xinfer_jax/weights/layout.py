@@ -75,15 +75,16 @@ def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None]
     def devices(axis: str) -> int:
         return mesh.shape.get(rules[axis], 1)  # partition_spec raises where the mesh has no such axis
 
-    check_divisible("heads", config.num_attention_heads, devices("heads"))
     remedy = (
         "choose a number that does, or load the checkpoint by load_model(path, mesh=mesh), which repeats key"
         " heads for a multiple of them"
     )
-    for layer in config.layers_with_kv:
-        check_divisible("kv_heads", config.kv_heads(layer), devices("kv_heads"), remedy=remedy)
-    if linear := config.linear_attention:
-        check_divisible("linear_num_key_heads", linear.num_key_heads, devices("linear_heads"))
+    mixers = (mixer for layer in range(config.num_hidden_layers) for mixer in config.mixers(layer))
+    divided = dict.fromkeys(divided for mixer in mixers for divided in mixer.divided)
+    order = [*RULES]
+    for axis, name, size in sorted(divided, key=lambda of: order.index(of.axis)):
+        others = dict(remedy=remedy) if axis == "kv_heads" else {}
+        check_divisible(name, size, devices(axis), **others)
     if config.rotated and config.intermediate_size % (mlp_block_width(config) * devices("mlp")):
         raise InputError(
             f"intermediate_size {config.intermediate_size} is rotated in blocks of {mlp_block_width(config)},"

@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 
-from .. import plugin
-from ..config.layer_spec import ExpertsSpec, MlpSpec
 from ..config.model_config import ModelConfig
 
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
@@ -24,6 +22,7 @@ class ParamSpec:
     stays_float: bool = False  # never quantized, as vectors are not
     kv_heads: int = 0  # along the axis of that name
     name: str = ""  # its path in the tree, as "layers.0.q.weight"
+    dtype: str | None = None  # its dtype in every model; None: the model's
 
     @property
     def is_matrix(self) -> bool:
@@ -43,7 +42,7 @@ def param_specs(config: ModelConfig) -> Params:
     tree: Params = {
         "embed": dense(vocabulary, d, init="small"),
         "layers": tuple(_layer(config, i) for i in range(config.num_hidden_layers)),
-        "final_norm": _norm(d),
+        "final_norm": norm_spec(d),
     }
     if not config.tie_word_embeddings:
         tree["lm_head"] = dense(vocabulary, d)
@@ -51,7 +50,7 @@ def param_specs(config: ModelConfig) -> Params:
         width = (P * config.num_hidden_layers, None)
         tree["layer_embed"] = dense((config.vocab_size_per_layer_input, "vocab"), width, init="small")
         tree["layer_proj"] = dense(width, d)
-        tree["layer_input_norm"] = _norm((P, None))
+        tree["layer_input_norm"] = norm_spec((P, None))
     return jax.tree_util.tree_map_with_path(_with_name, tree)
 
 
@@ -67,83 +66,31 @@ def _with_name(path: Any, spec: ParamSpec) -> ParamSpec:
 def _layer(config: ModelConfig, index: int) -> Params:
     spec = config.layers[index]
     d = (config.hidden_size, "embed")
-    is_linear = config.is_linear(index)
-    tree = plugin("layer params", "linear")(config) if is_linear else _attention(config, index)
-    if spec.pre_norm:
-        tree |= dict(attn_norm=_norm(d), mlp_norm=_norm(d))
-    if spec.post_norm:
-        tree |= dict(attn_post_norm=_norm(d), mlp_post_norm=_norm(d))
-    if spec.mlp:
-        tree |= _mlp(config, spec.mlp)
-    if spec.experts:
-        tree |= _experts(config, spec.experts)
-    if spec.mlp and spec.experts:
-        gains = dict(scale=d, per_expert_scale=(spec.experts.num_experts, None))
-        tree["router"] |= {name: tensor(size, init="ones") for name, size in gains.items()}
-        tree |= {name: _norm(d) for name in ("mlp_out_norm", "experts_norm", "experts_out_norm")}
+    parts: list[tuple[str, Any]] = [("attn", mixer) for mixer in config.mixers(index)]
+    if feed_forward := config.feed_forward(index):
+        parts.append(("mlp", feed_forward))
+    tree: Params = {}
+    for name, part in parts:
+        tree |= part.param_specs()
+        tree |= {f"{name}_norm": norm_spec(d)} if spec.pre_norm else {}
+        tree |= {f"{name}_post_norm": norm_spec(d)} if spec.post_norm else {}
     if P := config.hidden_size_per_layer_input:
-        tree |= dict(input_gate=dense((P, None), d), input_proj=dense(d, (P, None)), input_norm=_norm(d))
+        tree |= dict(input_gate=dense((P, None), d), input_proj=dense(d, (P, None)), input_norm=norm_spec(d))
     if spec.scalar:
         tree["layer_scalar"] = tensor((1, None), init="ones")
     return tree
 
 
-def _attention(config: ModelConfig, index: int) -> Params:
-    spec: Any = config.attention(index)
-    h = config.head_width(index)
-    d = (config.hidden_size, "embed")
-    n = (config.num_attention_heads * h, "heads")
-    k = (config.kv_heads(index) * h, "kv_heads")
-    own = {} if spec.shares_kv else {"k": k} if spec.values_are_keys else {"k": k, "v": k}
-    gate = {"attn_gate": n} if spec.output_gate else {}
-    tree: Params = {name: dense(size, d, spec.qkv_bias) for name, size in ({"q": n} | own | gate).items()}
-    tree["o"] = dense(d, n, spec.o_bias)
-    if spec.sinks:
-        tree["sinks"] = tensor((config.num_attention_heads, "heads"), init="small")
-    if spec.o_norm:
-        tree["o_norm"] = _norm(n)
-    if spec.qk_norm:
-        sizes = dict(q_norm=n) | ({} if spec.shares_kv else dict(k_norm=k))
-        tree |= {name: _norm(size if spec.qk_norm == "joint" else (h, None)) for name, size in sizes.items()}
-    count = config.kv_heads(index)
-    of_kv = lambda spec: dataclasses.replace(spec, kv_heads=count) if "kv_heads" in spec.axes else spec  # noqa: E731
-    return jax.tree.map(of_kv, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
-
-
-def _mlp(config: ModelConfig, spec: MlpSpec) -> Params:
-    d = (config.hidden_size, "embed")
-    f = (spec.intermediate_size or config.intermediate_size, "mlp")
-    up = dense(f, d, spec.bias)
-    tree: Params = {**({"gate": up} if spec.gated else {}), "up": up, "down": dense(d, f, spec.bias)}
-    return tree | ({"down_norm": _norm(f)} if spec.down_norm else {})
-
-
-def _experts(config: ModelConfig, spec: ExpertsSpec) -> Params:
-    experts = (spec.num_experts, "experts")
-    d = (config.hidden_size, "embed")
-    f = (spec.intermediate_size, None)
-
-    def stack(outputs: Axis, inputs: Axis) -> Params:
-        bias = {"bias": tensor(experts, outputs, init="small", stays_float=True)} if spec.bias else {}
-        return {"weight": tensor(experts, outputs, inputs)} | bias
-
-    tree: Params = {
-        "router": dense((spec.num_experts, None), d, spec.bias, stays_float=True),
-        "experts": {"gate": stack(f, d), "up": stack(f, d), "down": stack(d, f)},
-    }
-    if width := spec.shared_intermediate_size:
-        tree["shared"] = _mlp(config, MlpSpec(width))
-        tree["shared_gate"] = dense((1, None), d, stays_float=True)
-    return tree
-
-
-def tensor(*axes: Axis, init: str = "matrix", stays_float: bool = False) -> ParamSpec:
+def tensor(
+    *axes: Axis, init: str = "matrix", stays_float: bool = False, dtype: str | None = None
+) -> ParamSpec:
     """Returns the spec of a tensor with these axes."""
     (shape, names) = zip(*axes, strict=True)
-    return ParamSpec(shape, names, init, stays_float)
+    return ParamSpec(shape, names, init, stays_float, dtype=dtype)
 
 
-def _norm(features: Axis) -> ParamSpec:
+def norm_spec(features: Axis) -> ParamSpec:
+    """Returns the spec of the weight of a norm."""
     return tensor(features, init="norm")
 
 

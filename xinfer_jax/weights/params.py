@@ -28,7 +28,7 @@ def init_params(
 
     Args:
         config, key: the model, and one PRNG key.
-        dtype: of every leaf; None: float32 on CPU, bfloat16 elsewhere.
+        dtype: of every leaf whose spec names none; None: float32 on CPU, bfloat16 elsewhere.
         quantize: None, "int8", "int4" or "ternary": the form of the matrices. Only one matrix at a time
             exists in `dtype`.
 
@@ -50,14 +50,15 @@ def init_params(
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
+        own = spec.dtype or dtype
         if spec.init == "ones":
-            return jnp.ones(spec.shape, dtype)
+            return jnp.ones(spec.shape, own)
         if spec.init == "norm":
-            return jnp.full(spec.shape, 1 - (config.norm_offset or 0), dtype)
+            return jnp.full(spec.shape, 1 - (config.norm_offset or 0), own)
         if spec.init == "log_decay":  # exp of it: between 0.01 and 16
-            return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 0.01, 16)).astype(dtype)
+            return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 0.01, 16)).astype(own)
         scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])
-        matrix = (scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+        matrix = (scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(own)
         return quantized(matrix, spec.name) if quantized and spec.is_quantizable else matrix
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])

@@ -65,7 +65,7 @@ def reshard(
                 what = "quantized again" if quantize else "given more key heads"
                 raise InputError(f"{spec.name} is quantized and cannot be {what}: start from float weights")
             return leaf
-        x = leaf if dtype is None else leaf.astype(dtype)
+        x = leaf if dtype is None else leaf.astype(spec.dtype or dtype)
         if spec.shape != wanted.shape:
             x = grow_rows(x, len(x) * wanted.kv_heads // spec.kv_heads, spec.kv_heads)
         if spec.axes[0] == "vocab" and (more := -len(x) % devices):
@@ -102,7 +102,7 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
         return max(heads, devices)
 
     def of_layer(layer: LayerSpec) -> LayerSpec:
-        own = getattr(layer.mixer, "num_key_value_heads", None)
+        own = getattr(layer.attention, "num_key_value_heads", None)
         return layer.with_mixer(num_key_value_heads=repeated(own)) if own else layer
 
     heads = repeated(config.num_key_value_heads)

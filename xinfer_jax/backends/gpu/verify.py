@@ -54,17 +54,17 @@ def _sample_from_hidden(outputs, run_config, state, draft_BT):
     """The tokens [B, T] of all positions, and their log-probabilities. Where a fused kernel serves, greedy
     rows need no logits.
     """
-    (B, T, D) = outputs.hidden.shape
-    hidden_RD = outputs.hidden.reshape(-1, D)
+    (B, T, D) = outputs.states.shape
+    hidden_RD = outputs.states.reshape(-1, D)
 
     def from_logits():
         return _sample_from_logits(to_logits(outputs), state, draft_BT)
 
     def greedy():
-        found = greedy_tokens(*outputs.model, hidden_RD, run_config)
+        found = greedy_tokens(outputs.params, outputs.config, hidden_RD, run_config)
         return tuple(x_R.reshape(B, T) for x_R in found)
 
-    if not can_fuse_head(outputs.model[0], hidden_RD, run_config):
+    if not can_fuse_head(outputs.params, hidden_RD, run_config):
         return from_logits()
     return lax.cond(is_plain_greedy(state.sampling_B, state.context), greedy, from_logits)
 

@@ -34,7 +34,7 @@ def delta_form(call: Call) -> Callable | None:
         name = "delta_prefill"
     else:
         name = "delta_drafts" if cache.draft_slots else "delta_step"
-    chosen = select_delta(call.run_config.impl, q_BTX, call.operands["layer"], config, cache, name).impl
+    chosen = select_delta(name, call.run_config.impl, q_BTX, call.operands["layer"], config, cache).impl
     if chosen == "xla":
         return None
     run = partial(kernels_pallas.run_kernel, chosen, eps=config.rms_norm_eps)
@@ -42,7 +42,7 @@ def delta_form(call: Call) -> Callable | None:
 
 
 def select_delta(  # noqa: PLR0913
-    impl: str | None, q: Any, layer: Params, config: ModelConfig, cache: Recurrent, name: str = "delta_step"
+    name: str, impl: str | None, q: Any, layer: Params, config: ModelConfig, cache: Recurrent
 ) -> kernels_pallas.Selection:
     """The implementation of the kernel of that name of a linear-attention layer; arrays may be shapes. A
     named one is one of attention: layers that it does not serve stay with XLA under every name.

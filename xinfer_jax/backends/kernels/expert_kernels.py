@@ -91,13 +91,13 @@ def _select_route(call: Call) -> kernels_pallas.Selection:
     """
     layer = call.operands["layer"]
     impl = call.run_config.impl
-    experts = call.static["config"].experts
+    router: Any = call.static["config"].experts.router
     reason = None
     if (impl or kernels_pallas.dispatch.device_impl().impl) not in ("tpu", "interpret_tpu"):
         reason = "a kernel for TPUs"
-    elif call.operands["given_BTU"] is not None or "scale" in layer["router"]:
+    elif call.operands["given_BTU"] is not None or router.kind != "softmax" or router.input_scale:
         reason = "experts that are given, or a router with a norm of its own"
-    elif not (experts and experts.norm_topk_prob):
+    elif not router.norm_topk_prob:
         reason = "weights that do not sum to 1"
     elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(layer)):
         reason = "a router that is no array"

@@ -1,0 +1,152 @@
+"""Compares how the library behaves before and after a change, for every parity case and without running a
+model: the public API, trees of parameters, bytes of caches, pages of engines, kernels, saved files, and how
+calls end that a model may not support.
+
+`python scripts/compare_behaviour.py --base=main` compares the working tree with a commit. The exit code is 1
+if a record differs. `--record=FILE` also writes the records of the commit as JSON, and `--cases=NAME` takes
+one case of tests/support/parity_cases.py; repeat it for several. `behaviour/records.py` has the list.
+"""
+
+from launcher import InputError, start
+
+# isort: split
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from bench.commit_checkout import checkout_of, start_in, widened, write_random_checkpoint
+from bench.model_shapes import SHAPES
+from script_paths import ROOT
+
+_BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")
+_RECORD = flags.DEFINE_string("record", None, "A file to which the records of the commit are written.")
+_CASES = flags.DEFINE_multi_string("cases", [], "Parity cases; repeat the flag for several; default: all.")
+# Parity cases that are also saved with widths at which quantized groups and blocks are whole.
+WIDE = (
+    "llama3-new",
+    "qwen3-head-dim-tied",
+    "gemma3-two-ropes-new",
+    "gemma4-experts",
+    "moe-defaults",
+    "mixtral-old",
+    "gpt-oss-published",
+    "qwen3-5-tied",
+    "qwen3-next-sparse-step",
+)
+SHAPE_LAYERS = 6  # of shapes of real models: a window and a full layer of every family
+WIDTH = 400  # characters of a value that are printed
+SETTINGS = {  # of both processes: two devices for a mesh, and nothing of this machine
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+
+def write_checkpoints(folder: Path, names: list[str]) -> None:
+    """Writes the parity cases of these names; without names all of them, and what else is recorded."""
+    import parity_cases
+
+    known = parity_cases.CASES
+    if unknown := set(names) - known.keys():
+        raise InputError(f"--cases={sorted(unknown)[0]} is no parity case: tests/support/parity_cases.py")
+    for name in names or known:
+        write_random_checkpoint(folder / "parity" / name, known[name].hf)
+    if names:
+        return
+    for name in WIDE:
+        write_random_checkpoint(folder / "wide" / name, widened(known[name].hf))
+    write_quantized(folder / "quantized")
+    shapes = folder / "shapes"
+    shapes.mkdir()
+    for name, hf in SHAPES.items():
+        if "num_kv_shared_layers" not in hf:
+            hf = hf | dict(num_hidden_layers=SHAPE_LAYERS)
+        (shapes / f"{name}.json").write_text(json.dumps(hf), encoding="utf-8")
+
+
+def write_quantized(folder: Path) -> None:
+    """Writes small checkpoints whose matrices are stored quantized."""
+    import bitnet_checkpoints
+    import mxfp4_checkpoints
+    import quantized_checkpoints
+    import scaled_checkpoints as scaled
+    import tiny
+
+    for name, (settings, how) in quantized_checkpoints.CASES.items():
+        quantized_checkpoints.write(folder / name, settings, **how)
+    for layout in bitnet_checkpoints.LAYOUTS:
+        bitnet_checkpoints.checkpoint(folder / f"bitnet-{layout}", layout)
+    tiny.write(folder / "mxfp4", mxfp4_checkpoints.HF, weights=mxfp4_checkpoints.tensors())
+    hf = tiny.UNTIED | dict(hidden_size=64, intermediate_size=96, head_dim=16)
+    for name, settings, encode in (
+        ("fp8-blocks", scaled.fp8_settings([32, 32]), scaled.fp8((32, 32))),
+        ("fp8-rows", scaled.fp8_settings(), scaled.fp8("row", end="_scale")),
+        ("nvfp4", dict(quant_method="modelopt_fp4", quant_algo="NVFP4", group_size=16), scaled.nvfp4),
+        ("w4a16", scaled.w4(), scaled.integers(4, 32)),
+        ("w4a16-zeros", scaled.w4(symmetric=False), scaled.integers(4, 32, False)),
+    ):
+        scaled.checkpoint(folder / name, hf, settings, encode)
+
+
+def records_of(checkouts: list[Path], work: Path) -> list[dict[str, Any]]:
+    """Returns the records of each checkout. They are made at the same time."""
+    outs = [work / f"{i}.json" for i in range(len(checkouts))]
+    started = [
+        start_in(checkout, "behaviour/records.py", [out, work], SETTINGS)
+        for checkout, out in zip(checkouts, outs, strict=True)
+    ]
+    failed = [process.wait() for process in started]
+    for checkout, code in zip(checkouts, failed, strict=True):
+        if code:
+            raise InputError(f"the behaviour of {checkout} was not recorded: see above")
+    return [json.loads(out.read_text(encoding="utf-8")) for out in outs]
+
+
+def differences(before: Any, after: Any, place: str = "") -> list[tuple[str, Any, Any]]:
+    """Returns the parts in which two values differ: where, and what is there before and after."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        parts = [*before, *(name for name in after if name not in before)]
+        pairs = [(f"{place} / {x}" if place else x, before.get(x), after.get(x)) for x in parts]
+        return [found for name, old, new in pairs for found in differences(old, new, name)]
+    return [] if before == after else [(place, before, after)]
+
+
+def report(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Prints the records that differ with both values, and returns their number. A case that the base does
+    not load is new: its records are counted and not compared.
+    """
+    new = [name.split(":")[0] for name in before if name.endswith(": load") and name not in after]
+    of_new = [name for name in {**before, **after} if name.split(":")[0] in new]
+    before, after = ({x: side[x] for x in side if x not in of_new} for side in (before, after))
+    found = differences(before, after)
+    for place, old, now in found:
+        print(place)
+        print(f"  - {json.dumps(old)[:WIDTH]}")
+        print(f"  + {json.dumps(now)[:WIDTH]}")
+    if new:
+        print(f"new, not compared: {', '.join(new)}")
+    names = {**before, **after}
+    different = sum(before.get(name) != after.get(name) for name in names)
+    print(f"equal: {len(names)} records" if not different else f"{different} of {len(names)} records differ")
+    return different
+
+
+def main(argv: list[str]) -> int:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        write_checkpoints(work, _CASES.value)
+        with checkout_of(_BASE.value, work / "base") as base:
+            before, after = records_of([base, ROOT], work)
+        if _RECORD.value:
+            shutil.copy(work / "0.json", _RECORD.value)
+    return 1 if report(before, after) else 0
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,130 @@
+"""Layers of other parts than the families have: none, several side by side, of several sizes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.cache.kv_cache import cache_bytes, expected_fits, state_bytes
+from xinfer_jax.config.layer_spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpAndExpertsSpec,
+    MlpSpec,
+    SoftmaxRouterSpec,
+)
+from xinfer_jax.config.unsupported import check_supported
+from xinfer_jax.mixers.gated_delta import GatedDeltaSpec
+from xinfer_jax.weights.params import param_specs, tree_bytes
+
+CONFIG = cases.CASES["qwen3-5-tied"].config
+DELTA = GatedDeltaSpec(2, 4, 12, 16, 4)
+FULL = AttentionSpec(qk_norm="head")
+SLIDING = AttentionSpec(window=8)
+
+
+def with_layers(*layers: LayerSpec) -> xj.ModelConfig:
+    return dataclasses.replace(CONFIG, layers=layers, num_hidden_layers=len(layers))
+
+
+def test_mixers_share_the_cache_of_their_kind_and_window():
+    """One cache for each mixer that has its own, in order; those that share use the last one like theirs."""
+    shared = [dataclasses.replace(spec, shares_kv=True) for spec in (FULL, SLIDING)]
+    layers = [(DELTA,), (FULL, DELTA), (), (SLIDING,), (FULL,), (DELTA,), (shared[1],), tuple(shared)]
+    config = with_layers(*map(LayerSpec, layers))
+    assert config.caches_of_layers == ((0,), (1, 2), (), (3,), (4,), (5,), (3,), (4, 3))
+    assert config.num_caches == len(config.cached_mixers) == len(expected_fits(config)) == 6
+    assert [mixer.has_keys for mixer in config.cached_mixers] == [False, True, False, True, True, False]
+    cache = xj.init_cache(config, 2, 40, "float32")
+    assert cache.fits == expected_fits(config)
+    assert tree_bytes(cache.layers) == cache_bytes(config, 2, 40, np.dtype("float32"))
+    assert state_bytes(config) == 3 * tree_bytes(cache.layers[0]) // 2
+
+
+def test_a_layer_has_the_parameters_of_its_parts_and_norms_around_them():
+    layers = LayerSpec((), None), LayerSpec((), MlpSpec()), LayerSpec((FULL,), None), LayerSpec((DELTA,))
+    found = [set(layer) for layer in param_specs(with_layers(*layers))["layers"]]
+    mlp = {"mlp_norm", "gate", "up", "down"}
+    assert found[:3] == [set(), mlp, {"attn_norm", "q", "k", "v", "o", "q_norm", "k_norm"}]
+    assert mlp < found[3] and {"attn_norm", "A_log", "conv_q", "gated_norm"} < found[3]
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_specs_say_what_a_router_and_a_shared_expert_have(is_gated):
+    router = SoftmaxRouterSpec(input_scale=True, per_expert_scale=is_gated)
+    experts = ExpertsSpec(4, 2, 8, router, shared_intermediate_size=6, shared_gated=is_gated)
+    specs = param_specs(with_layers(LayerSpec((FULL,), experts)))["layers"][0]
+    assert specs["router"].keys() == {"weight", "scale"} | ({"per_expert_scale"} if is_gated else set())
+    assert ("shared_gate" in specs) is is_gated
+    pair = param_specs(with_layers(LayerSpec((FULL,), MlpAndExpertsSpec(MlpSpec(), experts))))["layers"][0]
+    assert pair.keys() - specs.keys() == {
+        "gate",
+        "up",
+        "down",
+        "mlp_out_norm",
+        "experts_norm",
+        "experts_out_norm",
+    }
+
+
+def test_an_ungated_shared_expert_is_added():
+    """It is what a gate that is wide open would give."""
+    outs = []
+    for is_gated in (True, False):
+        experts = ExpertsSpec(4, 2, 8, shared_intermediate_size=6, shared_gated=is_gated)
+        config = with_layers(LayerSpec((FULL,), experts))
+        if is_gated:
+            params = xj.init_params(config, jax.random.key(0), "float32")
+            layer = params["layers"][0]
+            x_BTD = np.ones((1, 5, config.hidden_size), np.float32)
+            gate = {
+                "weight": np.zeros_like(layer["shared_gate"]["weight"]),
+                "bias": np.full(1, 100.0, np.float32),
+            }
+            params["layers"] = ({**layer, "shared_gate": gate},)
+        else:
+            del params["layers"][0]["shared_gate"]
+        outs.append(xj.hidden_states(params, config, np.zeros((1, 5), np.int32), inputs_BTD=x_BTD)[0])
+    np.testing.assert_allclose(*outs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("feature", "layers", "part"),
+    [
+        ("draft model", [LayerSpec((DELTA,))], "linear attention"),
+        ("draft model", [LayerSpec((FULL, DELTA))], "linear attention"),
+        ("causal", [LayerSpec(), LayerSpec((AttentionSpec(ahead=3),))], "attention to later tokens"),
+        ("scales", [LayerSpec((), MlpSpec(gated=False))], "an MLP without a gate"),
+        ("leaf formats", [LayerSpec((DELTA,), ExpertsSpec(4, 2, 8))], "a mixture of experts"),
+    ],
+)
+def test_parts_say_what_they_do_not_support(feature, layers, part):
+    config = dataclasses.replace(with_layers(*layers), norm_offset=None)
+    with pytest.raises(xj.InputError, match=f"is not supported for model_type .*, which has {part}: remedy"):
+        check_supported(config, feature, "it is", "remedy")
+
+
+def test_states_of_several_sizes():
+    """Cached equals uncached, and an engine gives the tokens of `generate`."""
+    wide = dataclasses.replace(DELTA, num_key_heads=1, value_head_dim=24, conv_kernel_dim=3)
+    config = with_layers(*(LayerSpec((mixer,)) for mixer in (DELTA, FULL, wide)))
+    params = xj.init_params(config, jax.random.key(1), "float32")
+    tokens_BT = np.random.RandomState(0).randint(2, config.vocab_size, (2, 12))
+    want, _ = xj.forward(params, config, tokens_BT)
+    logits_BV, cache = xj.prefill(
+        params, config, tokens_BT[:, :9], np.full(2, 9), xj.init_cache(config, 2, 32)
+    )
+    np.testing.assert_allclose(logits_BV, want[:, 8], atol=1e-4)
+    for t in range(9, 12):
+        logits_BV, cache = xj.decode_step(params, config, tokens_BT[:, t].astype(np.int32), cache)
+        np.testing.assert_allclose(logits_BV, want[:, t], atol=1e-4)
+    prompts = tokens_BT.tolist()
+    options = xj.GenerateOptions(6, eos_token_ids=())
+    generated = xj.generate(params, config, prompts, options).tokens
+    engine = xj.Engine(xj.Model(params, config), rows=2, capacity=64)
+    requests = [engine.submit(prompt, options) for prompt in prompts]
+    assert [request.result().tokens[0] for request in requests] == generated

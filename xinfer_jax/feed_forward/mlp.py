@@ -1,0 +1,83 @@
+"""`Mlp`: an MLP as the feed-forward of a layer, and the functions that experts share with it."""
+
+import jax
+
+from .. import plugin
+from ..config.model_config import ModelConfig
+from ..config.run_config import PLAIN, RunConfig
+from ..weights.layers import Norm, activation, joint_norms, linear, products
+from ..weights.param_specs import dense, norm_spec
+from ..weights.params import Params
+from .feed_forward import FeedForward
+
+
+class Mlp(FeedForward):
+    """An MLP, whose spec is an `MlpSpec`."""
+
+    names = {leaf: f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")}
+
+    def param_specs(self) -> Params:
+        spec = self.spec
+        d = (self.config.hidden_size, "embed")
+        f = (spec.intermediate_size or self.config.intermediate_size, "mlp")
+        up = dense(f, d, spec.bias)
+        tree: Params = {**({"gate": up} if spec.gated else {}), "up": up, "down": dense(d, f, spec.bias)}
+        return tree | ({"down_norm": norm_spec(f)} if spec.down_norm else {})
+
+    def forward(
+        self,
+        params: Params,
+        x_BTD: jax.Array,
+        before: Norm | None,
+        residual: jax.Array | None,
+        run_config: RunConfig,
+        given_BTU: jax.Array | None = None,
+    ) -> tuple[jax.Array, None]:
+        around = dict(before=before, residual=residual, down_norm=self.spec.down_norm)
+        return gated_mlp(x_BTD, params, self.config, **around, run_config=run_config), None
+
+    @property
+    def unsupported(self) -> dict[str, str]:
+        features = "rotations", "scales"
+        if self.spec.down_norm:
+            return dict.fromkeys(features, "norms of another kind or in other places")
+        return {} if self.spec.gated else dict.fromkeys(features, "an MLP without a gate")
+
+
+def mlp_intermediate(
+    x: jax.Array,
+    layer: Params,
+    config: ModelConfig,
+    *,
+    down_norm: bool = False,
+    before: Norm | None = None,
+    run_config: RunConfig = PLAIN,
+) -> jax.Array:
+    """The input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or without a gate
+    activation(up(x)), after the norm of that name with down_norm; Hadamard-rotated in a rotated model. before
+    and run_config: as in `products`.
+    """
+    if "gate" not in layer:
+        return activation(config)(products(x, [layer["up"]], before=before, run_config=run_config)[0])
+    leaves = [layer["gate"], layer["up"]]
+    (inner,) = products(x, leaves, before=before, activation=config.hidden_act, run_config=run_config)
+    if config.rotated:
+        return plugin("rotation", "mlp")(inner, config)
+    return joint_norms([inner], layer, ["down_norm"], config, run_config)[0] if down_norm else inner
+
+
+def gated_mlp(
+    x: jax.Array,
+    layer: Params,
+    config: ModelConfig,
+    *,
+    down_norm: bool = False,
+    before: Norm | None = None,
+    residual: jax.Array | None = None,
+    run_config: RunConfig = PLAIN,
+) -> jax.Array:
+    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; before, residual and
+    run_config: as in `products`; down_norm: as in `mlp_intermediate`.
+    """
+    inner = mlp_intermediate(x, layer, config, down_norm=down_norm, before=before, run_config=run_config)
+    return linear(inner, layer["down"], over=run_config.over, residual=residual, run_config=run_config)

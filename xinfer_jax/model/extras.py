@@ -1,0 +1,65 @@
+"""`Extras`: what rows bring along next to their tokens."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..weights.params import Params
+
+
+class RowAdapters(NamedTuple):
+    """The low-rank adapters of one matrix [O, I], which rows choose from."""
+
+    a: jax.Array  # [N, R, I]; the last one is zeros
+    b: jax.Array  # [N, O, R], with the adapters' scales
+
+
+class Extras(NamedTuple):
+    """What rows bring along next to their tokens: a pytree, an explicit argument of all that runs a model.
+
+    A part that is absent leaves no trace in the program.
+    """
+
+    routes: Any = None  # int32 [B, T, L, U]: experts of tokens, -1: those that the router chooses
+    adapters: Params = {}  # in the places of matrices in the parameters: `RowAdapters`
+    adapter_B: jax.Array | None = None  # int32: which one each row has; -1: none
+    vectors: tuple[jax.Array, ...] = ()  # of each layer [N, D]: added to the hidden states after it, …
+    factor_BN: jax.Array | None = None  # … times these factors of the rows
+    taps: Any = None  # `taps.Taps`: by layer, what is done with the residual stream after it
+
+    def adapted(self, params: Params) -> Params:
+        """The parameters with the rows' adapters. The tree may be a part of the model's, with its layers."""
+        return _adapted(params, self.adapters, self.adapter_B) if self.adapters else params
+
+    def of_layers(self, layers: slice) -> "Extras":
+        """What these layers take: their adapters and vectors."""
+        adapters = {"layers": self.adapters["layers"][layers]} if "layers" in self.adapters else {}
+        return self._replace(adapters=adapters, vectors=self.vectors[layers])
+
+    def of_outer(self) -> "Extras":
+        """What the parts before the layers take: adapters."""
+        outer = {name: self.adapters[name] for name in self.adapters if name != "layers"}
+        return Extras(adapters=outer, adapter_B=self.adapter_B if outer else None)
+
+    def steered(self, x_BTD: jax.Array, layer: int) -> jax.Array:
+        """The hidden states after a layer, with the rows' vectors."""
+        if not self.vectors:
+            return x_BTD
+        factor_BN: Any = self.factor_BN
+        added_BD = jnp.sum(self.vectors[layer] * factor_BN[..., None], 1)
+        return x_BTD + added_BD[:, None].astype(x_BTD.dtype)
+
+
+NO_EXTRAS = Extras()
+
+
+def _adapted(tree: Any, adapters: Any, adapter_B: Any) -> Any:
+    """The tree with an `AdaptedWeight` where there are `RowAdapters`."""
+    if isinstance(adapters, RowAdapters):
+        from ..weights.adapted_weight import AdaptedWeight  # optional: adapters
+
+        return AdaptedWeight(tree, adapters.a, adapters.b, adapter_B)
+    if isinstance(adapters, tuple):
+        return tuple(_adapted(*pair, adapter_B) for pair in zip(tree, adapters, strict=True))
+    return {**tree, **{name: _adapted(tree[name], of, adapter_B) for name, of in adapters.items()}}
