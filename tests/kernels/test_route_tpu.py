@@ -34,7 +34,7 @@ def route_by_kernel(config):
     plain = partial(route, config=config, spec=config.experts)
 
     def by_kernel(x_BTD, layer, given_BTU):
-        operands = dict(x_BTD=x_BTD, layer=layer, given_BTU=given_BTU)
+        operands = dict(x_BTD=x_BTD, leaves=layer, given_BTU=given_BTU)
         impl = RunConfig("interpret_tpu")
         return run("route", plain, impl, derivative=plain, static=dict(config=config), **operands)
 
@@ -105,7 +105,7 @@ def test_what_it_takes():
     x_BTD = jnp.zeros((64, 1, config.hidden_size))
 
     def chosen(x_BTD=x_BTD, layer=layer, given=None, config=config, impl="interpret_tpu"):
-        operands = dict(x_BTD=x_BTD, layer=layer, given_BTU=given)
+        operands = dict(x_BTD=x_BTD, leaves=layer, given_BTU=given)
         return ROUTE.select(Call(route, operands, dict(config=config), RunConfig(impl))).impl
 
     assert chosen() == "interpret_tpu"

@@ -76,7 +76,7 @@ class Mixture(FeedForward):
             leaves["mlp_norm"] = before.weight
         plain = partial(route, config=self.config, spec=self.spec)
         static = dict(config=self.config)
-        operands: dict[str, Any] = dict(x_BTD=x_BTD, layer=leaves, given_BTU=given_BTU)
+        operands: dict[str, Any] = dict(x_BTD=x_BTD, leaves=leaves, given_BTU=given_BTU)
         return run("route", plain, run_config, derivative=plain, static=static, **operands)
 
     @property

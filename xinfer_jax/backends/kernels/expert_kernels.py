@@ -89,7 +89,7 @@ def _select_route(call: Call) -> kernels_pallas.Selection:
     """The implementation of what comes before experts, in one launch; "xla" where there is no kernel for it,
     under every name.
     """
-    layer = call.operands["layer"]
+    leaves = call.operands["leaves"]
     impl = call.run_config.impl
     router: Any = call.static["config"].experts.router
     reason = None
@@ -99,15 +99,15 @@ def _select_route(call: Call) -> kernels_pallas.Selection:
         reason = "experts that are given, or a router with a norm of its own"
     elif not router.norm_topk_prob:
         reason = "weights that do not sum to 1"
-    elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(layer)):
+    elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(leaves)):
         reason = "a router that is no array"
-    elif "bias" in layer.get("shared_gate", {}):
+    elif "bias" in leaves.get("shared_gate", {}):
         reason = "a gate with a bias"
-    elif layer["router"]["weight"].size > _MOST_NUMBERS:
+    elif leaves["router"]["weight"].size > _MOST_NUMBERS:
         reason = "a router too large for on-chip memory"
     if reason:
         return kernels_pallas.Selection("xla", reason)
-    operands = Operands(call.operands["x_BTD"], _route_leaves(layer), layer.get("mlp_norm"))
+    operands = Operands(call.operands["x_BTD"], _route_leaves(leaves), leaves.get("mlp_norm"))
     return select_product(impl, operands, None)
 
 
@@ -115,11 +115,11 @@ def _route_leaves(layer: Params) -> list[Params]:
     return [layer[name] for name in ("router", "shared_gate") if name in layer]
 
 
-def _run_route(kernel: str, x_BTD, layer: Params, given_BTU, config: ModelConfig) -> tuple:
-    matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(layer)]
+def _run_route(kernel: str, x_BTD, leaves: Params, given_BTU, config: ModelConfig) -> tuple:
+    matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(leaves)]
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     of_norm = dict(eps=config.rms_norm_eps, offset=config.norm_offset or 0.0)
-    args = x_MD, matrices, layer.get("mlp_norm")
+    args = x_MD, matrices, leaves.get("mlp_norm")
     x_MD, weight_MU, expert_MU, *gates = kernels_pallas.run_kernel(
         kernel, "route", *args, count=config.num_experts_per_tok, **of_norm
     )
