@@ -80,7 +80,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("mxfp4_product", "tpu"): ("backends.tpu.tpu_products", "row_form"),
     ("ternary_sums", "cpu"): ("backends.cpu.ternary_products", "ternary_form"),
     ("delta_step", "kernels"): ("backends.kernels.delta_kernels", "delta_form"),
-    ("recurrent_step", "cpu"): ("backends.cpu.layer_forms", "step_form"),
+    ("recurrent_step", "cpu"): ("backends.cpu.layer_forms", "STEP"),
     ("rope_append", "kernels"): ("backends.kernels.append_kernels", "append_form"),
     ("decoder_layer", "any"): ("backends.mesh", "mesh_layer_form"),
     ("embed_tokens", "any"): ("backends.mesh", "mesh_embedding_form"),

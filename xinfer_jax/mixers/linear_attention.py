@@ -70,14 +70,9 @@ def linear_attention(  # noqa: PLR0913
     new = products(
         x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, run_config=run_config
     )
-    operands = dict(
-        products=new,
-        layer={name: layer[name] for name in _BETWEEN_PRODUCTS},
-        cache=cache,
-        start_B=positions.start_B,
-        num_tokens_B=positions.num_tokens_B,
-        first_BT=positions.first_BT,
-    )
+    weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
+    operands: dict[str, Any] = dict(products=new, layer=weights, cache=cache)
+    operands |= {name: getattr(positions, name) for name in ("start_B", "num_tokens_B", "first_BT")}
     plain = partial(_mix, config=config, spec=spec)
     out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=config), **operands)
     return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache

@@ -24,6 +24,11 @@ class Kernel(NamedTuple):
     run: Callable  # takes the selected `impl`; operands and static by name
 
 
+def always(form: Callable) -> Callable:
+    """Returns what gives this form for every call: an entry of `plugins.TABLE`."""
+    return lambda call: form
+
+
 def choose(name: str, call: Call) -> Callable | None:
     """Returns the form of an operation for a call; None: `plain` serves.
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...ops.forms import always
 from ...ops.operation import Call, match_varying_axes
 from ...ops.product import dot
 from ...weights.fp8_weight import Fp8Weight
@@ -30,18 +31,6 @@ def float_form(call: Call) -> Callable:
     rows = len(call.operands["x"])
     product = _FLOAT_FORMS[product_table.fastest_form(matrix_OI.dtype.name, rows, *matrix_OI.shape)]
     return lambda x, matrix: product(x, pad_outputs(matrix))[:, : len(matrix)]
-
-
-def int8_form(call: Call) -> Callable:
-    """A form of `int8_product`."""
-    if call.operands["matrix"].int8_activations:
-        return _int8_activation_form
-    return _int8_product
-
-
-def fp8_form(_: Call) -> Callable:
-    """A form of `fp8_product`."""
-    return _fp8_product
 
 
 def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
@@ -147,13 +136,12 @@ def tiled_product(
     return y.T if outputs_first else y
 
 
-def _int8_activation_form(x: jax.Array, matrix: Int8Weight) -> jax.Array:
+@always
+def int8_form(x: jax.Array, matrix: Int8Weight) -> jax.Array:
+    """A form of `int8_product`."""
     x_MI = matrix.rotated_inputs(x)
-    return int8_activation_product(x_MI, matrix.values, matrix.axis_name) * matrix.scale
-
-
-def _int8_product(x: jax.Array, matrix: Int8Weight) -> jax.Array:
-    x_MI = matrix.rotated_inputs(x)
+    if matrix.int8_activations:
+        return int8_activation_product(x_MI, matrix.values, matrix.axis_name) * matrix.scale
     form = product_table.fastest_form("int8", len(x_MI), *matrix.shape)
     if form == TILES:
         return upcast_product(x_MI, matrix.values) * matrix.scale
@@ -170,7 +158,9 @@ def _int8_product(x: jax.Array, matrix: Int8Weight) -> jax.Array:
     return (high_MO + low_MO / 254) * step_M1 * matrix.scale
 
 
-def _fp8_product(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
+@always
+def fp8_form(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
+    """A form of `fp8_product`."""
     x_MI = x.astype(jnp.float32)
 
     def multiply_tile(first: jax.Array, size: int, matrix: Fp8Weight) -> jax.Array:  # [M, size]

@@ -14,14 +14,14 @@ speed.
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...ops.operation import Call, match_varying_axes
+from ...ops.forms import always
+from ...ops.operation import match_varying_axes
 from ...ops.product import dot
 from ...weights.grouped_weight import STEP_BITS, GroupedWeight, split_groups
 from ...weights.quantized_weight import quantize_activations
@@ -32,12 +32,9 @@ _RUN = 16  # bytes of one sum: 8 are 15% slower; LLVM does not unroll 32, a tent
 _INT8_NUMBERS = 8 << 20  # of a matrix in int8 at a time
 
 
-def cpu_grouped_form(_: Call) -> Callable:
+@always
+def cpu_grouped_form(x: jax.Array, matrix: GroupedWeight) -> jax.Array:
     """A form of `grouped_product`."""
-    return _product
-
-
-def _product(x: jax.Array, matrix: GroupedWeight) -> jax.Array:
     x_MI = matrix.rotated_inputs(x).astype(jnp.float32)
     if matrix.order is not None:
         x_MI = x_MI[:, matrix.order]

@@ -9,6 +9,7 @@ from jax import lax
 
 from ...mixers.attention import blocked_attention, query_block
 from ...mixers.linear_attention import recurrent_step
+from ...ops.forms import always
 from ...ops.operation import Call
 from ...ops.product import float_precision
 from ..expert_tiles import experts_by_tiles, is_tiled
@@ -52,14 +53,6 @@ def experts_form(call: Call) -> Callable | None:
     return partial(experts_by_tiles, config=config) if is_tiled(call.operands["expert_MU"], config) else None
 
 
-def step_form(_: Call) -> Callable:
-    """A form of `recurrent_step`. Into sums jax 0.10 fuses all that makes k and q, and computes it for each
-    number of S (16 heads of 128, Zen 4: 3.4 ms a token for the layer's attention, 1.1 in this way; jax 0.12
-    1.3 and 1.1).
-    """
-    return partial(recurrent_step, read=_read_by_product)
-
-
 def _read_by_product(
     k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -67,3 +60,9 @@ def _read_by_product(
     kq_BN2H = jnp.stack([k_BNH, q_BNH], 2)
     read_BN2Y = jnp.matmul(kq_BN2H, state_BNHY, precision=float_precision())
     return read_BN2Y[:, :, 0], read_BN2Y[:, :, 1]
+
+
+# A form of `recurrent_step`. Into sums jax 0.10 fuses all that makes k and q, and computes it for each number
+# of S (16 heads of 128, Zen 4: 3.4 ms a token for the layer's attention, 1.1 in this way; jax 0.12 1.3 and
+# 1.1).
+STEP = always(partial(recurrent_step, read=_read_by_product))

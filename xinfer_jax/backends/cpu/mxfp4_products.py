@@ -5,8 +5,6 @@ of that type to float32 exactly. With fewer partial sums (one of a group, or of 
 unrolls the loop, and it is four times as slow.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from jax import lax
 
 from kernels_pallas.mxfp4 import number, power
 
-from ...ops.operation import Call
+from ...ops.forms import always
 from ...ops.product import dot
 from ...weights.mxfp4 import BYTES, Mxfp4Weight
 from . import product_table
@@ -23,12 +21,9 @@ from .cpu_products import tiled_product
 _RUN = 8  # bytes of one sum: LLVM does not unroll 16, a tenth of the speed
 
 
-def mxfp4_form(_: Call) -> Callable:
+@always
+def mxfp4_form(x: jax.Array, matrix: Mxfp4Weight) -> jax.Array:
     """A form of `mxfp4_product`."""
-    return _product
-
-
-def _product(x: jax.Array, matrix: Mxfp4Weight) -> jax.Array:
     x_MI = x.astype(jnp.float32)
     weight = matrix.for_files()
     if product_table.fastest_form("mxfp4", len(x_MI), *matrix.shape) == product_table.ROWS:

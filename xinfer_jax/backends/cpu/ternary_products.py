@@ -8,7 +8,6 @@ multiplies in int8, with half the work of int8 weights: one int8 row per token.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...ops.operation import Call
+from ...ops.forms import always
 from ...ops.product import dot
 from ...weights.ternary import WORD, unpack_ternary
 from . import product_table
@@ -25,13 +24,9 @@ from .cpu_products import row_by_row, tiled_product
 _RUN = 4  # words of one sum
 
 
-def ternary_form(_: Call) -> Callable:
+@always
+def ternary_form(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
     """A form of `ternary_sums`."""
-    return cpu_sums
-
-
-def cpu_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    """Returns x @ levels, float32 [M, O], of int8 numbers."""
     rows, inputs = x_MI.shape
     if product_table.fastest_form("ternary", rows, values_W2O.shape[-1], inputs) == product_table.ROWS:
         return row_by_row(lambda x_I: _row(x_I, values_W2O), x_MI)

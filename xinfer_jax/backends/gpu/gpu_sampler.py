@@ -13,6 +13,7 @@ import kernels_pallas
 from kernels_pallas.reference import LOGITS_GROUP
 
 from ...config.run_config import PLAIN, RunConfig
+from ...ops.forms import always
 from ...ops.operation import Call
 from ...sampling.batched_settings import has_all_settings
 from ...sampling.context import Context
@@ -42,14 +43,16 @@ def choice_form(call: Call) -> Callable:
     return partial(_choose_in_one_branch, run_config=call.run_config)
 
 
-def known_form(_: Call) -> Callable:
+@always
+def known_form(logsumexp_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
     """A form of `known_logsumexp`: `choose_tokens` has computed it."""
-    return lambda logsumexp_B, logits_BV: logsumexp_B
+    return logsumexp_B
 
 
-def sampled_from_form(_: Call) -> Callable:
+@always
+def sampled_from_form(taken_BV: jax.Array, **operands: Any) -> jax.Array:
     """A form of `sampled_from`, which computes these logits again."""
-    return lambda taken_BV, **operands: sampled_from_in_groups(**operands)
+    return sampled_from_in_groups(**operands)
 
 
 def logsumexp_form(call: Call) -> Callable | None:

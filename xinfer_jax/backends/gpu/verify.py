@@ -11,6 +11,7 @@ from jax import lax
 
 from ...generation.loop import Hidden, to_logits
 from ...generation.state import DecodeState, after_recording, ends_row, next_column
+from ...ops.forms import always
 from ...ops.operation import Call
 from ...sampling.logprobs import Alternatives, if_wanted, record_alternatives
 from ...sampling.sampler import is_plain_greedy
@@ -18,9 +19,10 @@ from ..kernels.head import can_fuse_head, greedy_tokens
 from .gpu_sampler import choose_at_draft_positions, sampled_from_in_groups
 
 
-def recording_form(_: Call) -> Callable:
+@always
+def recording_form(token: jax.Array, alternatives: Any) -> tuple[jax.Array, Any]:
     """A form of `after_recording`, which keeps the order."""
-    return lambda token, alternatives: lax.optimization_barrier((token, alternatives))
+    return lax.optimization_barrier((token, alternatives))
 
 
 def verify_form(call: Call) -> Callable | None:
