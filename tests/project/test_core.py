@@ -114,7 +114,7 @@ def test_core_runs_alone(family, tmp_path):
     others = {name for name in whole["modules"] if name not in CORE}
     named = {f"xinfer_jax.{module}" for module, *_ in plugins.TABLE.values()}
     assert others <= {"xinfer_jax.plugins"}.union(*map(closure.closure, named))
-    other_platforms = ("xinfer_jax.ops.gpu", "xinfer_jax.ops.tpu.", "xinfer_jax.ops.kernels")
+    other_platforms = tuple(f"xinfer_jax.backends.{name}." for name in ("gpu", "tpu", "kernels"))
     assert not [name for name in others if name.startswith(other_platforms)]
 
 

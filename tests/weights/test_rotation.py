@@ -15,9 +15,9 @@ from quick import full_except
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.backends.cpu.cpu_products import int8_activation_product
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.compress.awq import quantized_params, with_outliers
-from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.grouped_weight import unpack_int4
 from xinfer_jax.weights.hadamard import (
     hadamard_rotate,

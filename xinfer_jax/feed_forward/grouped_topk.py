@@ -44,9 +44,10 @@ class GroupedTopkRouter(Router):
     """
 
     def param_specs(self) -> Params:
+        spec: Any = self.spec.router
         tree = super().param_specs()
         tree = {name: dataclasses.replace(leaf, dtype="float32") for name, leaf in tree.items()}
-        if self.spec.router.correction_bias:
+        if spec.correction_bias:
             experts = (self.spec.num_experts, None)
             tree["correction_bias"] = tensor(experts, init="small", dtype="float32")
         return tree

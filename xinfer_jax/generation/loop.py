@@ -206,7 +206,8 @@ def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeSta
     def plain(params: Params, hidden_BD: jax.Array, state: DecodeState) -> DecodeState:
         return sample_and_append(head_logits(params, config, hidden_BD), state, run_config)
 
-    return run("sample_from_hidden", plain, params, hidden, state, run_config=run_config, config=config)
+    operands = dict(params=params, hidden_BD=hidden, state=state)
+    return run("sample_from_hidden", plain, run_config, static=dict(config=config), **operands)
 
 
 class JitVariants(NamedTuple):

@@ -311,7 +311,7 @@ def _embed(
     """Embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
     plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
-    return run("embed_tokens", plain, token, params[name], config=config, matrix=name)
+    return run("embed_tokens", plain, static=dict(config=config, matrix=name), token=token, leaf=params[name])
 
 
 @over_any_mesh
@@ -328,7 +328,7 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
 def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """`unembed`, of arguments that need no check."""
     plain = functools.partial(_unembed, config=config)
-    return run("unembed", plain, lm_head(params), hidden, config=config)
+    return run("unembed", plain, static=dict(config=config), leaf=lm_head(params), hidden=hidden)
 
 
 def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
