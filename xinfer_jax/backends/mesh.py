@@ -20,8 +20,9 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..feed_forward.experts import num_local_experts
 from ..model.decoder_layer import LayersOutput
+from ..ops.forms import by_name
 from ..ops.largest import largest_k
-from ..ops.operation import Call, by_name, match_varying_axes
+from ..ops.operation import Call, match_varying_axes
 from ..sampling.sampler import sample_from_all
 from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, row_axis, shard_map_over
 from ..weights.layers import products

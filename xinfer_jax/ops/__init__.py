@@ -5,10 +5,7 @@ plugged in, else `plain`. `largest` and `product` are operations of the core. Ot
 plain forms next to the code that calls them. `forms` chooses the form, for every operation by one rule;
 `plugins.TABLE` lists the forms, which stand in `backends/`.
 
-The table has functions that get a `Call` and return the form for it, or None. For example:
-
-    def top_k_form(call: Call) -> Callable | None:
-        return fast_top_k if call.operands["x"].shape[-1] > 4096 else None
+An entry gets a `Call` and returns the form for it, or None.
 
 - A form is chosen when a program is traced, from shapes, dtypes, `impl` and the devices of the process, never
   from the default device. `lax.platform_dependent` then decides whether a program for another device runs it.

@@ -1,6 +1,6 @@
 """`choose`: the one rule by which an operation gets its form."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +69,12 @@ def on_platforms(forms: Mapping[str, Callable], plain: Callable) -> Callable:
         return lax.platform_dependent(*operands.values(), **branches, default=by_position(plain, operands))
 
     return form
+
+
+def by_name(function: Callable, names: Iterable[str]) -> Callable:
+    """Returns the function, which takes arguments by position, as one that takes them by these names."""
+    names = tuple(names)
+    return lambda **operands: function(*(operands[name] for name in names))
 
 
 def with_plain_derivative(call: Call, chosen: str, kernel: Callable) -> Callable:

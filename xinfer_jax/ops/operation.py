@@ -18,7 +18,6 @@ from ..errors import InputError
 from ..modes import default_modes, in_default_modes
 
 F = TypeVar("F", bound=Callable)
-NOTHING: Mapping[str, Any] = {}
 
 
 class Call(NamedTuple):
@@ -37,7 +36,7 @@ def run(
     /,
     *,
     derivative: Callable | None = None,
-    static: Mapping[str, Any] = NOTHING,
+    static: Mapping[str, Any] | None = None,
     **operands: Any,
 ) -> Any:
     """Returns plain(**operands), by the form that `plugins.TABLE` has for this operation, if it serves the
@@ -51,7 +50,7 @@ def run(
     Raises:
         InputError: the named kernel does not support these operands; an operation may run plainly instead.
     """
-    form = chosen_form(name, Call(plain, operands, static, run_config))
+    form = chosen_form(name, Call(plain, operands, static or {}, run_config))
     if derivative is None or form is None and derivative is plain:
         return (form or plain)(**operands)
     return with_derivative(form or plain, derivative, operands)
@@ -82,12 +81,6 @@ def by_position(function: Callable, names: Iterable[str]) -> Callable:
     """Returns the function, which takes arguments by these names, as one that takes them by position."""
     names = tuple(names)
     return lambda *values: function(**dict(zip(names, values, strict=True)))
-
-
-def by_name(function: Callable, names: Iterable[str]) -> Callable:
-    """Returns the function, which takes arguments by position, as one that takes them by these names."""
-    names = tuple(names)
-    return lambda **operands: function(*(operands[name] for name in names))
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
