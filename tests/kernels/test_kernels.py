@@ -287,7 +287,7 @@ def test_a_single_query_before_the_last_key_does_not_see_past_itself():
                 length_B=jnp.array([20, 9]),
                 start_B=jnp.array([3, 8]),
                 scale=0.2,
-                impl=impl,
+                run_config=RunConfig(impl),
             )
             for impl in ("interpret", "xla")
         ]
