@@ -73,6 +73,7 @@ FAMILIES = {
                 num_global_key_value_heads=2,
             ),
         ),
+        ("glm4_moe", "glm4-moe-groups", dict(num_hidden_layers=2)),
         ("gpt_oss", "gpt-oss-published", _KINDS),
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),

@@ -443,8 +443,10 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
             return 1 - (config.norm_offset or 0) + 0.2 * noise
-        if name.endswith("bias"):  # with that of a choice some scores are negative
-            return (0.7 if name.endswith("correction_bias") else 0.3) * noise
+        if name.endswith("correction_bias"):  # some scores with it are negative
+            return 0.25 * noise - 0.4
+        if name.endswith("bias"):
+            return 0.3 * noise
         if name.endswith("sinks"):
             return noise
         if "embed_tokens" in name or "lm_head" in name:
