@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache.kv_cache import KVCache, truncate
+from ..cache.kv_cache import KVCache
 from ..config.run_config import RunConfig
 from ..model.extras import Extras
 from ..sampling.logprobs import token_logprob_rows
@@ -103,6 +103,8 @@ class BatchGenerator:
         if not call.options.use_cache:
             return None, None
         if prefix := call.options.prefix:
+            from ..cache.truncation import truncate  # optional: prefixes
+
             cache = truncate(prefix.cache, self._num_cached_B)
             cache = dataclasses.replace(cache, layers=jax.tree.map(jnp.copy, cache.layers))
         else:
