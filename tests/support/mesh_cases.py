@@ -73,6 +73,7 @@ FAMILIES = {
                 num_global_key_value_heads=2,
             ),
         ),
+        ("glm4_moe", "glm4-moe-groups", dict(num_hidden_layers=2)),
         ("gpt_oss", "gpt-oss-published", _KINDS),
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),
@@ -260,7 +261,7 @@ def int8_activations() -> None:
     """A token has one scale over the inputs of all devices, in a dense model and in a hybrid with experts.
     Key heads of the dense one are repeated on four devices; blocks of its rotations are whole on each.
     """
-    dense = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2)
+    dense = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2, head_dim=32)
     hybrid = FAMILIES["qwen3_next"] | dict(
         intermediate_size=128, shared_expert_intermediate_size=128, linear_value_head_dim=16, head_dim=16
     )

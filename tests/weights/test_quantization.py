@@ -14,18 +14,16 @@ from parity_cases import CASES
 from quick import full_except
 
 import xinfer_jax as xj
+from xinfer_jax.backends.cpu import cpu_features, grouped_products, product_table
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.feed_forward.experts import mixture_of_experts
-from xinfer_jax.ops.cpu import cpu_features, product_table
-from xinfer_jax.ops.cpu.cpu_products import quantize_activations
 from xinfer_jax.ops.product import float_product
-from xinfer_jax.weights import grouped_weight
 from xinfer_jax.weights.grouped_weight import GroupedWeight, unpack_int4
 from xinfer_jax.weights.hadamard import input_block_width
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import quantize_matrix, quantized_leaf, with_int8_activations, with_steps
-from xinfer_jax.weights.quantized_weight import quantized_product
+from xinfer_jax.weights.quantized_weight import quantize_activations, quantized_product
 
 pytestmark = pytest.mark.oldest
 
@@ -148,7 +146,7 @@ def test_int4_with_int8_activations_is_int8_in_its_product(shape, monkeypatch):
     factor = np.float32(127) / np.abs(x).max(1, keepdims=True)
     wanted = np.rint(x * factor).astype(np.int64) @ values.T * (weight.step.astype(np.float64) * 256) / factor
     for numbers in (1 << 23, 1):
-        monkeypatch.setattr(grouped_weight, "_INT8_NUMBERS", numbers)
+        monkeypatch.setattr(grouped_products, "_INT8_NUMBERS", numbers)
         got = jax.jit(quantized_product)(x, on_device)
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(jax.jit(quantized_product)(x[4:], on_device), got[4:])

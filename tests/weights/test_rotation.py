@@ -15,9 +15,9 @@ from quick import full_except
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.backends.cpu.cpu_products import int8_activation_product
 from xinfer_jax.cache.fingerprint import fingerprint
 from xinfer_jax.compress.awq import quantized_params, with_outliers
-from xinfer_jax.ops.cpu.cpu_products import int8_activation_product
 from xinfer_jax.weights.grouped_weight import unpack_int4
 from xinfer_jax.weights.hadamard import (
     hadamard_rotate,
@@ -95,6 +95,11 @@ def test_models_with_int8_activations(tmp_path, name, how):
         assert stored == dict(quant_method="xinfer_jax", version=5, activations="int8")
         loaded = xj.load_model(tmp_path / "to", "float32")
         assert loaded.config == model.config
+        layer = model.params["layers"][0]
+        q = layer["q"] | {"weight": dataclasses.replace(layer["q"]["weight"], input_block=0)}
+        mixed = model.params | {"layers": (layer | {"q": q}, *model.params["layers"][1:])}
+        with pytest.raises(xj.InputError, match="rotated in blocks of 0, and the files would say"):
+            xj.save_model(tmp_path / "mixed", mixed, model.config)
         np.testing.assert_array_equal(logits(loaded, TOKENS % 90), found)
         pair = xj.init_adapter(plain.config, jax.random.key(0), rank=2)
         apart = xj.split_adapter(xj.with_adapter(loaded.params, pair))

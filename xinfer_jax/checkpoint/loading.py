@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ..backends.cpu import cpu_features
 from ..config.model_config import ModelConfig
 from ..device import run_in_blocks
 from ..errors import InputError, format_mib, format_names
@@ -23,7 +24,6 @@ from ..formats.quantized_formats import KEPT_IF_ASKED, not_kept
 from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
 from ..formats.tensors import Shape, Tensors, TensorSpec
 from ..formats.text_tensors import other_tensors, warn_of_other_tensors
-from ..ops.cpu import cpu_features
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats

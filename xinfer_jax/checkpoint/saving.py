@@ -41,13 +41,12 @@ from ..formats.tensors import DTYPES, StoredFormat, StoredTensor, open_tensors
 from ..formats.text_tensors import has_head, other_tensors
 from ..modes import in_default_modes
 from ..tokenization.tokenizer import Tokenizer
-from ..weights.params import Params, check_params, resolve_dtype
+from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
 from ..weights.quantized_weight import is_quantized
 from ..weights.resharding import with_kv_heads_once, with_repeated_kv_heads
 
 _LARGE = re.compile(r"^\.|\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx)$|\.index\.json$")  # not copied
 _FLOATS = {np.dtype(DTYPES[name]) for name in ("F32", "F16", "BF16")}
-_NORM = "model.norm.weight"  # a tensor of every family
 
 
 @in_default_modes
@@ -228,7 +227,7 @@ def _tensors(
     if quant_format is not None:
         found = zip(specs, leaves, strict=True)
         quantized = {spec.hf_name: leaf for spec, leaf in found if is_quantized(leaf)}
-        to_write |= quant_format.pack(quantized, dtype or floats[_NORM].dtype)
+        to_write |= quant_format.pack(quantized, dtype or activation_dtype(params))
     tensors = {name: tensor_of_leaves(*tensor) for name, tensor in to_write.items()}
     replaced = {*tensors, *(name for spec in specs for name in spec.tensor_shapes(stored))}
     if kept_format is not None:
@@ -249,7 +248,8 @@ def _tensors(
     lost = {text for name in copied if (text := text_name(name))} - unused_names(config, original)
     if lost := lost - other_tensors(lost):
         raise InputError(f"like: it has tensors that the model lacks: {format_names(sorted(lost))}")
-    named = {_name_like(original, name): tensor for name, tensor in tensors.items()}
+    norm = file_specs(config)["final_norm"].hf_name
+    named = {_name_like(original, name, norm): tensor for name, tensor in tensors.items()}
     return named | {name: stored_tensor(tensor) for name, tensor in copied.items()}, quantization
 
 
@@ -259,9 +259,11 @@ def _own_dtypes(config: ModelConfig) -> dict[str, Any]:
     return {spec.hf_name: np.dtype(spec.dtype) for spec in specs if spec.dtype}
 
 
-def _name_like(original: Mapping[str, str], name: str) -> str:
-    """The name of a text model's tensor in a checkpoint. original: its names by those of the text model."""
+def _name_like(original: Mapping[str, str], name: str, norm: str) -> str:
+    """The name of a text model's tensor in a checkpoint. original: its names by those of the text model;
+    norm: the name of the final norm, which every checkpoint has.
+    """
     within = "model." if name.startswith("model.") else ""
-    known = _NORM if within else TIED[1]
+    known = norm if within else TIED[1]
     prefix = original.get(known, known).removesuffix(known.removeprefix(within))
     return original.get(name) or prefix + name.removeprefix(within)

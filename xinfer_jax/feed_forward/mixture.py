@@ -69,8 +69,9 @@ class Mixture(FeedForward):
         if before is not None:
             leaves["mlp_norm"] = before.weight
         plain = partial(route, config=self.config, spec=self.spec)
-        how: dict[str, Any] = dict(run_config=run_config, derivative=plain, config=self.config)
-        return run("route", plain, x_BTD, leaves, given_BTU, **how)
+        static = dict(config=self.config)
+        operands: dict[str, Any] = dict(x_BTD=x_BTD, leaves=leaves, given_BTU=given_BTU)
+        return run("route", plain, run_config, derivative=plain, static=static, **operands)
 
     @property
     def unsupported(self) -> dict[str, str]:

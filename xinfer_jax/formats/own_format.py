@@ -1,6 +1,4 @@
-"""Our format of quantized checkpoints: a matrix is X.weight.values, .scale, .zero, .order, .offset and
-.step.
-"""
+"""Our format of quantized checkpoints: X.weight is X.weight.values, .scale, .zero, .order, .offset, .step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +15,7 @@ from ..weights.int8_weight import Int8Weight
 from ..weights.mxfp4 import Mxfp4Weight, mxfp4_struct
 from ..weights.padded_weight import stored_weight
 from ..weights.quantized_weight import QuantizedWeight
+from ..weights.rotated_weight import RotatedWeight
 from ..weights.ternary import TernaryWeight, ternary_struct
 from .tensors import QuantizedFormat, Require, Shape, StoredTensor, Tensors, TensorSpec
 
@@ -99,11 +98,19 @@ class OwnFormat(QuantizedFormat):
                     f"{name}: experts in int8 or int4 cannot be saved: save the float model, and load it with"
                     " quantize"
                 )
+            if isinstance(leaf, RotatedWeight) and leaf.input_block != self._input_block(leaf.shape):
+                raise InputError(
+                    f"{name} has its inputs rotated in blocks of {leaf.input_block}, and the files would say"
+                    f" {self._input_block(leaf.shape)}: quantize all matrices with the same activations"
+                )
             for field in _FIELDS:
                 if (array := getattr(leaf, field, None)) is not None:
                     make = partial(itself, array)
                     tensors[f"{name}.{field}"] = TensorOfLeaves(array.shape, array.dtype, make)
         return tensors
+
+    def _input_block(self, shape: Shape) -> int:
+        return input_block_width(shape[1]) if self.int8_activations else 0
 
     def _make_weight(
         self, name: str, shape: Shape, tensors: Tensors, get: Callable[[StoredTensor], Any]
@@ -113,7 +120,7 @@ class OwnFormat(QuantizedFormat):
             return Mxfp4Weight(**arrays)
         if arrays["values"].dtype == np.int32:
             return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
-        block = input_block_width(shape[1]) if self.int8_activations else 0
+        block = self._input_block(shape)
         if len(arrays["values"].shape) == 2:
             return Int8Weight(**arrays, int8_activations=self.int8_activations, input_block=block)
         arrays = {"zero": None, "order": None} | arrays

@@ -19,7 +19,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..model.decoder import Inputs, ModelOutput, apply_model, head_logits
 from ..model.extras import NO_EXTRAS, Extras
-from ..ops.operation import match_varying_axes, over_any_mesh, run, without_gradient
+from ..ops.operation import Call, chosen_form, match_varying_axes, over_any_mesh, without_gradient
 from ..weights.params import Params, activation_dtype
 from .executor import (
     PaddedTokens,
@@ -201,12 +201,16 @@ def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeSta
     """`sample_and_append` of logits [B, V], or of `Hidden`."""
     if not isinstance(outputs, Hidden):
         return sample_and_append(outputs, state, run_config)
-    params, config, hidden = outputs
+    params, config, hidden_BD = outputs
 
-    def plain(params: Params, hidden_BD: jax.Array, state: DecodeState) -> DecodeState:
-        return sample_and_append(head_logits(params, config, hidden_BD), state, run_config)
+    plain = partial(_sample_hidden, config=config, run_config=run_config)
+    operands = dict(params=params, hidden_BD=hidden_BD, state=state)
+    form = chosen_form("sample_from_hidden", Call(plain, operands, dict(config=config), run_config))
+    return (form or plain)(**operands)
 
-    return run("sample_from_hidden", plain, params, hidden, state, run_config=run_config, config=config)
+
+def _sample_hidden(params, hidden_BD, state, config, run_config) -> DecodeState:
+    return sample_and_append(head_logits(params, config, hidden_BD), state, run_config)
 
 
 class JitVariants(NamedTuple):

@@ -5,7 +5,8 @@ kernels, unsupported features), `softmax_attention` (the mixer with keys and val
 attention by blocks of queries and keys), `rope_append` (RoPE and the append to the cache). `rope_scaling`
 (RoPE for longer contexts) and `key_bias` (the bias of keys in a quantized cache) are plugged in. Gated
 DeltaNet is `gated_delta`, with its forward pass in `linear_attention` and the state of its rows in
-`recurrent`.
+`recurrent`; LFM2's convolution is `short_conv`. Mixers with a state share `state_cache` (draft slots, how far
+rows go back) and `convolution`.
 
 - A mixer is a class with a line in `plugins.TABLE`. Config, parameters, caches, engines, families and meshes
   ask it, so none of them names a kind.

@@ -24,7 +24,8 @@ from ..ops.operation import match_varying_axes, run
 from ..ops.product import float_precision
 from ..weights.layers import Norm, activation, linear, products, rms_norm
 from ..weights.params import Params
-from .recurrent import Inputs, Recurrent, last_inputs, state_shapes
+from .convolution import convolve, last_inputs
+from .recurrent import Inputs, Recurrent, state_shapes
 
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
 _INVERSE_BLOCK = 8
@@ -71,9 +72,10 @@ def linear_attention(  # noqa: PLR0913
         x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, run_config=run_config
     )
     weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
-    operands = new, weights, cache, positions.start_B, positions.num_tokens_B, positions.first_BT
+    operands: dict[str, Any] = dict(products=new, layer=weights, cache=cache)
+    operands |= {name: getattr(positions, name) for name in ("start_B", "num_tokens_B", "first_BT")}
     plain = partial(_mix, config=config, spec=spec)
-    out_BTI, cache = run("delta_step", plain, *operands, run_config=run_config, config=config)
+    out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=config), **operands)
     return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache
 
 
@@ -116,7 +118,7 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
     """Outputs [B, N, T, Y], and the state after T tokens."""
     T = tokens.k_BNTH.shape[2]
     if T == 1:
-        return run("recurrent_step", recurrent_step, tokens, state_BNHY)
+        return run("recurrent_step", recurrent_step, tokens=tokens, state_BNHY=state_BNHY)
     C = min(T, BLOCK) if isinstance(T, int) else BLOCK  # else T is symbolic
     blocks = -(-T // C)
 
@@ -258,31 +260,12 @@ def _tokens(  # noqa: PLR0913
     """What the delta rule reads: inputs after the convolution and the model's activation, queries and keys of
     length 1.
     """
-    convolved = (_convolve(x, layer[f"conv_{name}"], first_BT) for x, name in zip(inputs, "qkv", strict=True))
+    convolved = (convolve(x, layer[f"conv_{name}"], first_BT) for x, name in zip(inputs, "qkv", strict=True))
     q, k, v = map(activation(config), convolved)
     groups = v.shape[1] // k.shape[1]
     q, k = (jnp.repeat(_unit(x), groups, 1) for x in (q, k))
     first_B1T = None if first_BT is None else first_BT[:, None]
     return _Tokens(q * q.shape[-1] ** -0.5, k, v, steps_BNT2[..., 0], steps_BNT2[..., 1], first_B1T)
-
-
-def _convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.Array:
-    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]. first_BT: the
-    first input of each token, as in `Positions`.
-    """
-    _, K, S, H = x_BKSH.shape
-    taps = weight.shape[1]
-    weight_KHW = weight.astype(jnp.float32).reshape(K, 1, H, taps)
-    T = S - taps + 1
-
-    def tap(i: int) -> jax.Array:
-        x_BKTH = x_BKSH[:, :, i : i + T]
-        if first_BT is not None:
-            x_BKTH = jnp.where((jnp.arange(T) - (taps - 1 - i) >= first_BT)[:, None, :, None], x_BKTH, 0)
-        return x_BKTH * weight_KHW[..., i]
-
-    out: Any = sum(map(tap, range(taps)))
-    return out
 
 
 def _unit(x: jax.Array) -> jax.Array:

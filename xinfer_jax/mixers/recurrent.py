@@ -1,8 +1,7 @@
 """The cache of a linear-attention layer: a state of fixed size in place of keys and values.
 
-It is the state after a row's last token, so a row can go back only to 0 tokens; with draft slots also to
-any length since the last call began. N value heads, K key heads, H width of a key, Y of a value, W tokens
-before the current one that the convolution reads, P draft slots.
+N value heads, K key heads, H width of a key, Y of a value, W tokens before the current one that the
+convolution reads, P draft slots.
 """
 
 import dataclasses
@@ -12,25 +11,21 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
-from ..cache.layer_cache import LayerCache, shard_heads
-from ..errors import InputError
+from ..cache.layer_cache import shard_heads
+from .convolution import last_inputs, pad_slots
+from .state_cache import StateCache
 
 Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Recurrent(LayerCache):
-    """The state of each row, float32 whatever the dtype of keys and values.
+class Recurrent(StateCache):
+    """The state of each row."""
 
-    With draft slots it is the state before the last call of at most P tokens, which are stored beside it: the
-    next call first applies those that were accepted, so nothing has to be undone.
-    """
-
-    has_keys = False
+    layer_kind = "linear-attention layers"
 
     # The last W inputs of the convolution, then the P of draft slots: [B, K or N, W + P, H or Y].
     inputs: Inputs
@@ -56,21 +51,11 @@ class Recurrent(LayerCache):
         return 0 if self.steps is None else self.steps.shape[2]
 
     @property
-    def limits(self) -> tuple:
-        return ("state",)
-
-    def describe_limits(self) -> str:
-        return "its linear-attention layers have no state of that length"
-
-    @property
     def fits(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a row's arrays without draft slots."""
         W = self.inputs[0].shape[2] - self.draft_slots
         (q, k, v) = ((x.shape[1], W, x.shape[3]) for x in self.inputs)
         return q, k, v, self.state.shape[1:]
-
-    def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
-        return length_B >= (reached_B if self.base_B is None else jnp.minimum(self.base_B, reached_B))
 
     def before(self, start_B: jax.Array) -> tuple[Inputs, jax.Array]:
         """Inputs and state before the tokens at start_B: zeros where a row begins. Without draft slots."""
@@ -98,48 +83,22 @@ class Recurrent(LayerCache):
         new = dataclasses.replace(self, inputs=tuple(pad_slots(x, W + P) for x in inputs), state=state)
         if self.steps is not None:
             new = dataclasses.replace(new, steps=pad_slots(steps, P), base_B=base_B)
-        has_tokens_B = num_tokens_B > 0
-
-        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(has_tokens_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        return jax.tree.map(choose, new, self)
-
-    def holds_drafts(self, tokens: int) -> bool:
-        """Whether a call of so many tokens is stored in the draft slots. A single one never is."""
-        return 1 < tokens <= self.draft_slots
+        return self.updated(new, num_tokens_B)
 
     def with_draft_slots(self, count: int, length_B: jax.Array) -> Self:
-        if self.draft_slots >= count:
+        if self.has_draft_slots(count):
             return self
-        if self.steps is not None:
-            raise InputError(
-                f"this cache has {self.draft_slots} draft slots, {count} are needed: prefill again"
-            )
         inputs = tuple(pad_slots(x, x.shape[2] + count) for x in self.inputs)
         steps = jnp.zeros((*self.state.shape[:2], count, 2), jnp.float32)
         return dataclasses.replace(self, inputs=inputs, steps=steps, base_B=length_B)
 
     def used_arrays(self, tokens: int) -> tuple[Inputs, jax.Array]:
-        if self.steps is not None:  # accepted tokens are not in the state yet
-            raise InputError(
-                "the state of a call with draft tokens cannot be saved: make the prefix without them"
-            )
+        self.check_without_drafts()
         return self.inputs, self.state
 
     def fill(self, inputs: Any, state: Any) -> Self:
         inputs, state = jax.tree.map(jnp.asarray, (inputs, state))
         return dataclasses.replace(self, inputs=inputs, state=state)
-
-
-def last_inputs(x_BKSH: jax.Array, first_B: jax.Array, count: int) -> jax.Array:
-    """`count` slots of each row from slot first_B[b] on."""
-    return jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, count, 1))(x_BKSH, first_B)
-
-
-def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
-    """The array with zeros up to so many slots."""
-    return jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, slots - x_BKSH.shape[2]), (0, 0)))
 
 
 def state_shapes(spec: Any) -> tuple[tuple[int, ...], ...]:

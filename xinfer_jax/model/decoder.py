@@ -15,7 +15,7 @@ from ..config.run_config import RunConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl, over_any_mesh, run
-from ..weights.layers import embed, linear, norm, rotary_angles, soft_cap
+from ..weights.layers import embed, linear, norm, products, rotary_angles, soft_cap
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
 from .decoder_layer import LayerInputs, Positions, all_layers, run_layers
 from .extras import Extras
@@ -311,7 +311,7 @@ def _embed(
     """Embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
     plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
-    return run("embed_tokens", plain, token, params[name], config=config, matrix=name)
+    return run("embed_tokens", plain, static=dict(config=config, matrix=name), token=token, leaf=params[name])
 
 
 @over_any_mesh
@@ -328,7 +328,7 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
 def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """`unembed`, of arguments that need no check."""
     plain = functools.partial(_unembed, config=config)
-    return run("unembed", plain, lm_head(params), hidden, config=config)
+    return run("unembed", plain, static=dict(config=config), leaf=lm_head(params), hidden=hidden)
 
 
 def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
@@ -341,7 +341,8 @@ def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
 
 
 def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    return soft_cap(linear(head_input(hidden, config), leaf, jnp.float32), config.final_logit_softcapping)
+    (logits,) = products(head_input(hidden, config), [leaf], dtype=jnp.float32)
+    return soft_cap(logits, config.final_logit_softcapping)
 
 
 def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:

@@ -1,9 +1,9 @@
 """`run`: an operation by its plain form, or by the form that is plugged in for this process."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,47 +20,67 @@ from ..modes import default_modes, in_default_modes
 F = TypeVar("F", bound=Callable)
 
 
+class Call(NamedTuple):
+    """A call of an operation, for which a form is chosen. A form takes the operands by name."""
+
+    plain: Callable  # the operation in jnp, of the operands by name
+    operands: dict[str, Any]  # pytrees of arrays
+    static: Mapping[str, Any]  # what forms need to know next to the operands
+    run_config: RunConfig  # its `impl` names a kernel
+
+
 def run(
     name: str,
     plain: Callable,
-    *operands: Any,
     run_config: RunConfig = PLAIN,
+    /,
+    *,
     derivative: Callable | None = None,
-    **static: Any,
+    static: Mapping[str, Any] | None = None,
+    **operands: Any,
 ) -> Any:
-    """plain(*operands), by the form that `plugins.TABLE` has for this operation, if it serves the operands.
+    """Returns plain(**operands), by the form that `plugins.TABLE` has for this operation, if it serves the
+    operands.
 
     Args:
         name: of the operation.
-        plain: in jnp.
-        operands: pytrees of arrays.
-        run_config: its `impl` names a kernel.
+        plain, operands, static, run_config: as in `Call`.
         derivative: what is differentiated in place of a form and of plain; None: these.
-        static: what forms need to know beside the operands.
 
     Raises:
         InputError: the named kernel does not support these operands; an operation may run plainly instead.
     """
-    choose = plugin("operation", "choose")
-    form = choose and choose(name, plain, run_config.impl, operands, static)
+    form = chosen_form(name, Call(plain, operands, static or {}, run_config))
     if derivative is None or form is None and derivative is plain:
-        return (form or plain)(*operands)
+        return (form or plain)(**operands)
     return with_derivative(form or plain, derivative, operands)
 
 
-def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, ...]) -> Any:
-    """form(*operands), with the derivative of another function of the same operands."""
+def chosen_form(name: str, call: Call) -> Callable | None:
+    """Returns the form of the operation of that name for a call; None: its plain form serves."""
+    choose = plugin("operation", "choose")
+    return choose and choose(name, call)
+
+
+def with_derivative(form: Callable, derivative: Callable, operands: dict[str, Any]) -> Any:
+    """Returns form(**operands), with the derivative of another function of the same operands."""
 
     @jax.custom_jvp
-    def call(*operands: Any) -> Any:
-        return form(*operands)
+    def call(*values: Any) -> Any:
+        return form(**dict(zip(operands, values, strict=True)))
 
     @call.defjvp
     @in_default_modes
     def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return call(*primals), jax.jvp(derivative, primals, tangents)[1]
+        return call(*primals), jax.jvp(by_position(derivative, operands), primals, tangents)[1]
 
-    return call(*operands)
+    return call(*operands.values())
+
+
+def by_position(function: Callable, names: Iterable[str]) -> Callable:
+    """Returns the function, which takes arguments by these names, as one that takes them by position."""
+    names = tuple(names)
+    return lambda *values: function(**dict(zip(names, values, strict=True)))
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:

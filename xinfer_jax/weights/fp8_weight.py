@@ -9,8 +9,6 @@ import numpy as np
 
 from kernels_pallas.reference_products import FP8_BLOCK as FP8_BLOCK, spread_blocks
 
-from ..ops.cpu.cpu_products import tiled_product
-from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
 
 
@@ -19,6 +17,7 @@ from .quantized_weight import QuantizedWeight
 class Fp8Weight(QuantizedWeight):
     """A matrix [O, I] as `values * scale`, with a scale per output or for each 128 × 128 numbers."""
 
+    operation = "fp8_product"
     values: jax.Array  # float8_e4m3fn [O, I], without NaN
     scale: jax.Array  # float32 [O], or [⌈O/128⌉, ⌈I/128⌉]
     kept_as: ClassVar = "fp8"  # the value of `quantize` that asks for it
@@ -55,15 +54,6 @@ class Fp8Weight(QuantizedWeight):
         else:
             rows *= self.scale[at][:, None]
         return rows.reshape(*index.shape, -1)
-
-    def cpu_product(self, x_MI: jax.Array) -> jax.Array:
-        x_MI = x_MI.astype(jnp.float32)
-
-        def multiply_tile(first: jax.Array, size: int, weight: Fp8Weight) -> jax.Array:  # [M, size]
-            start = jnp.clip(first, 0, weight.shape[0] - size)
-            return dot(x_MI, weight.rows(start + jnp.arange(size)))
-
-        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.shape[1], self)
 
 
 def fp8_struct(shape: tuple[int, ...], has_blocks: bool) -> Fp8Weight:

@@ -1,0 +1,312 @@
+"""LFM2: short convolutions beside attention. A row's cache is its last few inputs: what is cached equals what
+is not, however it is split; drafts are undone; what has no state is rejected.
+"""
+
+import dataclasses
+
+import family_checks
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+from layer_changes import with_mixer
+
+import xinfer_jax as xj
+from xinfer_jax.config.layer_spec import LayerSpec
+from xinfer_jax.config.unsupported import check_supported
+from xinfer_jax.families.writing import to_hf
+from xinfer_jax.mixers.gated_delta import GatedDeltaSpec
+from xinfer_jax.mixers.short_conv import ShortConvSpec
+from xinfer_jax.weights.layout import is_divisible
+from xinfer_jax.weights.quantized_weight import is_quantized
+
+pytestmark = pytest.mark.oldest
+
+NEW = 8
+OPTIONS = xj.GenerateOptions(NEW, capacity=128)  # one capacity: one set of programs
+CASE = cases.CASES["lfm2-published-tied"]  # convolutions of three tokens
+BIAS = cases.CASES["lfm2-bias-untied-layer-types"]  # of five, with biases
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small model, and its prompts (5, 23 and 77 tokens)."""
+    return family_checks.small_model(CASE)
+
+
+@pytest.fixture(scope="module")
+def out(model):
+    """What it generates."""
+    return xj.generate(*model, dataclasses.replace(OPTIONS, keep_prefix=True))
+
+
+def forward(params, config, rows: list[list[int]], **given) -> np.ndarray:
+    """Logits without a cache."""
+    tokens_BT, num_tokens_B = cases.pad_prompts(rows)
+    run = jax.jit(xj.forward, static_argnames="config")
+    return np.asarray(run(params, config, tokens_BT, None, num_tokens_B, **given)[0])
+
+
+# --- the cache ----------------------------------------------------------------------------------------------
+
+
+def check_chunks(params, config, prompts, splits) -> xj.KVCache:
+    """The logits after each prompt, in chunks with these ends, are those without a cache; rows that have
+    ended wait beside others. Returns the cache.
+    """
+    tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
+    logits_BTV = forward(params, config, prompts)
+    cache = xj.init_cache(config, len(prompts), 128)
+    found = {}
+    for first, end in zip((0, *splits), splits, strict=False):
+        count_B = np.clip(num_tokens_B - first, 0, end - first)
+        logits_BV, cache = xj.prefill(params, config, tokens_BT[:, first:end], count_B, cache)
+        found |= {i: logits_BV[i] for i in np.flatnonzero(count_B)}
+    for i, n in enumerate(num_tokens_B):
+        np.testing.assert_allclose(found[i], logits_BTV[i, n - 1], atol=1e-4)
+    assert cache.length_B.tolist() == num_tokens_B.tolist()
+    return cache
+
+
+def test_cached_equals_uncached_however_it_is_split(model):
+    params, config, prompts = model
+    assert xj.init_cache(config, 3, 128, "int8").layers[0].inputs.dtype == np.float32
+    cache = check_chunks(params, config, prompts, (1, 2, 40, 76, 77))
+    with pytest.raises(xj.InputError, match="cannot go back from 5 to 4 tokens: its short convolutions"):
+        xj.truncate(cache, [4, 23, 77])
+    assert xj.truncate(cache, [0, 23, 77]).length_B.tolist() == [0, 23, 77]
+
+
+def test_chunks_shorter_than_the_convolution():
+    params, config, prompts = family_checks.small_model(BIAS)
+    check_chunks(params, config, [prompts[0], prompts[1][:3]], (1, 3, 4, 5))
+
+
+def test_tokens_and_gradients(model, out):
+    """Those of the logits without a cache, and with draft tokens."""
+    assert family_checks.check_tokens(model) == out.tokens
+    family_checks.check_gradients(family_checks.small_model(BIAS))
+
+
+@pytest.mark.full
+def test_streams_and_beams(model, out):
+    params, config, prompts = model
+    streamed = [*xj.stream(params, config, prompts, OPTIONS)]
+    assert [[*row] for row in zip(*streamed, strict=True)] == out.tokens
+    prompts = prompts[:2]
+    beams = xj.beam_search(params, config, prompts, num_beams=3, length_penalty=0.0, max_new_tokens=NEW)
+    rows = [prompt + best for prompt, (best, *_) in zip(prompts, beams.sequences, strict=True)]
+    logprobs_BTV = np.asarray(jax.nn.log_softmax(forward(params, config, rows), -1))
+    for i, (prompt, (score, *_)) in enumerate(zip(prompts, beams.scores, strict=True)):
+        first = len(prompt)
+        exact = sum(logprobs_BTV[i, t - 1, rows[i][t]] for t in range(first, first + NEW))
+        np.testing.assert_allclose(score, exact, atol=1e-3)
+
+
+@pytest.mark.full
+def test_drafts_are_undone(model, out):
+    params, config, prompts = model
+    rows = [*zip(prompts, out.tokens, strict=True)]
+    rows += rows[:1]  # calls are padded to four rows
+    tail = np.array([prompt[-5:] + tokens for prompt, tokens in rows])
+    first_B1 = np.array([[len(prompt) - 5] for prompt, _ in rows])
+
+    def half_right(history_BS, length_B, count):  # of two draft tokens the second is wrong
+        at_BT = jax.numpy.minimum(length_B[:, None] - first_B1 + np.arange(count), 4 + NEW)
+        return (jax.numpy.take_along_axis(jax.numpy.asarray(tail), at_BT, 1) + np.arange(count)) % cases.VOCAB
+
+    options = dataclasses.replace(OPTIONS, draft=half_right, draft_tokens=2, keep_prefix=True)
+    drafted = xj.generate(params, config, prompts, options)
+    assert drafted.tokens == out.tokens and min(drafted.stats.acceptance) > 0.3
+    longer = [p + t + [1] for p, t in zip(prompts, out.tokens, strict=True)]
+    again = xj.generate(params, config, longer, dataclasses.replace(OPTIONS, prefix=drafted.prefix))
+    assert again.tokens == xj.generate(params, config, longer, OPTIONS).tokens
+    assert again.stats.reused_tokens == sum(map(len, prompts)) + 3 * (NEW - 1)
+
+
+@pytest.mark.full
+def test_prefixes_reach_to_their_state(model, out, tmp_path):
+    params, config, prompts = model
+    xj.save_prefix(tmp_path / "prefix", out.prefix, params, config)
+    prefix = xj.load_prefix(tmp_path / "prefix", params, config)
+    longer = [p + t + [1, 2] for p, t in zip(prompts, out.tokens, strict=True)]
+    assert prefix.shared(longer).tolist() == [len(p) + NEW - 1 for p in prompts]
+    assert prefix.shared([p[:4] + [0] for p in longer]).tolist() == [0, 0, 0]
+    options = dataclasses.replace(OPTIONS, prefix=prefix)
+    expected = xj.generate(params, config, longer, OPTIONS).tokens
+    assert xj.generate(params, config, longer, options).tokens == expected
+
+
+def test_texts_of_one_row_do_not_see_each_other(model):
+    params, config, prompts = model
+    row_1T = np.array([sum(prompts[:2], [])])
+    ids_1T = np.repeat([0, 1], [5, 23])[None]
+    together_1T = xj.score(params, config, row_1T, segment_ids_BT=ids_1T)[0]
+    alone = [xj.score(params, config, np.array([prompt]))[0] for prompt in prompts[:2]]
+    np.testing.assert_allclose(together_1T[:4], alone[0], atol=1e-4)
+    np.testing.assert_allclose(together_1T[5:], alone[1], atol=1e-4)
+
+
+# --- engines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_engine_bits(model):
+    family_checks.check_engine_bits(model)
+
+
+@pytest.mark.full
+def test_bits_alone_equal_those_beside_others(model):
+    """With rows that are preempted while they prefill and while they decode, with snapshots of a common
+    prefix, and with draft tokens; `==`, not about.
+    """
+    random = np.random.RandomState(1)
+    first, second, common, other = (random.randint(0, cases.VOCAB, n).tolist() for n in (10, 60, 128, 150))
+    prompts = [common + first, common + second, other]
+    options = xj.GenerateOptions(40, eos_token_ids=())
+
+    def answers(requests):
+        outs = [request.result() for request in requests]
+        return [(out.tokens[0], out.logprobs[0]) for out in outs], [out.stats.reused_tokens for out in outs]
+
+    params, config, _ = model
+    engine = xj.Engine(xj.Model(params, config), rows=2, capacity=256, chunk=64)
+    alone = []
+    for prompt in prompts:
+        engine.update(params)  # which empties the prefix cache
+        alone += answers([engine.submit(prompt, options)])[0]
+    for running in (1, 2):  # the row that is preempted prefills, or decodes
+        engine.update(params)
+        requests = [engine.submit(prompt, options) for prompt in prompts[:2]]
+        while engine.stats.running < running or engine.stats.running + engine.stats.prefilling < 2:
+            engine._core._pacing.step_seconds = 1.0  # so that a step decodes one token
+            engine.step()
+        requests += [engine.submit(prompts[2], options, priority=20)]
+        assert answers(requests)[0] == alone
+    assert engine.stats.preemptions == 2
+    again, reused = answers([engine.submit(prompt, options) for prompt in prompts])
+    assert again == alone and reused == [128, 128, 128]
+    engine.close()
+    drafts = xj.Engine(
+        xj.Model(params, config), rows=2, capacity=256, chunk=64, draft="lookup", draft_tokens=3
+    )
+    drafted, _ = answers([drafts.submit(prompt, options) for prompt in prompts])
+    assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in alone]
+    drafts.close()
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def test_older_names_of_settings():
+    types = ["conv", "full_attention", "conv", "full_attention", "conv"]
+    newer = dict(CASE.hf, intermediate_size=CASE.hf["block_ff_dim"], layer_types=types)
+    del newer["block_ff_dim"], newer["full_attn_idxs"]
+    assert xj.from_hf(newer) == CASE.config
+    assert CASE.config.intermediate_size == 80 and CASE.config.tie_word_embeddings
+    assert not xj.from_hf(CASE.hf | dict(tie_embedding=False)).tie_word_embeddings
+    assert xj.from_hf(CASE.hf | dict(block_ffn_dim_multiplier=1.3)).intermediate_size == 96
+    assert xj.from_hf(CASE.hf | dict(block_ffn_dim_multiplier=None)).intermediate_size == 66
+    attention = xj.from_hf(CASE.hf | dict(full_attn_idxs=None))
+    assert [layer.attention is not None for layer in attention.layers] == [True] * 5
+
+
+@pytest.mark.parametrize("case", [CASE, BIAS], ids=["tied", "bias"])
+def test_saved_models_have_the_published_names(tmp_path, case):
+    config = case.config
+    assert xj.from_hf(to_hf(config)) == config
+    leaves = cases.random_tensors(config, 3)
+    stored = {name: np.ascontiguousarray(x) for name, x in cases.fuse_tensors(config, leaves).items()}
+    path = tiny.write(tmp_path / "published", case.hf, weights=stored, with_tokenizer=False)
+    loaded = xj.load_model(path, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, cases.params_from(config, leaves))
+    xj.save_model(tmp_path / "saved", loaded.params, loaded.config, like=path)
+    saved = xj.load_model(tmp_path / "saved", dtype="float32")
+    assert saved.config == config
+    jax.tree.map(np.testing.assert_array_equal, saved.params, loaded.params)
+    tensors = xj.params_to_tensors(loaded.params, config)
+    assert tensors.keys() == stored.keys()
+    jax.tree.map(np.testing.assert_array_equal, tensors, stored)
+
+
+def test_int8_matrices_and_what_stays_float(tmp_path):
+    config = BIAS.config
+    stored = cases.fuse_tensors(config, cases.random_tensors(config, 3))
+    stored = {name: np.ascontiguousarray(x) for name, x in stored.items()}
+    path = tiny.write(tmp_path / "float", BIAS.hf, weights=stored, with_tokenizer=False)
+    exact, near = (xj.load_model(path, "float32", quantize=quantize) for quantize in (None, "int8"))
+    layer = near.params["layers"][0]
+    matrices = {name: leaf["weight"] for name, leaf in layer.items() if isinstance(leaf, dict)}
+    quantized = {name for name, weight in matrices.items() if is_quantized(weight)}
+    assert quantized == {"conv_b", "conv_c", "conv_x", "conv_o", "gate", "up", "down"}
+    assert layer["conv_taps"].dtype == layer["conv_bias"].dtype == np.float32
+    prompt = cases.prompts(BIAS)[1:2]
+    found, wanted = (forward(m.params, config, prompt) for m in (near, exact))
+    assert 0 < np.abs(found - wanted).mean() < 0.05 * np.abs(wanted).mean()
+    xj.save_model(tmp_path / "int8", near.params, config)
+    again = xj.load_model(tmp_path / "int8", dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, near.params)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(layer_types=["conv", "mamba", "conv", "conv", "conv"]), "layer type 'mamba' is not supported"),
+        (dict(layer_types=["conv"]), "one type for each of the 5 layers"),
+        (dict(full_attn_idxs=[1, 5]), r"full_attn_idxs must list layers from 0 to 4, got \[1, 5\]"),
+        (dict(full_attn_idxs=3), "full_attn_idxs must list layers from 0 to 4, got 3"),
+        (dict(conv_L_cache=1), "conv_L_cache must be at least 2, got 1"),
+        (dict(conv_L_cache=2.5), "conv_L_cache must be an integer"),
+        (dict(conv_bias=None), "conv_bias must be true or false"),
+        (dict(norm_eps=0), "norm_eps must be a number above 0"),
+        (dict(norm_eps=2), "norm_eps must lie between 1e-30 and 1"),
+        (dict(block_ff_dim="100"), "intermediate_size must be a number above 0"),
+        (dict(block_multiple_of=0), "block_multiple_of must be a number above 0"),
+        (dict(block_auto_adjust_ff_dim=1), "block_auto_adjust_ff_dim must be true or false"),
+        (dict(tie_embedding="yes"), "tie_word_embeddings must be true or false"),
+        (dict(hidden_act="relu2"), "hidden_act 'relu2' is not supported: LFM2's is 'silu'"),
+    ],
+)
+def test_rejected_settings(change, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.from_hf(CASE.hf | change)
+
+
+# --- the mixer ----------------------------------------------------------------------------------------------
+
+
+def test_rejected_draft_models_and_caches(model):
+    params, config, prompts = model
+    draft = xj.Model(params, config)
+    with pytest.raises(xj.InputError, match="draft model is not supported .*'lfm2', which has short conv"):
+        xj.generate(params, config, prompts, xj.GenerateOptions(NEW, draft=draft))
+    with pytest.raises(xj.InputError, match="which has short convolutions: remedy"):
+        check_supported(config, "scales", "it is", "remedy")
+    other = with_mixer(config, kernel_dim=7)
+    with pytest.raises(xj.InputError, match=r"states of \(4, 6, 12\).* for a model of .*\(4, 2, 12\)"):
+        xj.decode_step(params, config, np.zeros(3, np.int32), xj.init_cache(other, 3, 8))
+
+
+def test_meshes_divide_groups_of_channels():
+    """As many as heads, if that number divides the channels."""
+    assert is_divisible(CASE.config, 2)
+    assert not is_divisible(dataclasses.replace(CASE.config, hidden_size=46), 2 * 23)
+    three = dataclasses.replace(CASE.config, hidden_size=54)
+    assert three.cached_mixers[0].fits == ((2, 2, 27),)
+
+
+def test_side_by_side_with_attention_and_another_state():
+    """Its names are those of no other mixer, and a model has states of two kinds."""
+    config = cases.CASES["qwen3-5-tied"].config
+    convolution = ShortConvSpec(4, bias=True)
+    attention = config.layers[1].attention
+    delta = GatedDeltaSpec(2, 4, 12, 16, 4)
+    layers = ((attention, convolution), (delta, convolution), (convolution,))
+    config = dataclasses.replace(config, layers=tuple(map(LayerSpec, layers)))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    prompts = [prompt[:20] for prompt in cases.prompts(CASE)]
+    cache = check_chunks(params, config, prompts, (3, 4, 20))
+    assert [type(layer).__name__ for layer in cache.layers] == [
+        "Contiguous", "ShortConvCache", "Recurrent", "ShortConvCache", "ShortConvCache",
+    ]  # fmt: skip
