@@ -19,8 +19,8 @@ from .routers import Router
 
 @dataclasses.dataclass(frozen=True)
 class GroupedTopkSpec(RouterSpec):
-    """The experts with the largest scores, within the groups with the largest scores. Fields have
-    their names in config.json and in vLLM.
+    """The experts with the largest scores, within the groups with the largest scores. Fields have the
+    names of config.json and of vLLM.
     """
 
     kind = "grouped_topk"
@@ -44,9 +44,10 @@ class GroupedTopkRouter(Router):
     """
 
     def param_specs(self) -> Params:
+        spec: Any = self.spec.router
         tree = super().param_specs()
         tree = {name: dataclasses.replace(leaf, dtype="float32") for name, leaf in tree.items()}
-        if self.spec.router.correction_bias:
+        if spec.correction_bias:
             experts = (self.spec.num_experts, None)
             tree["correction_bias"] = tensor(experts, init="small", dtype="float32")
         return tree
