@@ -1,5 +1,5 @@
 """Times the forms of a CPU's matrix products by format, number of rows and shape, one after the other, in
-turns: `xinfer_jax/ops/cpu/product_table.py` follows from its table.
+turns: `xinfer_jax/backends/cpu/product_table.py` follows from its table.
 
     python scripts/bench_products.py --formats=int8,int4 --rows=1,2,4,8
     XINFER_JAX_CPU=none XLA_FLAGS=--xla_cpu_max_isa=AVX2 python scripts/bench_products.py
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from xinfer_jax.backends.cpu import product_table
+from xinfer_jax.backends.cpu.product_table import INT8, MATRIX_FIRST, ROWS, TILES, X_FIRST
 from xinfer_jax.errors import InputError
 from xinfer_jax.generation.executor import decode_compiler_options
-from xinfer_jax.ops.cpu import product_table
-from xinfer_jax.ops.cpu.product_table import INT8, MATRIX_FIRST, ROWS, TILES, X_FIRST
 from xinfer_jax.ops.product import float_product
 from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.quantization import quantize_matrix, with_int8_activations

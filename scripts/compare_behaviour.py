@@ -1,10 +1,15 @@
-"""Compares how the library behaves before and after a change, for every parity case and without running a
-model: the public API, trees of parameters, bytes of caches, pages of engines, kernels, saved files, and how
-calls end that a model may not support.
+"""Compares the behaviour of the library before and after a change. It runs no model.
+
+For every parity case it compares trees of parameters, bytes of caches, pages of engines, kernels, saved
+files, and the results or errors of calls that a model may not support. It also compares the public API, and
+the kernels of real shapes.
 
 `python scripts/compare_behaviour.py --base=main` compares the working tree with a commit. The exit code is 1
-if a record differs. `--record=FILE` also writes the records of the commit as JSON, and `--cases=NAME` takes
-one case of tests/support/parity_cases.py; repeat it for several. `behaviour/records.py` has the list.
+if a record differs. `--record=FILE` writes the records of the commit as JSON. `--cases=NAME` compares one
+case of tests/support/parity_cases.py. Repeat the flag for several cases.
+
+Not recorded: results of compiled programs (`compare_programs.py` and tests/model/test_golden.py have them),
+calls that need a tokenizer, checks of a request to a running engine, and GGUF, MLX and bitsandbytes files.
 """
 
 from launcher import InputError, start
@@ -48,7 +53,7 @@ SETTINGS = {  # of both processes: two devices for a mesh, and nothing of this m
 
 
 def write_checkpoints(folder: Path, names: list[str]) -> None:
-    """Writes the parity cases of these names; without names all of them, and what else is recorded."""
+    """Writes the parity cases with these names. Without names it writes all checkpoints and configs."""
     import parity_cases
 
     known = parity_cases.CASES
@@ -108,7 +113,7 @@ def records_of(checkouts: list[Path], work: Path) -> list[dict[str, Any]]:
 
 
 def differences(before: Any, after: Any, place: str = "") -> list[tuple[str, Any, Any]]:
-    """Returns the parts in which two values differ: where, and what is there before and after."""
+    """Returns the parts in which two values differ: the place, the value before, and the value after."""
     if isinstance(before, dict) and isinstance(after, dict):
         parts = [*before, *(name for name in after if name not in before)]
         pairs = [(f"{place} / {x}" if place else x, before.get(x), after.get(x)) for x in parts]

@@ -38,7 +38,6 @@ from xinfer_jax.families.conversion import specs_and_leaves
 from xinfer_jax.formats.compressed_tensors_packing import w4a16_settings
 from xinfer_jax.formats.files import checkpoint_dir
 from xinfer_jax.weights.grouped_weight import GROUP as GROUP_SIZE
-from xinfer_jax.weights.hadamard import can_rotate, rotated_params
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import check_activations, quantize_symmetric
 from xinfer_jax.weights.quantized_weight import is_quantized
@@ -71,13 +70,11 @@ COMPENSATE = flags.DEFINE_boolean(
     "With awq: refit, and round so that errors compensate each other; false: round to nearest.",
 )
 ACTIVATIONS = flags.DEFINE_enum(
-    "activations", None, ["int8"], "Also quantize the inputs of matmuls; --quantize=int8 then has no --group."
-)
-ROTATE = flags.DEFINE_boolean(
-    "rotate",
+    "activations",
     None,
-    "Hadamard rotations (QuaRot, Ashkboos et al. 2024) against outliers, instead of AWQ's scales. Default:"
-    " only with --activations; in blocks of each matrix's inputs where they cannot be folded into the model.",
+    ["int8"],
+    "Also quantize the inputs of matmuls; --quantize=int8 then has no --group. Inputs are rotated in blocks"
+    " (QuaRot, Ashkboos et al. 2024) against outliers, instead of AWQ's scales.",
 )
 OUTLIERS = flags.DEFINE_float(
     "outliers",
@@ -118,13 +115,12 @@ def check_flags() -> None:
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
-    if is_w4a16() and (QUANTIZE.value != "int4" or uses_rotations() or ACTIVATIONS.value):
+    if is_w4a16() and (QUANTIZE.value != "int4" or ACTIVATIONS.value):
+        raise xj.InputError("--format=compressed-tensors is for --quantize=int4 without --activations")
+    if ACTIVATIONS.value and METHOD.value == "awq" and not COMPENSATE.value:
         raise xj.InputError(
-            "--format=compressed-tensors is for --quantize=int4 without rotations and without --activations"
-        )
-    if uses_rotations() and METHOD.value == "awq" and not COMPENSATE.value:
-        raise xj.InputError(
-            "--nocompensate uses only scales, which rotations make useless: give --method=rtn"
+            "--nocompensate uses only scales, which the rotations of --activations make useless: give"
+            " --method=rtn"
         )
 
 
@@ -139,13 +135,13 @@ def run() -> dict:
     eval_texts = [text for text in eval_texts if text not in calibration]
     if EVAL.value and not eval_texts:
         raise xj.InputError(f"--eval={EVAL.value} has no text besides the calibration texts")
-    reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
+    reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, OUTLIERS)
     report = {flag.name: flag.value for flag in reported}
     if OUTLIERS.value != 1:
         model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
     start = time.perf_counter()
     quantized, calibration_report = quantize(model, calibration)
-    report |= calibration_report | {"rotate": quantized.config.rotated}
+    report |= calibration_report
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
     sizes = (tree_bytes(of.params) / 2**20 for of in (model, quantized))
@@ -164,15 +160,11 @@ def run() -> dict:
 
 def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     """The model quantized as the flags say, and a report on the calibration."""
-    if uses_rotations() and (ROTATE.value or can_rotate(model.config)):
-        params, config = rotated_params(model.params, model.config)
-        model = dataclasses.replace(model, params=params, config=config)
     method = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
     if METHOD.value == "rtn" and is_w4a16():
         return quantize_w4a16(model), {}
     if METHOD.value == "rtn":
-        blocks = uses_rotations() and not model.config.rotated
-        return dataclasses.replace(model, params=awq.quantized_params(model.params, *method, blocks)), {}
+        return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
     rows = chunks(model, calibration, max_tokens=CALIBRATION_TOKENS.value)
     report = {
         "calibration": calibration_source(),
@@ -206,10 +198,6 @@ def quantize_w4a16(model: xj.Model) -> xj.Model:
 
 def is_w4a16() -> bool:
     return FORMAT.value == "compressed-tensors"
-
-
-def uses_rotations() -> bool:
-    return bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value
 
 
 def calibration_source() -> str:

@@ -30,10 +30,12 @@ from gpu.programs import target_card, to_shapes  # noqa: E402
 
 import xinfer_jax as xj  # noqa: E402
 from xinfer_jax.config.model_config import ModelConfig  # noqa: E402
+from xinfer_jax.config.run_config import DEFAULT  # noqa: E402
 from xinfer_jax.families.reading import from_hf  # noqa: E402
 from xinfer_jax.generation.scoring import MAX_LOGITS  # noqa: E402
 from xinfer_jax.model.decoder import Inputs, embed_inputs  # noqa: E402
 from xinfer_jax.model.decoder_layer import layer_kinds, run_layer  # noqa: E402
+from xinfer_jax.model.extras import NO_EXTRAS  # noqa: E402
 from xinfer_jax.weights.params import param_specs  # noqa: E402
 
 MODEL = flags.DEFINE_string("model", "qwen2.5-0.5b", f"A directory with config.json, or {', '.join(SHAPES)}.")
@@ -88,19 +90,22 @@ def figures(  # noqa: PLR0913
 
 def _layer_bytes(params: Any, config: ModelConfig, tokens_BT: Any, kind: int) -> int:
     """Temporaries of the forward and backward pass of a layer of this kind."""
-    inputs = jax.eval_shape(lambda p, t: embed_inputs(p, config, Inputs(t), None), params, tokens_BT)
-    x_BTD, positions = inputs
 
-    def passes(layer: Any, x_BTD: Any, dy_BTD: Any, positions: Any) -> Any:
-        of_layer = positions.of_layers(slice(kind, kind + 1))
+    def inputs(params: Any, tokens_BT: Any) -> Any:
+        return embed_inputs(params, config, Inputs(tokens_BT), NO_EXTRAS, None, DEFAULT)
 
+    x_BTD, positions, of_layers = jax.eval_shape(inputs, params, tokens_BT)
+    caches = (None,) * len(config.layers[kind].mixers)
+
+    def passes(layer: Any, x_BTD: Any, dy_BTD: Any, positions: Any, of_layer: Any) -> Any:
         def run(layer: Any, x_BTD: Any) -> Any:
-            return run_layer(layer, config, kind, x_BTD, of_layer, None, None)[0]
+            out = run_layer(layer, config, kind, x_BTD, positions, of_layer, caches, DEFAULT)
+            return out.hidden_BTD
 
         return jax.vjp(run, layer, x_BTD)[1](dy_BTD)
 
     sharding = tokens_BT.sharding
-    args = params["layers"][kind], x_BTD, x_BTD, positions
+    args = params["layers"][kind], x_BTD, x_BTD, positions, of_layers[kind]
     args = args if sharding is None else to_shapes(args, sharding.mesh)
     return jax.jit(passes).lower(*args).compile().memory_analysis().temp_size_in_bytes
 

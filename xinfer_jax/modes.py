@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar, cast
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -19,20 +20,25 @@ _DEFAULTS = {
 }
 
 
-def in_default_modes(function: F) -> F:
-    """Returns the function, which may promote and transfer arrays in its thread whatever the caller's modes
-    are. Programs are those of a caller without modes.
+def default_modes() -> AbstractContextManager[Any]:
+    """Returns a context in which arrays may be promoted and transferred in this thread whatever the caller's
+    modes are. Programs are those of a caller without modes.
     """
+    if all(getattr(jax.config, name) in values for name, values in _DEFAULTS.items()):
+        return nullcontext()
+    modes = ExitStack()
+    modes.enter_context(jax.numpy_rank_promotion("allow"))
+    modes.enter_context(jax.numpy_dtype_promotion("standard"))
+    modes.enter_context(jax.transfer_guard("allow"))
+    return modes
+
+
+def in_default_modes(function: F) -> F:
+    """Returns the function, which runs in `default_modes`."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):  # type: ignore[no-untyped-def]
-        if all(getattr(jax.config, name) in values for name, values in _DEFAULTS.items()):
-            return function(*args, **kwargs)
-        with (
-            jax.numpy_rank_promotion("allow"),
-            jax.numpy_dtype_promotion("standard"),
-            jax.transfer_guard("allow"),
-        ):
+        with default_modes():
             return function(*args, **kwargs)
 
     return cast(F, call)

@@ -1,1 +1,1 @@
-"""What scripts/compare_behaviour.py records of a checkout; `records.py` is the process that it starts."""
+"""The records of scripts/compare_behaviour.py. It starts `records.py` as a process for each checkout."""

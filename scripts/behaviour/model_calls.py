@@ -70,7 +70,9 @@ def generate_calls(model: xj.Model, draft: xj.Model) -> Calls:
 
 
 def compress_calls(model: xj.Model) -> Calls:
-    """Returns calls of what `scripts/quantize.py` does, for which there is no public name."""
+    """Returns the calls of `scripts/quantize.py`, which have no public name. If their module moves, name both
+    places here.
+    """
 
     def compress(quantize: str, **more: Any) -> str:
         awq_params = importlib.import_module("xinfer_jax.compress.awq").awq_params
@@ -95,10 +97,11 @@ def function_calls(model: xj.Model) -> Calls:
     new_cache = lambda dtype=None: xj.init_cache(config, ROWS, CAPACITY, dtype)  # noqa: E731
     forward = lambda *args, **more: xj.forward(params, config, tokens_BT, *args, **more)  # noqa: E731
     hidden = lambda **more: xj.hidden_states(params, config, tokens_BT, **more)  # noqa: E731
+    run_model = lambda **more: xj.run_model(params, config, tokens_BT, **more)  # noqa: E731
     prompt = params, config, tokens_BT, num_tokens_B
 
     def routed() -> Any:
-        routes = hidden(return_routes=True)[2]
+        routes = run_model(return_routes=True).routes
         return xj.forward(params, config, tokens_BT, routes=routes)
 
     calls: Calls = {
@@ -106,7 +109,9 @@ def function_calls(model: xj.Model) -> Calls:
         "forward with a cache": lambda: forward(new_cache()),
         "forward of stacked layers": lambda: xj.forward(xj.stack_layers(params, config), config, tokens_BT),
         "forward of segments": lambda: forward(segment_ids_BT=tokens_BT),
-        "forward with return_routes": lambda: forward(return_routes=True),
+        "run_model with routes": lambda: run_model(return_routes=True),
+        "run_model with a cache and routes": lambda: run_model(cache=new_cache(), return_routes=True),
+        "run_model with taps that read": lambda: run_model(taps=reads).reads,
         "forward with routes": routed,
         "forward with taps that read": lambda: forward(taps=reads),
         "hidden_states of inputs_BTD": lambda: hidden(inputs_BTD=inputs_BTD),
@@ -119,7 +124,6 @@ def function_calls(model: xj.Model) -> Calls:
         ],
         "prefill": lambda: xj.prefill(*prompt, new_cache()),
         "prefill with inputs_BTD": lambda: xj.prefill(*prompt, new_cache(), inputs_BTD=inputs_BTD),
-        "prefill with return_routes": lambda: xj.prefill(*prompt, new_cache(), return_routes=True),
         "prefill with taps that read": lambda: xj.prefill(*prompt, new_cache(), taps=reads),
         "score": lambda: xj.score(*prompt),
         "score with inputs_BTD": lambda: xj.score(*prompt, inputs_BTD=inputs_BTD),
@@ -135,7 +139,7 @@ def function_calls(model: xj.Model) -> Calls:
 
 
 def adapter_calls(model: xj.Model) -> Calls:
-    """Returns calls with adapters; a caller traces them too."""
+    """Returns calls with adapters. A caller traces these calls too."""
     params = model.params
     config = model.config
     tokens_BT = np.ones((ROWS, TOKENS), np.int32)

@@ -1,4 +1,4 @@
-"""Names and signatures of the public API, as texts that do not depend on where a thing is defined."""
+"""Names and signatures of the public API, without the modules in which they are defined."""
 
 import ast
 import dataclasses
@@ -73,7 +73,7 @@ def typed_names() -> list[str]:
 
 
 def api_records() -> dict[str, Any]:
-    """Returns the public names and what they are, by a line that says where they are public."""
+    """Returns a record for each public name."""
     records: dict[str, Any] = {"api: names": xj.__all__, "api: names of types": typed_names()}
     for name in xj.__all__:
         records[f"api: {name}"] = described(getattr(xj, name))

@@ -1,4 +1,4 @@
-"""What a model takes: bytes of caches, pages of engines, parts on the devices of a mesh; and its kernels."""
+"""Records of sizes and kernels: caches, pages of engines, shardings over a mesh, and `kernels_used`."""
 
 import contextlib
 import resource

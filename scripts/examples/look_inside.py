@@ -23,7 +23,7 @@ def lens(model, text):
     tok = model.tokenizer
     ids = tok.encode(text)
     taps = {layer: xj.Tap(read=True) for layer in range(config.num_hidden_layers)}
-    _, _, reads = xj.hidden_states(params, config, np.array([ids]), taps=taps)
+    reads = xj.run_model(params, config, np.array([ids]), taps=taps).reads
     print("     " + " ".join(f"{tok.decode([i])!r:12.12}" for i in ids))
     for layer, hidden_BTD in reads.items():
         logits_TV = xj.unembed(params, config, final_norm(params, config, hidden_BTD)[0])
@@ -64,8 +64,8 @@ def probe(model, layer):
     states = []
     for text in texts:
         tokens_BT = np.array([tok.encode(text)])
-        _, _, reads = xj.hidden_states(model.params, model.config, tokens_BT, taps={layer: xj.Tap(read=True)})
-        states.append(reads[layer][0, -1])
+        out = xj.run_model(model.params, model.config, tokens_BT, taps={layer: xj.Tap(read=True)})
+        states.append(out.reads[layer][0, -1])
     x_ND = np.array(states)
     y_N = np.tile([-1.0, 1.0], len(CAPITALS))
     weights_D = np.linalg.lstsq(x_ND[:-2], y_N[:-2], rcond=None)[0]

@@ -24,6 +24,7 @@ from jax import lax
 
 import xinfer_jax as xj
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.random_keys import DRAW_TOKEN, gumbel_noise, row_keys
@@ -86,16 +87,18 @@ def forced(
     The cache is empty; its kind and dtype are those to check.
     """
 
+    run_config = RunConfig(impl)
+
     def step(cache: xj.KVCache, token_B: jax.Array) -> tuple[xj.KVCache, Forced]:
         hidden_B1D, cache = xj.hidden_states(params, config, token_B[:, None], cache, impl=impl)
         hidden_BD = hidden_B1D[:, 0]
         logits_BV = xj.unembed(params, config, hidden_BD)
-        if can_fuse_head(params, hidden_BD, impl):
-            return cache, Forced(logits_BV, greedy_tokens(params, config, hidden_BD, impl)[0])
-        return cache, Forced(logits_BV, argmax(logits_BV, impl))
+        if can_fuse_head(params, hidden_BD, run_config):
+            return cache, Forced(logits_BV, greedy_tokens(params, config, hidden_BD, run_config)[0])
+        return cache, Forced(logits_BV, argmax(logits_BV, run_config))
 
     logits_BTV, cache = xj.forward(params, config, tokens_BT[:, :prompt], cache, impl=impl)
-    id_BT = argmax(logits_BTV.reshape(-1, logits_BTV.shape[-1]), impl).reshape(len(tokens_BT), -1)
+    id_BT = argmax(logits_BTV.reshape(-1, logits_BTV.shape[-1]), run_config).reshape(len(tokens_BT), -1)
     _, decoded = lax.scan(step, cache, tokens_BT[:, prompt:].T)
     parts = zip((logits_BTV, id_BT), decoded, strict=True)
     return Forced(*(jnp.concatenate([first, jnp.swapaxes(rest, 0, 1)], 1) for first, rest in parts))

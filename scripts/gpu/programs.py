@@ -26,12 +26,14 @@ from xinfer_jax.engine.engine_device import Device
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.shape import EngineShape
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row
+from xinfer_jax.generation.executor import RunnableModel
 from xinfer_jax.generation.loop import TracedExecutor
 from xinfer_jax.generation.options import GenerateOptions
 from xinfer_jax.generation.speculation import SpeculationState, Speculative, prompt_lookup
 from xinfer_jax.generation.state import DecodeState
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
+from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.sampling.sampling_config import SamplingConfig
 from xinfer_jax.sharding import REPLICATED, cache_specs, concrete_mesh_of
 from xinfer_jax.weights.adapted_weight import AdaptedWeight
@@ -105,15 +107,15 @@ def _run(job: ProgramJob, program: str) -> None:
     executor = TracedExecutor(RunConfig(), _stop)
     if program == "prefill":
         tokens = pad_prompts(call.prompts, call.capacity, call.prompt_rows)
-        executor.prefill((job.params, call.config), tokens, _cache(job, 0))
+        executor.prefill(RunnableModel(job.params, call.config), tokens, _cache(job, 0))
     state = _after_first_token(initial_state(call, prompt_of_row(call)))
     cache = _cache(job, job.length - 1)
     if program != "verify":
-        executor.decode(Plain(call.config), (job.params,), (state, cache), 1)
+        executor.decode(Plain(call.config), (job.params, NO_EXTRAS), (state, cache), 1)
     zeros_B: Any = np.zeros(call.rows, np.int32)
     strategy = Speculative(call.config, prompt_lookup, call.num_draft_tokens)
     counts = SpeculationState(None, zeros_B, zeros_B)
-    executor.decode(strategy, (job.params, None), (state, cache, counts), 1)
+    executor.decode(strategy, (job.params, NO_EXTRAS, None), (state, cache, counts), 1)
 
 
 def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:

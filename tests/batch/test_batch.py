@@ -29,8 +29,8 @@ from random_adapters import random_adapter
 from soak import batch_lines
 
 import xinfer_jax as xj
+from xinfer_jax.backends.cpu import cpu_features
 from xinfer_jax.batch import input_lines, resumable_output, run_batch, run_settings
-from xinfer_jax.ops.cpu import cpu_features
 
 pytestmark = pytest.mark.oldest
 

@@ -15,6 +15,8 @@ from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.generation.batch_arrays import pad_prompts
 from xinfer_jax.generation.loop import PREFILL
 from xinfer_jax.mixers.key_bias import rope_bias_fn
+from xinfer_jax.model.decoder import Inputs
+from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.weights.layers import apply_rope, rotary_angles
 from xinfer_jax.weights.params import tree_bytes
 
@@ -178,7 +180,8 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
         prompts = [ids, *[ids[:5]] * (rows - 1)]
         tokens = pad_prompts(prompts, 1024)
         cache = xj.init_cache(config, rows, 1024, "gear")
-        found.append(np.asarray(PREFILL.keeping(params, config, *tokens, cache, RunConfig(), chunk)[0])[0])
+        out = PREFILL.keeping(params, config, Inputs(*tokens), NO_EXTRAS, cache, chunk, RunConfig())
+        found.append(np.asarray(out.hidden)[0])
         found.append(xj.generate(params, config, prompts, options).logits[0][0])
     assert np.abs(found[0]).max() > 1
     for logits_V in found[1:]:

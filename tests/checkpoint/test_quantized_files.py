@@ -350,7 +350,7 @@ UNSUPPORTED = {
         "auto-round with packing_format 'auto_rou",
     ),
     "auto-round-module": (AUTO_ROUND | dict(extra_config={Q1: dict(bits=2)}), "auto-round with extra_config"),
-    "ours-of-the-future": (dict(quant_method="xinfer_jax", version=5), "xinfer_jax with version 5"),
+    "ours-of-the-future": (dict(quant_method="xinfer_jax", version=6), "xinfer_jax with version 6"),
 }
 
 
@@ -361,8 +361,19 @@ def test_other_quantized_formats_are_rejected_by_name(tmp_path, name):
     assert f"{words}" in message and "is not supported: " in message and "unquantized" in message
 
 
+def test_older_versions_of_our_format_are_rejected_with_the_command(tmp_path):
+    for version, flags, options in (
+        (1, {}, "int8`"),
+        (2, dict(rotated=True, once=True), "int8 --activations=int8`"),
+    ):
+        settings = dict(quant_method="xinfer_jax", version=version, **flags)
+        path = tiny.write(tmp_path / str(version), tiny.CONFIG | dict(quantization_config=settings))
+        command = f"`python scripts/quantize.py --model=CHECKPOINT --output=DIR --quantize={options}"
+        assert command in tiny.load_error(path)
+
+
 @pytest.mark.parametrize(
-    "settings", [AWQ, GPTQ, dict(quant_method="xinfer_jax", version=1)], ids=["awq", "gptq", "ours"]
+    "settings", [AWQ, GPTQ, dict(quant_method="xinfer_jax", version=5)], ids=["awq", "gptq", "ours"]
 )
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, settings):
     path = tiny.write(tmp_path, tiny.CONFIG | dict(quantization_config=settings))
@@ -477,7 +488,7 @@ def test_our_own_format_saved_and_loaded_has_the_same_bits(tmp_path, quantize, d
     assert again.config == model.config and again.generation_config == dict(temperature=0.5)
     settings = json.loads((tmp_path / "to" / "there" / "config.json").read_text())
     assert settings.get("quantization_config") == (
-        None if quantize is None else dict(quant_method="xinfer_jax", version=1)
+        None if quantize is None else dict(quant_method="xinfer_jax", version=5)
     )
 
 

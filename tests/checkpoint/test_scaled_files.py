@@ -416,7 +416,7 @@ def _group(**changed):
         (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), {}, "modelopt with quant_algo 'W4A8_AWQ'"),
         (dict(quant_method="modelopt", quant_algo="FP8", quantized_layers=dict(a=dict(quant_algo="X"))), {},
          "modelopt with quantized_layers"),
-        *((dict(quant_method=name), {}, f"quant_method '{name}' is not supported: awq .*fp8.*compressed-t")
+        *((dict(quant_method=name), {}, f"quant_method '{name}' is not supported: awq, .*compressed-t.*fp8")
           for name in ("torchao", "hqq", "quark")),
     ],
 )  # fmt: skip

@@ -308,7 +308,7 @@ def test_script_writes_a_checkpoint(tmp_path, method):
     "flags, named",
     [(["--quantize=int3"], "int3"), (["--method=gptq"], "gptq"), (["--group=7"], "group=7"),
      (["--activations=int8", "--quantize=int8", "--group=8"], "group=8 with quantize='int8'"),
-     (["--activations=int8", "--format=compressed-tensors"], "without rotations and without --activations"),
+     (["--activations=int8", "--format=compressed-tensors"], "--quantize=int4 without --activations"),
      (["--nonsense"], "nonsense"),
      (["extra"], "extra"), (["--eval=/nowhere.txt", "--method=rtn"], "nowhere"),
      (["--model=/nowhere"], "nowhere")],

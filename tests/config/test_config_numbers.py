@@ -28,6 +28,7 @@ INTEGERS = (
 ACCEPTED = dict(
     num_experts=lambda value: type(value) is int and value == 0,  # of Qwen3-Next: all layers are dense
     shared_expert_intermediate_size=lambda value: type(value) is int and value == 0,  # there is none
+    n_shared_experts=lambda value: type(value) is int and value == 0,
     hidden_size_per_layer_input=lambda value: type(value) is int and value == 0,  # layers have none
     num_kv_shared_layers=lambda value: type(value) is int and value == 0,
     no_rope_layers=lambda value: value in (0, 1),

@@ -167,31 +167,6 @@ def test_new_weights_keep_the_adapters(engine, model, adapters):
     assert answer(submit(engine, "a")) == before
 
 
-def test_new_norms_under_int8_activations_need_new_adapters():
-    """Their gains are in the matrices of adapters."""
-    model = xj.load_model(quantize="int8", activations="int8")
-    engine = xj.Engine(model, rows=1, capacity=64, pages=3, max_adapters=1)
-    adapter = random_adapter(model.config, 0, 2)
-    (before,) = engine.generate([[5, 6]], xj.GenerateOptions(4))
-
-    def scaled(path, x):
-        return x * 2 if jax.tree_util.keystr(path).endswith(".gain") else x
-
-    params = jax.tree_util.tree_map_with_path(scaled, model.params)
-    engine.add_adapter("a", adapter)
-    engine.update(model.params)
-    with pytest.raises(xj.InputError, match="other norms"):
-        engine.update(params)
-    request = engine.submit([5, 6], xj.GenerateOptions(4), adapter="a")
-    logprobs = request.result().logprobs[0]
-    engine.remove_adapter("a")
-    engine.update(params)
-    engine.add_adapter("a", adapter)
-    assert engine.generate([[5, 6]], xj.GenerateOptions(4))[0].logprobs == before.logprobs
-    assert engine.submit([5, 6], xj.GenerateOptions(4), adapter="a").result().logprobs[0] != logprobs
-    assert engine.replay(request, {1: model.params}, {0: adapter}) == logprobs
-
-
 def test_prompt_logprobs_and_generate_take_adapters(engine, model, adapters):
     engine.add_adapter("a", adapters[0])
     request = submit(engine, "a", prompt_logprobs=1)

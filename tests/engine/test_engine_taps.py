@@ -92,7 +92,7 @@ def test_factors_are_put_on_the_devices_once(model):
     held = HeldVectors(TAPS, model.params, model.config)
 
     def factors(calm):
-        return held.steered(model.params, [(calm, 0.0), ()], None)["layers"][0]["vectors"][1]
+        return held.of_rows([(calm, 0.0), ()], None)[1]
 
     first = factors(1.0)
     assert factors(1.0) is first

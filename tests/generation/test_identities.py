@@ -16,6 +16,7 @@ from small_models import CONFIGS, QWEN, build, prompts
 
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.generation.simple import generate_in_steps
 from xinfer_jax.sampling.batched_settings import settings_per_row
 
 pytestmark = pytest.mark.oldest
@@ -102,12 +103,17 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
         np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-4)
 
 
-def test_stream_loop_and_recomputing_give_the_same_tokens(model):
+def test_simple_stream_loop_and_recomputing_give_the_same_tokens(model):
     params, config = model
     rows = prompts(3, 31, 17, 25)
     key = jax.random.key(3)
     asked = options(sampling=MIXED, eos_token_ids=(5, 77))
     want = xj.generate(params, config, rows, asked, key=key)
+    simple = generate_in_steps(params, config, rows, 20, MIXED, (5, 77), key)
+    for ids, reason, row, n in zip(
+        want.tokens, want.finish_reason, np.asarray(simple.tokens_BT), simple.length_B, strict=True
+    ):
+        assert row[: n - (reason == "eos")].tolist() == ids
     streamed = [[] for _ in rows]
     for ids in xj.stream(params, config, rows, asked, key=key):
         for row, token in zip(streamed, ids, strict=True):

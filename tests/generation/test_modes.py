@@ -262,8 +262,8 @@ def test_every_function_of_arrays_has_default_modes():
     functions = {name: getattr(xj, name) for name in xj.__all__ if inspect.isfunction(getattr(xj, name))}
     assert {name for name, function in functions.items() if not hasattr(function, "__wrapped__")} == {
         "alternatives_text", "choice", "dfa", "encode_prompt", "forward", "from_hf", "generate_file",
-        "generate_text", "json_object", "json_schema", "lark", "param_names", "parse_tool_calls", "regex",
-        "shardings", "stream_text", "tool_grammar",
+        "generate_text", "hidden_states", "json_object", "json_schema", "lark", "param_names",
+        "parse_tool_calls", "regex", "register", "shardings", "stream_text", "tool_grammar",
     }  # fmt: skip
 
 

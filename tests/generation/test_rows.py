@@ -19,6 +19,8 @@ from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.state import sample_and_append
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
+from xinfer_jax.model.decoder import Inputs
+from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 from xinfer_jax.sampling.sampler import process_logits, sample_tokens
@@ -133,19 +135,20 @@ def test_a_row_joins_others_that_continue(model, given):
         for row, prompt in zip(rows, prompts, strict=True):
             tokens_BT[row, : len(prompt)] = prompt
             num_tokens_B[row] = len(prompt)
-        logits_BV, cache = PREFILL.keeping(params, config, tokens_BT, num_tokens_B, cache, RunConfig(), 512)
+        inputs = Inputs(tokens_BT, num_tokens_B)
+        out = PREFILL.keeping(params, config, inputs, NO_EXTRAS, cache, 512, RunConfig())
         state = dataclasses.replace(state, limit_B=np.array(limits, np.int32))
-        return start_rows(np.asarray(logits_BV)[rows], state, RunConfig()), cache
+        return start_rows(np.asarray(out.hidden)[rows], state, RunConfig()), out.cache
 
     cache = xj.init_cache(config, 2, 64)
     state, cache = begin(PROMPTS[:2], (14, 3), keys[:2], cache, [0, 1])
-    state, cache = DECODE(Plain(config), (params,), (state, cache), 4, RunConfig())
+    state, cache = DECODE(Plain(config), (params, NO_EXTRAS), (state, cache), 4, RunConfig())
     assert state.length_B.tolist() == [5, 3] and state.active_B.tolist() == [True, False]
     assert state.tokens_BT[1, :3].tolist() == alone[1].tokens[0]
     cache = xj.truncate(cache, np.array([2**20, 0]))
     joined, cache = begin(PROMPTS[2:3], (8,), keys[2:], cache, [1])
     state = jax.tree.map(lambda old, new: old.at[1].set(new[0]), state, joined)
-    state, cache = DECODE(Plain(config), (params,), (state, cache), 100, RunConfig())
+    state, cache = DECODE(Plain(config), (params, NO_EXTRAS), (state, cache), 100, RunConfig())
     assert state.length_B.tolist() == [14, 8]
     assert state.tokens_BT[0, :14].tolist() == alone[0].tokens[0]
     assert state.tokens_BT[1, :8].tolist() == alone[2].tokens[0]

@@ -13,6 +13,7 @@ import pytest
 from small_models import build
 
 import xinfer_jax as xj
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.generation.loop import Hidden
 from xinfer_jax.generation.speculation import SpeculationState, verify
 from xinfer_jax.generation.state import new_state
@@ -70,7 +71,8 @@ def program(on_gpu: bool, model=None, impl=None):
 
     @jax.jit
     def jitted(outputs, state, draft):
-        return verify(outputs if model is None else Hidden(model, outputs), state, draft, counts, impl)
+        states = outputs if model is None else Hidden(*model, outputs)
+        return verify(states, state, draft, counts, RunConfig(impl))
 
     def run(outputs, state, draft):
         with gpu_forms.selected() if on_gpu else contextlib.nullcontext():

@@ -20,8 +20,10 @@ import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.backends.gpu.cudnn_attention import cudnn_form
 from xinfer_jax.cache.contiguous import uncached_kv
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers import attention as attention_module
 from xinfer_jax.mixers.attention import Scoring, attention, blocked_attention
+from xinfer_jax.ops.operation import Call
 
 
 @pytest.fixture
@@ -73,7 +75,8 @@ def test_numbers_and_gradients(on_hopper, sizes):
 
 
 def chosen(q, kv, impl=None, sink_N=None, cap=None):
-    return cudnn_form(None, impl, (q, kv, None, None, sink_N), dict(scoring=Scoring(0.3, cap))) is not None
+    operands = dict(q_BTNH=q, kv=kv, start_B=None, length_B=None, sink_N=sink_N)
+    return cudnn_form(Call(None, operands, dict(scoring=Scoring(0.3, cap)), RunConfig(impl))) is not None
 
 
 def test_what_it_is_chosen_for(on_hopper):

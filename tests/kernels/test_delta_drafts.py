@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from delta_cases import BF16, EMULATED, F32, arrays, hybrid
+from delta_cases import BF16, EMULATED, F32, arrays, hybrid, run_delta
 from quick import full_except
 
-from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.linear_attention import _mix
 from xinfer_jax.mixers.recurrent import Recurrent
-from xinfer_jax.ops.operation import run
 
 pytestmark = [
     pytest.mark.newest,
@@ -50,7 +48,7 @@ def calls(impl, case):
     """
     config = hybrid(*case.heads, *case.widths)
     plain = partial(_mix, config=config, spec=config.layers[0].mixer_of("delta"))
-    form = jax.jit(partial(run, "delta_step", plain, run_config=RunConfig(impl), config=config))
+    form = jax.jit(partial(run_delta, impl, config=config))
     draws = np.random.RandomState(case.seed)
     start_B = np.array([0, 7, 7, 0], np.int32)
     sizes = *case.heads, *case.widths, case.W, case.dtype

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from delta_cases import BF16, EMULATED, F32, HYBRID, arrays
+from delta_cases import BF16, EMULATED, F32, HYBRID, arrays, delta_call, run_delta
 from quick import full_except
 from small_models import prompts
 
@@ -20,7 +20,6 @@ from kernels_pallas.reference_delta import DeltaState
 from xinfer_jax.backends.kernels.delta_kernels import delta_form
 from xinfer_jax.mixers.linear_attention import _mix
 from xinfer_jax.mixers.recurrent import Recurrent
-from xinfer_jax.ops.operation import run
 
 pytestmark = [
     pytest.mark.newest,
@@ -122,7 +121,7 @@ def test_a_layer_equals_plain_jnp(impl, dtype):
     state = Recurrent(tuple(old[:3]), old.state, 128)
     operands = list(new), layer, state, start_B, count_B, None
     plain = partial(_mix, config=HYBRID, spec=HYBRID.layers[0].mixer_of("delta"))
-    out, after = jax.jit(partial(run, "delta_step", plain, impl=impl, config=HYBRID))(*operands)
+    out, after = jax.jit(partial(run_delta, impl))(*operands)
     want, wanted = jax.jit(plain)(*operands)
     is_real = np.arange(70) < count_B[:, None]
     limit = 1e-5 if dtype == F32 else 2e-2
@@ -165,10 +164,10 @@ def test_which_prompts_have_the_kernel():
     layer = {"conv_q": jnp.zeros((128, 4))}
     q_BTX = jnp.zeros((2, 3, 128))
     state = xj.init_cache(HYBRID, 2, 64).layers[0]
-    form = partial(delta_form, None, "tpu", static=dict(config=HYBRID))
-    assert form(([q_BTX], layer, state, None, None, None))
-    assert form(([q_BTX], layer, state, None, None, jnp.zeros((2, 3), jnp.int32))) is None  # segments
-    assert form(([q_BTX], layer, None, None, None, None)) is None
+    form = lambda *operands: delta_form(delta_call("tpu", [q_BTX], layer, *operands))  # noqa: E731
+    assert form(state, None, None, None)
+    assert form(state, None, None, jnp.zeros((2, 3), jnp.int32)) is None  # segments
+    assert form(None, None, None, None) is None
     wide = DeltaState(None, None, None, jax.ShapeDtypeStruct((2, 1, 256, 128), F32))
     with pytest.raises(ValueError, match="head width 256 is above 128"):
         kernels_pallas.select("delta_prefill", "triton", q_BTX, layer["conv_q"], wide)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from delta_cases import BF16, EMULATED, F32, HYBRID, arrays
+from delta_cases import BF16, EMULATED, F32, HYBRID, arrays, delta_call, run_delta
 from quick import full_except
 from small_models import prompts
 
@@ -19,10 +19,8 @@ import xinfer_jax as xj
 from kernels_pallas.reference_delta import DeltaState
 from kernels_pallas.tpu import delta as delta_tpu
 from xinfer_jax.backends.kernels.delta_kernels import delta_form, select_delta
-from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.linear_attention import _mix
 from xinfer_jax.mixers.recurrent import Recurrent
-from xinfer_jax.ops.operation import run
 
 pytestmark = [
     pytest.mark.newest,
@@ -97,9 +95,7 @@ def test_a_layer_equals_plain_jnp(impl):
     state = Recurrent(tuple(old[:3]), old.state, 64)
     operands = [x[:, None] for x in new], layer, state, start_B, count_B, None
     plain = partial(_mix, config=HYBRID, spec=HYBRID.layers[0].mixer_of("delta"))
-    out, after = jax.jit(partial(run, "delta_step", plain, run_config=RunConfig(impl), config=HYBRID))(
-        *operands
-    )
+    out, after = jax.jit(partial(run_delta, impl))(*operands)
     want, wanted = jax.jit(plain)(*operands)
     has_token = count_B > 0
     np.testing.assert_allclose(out[has_token], want[has_token], rtol=1e-5, atol=1e-5)
@@ -163,5 +159,4 @@ def test_layers_without_a_kernel_stay_with_xla():
     small = Recurrent(state.inputs, state.state[..., :32], 64)
     assert select_delta("delta_step", "tpu", q_BTX, layer, HYBRID, small).reason.startswith("head width 32")
     operands = [q_BTX], layer, state, None, None, None
-    form = partial(delta_form, None, "tpu", static=dict(config=HYBRID))
-    assert form(operands)
+    assert delta_form(delta_call("tpu", *operands))

@@ -20,7 +20,7 @@ import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.config.run_config import DEFAULT, PLAIN, RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.mixers.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
@@ -72,7 +72,9 @@ def test_kernels_support_soft_caps():
         """Logits of a prompt and of the token after it; the greedy token and its log-probability."""
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, xj.init_cache(config, 2, 16), impl=impl)
         step_BV = xj.decode_step(params, config, tokens_BT[:, 0], cache, impl=impl)[0]
-        likeliest = greedy_tokens(params, config, hidden_BTD[:, -1], impl) if impl == "interpret" else None
+        likeliest = None
+        if impl == "interpret":
+            likeliest = greedy_tokens(params, config, hidden_BTD[:, -1], RunConfig(impl))
         return unembed(params, config, hidden_BTD), step_BV, likeliest
 
     wanted = read(capped, "xla")
@@ -234,7 +236,7 @@ def default_calls(q, k, v, length, x, weight):
     loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     params = {"embed": {"weight": weight}}
     config = from_hf(QWEN)
-    assert can_fuse_head(params, x, None)
+    assert can_fuse_head(params, x, DEFAULT)
     return (
         decoded,
         jax.tree.map(lambda y: y[None] if y.ndim == 0 else y, loss_and_gradient),
@@ -285,7 +287,7 @@ def test_a_single_query_before_the_last_key_does_not_see_past_itself():
                 length_B=jnp.array([20, 9]),
                 start_B=jnp.array([3, 8]),
                 scale=0.2,
-                impl=impl,
+                run_config=RunConfig(impl),
             )
             for impl in ("interpret", "xla")
         ]
@@ -327,11 +329,12 @@ def test_the_head_of_an_int8_vocabulary():
     params = {"embed": {"weight": Int8Weight(values_VD, scale_V)}}
     hidden_BD = jnp.asarray(numbers.standard_normal((3, config.hidden_size)), jnp.bfloat16)
     for impl in ("mosaic", "triton", "interpret"):
-        assert can_fuse_head(params, hidden_BD, impl)
-        assert not can_fuse_head(params, hidden_BD.astype(jnp.float32), impl)
-        assert not can_fuse_head(with_int8_activations(params), hidden_BD, impl)
-    assert not can_fuse_head(params, hidden_BD, "xla")
-    token_B, logprob_B = greedy_tokens(params, config, hidden_BD, "interpret")
+        run_config = RunConfig(impl)
+        assert can_fuse_head(params, hidden_BD, run_config)
+        assert not can_fuse_head(params, hidden_BD.astype(jnp.float32), run_config)
+        assert not can_fuse_head(with_int8_activations(params), hidden_BD, run_config)
+    assert not can_fuse_head(params, hidden_BD, PLAIN)
+    token_B, logprob_B = greedy_tokens(params, config, hidden_BD, RunConfig("interpret"))
     logits_BV = jnp.asarray(hidden_BD, jnp.float32) @ (values_VD * scale_V[:, None]).T
     assert token_B.tolist() == jnp.argmax(logits_BV, -1).tolist()
     np.testing.assert_allclose(logprob_B, jax.nn.log_softmax(logits_BV).max(-1), atol=2e-3)

@@ -116,5 +116,5 @@ def test_adapters_that_do_not_fit_on_a_chip_have_no_kernel(outputs, rank, chosen
     shape = jax.ShapeDtypeStruct
     pair = shape((3, rank, 896), jnp.bfloat16), shape((3, outputs, rank), jnp.bfloat16)
     weight = AdaptedWeight(shape((outputs, 896), jnp.bfloat16), *pair, np.zeros(8, int), 1.0)
-    operands = product_kernels.Operands(shape((8, 1, 896), jnp.bfloat16), [dict(weight=weight)], None, None)
+    operands = product_kernels.Operands(shape((8, 1, 896), jnp.bfloat16), [dict(weight=weight)])
     assert product_kernels.select_product("interpret_tpu", operands, None).impl == chosen

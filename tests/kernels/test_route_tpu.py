@@ -13,7 +13,7 @@ import pytest
 from xinfer_jax.backends.kernels.expert_kernels import ROUTE
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.mixture import route
-from xinfer_jax.ops.operation import run
+from xinfer_jax.ops.operation import Call, run
 from xinfer_jax.weights.layers import linear
 
 pytestmark = pytest.mark.newest
@@ -29,6 +29,18 @@ def model(name, **changes):
     return config, {part: tree[part] for part in ("router", "shared_gate", "mlp_norm") if part in tree}
 
 
+def route_by_kernel(config):
+    """The operation, by the emulated kernel."""
+    plain = partial(route, config=config, spec=config.experts)
+
+    def by_kernel(x_BTD, layer, given_BTU):
+        operands = dict(x_BTD=x_BTD, leaves=layer, given_BTU=given_BTU)
+        impl = RunConfig("interpret_tpu")
+        return run("route", plain, impl, derivative=plain, static=dict(config=config), **operands)
+
+    return by_kernel
+
+
 def check(draws, name, rows, dtype, **changes):
     config, layer = model(name, **changes)
     weight = layer["router"]["weight"]
@@ -38,10 +50,7 @@ def check(draws, name, rows, dtype, **changes):
     bad = draws.integers(rows)
     x_BTD = x_BTD.at[bad, 0, 0].set(jnp.nan) if rows > 1 else x_BTD
     plain = partial(route, config=config, spec=config.experts)
-    call = partial(
-        run, "route", plain, derivative=plain, run_config=RunConfig("interpret_tpu"), config=config
-    )
-    got = jax.jit(call)(x_BTD, layer, None)
+    got = jax.jit(route_by_kernel(config))(x_BTD, layer, None)
     want = jax.jit(plain)(x_BTD, layer, None)
     # The norms may differ in the last bit: the kernel's choice is compared with that of its own norm.
     assert np.allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=2**-6, equal_nan=True)
@@ -77,9 +86,7 @@ def test_has_values_and_derivative_of_the_layer():
     config, layer = model(NAME, **NORMALIZED)
     x_BTD = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, config.hidden_size)), jnp.float32)
     plain = partial(route, config=config, spec=config.experts)
-    call = partial(
-        run, "route", plain, derivative=plain, run_config=RunConfig("interpret_tpu"), config=config
-    )
+    call = route_by_kernel(config)
 
     def results(route):
         def loss(x_BTD, layer):
@@ -98,7 +105,8 @@ def test_what_it_takes():
     x_BTD = jnp.zeros((64, 1, config.hidden_size))
 
     def chosen(x_BTD=x_BTD, layer=layer, given=None, config=config, impl="interpret_tpu"):
-        return ROUTE.select(impl, (x_BTD, layer, given), dict(config=config)).impl
+        operands = dict(x_BTD=x_BTD, leaves=layer, given_BTU=given)
+        return ROUTE.select(Call(route, operands, dict(config=config), RunConfig(impl))).impl
 
     assert chosen() == "interpret_tpu"
     assert chosen(x_BTD[:1].repeat(65, 1)) == "xla"  # a prompt

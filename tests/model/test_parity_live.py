@@ -38,7 +38,7 @@ GENERATED = (
     "qwen2-moe-sparse-step", "seed-oss-out-bias-tied", "exaone4-windows",
     "ministral3-published", "ministral3-window-tied-default-rope",
     "granite-tied-old", "granite-bias-llama3-new",
-    "arcee-bias-tied-new", "lfm2-published-tied",
+    "arcee-bias-tied-new", "lfm2-published-tied", "glm4-moe-groups", "glm4-moe-one-group-tied",
 )  # fmt: skip
 # Of a family that another case has.
 AGAIN = (

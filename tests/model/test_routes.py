@@ -11,12 +11,19 @@ import xinfer_jax as xj
 
 pytestmark = pytest.mark.newest  # and on the oldest with torch: test_gradients_live.py
 
-NAMES = ("moe-some-layers-dense", "gemma4-experts", "gpt-oss-published", "qwen3-next-sparse-step")
+NAMES = (
+    "moe-some-layers-dense",
+    "gemma4-experts",
+    "gpt-oss-published",
+    "qwen3-next-sparse-step",
+    "glm4-moe-groups",
+)
 CHANGES = {
     NAMES[0]: dict(num_hidden_layers=2, mlp_only_layers=[0], decoder_sparse_step=1),
     **dict.fromkeys(
         NAMES[1:3], dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     ),
+    NAMES[4]: dict(num_hidden_layers=2),
     NAMES[3]: dict(num_hidden_layers=2, full_attention_interval=2, decoder_sparse_step=1, mlp_only_layers=[]),
 }
 TEXTS = ([5, 9, 2, 7, 7, 3, 1], [8, 4], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
@@ -109,10 +116,9 @@ def test_tokens_without_a_route_choose_freely(model, others):
     np.testing.assert_array_equal(again.routes, first.routes)
 
 
-@pytest.mark.parametrize("chunk", full_except((), [16, 4], soak=[16]))
-def test_a_rollout_is_scored_with_its_routes(chunk, monkeypatch):
+@pytest.mark.full
+def test_a_rollout_is_scored_with_its_routes():
     """Also where the scoring model's router would choose others; and after the result of a tool."""
-    monkeypatch.setattr("xinfer_jax.generation.executor._CHUNK", chunk)
     params, config = build(NAMES[0], num_hidden_layers=1, mlp_only_layers=[])
     prompts_BT, num_tokens_B = cases.pad_prompts(TEXTS)
     asked = dict(return_routes=True)
@@ -120,13 +126,15 @@ def test_a_rollout_is_scored_with_its_routes(chunk, monkeypatch):
     @jax.jit
     def rollout():
         cache = xj.init_cache(config, 3, 32)
-        logits_BV, cache, routes = xj.prefill(params, config, prompts_BT, num_tokens_B, cache, **asked)
+        prompt = xj.run_model(params, config, prompts_BT, cache, num_tokens_B, **asked)
+        logits_BV = xj.unembed(params, config, prompt.hidden[np.arange(3), num_tokens_B - 1])
         out = xj.decode_loop(
-            params, config, logits_BV, cache, jax.random.key(1), xj.SamplingConfig(1.0), np.array([95]),
-            np.array([6, 1, 4]), output_size=6, **asked,
+            params, config, logits_BV, prompt.cache, jax.random.key(1), xj.SamplingConfig(1.0),
+            np.array([95]), np.array([6, 1, 4]), output_size=6, **asked,
         )  # fmt: skip
-        more = xj.continue_rows(params, config, out, np.ones((3, 2), np.int32), np.full(3, 2), **asked)
-        return out, xj.pack_rollout(prompts_BT, num_tokens_B, out, routes), more[2]
+        together_BT = jnp.concatenate([out.token_B[:, None], np.ones((3, 2), np.int32)], 1)
+        more = xj.run_model(params, config, together_BT, out.cache, **asked)
+        return out, xj.pack_rollout(prompts_BT, num_tokens_B, out, prompt.routes), more.routes
 
     out, packed, more = rollout()
     for row, n in enumerate(out.length_B):  # the last token has not been through the model
@@ -164,12 +172,11 @@ def test_models_without_mixtures_and_misshapen_routes_raise():
     params, config = build("qwen2-gqa-tied-old")
     cache = xj.init_cache(config, 2, 16)
     logits_BV = jnp.zeros((2, config.vocab_size))
-    lengths = np.array([3, 3])
     loop = cache, jax.random.key(0), xj.SamplingConfig(), np.array([1]), 2
     for call in (
-        lambda: xj.hidden_states(params, config, tokens_BT, return_routes=True),
+        lambda: xj.run_model(params, config, tokens_BT, return_routes=True),
+        lambda: xj.run_model(params, config, tokens_BT, cache, return_routes=True),
         lambda: xj.score(params, config, tokens_BT, routes=np.zeros((2, 3, 1, 1), np.int32)),
-        lambda: xj.prefill(params, config, tokens_BT, lengths, cache, return_routes=True),
         lambda: xj.decode_loop(params, config, logits_BV, *loop, return_routes=True),
     ):
         with pytest.raises(xj.InputError, match="this model has none"):

@@ -17,7 +17,8 @@ import xinfer_jax as xj
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.errors import InputError
 from xinfer_jax.generation import loop
-from xinfer_jax.weights.hadamard import rotated_params
+from xinfer_jax.model.decoder import Inputs
+from xinfer_jax.model.extras import Extras
 
 pytestmark = pytest.mark.newest
 
@@ -36,14 +37,14 @@ def test_reads_are_the_residual_stream(model):
     """The embeddings; each layer's output, from which the rest of the model gives the same hidden states."""
     params, config, tokens_BT = model
     taps = {layer: xj.Tap(read=True) for layer in (-1, 0, 1)}
-    hidden_BTD, _, reads = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    hidden_BTD, _, _, reads = xj.run_model(params, config, tokens_BT, taps=taps)
     np.testing.assert_array_equal(hidden_BTD, xj.hidden_states(params, config, tokens_BT)[0])
     assert [*reads] == [-1, 0, 1]
     np.testing.assert_allclose(reads[-1], xj.embed_tokens(params, config, tokens_BT), rtol=1e-6)
     normed = reads[1] / jnp.sqrt(jnp.mean(reads[1] ** 2, -1, keepdims=True) + config.rms_norm_eps)
     np.testing.assert_allclose(normed * params["final_norm"], hidden_BTD, rtol=1e-5, atol=1e-5)
     last = {0: xj.Tap(read=True, edit=lambda x, given: given, args=reads[0] * 0 + 1)}
-    changed_BTD, _, after = xj.hidden_states(params, config, tokens_BT, taps=last)
+    changed_BTD, _, _, after = xj.run_model(params, config, tokens_BT, taps=last)
     np.testing.assert_array_equal(after[0], np.ones_like(reads[0]))
     assert not np.allclose(changed_BTD, hidden_BTD)
     patched = {0: xj.Tap(reads[0], lambda x, given: given)}
@@ -59,7 +60,7 @@ def test_reads_after_attention(model):
     vector_D = np.random.RandomState(0).standard_normal(config.hidden_size).astype(np.float32)
     taps = {(layer, after): xj.Tap(read=True) for layer in (0, 1) for after in ("attention", "layer")}
     taps[0, "attention"] = xj.Tap(vector_D, add, read=True)
-    hidden_BTD, _, reads = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    hidden_BTD, _, _, reads = xj.run_model(params, config, tokens_BT, taps=taps)
     assert [*reads] == [(0, "attention"), (0, "layer"), (1, "attention"), (1, "layer")]
     for layer in (0, 1):
         x_BTD = np.asarray(reads[layer, "attention"])
@@ -71,7 +72,7 @@ def test_reads_after_attention(model):
         want = x_BTD + (gated / (1 + np.exp(-gated)) * (normed_BTD @ up.T)) @ down.T
         np.testing.assert_allclose(reads[layer, "layer"], want, rtol=1e-4, atol=1e-4)
     plain = {(0, "attention"): xj.Tap(read=True)}
-    same_BTD, _, before = xj.hidden_states(params, config, tokens_BT, taps=plain)
+    same_BTD, _, _, before = xj.run_model(params, config, tokens_BT, taps=plain)
     np.testing.assert_allclose(before[0, "attention"] + vector_D, reads[0, "attention"], rtol=1e-6)
     np.testing.assert_allclose(same_BTD, xj.hidden_states(params, config, tokens_BT)[0], rtol=1e-5, atol=1e-5)
     assert not np.allclose(same_BTD, hidden_BTD)
@@ -94,8 +95,7 @@ def test_gradients_of_a_steering_vector(model, key, remat):
 
     def loss(vector_D):
         taps = {key: xj.Tap(vector_D, add)}
-        logits_BTV, _, reads = xj.forward(params, config, tokens_BT, taps=taps, remat=remat)
-        assert reads == {}
+        logits_BTV, _ = xj.forward(params, config, tokens_BT, taps=taps, remat=remat)
         return jax.nn.log_softmax(logits_BTV)[:, -1, 5].mean()
 
     loss = jax.jit(loss)
@@ -114,13 +114,13 @@ def test_taps_with_a_cache_and_packing(model):
     params, config, tokens_BT = model
     keys = (0, "attention"), (0, "layer")
     taps = {key: xj.Tap(jnp.ones(config.hidden_size), add, read=True) for key in keys}
-    _, _, whole = xj.hidden_states(params, config, tokens_BT, taps=taps)
+    whole = xj.run_model(params, config, tokens_BT, taps=taps).reads
     cache = xj.init_cache(config, 2, 16)
-    _, cache, first = xj.hidden_states(params, config, tokens_BT[:, :4], cache, taps=taps)
-    _, _, rest = xj.hidden_states(params, config, tokens_BT[:, 4:], cache, taps=taps)
+    _, cache, _, first = xj.run_model(params, config, tokens_BT[:, :4], cache, taps=taps)
+    rest = xj.run_model(params, config, tokens_BT[:, 4:], cache, taps=taps).reads
     packed_BT = tokens_BT.reshape(1, -1)
     segment_ids_BT = np.repeat([[0, 1]], 7, 1)
-    _, _, packed = xj.hidden_states(params, config, packed_BT, segment_ids_BT=segment_ids_BT, taps=taps)
+    packed = xj.run_model(params, config, packed_BT, segment_ids_BT=segment_ids_BT, taps=taps).reads
     for key in keys:
         got = np.concatenate([first[key], rest[key]], 1)
         np.testing.assert_allclose(got, whole[key], rtol=1e-4, atol=1e-4)
@@ -169,16 +169,31 @@ def test_mistakes_are_named(model, taps, message):
         xj.forward(*model, taps=taps)
 
 
+def test_taps_that_read_need_run_model(model):
+    """A number as argument has the type of the hidden states, whatever their dtype is."""
+    params, config, tokens_BT = model
+    for call in (xj.forward, xj.hidden_states):
+        message = f"{call.__name__} returns no hidden states that taps read: use run_model"
+        with pytest.raises(InputError, match=message):
+            call(*model, taps={0: xj.Tap(read=True)})
+    half = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    taps = {0: xj.Tap(2.0, lambda x, factor: x * factor)}
+    hidden_BTD, _ = xj.hidden_states(half, config, tokens_BT, taps=taps)
+    out = xj.run_model(half, config, tokens_BT, taps=taps)
+    np.testing.assert_array_equal(hidden_BTD, out.hidden)
+    assert out.reads == {} and out.routes is None and out.cache is None
+
+
 def test_taps_of_score(model):
     """An edit changes log-probabilities as it does those of `forward`; none reads."""
     params, config, tokens_BT = model
     taps = {0: xj.Tap(jnp.ones(config.hidden_size), add)}
-    logits_BTV, _, _ = xj.forward(params, config, tokens_BT, taps=taps)
+    logits_BTV, _ = xj.forward(params, config, tokens_BT, taps=taps)
     want = jax.nn.log_softmax(logits_BTV)[np.arange(2)[:, None], np.arange(6), tokens_BT[:, 1:]]
     np.testing.assert_allclose(xj.score(params, config, tokens_BT, taps=taps), want, rtol=1e-5, atol=1e-5)
     gradient = jax.grad(lambda taps: xj.score(params, config, tokens_BT, taps=taps).sum())(taps)
     assert np.abs(gradient[0].args).max() > 0
-    with pytest.raises(InputError, match="use hidden_states for a tap that reads"):
+    with pytest.raises(InputError, match="score returns no hidden states that taps read: use run_model"):
         xj.score(params, config, tokens_BT, taps={0: xj.Tap(read=True)})
     with pytest.raises(InputError, match="taps must be xj.Tap by layer"):
         xj.score(params, config, tokens_BT, taps=[add])
@@ -200,14 +215,14 @@ def test_taps_of_prefill_and_the_loop(model):
 
     got = steered(direction_D)
     text_BT = np.concatenate([tokens_BT, got.tokens_BT], 1)
-    logits_BTV, _, _ = xj.forward(params, config, text_BT, taps={0: xj.Tap(direction_D, add)})
+    logits_BTV, _ = xj.forward(params, config, text_BT, taps={0: xj.Tap(direction_D, add)})
     np.testing.assert_array_equal(logits_BTV[:, T - 1 : -1].argmax(-1), got.tokens_BT)
     plain = steered(0 * direction_D)
     assert not np.array_equal(plain.tokens_BT, got.tokens_BT)
     each = jax.vmap(lambda vector_D: steered(vector_D).tokens_BT)(jnp.stack([direction_D, 0 * direction_D]))
     np.testing.assert_array_equal(each, [got.tokens_BT, plain.tokens_BT])
     cache = xj.init_cache(config, B, 32)
-    with pytest.raises(InputError, match="prefill returns no hidden states: use hidden_states"):
+    with pytest.raises(InputError, match="prefill returns no hidden states that taps read: use run_model"):
         xj.prefill(params, config, tokens_BT, np.full(B, T), cache, taps={0: xj.Tap(read=True)})
 
 
@@ -244,7 +259,7 @@ def test_taps_of_generate_and_streams(model):
     for how, message in (
         (dict(prefix=kept), "taps do not combine with prefix: leave out prefix or taps"),
         (dict(keep_prefix=True), "taps do not combine with keep_prefix"),
-        (dict(taps={0: xj.Tap(read=True)}), "generate returns no hidden states: use hidden_states"),
+        (dict(taps={0: xj.Tap(read=True)}), "generate returns no hidden states that taps"),
         (dict(taps={5: xj.Tap()}), LAYERS + "5"),
     ):
         with pytest.raises(InputError, match=message):
@@ -287,38 +302,24 @@ def test_taps_beside_routes(name):
     taps[0, "attention"] = xj.Tap(ones_D, add)
     cache = xj.init_cache(config, 2, 32)
     how = dict(return_routes=True, taps=types.MappingProxyType(taps))
-    logits_BV, cache, first = xj.prefill(params, config, tokens_BT, np.full(2, 7), cache, **how)
+    hidden_BTD, cache, first, _ = xj.run_model(params, config, tokens_BT, cache, **how)
+    logits_BV = xj.unembed(params, config, hidden_BTD[:, -1])
     settings = jax.random.key(0), xj.SamplingConfig(), np.array([], int), 4
     got = xj.decode_loop(params, config, logits_BV, cache, *settings, **how)
     text_BT = np.concatenate([tokens_BT, got.tokens_BT], 1)
-    logits_BTV, _, routes, reads = xj.forward(params, config, text_BT, return_routes=True, taps=taps)
+    hidden_BTD, _, routes, reads = xj.run_model(params, config, text_BT, **how)
+    logits_BTV = xj.unembed(params, config, hidden_BTD)
     np.testing.assert_array_equal(logits_BTV[:, 6:-1].argmax(-1), got.tokens_BT)
     np.testing.assert_array_equal(np.concatenate([first, got.routes[:, :-1]], 1), routes[:, :-1])
     assert reads == {}
     empty = xj.init_cache(config, 2, 32)
-    chunks = loop.prefill_chunks(
-        params, config, tokens_BT, jnp.full(2, 7), empty, RunConfig("xla"), 4, taps=taps
-    )
-    np.testing.assert_allclose(chunks[0], logits_BV, rtol=1e-4, atol=1e-4)
-
-
-def test_taps_and_attention_of_a_rotated_model(model):
-    """What they read is not rotated, nor is what they edit."""
-    params, config, tokens_BT = model
-    rotated = rotated_params(params, config)
-    vector_D = jnp.array(np.random.RandomState(0).standard_normal(config.hidden_size), np.float32)
-    keys = (-1, "layer"), (0, "attention"), (0, "layer")
-    taps = {key: xj.Tap(vector_D, add, read=True) for key in keys}
-    _, _, want = xj.hidden_states(params, config, tokens_BT, taps=taps)
-    _, _, got = xj.hidden_states(*rotated, tokens_BT, taps=taps)
-    for key in keys:
-        np.testing.assert_allclose(got[key], want[key], atol=1e-4 * np.abs(want[key]).max())
-    want = xj.attention_weights(params, config, tokens_BT, [1])[1]
-    np.testing.assert_allclose(xj.attention_weights(*rotated, tokens_BT, [1])[1], want, atol=1e-3)
+    inputs = Inputs(tokens_BT, jnp.full(2, 7))
+    chunks = loop.prefill_chunks(params, config, inputs, Extras(taps=taps), empty, 4, RunConfig("xla"))
+    np.testing.assert_allclose(chunks.hidden, logits_BV, rtol=1e-4, atol=1e-4)
 
 
 def test_stacked_layers_have_no_taps(model):
     params, config, tokens_BT = model
     stacked = xj.stack_layers(params, config)
     with pytest.raises(InputError, match="taps need layers that are not stacked"):
-        xj.forward(stacked, config, tokens_BT, taps={0: xj.Tap(read=True)})
+        xj.run_model(stacked, config, tokens_BT, taps={0: xj.Tap(read=True)})

@@ -98,6 +98,11 @@ def many_draws(out):
     assert "temperature 0.0: ' Madrid.'" in out and "the same tokens: True" in out
 
 
+def own_family(out):
+    assert "model.layers.0.ffn.expand.weight\n" in out and ".gate_proj" not in out
+    assert len(re.findall(r"tokens:((?: \d+){8})$", out.strip())) == 1
+
+
 def reuse_a_prefix(out):
     assert "prefilled 26 tokens: 'The capital of France is Paris.'" in out
     assert "prefilled 7 of 26 tokens: 'The capital of Japan is Tokyo.'" in out
@@ -158,7 +163,8 @@ CHECKS = {
     check.__name__: check
     for check in (
         adapter_grpo, adapter_sft, beams, best_of_n, call_functions, grpo, grpo_engine, guidance,
-        log_probabilities, logits_processors, look_inside, many_draws, reuse_a_prefix,
+        log_probabilities, logits_processors, look_inside, many_draws, own_family,
+        reuse_a_prefix,
         sft, soft_prompt, speculative_decoding, stop_a_stream, trees_of_others, tunix_rollout,
     )
 }  # fmt: skip

@@ -29,22 +29,6 @@ def model(good) -> xj.Model:
     return xj.load_model(good)
 
 
-def test_earlier_names_of_attributes_warn():
-    """For one version."""
-    engine = xj.Engine.__new__(xj.Engine, None)
-    engine.num_draft_tokens = 3
-    counts = {field.name: i for i, field in enumerate(dataclasses.fields(xj.EngineStats))}
-    stats = xj.EngineStats(**counts)
-    for value, old, new in (
-        (engine, "guesses", "num_draft_tokens"),
-        (stats, "reading", "prefilling"),
-        (stats, "read_tokens", "prefill_tokens"),
-        (stats, "chosen_tokens", "generated_tokens"),
-    ):
-        with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
-            assert getattr(value, old) == getattr(value, new)
-
-
 # --- repr ---------------------------------------------------------------------------------------------------
 
 
@@ -249,12 +233,24 @@ WRONG_TYPES = {
     "generate-options": (lambda p, c: xj.generate(p, c, [[1]], {"n": 1}), "must be GenerateOptions"),
     "stream-options": (lambda p, c: xj.stream(p, c, [[1]], 16), "must be GenerateOptions, got 16"),
     "beam-eos": (lambda p, c: xj.beam_search(p, c, [1], eos_token_ids=3), "eos_token_ids must be a list"),
+    "forward-reads": (
+        lambda p, c: xj.forward(p, c, TOKENS, taps={0: xj.Tap(read=True)}),
+        "forward returns no hidden states that taps read: use run_model",
+    ),
     "score-layers": (
         lambda p, c: xj.score(p | {"layers": ()}, c, TOKENS),
         "params have 0 layers, the config has 1",
     ),
     "alternatives": (lambda p, c: xj.alternatives_text(None, None), "model must be what load_model gives"),
 }
+
+
+@pytest.mark.parametrize("name", ["forward", "hidden_states", "prefill", "continue_rows"])
+def test_functions_of_two_values_take_no_flag_for_more(model, name):
+    """`run_model` has it: the number of values that the others return depends on no argument."""
+    with pytest.raises(TypeError, match="return_routes"):
+        getattr(xj, name)(model.params, model.config, TOKENS, return_routes=True)
+    assert "return_routes" in inspect.signature(xj.run_model).parameters
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
@@ -273,7 +269,7 @@ def test_public_parts_compose_to_forward(model):
     hidden, _ = hidden_states(params, config, TOKENS)
     np.testing.assert_allclose(xj.unembed(params, config, hidden), logits, atol=1e-6)
     last = config.num_hidden_layers - 1
-    *_, reads = xj.hidden_states(params, config, TOKENS, taps={last: xj.Tap(read=True)})
+    reads = xj.run_model(params, config, TOKENS, taps={last: xj.Tap(read=True)}).reads
     np.testing.assert_allclose(xj.final_norm(params, config, reads[last]), hidden, atol=1e-5)
     for length in (2, np.int64(2), np.array([2, 2]), jnp.array([2, 2]), 10**12):
         back = xj.truncate(cache, length)

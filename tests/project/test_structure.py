@@ -2,18 +2,15 @@
 
 import ast
 import inspect
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import retired_words
 from closure import OPTIONAL
 from paths import ROOT
 
@@ -174,9 +171,8 @@ def test_importing_the_package_loads_no_jax():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-# --- words --------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------
 
-DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if ".venv" not in path.parts)
 DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -184,40 +180,13 @@ def repeated(words: Iterable[str]) -> list[str]:
     return sorted(word for word, count in Counter(words).items() if count > 1)
 
 
-RETIRED = re.compile(rf"\b(?:{'|'.join(map(re.escape, retired_words.PHRASES))})\b")
-
-
-def check_phrases(text: str) -> None:
-    """Asserts that a document, or the docstrings and comments of a module, have no retired phrase."""
-    assert not RETIRED.findall(" ".join(text.lower().split()))
-
-
-def test_no_retired_module_comes_back():
-    scripts = {f"scripts.{path.stem}" for path in PROGRAMS if ROOT / "scripts" in path.parents}
-    assert not ({*MODULES} | scripts) & {*retired_words.MODULES}
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_retired_phrase_comes_back(path):
-    check_phrases(path.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_words_and_assignments_of_a_file(path):
-    """It has a docstring, no retired word, docstrings that begin with their subject, and values that are
-    assigned one by one: `a, b = x, y` is for values that are exchanged, where a target is read on the right.
+def test_docstring_and_assignments_of_a_file(path):
+    """It has a docstring, and values that are assigned one by one: `a, b = x, y` is for values that are
+    exchanged, where a target is read on the right.
     """
-    text = path.read_text(encoding="utf-8")
-    nodes = [*ast.walk(tree := ast.parse(text))]
+    nodes = [*ast.walk(tree := ast.parse(path.read_text(encoding="utf-8")))]
     assert (ast.get_docstring(tree) or "").strip()
-    tokens = [*tokenize.generate_tokens(io.StringIO(text).readline)]
-    assert not {token.string for token in tokens if token.type == tokenize.NAME} & {*retired_words.NAMES}
-    assert not {node.name for node in nodes if isinstance(node, DEFINED)} & {*retired_words.DEFINITIONS}
-    documented = [node for node in nodes if isinstance(node, (ast.Module, *DEFINED))]
-    comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
-    check_phrases(" ".join([*(ast.get_docstring(node) or "" for node in documented), *comments]))
-    texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, DEFINED)]
-    assert not [text for text in texts if re.match(r"The same\b|As (of|in|it|they|many)\b|As `", text)]
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             read = {ast.unparse(part) for part in ast.walk(node.value)}

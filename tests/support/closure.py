@@ -15,6 +15,7 @@ from paths import ROOT
 LIBRARIES = ("xinfer_jax", "kernels_pallas")
 FUNCTIONAL = "xinfer_jax.generation.functional"  # forward, prefill, decode_step, decode_loop
 GENERATE = "xinfer_jax.generation.entrypoints"
+SIMPLE = "xinfer_jax.generation.simple"  # generation in plain Python
 # What `plugins.TABLE` names and a float model of softmax attention and MLPs, or experts, cannot do without:
 # it is looked up, so no statement imports it.
 LAYER_PARTS = {
@@ -103,10 +104,10 @@ def closure(start: str) -> list[str]:
 
 
 def core(*starts: str) -> list[str]:
-    """Returns the modules that these ones, or the functional API and `generate`, may load, and those of the
-    parts of layers.
+    """Returns the modules that these ones, or `generate`, generation in plain Python and the functional API,
+    may load, and those of the parts of layers.
     """
-    modules = (*(starts or (FUNCTIONAL, GENERATE)), *LAYER_PARTS.values())
+    modules = (*(starts or (FUNCTIONAL, GENERATE, SIMPLE)), *LAYER_PARTS.values())
     return sorted({name for module in modules for name in closure(module)})
 
 

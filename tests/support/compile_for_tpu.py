@@ -184,7 +184,7 @@ def compile_embedding(device, tokens, dtype) -> list[str]:
 
     def steps(token_B, table):
         def once(_, token_B):
-            rows = run("embedding", lambda token, table: table[token], token_B, table)
+            rows = run("embedding", lambda token, table: table[token], token=token_B, table=table)
             return token_B + rows.astype(F32).sum(1).astype(jnp.int32)
 
         return lax.fori_loop(0, 2, once, token_B)

@@ -10,7 +10,10 @@ from small_models import QWEN
 import kernels_pallas
 from kernels_pallas import reference_delta
 from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
+from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
+from xinfer_jax.mixers.linear_attention import _mix
+from xinfer_jax.ops.operation import Call, run
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 EMULATED = ("interpret_tpu", "interpret")
@@ -27,6 +30,20 @@ def hybrid(K: int, N: int, H: int, Y: int):
 
 
 HYBRID = hybrid(1, 2, 128, 128)
+_OPERANDS = ("products", "layer", "cache", "start_B", "num_tokens_B", "first_BT")
+
+
+def delta_call(impl, *operands, config=HYBRID) -> Call:
+    """A call of "delta_step", whose operands are given in order."""
+    by_name = dict(zip(_OPERANDS, operands, strict=True))
+    plain = partial(_mix, config=config, spec=config.layers[0].mixer_of("delta"))
+    return Call(plain, by_name, dict(config=config), RunConfig(impl))
+
+
+def run_delta(impl, *operands, config=HYBRID):
+    """What the call returns, by the kernel of that name."""
+    call = delta_call(impl, *operands, config=config)
+    return run("delta_step", call.plain, call.run_config, static=call.static, **call.operands)
 
 
 def arrays(K, N, H, Y, W, dtype, start, count, tokens=None, seed=0):  # noqa: PLR0913

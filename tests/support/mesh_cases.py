@@ -41,6 +41,8 @@ from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
 from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import validate_call
+from xinfer_jax.model.decoder import Inputs
+from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 # One checkpoint of each family, few layers. 8 heads, 4 key heads: on 8 devices these are repeated.
@@ -71,6 +73,7 @@ FAMILIES = {
                 num_global_key_value_heads=2,
             ),
         ),
+        ("glm4_moe", "glm4-moe-groups", dict(num_hidden_layers=2)),
         ("gpt_oss", "gpt-oss-published", _KINDS),
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),
@@ -162,11 +165,11 @@ def count_collectives(
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
     state = initial_state(call, np.arange(2, dtype=np.int32))
     if step:
-        lowered = DECODE.lower(Plain(config), (params,), (state, cache), np.int32(3), RunConfig())
+        constants = params, NO_EXTRAS
+        lowered = DECODE.lower(Plain(config), constants, (state, cache), np.int32(3), RunConfig())
     else:
-        lowered = PREFILL.donating.lower(
-            params, config, *pad_prompts(call.prompts, 16), cache, RunConfig(), 512
-        )
+        inputs = Inputs(*pad_prompts(call.prompts, 16))
+        lowered = PREFILL.donating.lower(params, config, inputs, NO_EXTRAS, cache, 512, RunConfig())
     return collectives(lowered.compile())
 
 
@@ -256,30 +259,29 @@ def bitnet_files() -> None:
 
 
 def int8_activations() -> None:
-    """A token has one scale over the inputs of all devices, in a rotated model and in a hybrid with experts.
-    Key heads of the rotated one are repeated on four devices; blocks of its rotation are whole on each.
+    """A token has one scale over the inputs of all devices, in a dense model and in a hybrid with experts.
+    Key heads of the dense one are repeated on four devices; blocks of its rotations are whole on each.
     """
-    rotated = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2)
+    dense = FAMILIES["qwen2"] | dict(intermediate_size=256, num_key_value_heads=2, head_dim=32)
     hybrid = FAMILIES["qwen3_next"] | dict(
         intermediate_size=128, shared_expert_intermediate_size=128, linear_value_head_dim=16, head_dim=16
     )
     call = xj.GenerateOptions(6, eos_token_ids=())
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder) / "small", rotated | dict(intermediate_size=64))
-        with pytest.raises(xj.InputError, match="64 is rotated in blocks of 64, which 2 devices do not"):
+        path = write_checkpoint(Path(folder) / "small", dense | dict(intermediate_size=64))
+        with pytest.raises(xj.InputError, match="32 inputs for each of 2 devices, which groups of 64 do not"):
             xj.load_model(path, mesh=mesh_of(2), quantize="int8", activations="int8")
         for name, method, hf, devices in (
-            ("rotated", "int8", rotated, 4), ("hybrid", "int8", hybrid, 2), ("rotated", "int4", rotated, 2)
+            ("dense", "int8", dense, 4), ("hybrid", "int8", hybrid, 2), ("dense", "int4", dense, 2)
         ):  # fmt: skip
             how = dict(quantize=method, activations="int8")
             path = write_checkpoint(Path(folder) / f"{name}-{method}", hf)
             meshes = None, mesh_of(devices)
             one, over = (xj.load_model(path, "float32", mesh=mesh, **how) for mesh in meshes)
-            assert one.config.rotated == over.config.rotated == (name == "rotated")
             logits = [np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over)]
             off = np.abs(logits[0] - logits[1])  # few activations are rounded differently
             assert np.median(off) < 1e-5 and off.max() < 0.02 * np.abs(logits[0]).max(), (name, off.max())
-            if (name, method) == ("rotated", "int8"):
+            if (name, method) == ("dense", "int8"):
                 outs = [xj.generate(m.params, m.config, TOKENS.tolist(), call).tokens for m in (one, over)]
                 assert outs[0] == outs[1]
 
@@ -755,7 +757,7 @@ def taps() -> None:
     def reads(params: Any, tokens_BT: Any, vector_D: Any) -> Any:
         places = [(layer, after) for layer in (0, 1) for after in ("attention", "layer")]
         taps = {place: xj.Tap(vector_D, edit, read=True) for place in places}
-        return xj.hidden_states(params, config, tokens_BT, taps=taps)[2]
+        return xj.run_model(params, config, tokens_BT, taps=taps).reads
 
     want = jax.jit(reads)(params, TOKENS, vector_D)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])

@@ -60,6 +60,7 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
         "gemma4_unified_text": "Gemma4Unified",
+        "glm4_moe": "Glm4Moe",
         "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
@@ -94,6 +95,9 @@ _S = "sliding_attention"
 _F = "full_attention"
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+_GROUPS = dict(
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_group=4, topk_group=2, head_dim=16
+)
 _OSS = dict(num_local_experts=8, intermediate_size=20, sliding_window=8, rms_norm_eps=1e-5)
 _LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20,
@@ -349,6 +353,15 @@ _CASES = {
         "qwen3_5_moe_text", **_new(), **_LINEAR, **_MOE, full_attention_interval=2, attention_bias=True,
         shared_expert_intermediate_size=0, hidden_act="gelu_pytorch_tanh",
     ),
+    # glm4_moe: experts by sigmoid scores with a bias, in groups; a part of each head is rotated
+    "glm4-moe-groups": _hf("glm4_moe", **_old(1e6), **_GROUPS, n_shared_experts=2, attention_bias=True,
+        use_qk_norm=True, routed_scaling_factor=1.5, num_nextn_predict_layers=1),
+    "glm4-moe-one-group-tied": _hf(
+        "glm4_moe",
+        **_new("yarn", 1e5, factor=4.0, original_max_position_embeddings=64, partial_rotary_factor=0.75),
+        **_GROUPS | dict(n_group=1, topk_group=1), first_k_dense_replace=0, norm_topk_prob=False,
+        n_shared_experts=0, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
     # lfm2: short convolutions, and attention
     "lfm2-published-tied": _hf(
         "lfm2", block_ff_dim=100, block_multiple_of=16, full_attn_idxs=[1, 3], num_hidden_layers=5,
@@ -430,6 +443,8 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
             return 1 - (config.norm_offset or 0) + 0.2 * noise
+        if name.endswith("correction_bias"):  # some scores with it are negative
+            return 0.25 * noise - 0.4
         if name.endswith("bias"):
             return 0.3 * noise
         if name.endswith("sinks"):

@@ -48,7 +48,12 @@ assert_type(xj.forward(params, config, tokens_BT), tuple[jax.Array, None])
 cache = xj.init_cache(config, batch=1, capacity=16)
 assert_type(cache, xj.KVCache)
 assert_type(xj.forward(params, config, tokens_BT, cache, num_tokens_B), tuple[jax.Array, xj.KVCache])
+logits, cache = xj.forward(params, config, tokens_BT, cache)
+assert_type(logits, jax.Array)
+assert_type(cache, xj.KVCache)
 hidden, _ = xj.hidden_states(params, config, tokens_BT)
+assert_type(hidden, jax.Array)
+assert_type(xj.run_model(params, config, tokens_BT, return_routes=True), xj.ModelOutput)
 assert_type(xj.unembed(params, config, hidden), jax.Array)
 assert_type(xj.embed_tokens(params, config, tokens_BT), jax.Array)
 logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
@@ -66,3 +71,4 @@ xj.generate_texts(model, "Why?")  # type: ignore[attr-defined]
 xj.generate_text(model, 5)  # type: ignore[call-overload]
 xj.GenerateOptions(max_tokens=5)  # type: ignore[call-arg]
 xj.SamplingConfig.from_hf(5)  # type: ignore[arg-type]
+xj.forward(params, config, tokens_BT, return_routes=True)  # type: ignore[call-arg]

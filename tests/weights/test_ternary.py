@@ -16,12 +16,12 @@ from bitnet_checkpoints import HF, LAYOUTS, checkpoint, is_ternary
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
+from xinfer_jax.backends.cpu.ternary_products import ternary_form
 from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.formats.bitnet_format import BitNetFormat
-from xinfer_jax.weights import ternary
 from xinfer_jax.weights.quantized_weight import is_quantized, quantized_product
-from xinfer_jax.weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_struct
+from xinfer_jax.weights.ternary import TernaryWeight, pack_ternary, plain_sums, ternary_leaf, ternary_struct
 
 pytestmark = pytest.mark.oldest
 
@@ -41,7 +41,7 @@ def activations(rows: int, inputs: int) -> np.ndarray:
     return x_MI
 
 
-@pytest.mark.parametrize("form", [ternary._sums, ternary._plain_sums])
+@pytest.mark.parametrize("form", [ternary_form(None), plain_sums])
 @pytest.mark.parametrize("rows", [1, 2, 9])
 @pytest.mark.parametrize("outputs, inputs", [(5, 3), (40, 72), (96, 128), (130, 416)])
 def test_sums_are_exact_in_every_form(outputs, inputs, rows, form):

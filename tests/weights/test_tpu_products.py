@@ -7,18 +7,14 @@ import pytest
 
 import kernels_pallas
 from xinfer_jax.backends.tpu.tpu_embedding import tpu_embedding_form
+from xinfer_jax.backends.tpu.tpu_products import row_form, tpu_grouped_form
+from xinfer_jax.config.run_config import PLAIN
+from xinfer_jax.ops.operation import Call
 from xinfer_jax.ops.product import dot
-from xinfer_jax.ops.tpu.tpu_products import tpu_forms
-from xinfer_jax.weights.grouped_weight import GroupedWeight, tpu_grouped_product
+from xinfer_jax.weights.grouped_weight import GroupedWeight
 from xinfer_jax.weights.int8_weight import Int8Weight
 
 pytestmark = pytest.mark.newest
-
-
-def tpu_form(product, rows):
-    with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
-        (form,) = tpu_forms(product, rows).values()
-    return form
 
 
 @pytest.mark.full
@@ -38,17 +34,19 @@ def test_grouped_products_of_tpus(kind, rows):
     )
     x_MI = rng.randn(rows, inputs).astype(np.float32)
     wanted = x_MI @ np.asarray(weight.dequantize()).T
-    form = tpu_form(tpu_grouped_product, x_MI)
-    np.testing.assert_allclose(form(jnp.asarray(x_MI), weight), wanted, atol=2e-5 * np.abs(wanted).max())
+    operands = dict(x=jnp.asarray(x_MI), matrix=weight)
+    form = tpu_grouped_form(Call(None, operands, {}, PLAIN))
+    np.testing.assert_allclose(form(**operands), wanted, atol=2e-5 * np.abs(wanted).max())
 
 
 def test_a_single_row_is_multiplied_as_eight():
     matrix_OI = jax.random.normal(jax.random.key(0), (40, 24))
     x_1I = jax.random.normal(jax.random.key(1), (1, 24))
-    assert tpu_forms(dot, x_1I) == {}
-    form = jax.jit(tpu_form(dot, x_1I))
-    np.testing.assert_allclose(form(x_1I, matrix_OI), x_1I @ matrix_OI.T, atol=1e-5)
-    assert "8x24xf32" in form.lower(x_1I, matrix_OI).as_text()
+    operands = dict(x=x_1I, matrix=matrix_OI)
+    form = jax.jit(row_form(Call(dot, operands, {}, PLAIN)))
+    np.testing.assert_allclose(form(**operands), x_1I @ matrix_OI.T, atol=1e-5)
+    assert "8x24xf32" in form.lower(**operands).as_text()
+    assert row_form(Call(dot, dict(x=x_1I.repeat(2, 0), matrix=matrix_OI), {}, PLAIN)) is None
 
 
 def test_a_single_row_of_an_int8_embedding():
@@ -65,7 +63,8 @@ def test_rows_of_an_embedding_that_a_tpu_stores_by_inputs():
     token = jnp.array([[3, 5, -1024], [-1025, 130, 1023], [1024, 3, 2]])
 
     def form(token, table):
-        return tpu_embedding_form(None, "xla", (token, table), {})
+        chosen = tpu_embedding_form(Call(None, dict(token=token, table=table), {}, PLAIN))
+        return chosen and (lambda token, table: chosen(token=token, table=table))
 
     assert form(token, table[:1000]) is None  # stored by rows
     assert form(token, table[:512]) is None  # a copy takes less time

@@ -15,7 +15,7 @@ from ..weights.param_specs import leaf_name
 from ..weights.params import AnyArray, Params, activation_dtype
 from ..weights.quantized_weight import is_quantized
 from .adapter import Adapter, LowRank, for_all_rows_only, make_adapter
-from .fitted_adapter import check_adapter, is_rotated, weights_by_path
+from .fitted_adapter import check_adapter, weights_by_path
 
 
 @in_default_modes
@@ -106,8 +106,6 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
         or any(x.adapter_B is not None for x in found.values())
     ):
         raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
-    if any(is_rotated(weight.base) for weight in found.values()):
-        raise InputError("int8 activations rotate the model and its adapter: keep the adapter beside it")
     matrices = {
         path: LowRank(weight.lora_a[..., 0, :, :], weight.lora_b[..., 0, :, :])
         for path, weight in found.items()

@@ -1,29 +1,22 @@
-"""An adapter in the form that a model's parameters need, which may be rotated or have more rows."""
+"""An adapter in the form that a model's parameters need, which may have more rows."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ..checks import is_traced
 from ..errors import InputError, format_names
 from ..sharding import MODEL, abstract_mesh_of
 from ..weights.adapted_weight import AdaptedWeight, UntiedWeight
-from ..weights.hadamard import hadamard_rotate, rotate_on_host
 from ..weights.param_specs import leaf_name
 from ..weights.params import Params
 from ..weights.quantized_weight import is_float_array, is_quantized
 from ..weights.resharding import grow_rows
 from .adapter import Adapter, LowRank, is_norm, make_adapter
 
-_NOT_ROTATED = (0, 0)  # `RotatedWeight.rotated`
-_FOLDED = ("attn_norm", "mlp_norm")  # norms whose gains are in the matrices of a rotated model
-
 
 def check_adapter(params: Params, adapter: Adapter) -> Adapter:
-    """Returns the adapter as these parameters take it: rotated as their matrices are; with the key heads that
-    a mesh repeats, and the rows that pad its vocabulary.
+    """Returns the adapter as these parameters take it: with the key heads that a mesh repeats, and the rows
+    that pad its vocabulary.
 
     Raises:
         InputError: it has what they do not take, all in one error.
@@ -46,16 +39,13 @@ def check_adapter(params: Params, adapter: Adapter) -> Adapter:
             if not _fits(matrices[path], weight.shape):
                 (a, b) = pair
                 faults.append(f"{path} {list(weight.shape)} has a {list(a.shape)} and b {list(b.shape)}")
-    rotated = any(map(is_rotated, weights.values()))
-    faults += _norm_faults(params, adapter, rotated)
+    faults += _norm_faults(params, adapter)
     if faults:
         raise InputError(f"the adapter does not fit the parameters: {format_names(faults, 8)}")
-    if rotated:
-        matrices = {path: _rotated(path, pair, weights[path]) for path, pair in matrices.items()}
     return make_adapter(matrices, adapter.scale_of(), adapter.norms)
 
 
-def _norm_faults(params: Params, adapter: Adapter, rotated: bool) -> list[str]:
+def _norm_faults(params: Params, adapter: Adapter) -> list[str]:
     norms = {leaf_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
     faults = []
     for path, norm in adapter.norms.items():
@@ -63,8 +53,6 @@ def _norm_faults(params: Params, adapter: Adapter, rotated: bool) -> list[str]:
             faults.append(f"{path} has no float array")
         elif not is_norm(path) or path not in norms or norms[path].shape != norm.shape:
             faults.append(f"{path} {list(norm.shape)} is no norm of the model")
-        elif rotated and path.endswith(_FOLDED):
-            faults.append(f"{path} is in the matrices of a model that int8 activations rotate")
     return faults
 
 
@@ -96,30 +84,3 @@ def _with_rows(path: str, pair: LowRank, weight: Any) -> LowRank:
     (heads, rest) = divmod(len(pair.b), rows // mesh.shape[MODEL])
     is_repeated = path.endswith((".k", ".v")) and heads and not rest and not mesh.shape[MODEL] % heads
     return pair._replace(b=grow_rows(pair.b, rows, heads)) if is_repeated else pair
-
-
-def is_rotated(weight: Any) -> bool:
-    """Whether a matrix is one of a model that `hadamard` rotated."""
-    return getattr(weight, "rotated", _NOT_ROTATED) != _NOT_ROTATED
-
-
-def _rotated(path: str, pair: LowRank, weight: Any) -> LowRank:
-    (outputs, inputs) = getattr(weight, "rotated", None) or _NOT_ROTATED
-    if not inputs:
-        raise InputError(
-            f"{path} is rotated for int8 activations, and its file does not say how: load the checkpoint that"
-            " it was made from with activations, or merge the adapter before"
-        )
-    (a, b) = pair
-    gain = weight.gain
-    if isinstance(gain, jax.ShapeDtypeStruct):  # for compilation
-        gain = np.ones(gain.shape, gain.dtype)
-    a = _rotate(a if gain is None else a * gain, inputs)
-    return LowRank(a, _rotate(b.T, outputs).T if outputs else b)
-
-
-def _rotate(x: Any, width: int) -> Any:
-    """`hadamard_rotate`; outside a trace on the host, where nothing is compiled."""
-    if is_traced(x):
-        return hadamard_rotate(x, width)
-    return jnp.asarray(rotate_on_host(np.asarray(x, np.float32), width), x.dtype)

@@ -15,7 +15,7 @@ from jax import lax
 from ..config.model_config import ModelConfig
 from ..feed_forward.experts import expert_at, expert_output, inner_activation, num_local_experts
 from ..modes import in_default_modes
-from ..ops.operation import match_varying_axes
+from ..ops.operation import by_position, match_varying_axes
 from ..ops.product import float_precision
 from ..weights.layers import products
 from ..weights.params import AnyArray, Params
@@ -115,20 +115,17 @@ def _add_weighted(sum_MD: Any, out_RD: Any, weight_MU: Any, tiles: Tiles, expert
     return _add(sum_MD, tiles.token_C, weight_R1 * out_RD, tiles, expert, first)
 
 
-def with_tiled_gradient(call: Callable, operands: tuple[Any, ...], config: ModelConfig) -> jax.Array | None:
-    """call(*operands), which is the mixture by any form, with a reverse-mode gradient by tiles. None: plain
+def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelConfig) -> jax.Array | None:
+    """call(**operands), which is the mixture by any form, with a reverse-mode gradient by tiles. None: plain
     forms have a better one, as few tokens or few experts do, or quantized experts.
     """
-    _, _, expert_MU, experts = operands
-    if not is_tiled(expert_MU, config) or not all(isinstance(x, AnyArray) for x in _leaves(experts)):
+    is_float = all(isinstance(x, AnyArray) for x in _leaves(operands["experts"]))
+    if not is_tiled(operands["expert_MU"], config) or not is_float:
         return None
-
-    @jax.custom_vjp
-    def mixture(*operands: Any) -> jax.Array:
-        return call(*operands)
-
+    values = tuple(operands.values())
+    mixture = jax.custom_vjp(by_position(call, operands))
     mixture.defvjp(partial(_forwards, config=config), partial(_backwards, config))
-    return mixture(*match_varying_axes(operands, operands))
+    return mixture(*match_varying_axes(values, values))
 
 
 def _leaves(experts: Params) -> list[Any]:

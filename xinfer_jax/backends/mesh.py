@@ -20,8 +20,9 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..feed_forward.experts import num_local_experts
 from ..model.decoder_layer import LayersOutput
+from ..ops.forms import by_name
 from ..ops.largest import largest_k
-from ..ops.operation import match_varying_axes
+from ..ops.operation import Call, match_varying_axes
 from ..sampling.sampler import sample_from_all
 from ..sharding import MODEL, REPLICATED, RULES, abstract_mesh_of, cache_specs, row_axis, shard_map_over
 from ..weights.layers import products
@@ -37,12 +38,14 @@ def _model_mesh(tree: Any, config: ModelConfig) -> Any:
     return mesh if mesh is not None and is_divisible(config, mesh.shape[MODEL]) else None
 
 
-def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+def mesh_layer_form(call: Call) -> Callable | None:
     """A form of `decoder_layer`: heads, experts, the MLP's features and the cache are divided; and rows,
     unless they share pages.
     """
-    layer, x_BTD, positions, inputs, caches = operands
-    config = static["config"]
+    layer, x_BTD, positions, inputs, caches = (
+        call.operands[name] for name in ("layer", "x_BTD", "positions", "inputs", "caches")
+    )
+    config = call.static["config"]
     model_mesh = _model_mesh(layer, config)
     mesh = model_mesh or jax.typeof(x_BTD).sharding.mesh
     rows = None if any(isinstance(cache, Paged) for cache in caches) else row_axis(mesh, len(x_BTD))
@@ -54,10 +57,10 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     of_one = [axis for axis, kind in kinds.items() if mesh.shape[axis] == 1 and kind == AxisType.Auto]
     axes = {*of_one, *(axis for axis in (over, rows) if axis)}
 
-    over_mesh = dataclasses.replace(plain.keywords["run_config"], over=over)  # type: ignore[attr-defined]
+    run_config = dataclasses.replace(call.run_config, over=over)
 
     def on_devices(layer: Params, x_BTD: jax.Array, *rest: Any) -> Any:
-        return plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, run_config=over_mesh)
+        return call.plain(match_varying_axes(layer, x_BTD), x_BTD, *rest, run_config=run_config)
 
     rules = dict(RULES if over else dict.fromkeys(RULES), rows=rows)
     layer_specs = layer_partition_specs(layer, config, mesh, rules)
@@ -72,43 +75,44 @@ def mesh_layer_form(plain: Callable, impl: Any, operands: Any, static: Any) -> C
     specs = (layer_specs, *row_specs, tuple(specs_of_caches))
     of_rows: Any = PartitionSpec(rows)
     out_specs = LayersOutput(of_rows, tuple(new_specs), of_rows)
-    return shard_map_over(on_devices, mesh, specs, out_specs, axes)
+    return by_name(shard_map_over(on_devices, mesh, specs, out_specs, axes), call.operands)
 
 
-def mesh_embedding_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+def mesh_embedding_form(call: Call) -> Callable | None:
     """A form of `embed_tokens`: each device has some of the matrix's rows, and the results are summed; or
     each has all rows.
     """
-    _, leaf = operands
-    mesh = _model_mesh(leaf, static["config"])
+    leaf = call.operands["leaf"]
+    mesh = _model_mesh(leaf, call.static["config"])
     if mesh is None:
         return None
-    specs, sharded = _vocabulary_specs(leaf, mesh, **static)
+    specs, sharded = _vocabulary_specs(leaf, mesh, **call.static)
 
     def embed_part(token: jax.Array, leaf: Params) -> jax.Array:
         rows = leaf["weight"].shape[0]
         token = token - lax.axis_index(MODEL) * rows
         mine = (token >= 0) & (token < rows)
-        return lax.psum(jnp.where(mine[..., None], plain(token.clip(0, rows - 1), leaf), 0), MODEL)
+        return lax.psum(jnp.where(mine[..., None], call.plain(token.clip(0, rows - 1), leaf), 0), MODEL)
 
-    part = embed_part if sharded else plain
-    return shard_map_over(part, mesh, (REPLICATED, specs), REPLICATED)
+    part = embed_part if sharded else call.plain
+    return by_name(shard_map_over(part, mesh, (REPLICATED, specs), REPLICATED), call.operands)
 
 
-def mesh_unembed_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+def mesh_unembed_form(call: Call) -> Callable | None:
     """A form of `unembed`, whose logits are divided by vocabulary."""
-    leaf, hidden = operands
-    config = static["config"]
+    leaf = call.operands["leaf"]
+    config = call.static["config"]
     mesh = _model_mesh(leaf, config)
     if mesh is None:
         return None
     specs, sharded = _vocabulary_specs(leaf, mesh, config)
-    out_spec = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL) if sharded else REPLICATED
-    over_mesh = shard_map_over(plain, mesh, (specs, REPLICATED), out_spec)
+    leading = (None,) * (call.operands["hidden"].ndim - 1)
+    out_spec = PartitionSpec(*leading, MODEL) if sharded else REPLICATED
+    over_mesh = by_name(shard_map_over(call.plain, mesh, (specs, REPLICATED), out_spec), call.operands)
     if leaf["weight"].shape[0] == config.vocab_size:
         return over_mesh
     # Without the logits of padding rows. The compiler keeps the others sharded.
-    return lambda *operands: over_mesh(*operands)[..., : config.vocab_size]
+    return lambda **operands: over_mesh(**operands)[..., : config.vocab_size]
 
 
 def _vocabulary_specs(
@@ -145,17 +149,17 @@ def mesh_experts(mix: Callable, expert_MU: jax.Array, layer: Params, over: str) 
     return lax.psum(mix(expert_MU - first), over)
 
 
-def mesh_sampling_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+def mesh_sampling_form(call: Call) -> Callable | None:
     """A form of `sample_rows` where logits are divided: from the whole vocabulary."""
-    return None if abstract_mesh_of(operands) is None else sample_from_all
+    return None if abstract_mesh_of(call.operands["processed_BV"]) is None else sample_from_all
 
 
-def mesh_top_k_form(plain: Callable, impl: Any, operands: Any, static: Any) -> Callable | None:
+def mesh_top_k_form(call: Call) -> Callable | None:
     """A form of `top_k` where the numbers of a row are divided: each device finds candidates in its part."""
-    mesh = abstract_mesh_of(operands)
+    mesh = abstract_mesh_of(call.operands["x"])
     if mesh is None:
         return None
-    count = static["count"]
+    count = call.static["count"]
     devices = mesh.shape[MODEL]
 
     def local_top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -269,7 +269,6 @@ class _BatchRun:
         seconds = max(1e-9, time.monotonic() - self._start)
         counts = {name: self._counts[name] for name in ("answered", "errors")}
         sums = {name: getattr(stats, name) for name in ("prefill_tokens", "generated_tokens")}
-        sums |= dict(read_tokens=stats.prefill_tokens, chosen_tokens=stats.generated_tokens)  # earlier names
         rates = {f"{name}_per_second": count / seconds for name, count in sums.items()}
         return dict(
             **counts, finished_before=self._finished_before, errors_before=self._errors_before,

@@ -10,12 +10,12 @@ import jax
 
 from .. import __version__
 from ..adapters.adapter import adapter_digest
+from ..backends.cpu import cpu_features
 from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
 from ..engine.engine import Engine
 from ..engine.shape import max_request_tokens
-from ..ops.cpu import cpu_features
 from ..sharding import MODEL, concrete_mesh_of
 from .input_lines import json_default, sha256_int
 from .line_request import LineDefaults

@@ -12,7 +12,7 @@ from ..families.reading import from_hf
 from ..families.wrappers import is_tied_without_head, text_settings
 from ..formats.files import file_exists, read_json
 from ..formats.other_formats import describe_files
-from ..formats.quantized_formats import KEEP_FP8, quantization_settings, stored_format
+from ..formats.quantized_formats import KEPT_IF_ASKED, quantization_settings, stored_format
 from ..formats.scaled_tensor import MatrixFormat
 from ..formats.tensors import QuantizedFormat, open_tensors
 from ..formats.text_tensors import has_head, text_tensors
@@ -56,12 +56,11 @@ def open_directory(path: Path, quantize: str | None, dequantize: bool) -> Opened
     found = stored_format(stored_settings, path, quantize, dequantize)
     quant_format = found if isinstance(found, QuantizedFormat) else None
     matrix_format = found if isinstance(found, MatrixFormat) else None
-    keeps = matrix_format and (quantize == KEEP_FP8 or matrix_format.stays_quantized and not dequantize)
+    is_asked = quantize in KEPT_IF_ASKED
+    keeps = matrix_format and (is_asked or matrix_format.stays_quantized and not dequantize)
     stay = quant_format or keeps
     kept = found.method if found and stay else None
-    check_quantize(
-        config, quant_format.method if quant_format else None if quantize == KEEP_FP8 else quantize
-    )
+    check_quantize(config, quant_format.method if quant_format else None if is_asked else quantize)
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     if tokenizer and embedding and embedding.do_lower_case:
         add_lowercase(tokenizer.backend)

@@ -3,6 +3,7 @@
 Absent keys have the defaults of llama.cpp, not those of a family in transformers. Keys: `gguf_keys`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,6 +59,8 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
     `load_model`.
     """
     file = open_gguf(path)
+    keepable = {name: dataclasses.replace(x, kept=gguf_form) for name, x in file.tensors.items()}
+    file = file._replace(tensors=keepable)
     try:
         (arch, own, settings) = _settings(file)
         config = from_hf(settings)
@@ -72,7 +75,7 @@ def open_gguf_checkpoint(path: Path, quantize: str | None, dequantize: bool) -> 
     (tensors, skipped) = gguf_tensors(file, arch, config)
     check_reranker(file, own.get("classifier.output_labels"), tokenizer)
     keeps = quantize is None and not dequantize
-    kept = "gguf" if keeps and any(gguf_form([x]) for x in file.tensors.values()) else None
+    kept = "gguf" if keeps and any(gguf_form(x.shape, [x]) for x in file.tensors.values()) else None
     ends = tokenizer.eos_token_ids if tokenizer else ()
     return OpenedFiles(config, tensors, skipped, tokenizer, ends, generation, embedding, kept=kept)
 

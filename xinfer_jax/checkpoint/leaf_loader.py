@@ -1,7 +1,7 @@
 """Reads one leaf of the parameter tree: from float or quantized tensors, for one device or a mesh."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -11,14 +11,9 @@ from jax.sharding import Mesh
 from ..device import aligned_empty, run_in_blocks
 from ..errors import InputError
 from ..families.naming import FileSpec
-from ..formats.bitnet_format import BitNetFormat
-from ..formats.gguf_file import GgufTensor
-from ..formats.gguf_format import gguf_form
 from ..formats.kept_leaves import KeptForm, kept_form, read_kept
 from ..formats.tensors import JoinedRows, QuantizedFormat, StoredTensor, Tensors
 from ..sharding import MODEL
-from ..weights.fp8_weight import FP8_BLOCK
-from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.quantization import (
     bits_of,
     device_form,
@@ -45,10 +40,11 @@ class LeafLoader:
     quantize: str | None
     quant_format: QuantizedFormat | None  # whose matrices are read as leaves only
     keeps: bool  # quantized matrices stay as they are stored, where a leaf has their form
-    keeps_fp8: bool  # those in FP8 too
+    asked: str | None  # a format whose matrices stay since `quantize` names it
     mesh: Mesh | None
-    int8_activations: bool  # of the matrices that are quantized; those in int8 have a scale per output
-    rotations: Mapping[str, TensorRotation]  # by parameter name, for int8 activations; empty: no rotation
+    int8_activations: (
+        bool  # of the matrices that are quantized: inputs are rotated in blocks; a scale per output
+    )
 
     def struct(self, spec: FileSpec, quantized: Collection[str]) -> Any:
         """The shapes of a leaf, over all devices."""
@@ -91,12 +87,10 @@ class LeafLoader:
         partition = leaf_partition(spec, self._num_devices)
         parts = partition.num_parts if len(spec.shape) == 2 and partition.axis == 1 else 1
         stored = spec.tensor_parts(self.tensors)
-        if isinstance(stored[0], GgufTensor):
-            return gguf_form(stored)
-        form = kept_form(spec.shape, stored, parts, self.keeps_fp8)
-        is_whole = form is None or not form.has_blocks or len(spec.shape) > 2 or partition.num_parts == 1
+        form = kept_form(spec.shape, stored, parts, self.asked)
         part = partition.part_spec(spec).shape[partition.axis or 0]
-        return form if is_whole or part % FP8_BLOCK == 0 else None  # devices would cut blocks
+        is_cut = form is not None and partition.num_parts > 1 and part % form.block
+        return None if is_cut else form
 
     def _group(self, spec: FileSpec) -> int | None:
         """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
@@ -113,10 +107,10 @@ class LeafLoader:
 
     def _reads_whole(self, spec: FileSpec, quantized: Collection[str]) -> bool:
         """Whether a leaf is read whole and split in memory: slices along inputs depend on each other, since
-        they share scales or an order; a byte of BitNet holds outputs of several parts; the devices do not
-        divide a vocabulary.
+        they share scales or an order; a stored number may be of several parts; the devices do not divide a
+        vocabulary.
         """
-        if quantized and isinstance(self.quant_format, BitNetFormat):
+        if quantized and self.quant_format and self.quant_format.is_read_whole:
             return True
         if spec.axes[0] == "vocab":
             return spec.shape[0] % self._num_devices > 0
@@ -136,7 +130,7 @@ class LeafLoader:
         if self.quantize is None or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or self.dtype)
         struct = quantized_struct(spec.shape, spec.hf_name, self.quantize, self._group(spec))
-        return device_form(self._with_activations(spec, struct))
+        return device_form(self._with_activations(struct))
 
     def _load_host(
         self,
@@ -152,41 +146,24 @@ class LeafLoader:
             return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
         if form:
             return device_form(read_kept(spec.shape, stored, form))
-        tensor = stored[0]
-        if rotation := self.rotations.get(spec.name):
-            tensor = rotate_tensor(tensor, rotation, lambda name: self.tensors[name].array())
         if self.quantize is not None and spec.is_quantizable:
-            matrices = stored if len(spec.shape) > 2 else [tensor if len(stored) == 1 else JoinedRows(stored)]
-            matrices = list(map(in_blocks, matrices)) if self._uses_blocks else matrices
+            matrices = (
+                stored if len(spec.shape) > 2 else [stored[0] if len(stored) == 1 else JoinedRows(stored)]
+            )
+            matrices = list(map(in_blocks, matrices)) if self.int8_activations else matrices
             if len(spec.shape) > 2:
                 weight = quantized_stack(matrices, spec.hf_name, self.quantize, group)
             else:
                 weight = quantized_leaf(matrices[0], spec.hf_name, self.quantize, group)
-            return device_form(self._with_activations(spec, weight))
-        if rotation:
-            return tensor.astype(self.dtype)
+            return device_form(self._with_activations(weight))
         leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, spec.dtype or self.dtype))
         if spec.hf_name.endswith(".A_log") and not np.isfinite(leaf).all():
             raise InputError(f"{spec.hf_name} holds NaN or inf: fetch the checkpoint again")
         return leaf
 
-    @property
-    def _uses_blocks(self) -> bool:
-        """Whether matrices that are quantized have an `input_block`."""
-        return self.int8_activations and not self.rotations
-
-    def _with_activations(self, spec: FileSpec, weight: Any) -> Any:
-        """A matrix, or its shapes, with int8 activations; a rotated one with what adapters need."""
-        if not self.int8_activations:
-            return weight
-        weight = with_int8_activations(weight, self._uses_blocks)
-        if self._uses_blocks:
-            return weight
-        (outputs, inputs, norm) = self.rotations[spec.name]
-        gain: Any = self.tensors[norm].array().astype(np.float32) if norm else None
-        if norm and isinstance(weight.scale, jax.ShapeDtypeStruct):
-            gain = jax.ShapeDtypeStruct(gain.shape, gain.dtype)
-        return dataclasses.replace(weight, gain=gain, rotated=(outputs, inputs))
+    def _with_activations(self, weight: Any) -> Any:
+        """A matrix, or its shapes, with int8 activations if they are asked for."""
+        return with_int8_activations(weight) if self.int8_activations else weight
 
 
 def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:

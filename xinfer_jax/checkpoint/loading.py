@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ..backends.cpu import cpu_features
 from ..config.model_config import ModelConfig
 from ..device import run_in_blocks
 from ..errors import InputError, format_mib, format_names
@@ -19,18 +20,14 @@ from ..families.conversion import check_leaves
 from ..families.naming import TIED, FileSpec, file_specs
 from ..families.skipped_tensors import unused_names
 from ..formats.files import BUNDLED, checkpoint_path, is_gguf
-from ..formats.own_format import OwnFormat
-from ..formats.quantized_formats import KEEP_FP8, no_fp8
+from ..formats.quantized_formats import KEPT_IF_ASKED, not_kept
 from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
 from ..formats.tensors import Shape, Tensors, TensorSpec
 from ..formats.text_tensors import other_tensors, warn_of_other_tensors
-from ..ops.cpu import cpu_features
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..stats import LoadStats
 from ..tokenization.tokenizer import Tokenizer
-from ..weights.fp8_weight import Fp8Weight
-from ..weights.hadamard import can_rotate, tensor_rotations
 from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
 from ..weights.quantization import check_activations, check_quantize_method
@@ -140,9 +137,8 @@ def load_model(
             heads, the heads are repeated, also in the config.
         activations: "int8" (with quantize): on a CPU activations are quantized to int8 too, one scale per
             token; with int4 those of more than 3 or 4 tokens at a time. Prefill and batches are faster, and
-            less accurate. The weights are rotated (QuaRot) against outliers; where that cannot be folded into
-            the model (experts, linear attention, norms after sublayers, MLPs without a gate), products rotate
-            their inputs. None: activations keep 16 bits.
+            less accurate. The inputs of weights are rotated in blocks (QuaRot) against outliers, and products
+            rotate their activations. None: activations keep 16 bits.
         dequantize: matrices that would stay quantized become floats, or are quantized anew as `quantize`
             says; those of GGUF files are also without it.
 
@@ -166,12 +162,10 @@ def open_checkpoint(
     start = time.perf_counter()
     given_dtype = dtype
     dtype = resolve_dtype(dtype)
-    keeps_fp8 = quantize == KEEP_FP8
-    check_quantize_method(None if keeps_fp8 else quantize)
+    asked = quantize if quantize in KEPT_IF_ASKED else None
+    check_quantize_method(None if asked else quantize)
     check_activations(activations, quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_path(path_or_repo_id)
-    if keeps_fp8 and is_gguf(path):
-        raise no_fp8(path)
     open_files = open_gguf_checkpoint if is_gguf(path) else open_directory
     opened = open_files(path, quantize, dequantize)
     config = opened.config
@@ -179,13 +173,11 @@ def open_checkpoint(
     quant_format = opened.quant_format
     matrix_format = opened.matrix_format
     to_floats = matrix_format.find(tensors) if matrix_format and not matrix_format.stays_quantized else {}
-    if to_floats and given_dtype is None and quantize in (None, KEEP_FP8):
+    if to_floats and given_dtype is None and quantize in (None, asked):
         dtype = jnp.bfloat16  # as float32 a number of 8 bits would take four times its bytes
     eos_token_ids = tuple(i for i in opened.eos_token_ids if 0 <= i < config.vocab_size)
     cpu_features.fast_matmul_types()  # raises for a wrong environment variable
-    rotations = tensor_rotations(config) if activations and can_rotate(config) else {}
-    rotated = bool(rotations) or isinstance(quant_format, OwnFormat) and quant_format.rotated
-    config = dataclasses.replace(config, eos_token_ids=eos_token_ids, rotated=rotated)
+    config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
     config_of_files = config
     if mesh is not None:
         mesh = check_mesh(mesh)
@@ -196,13 +188,12 @@ def open_checkpoint(
     if opened.embedding is not None and TIED[1] not in tensors:  # its head is not saved, and not used
         config = dataclasses.replace(config, tie_word_embeddings=True)
         config_of_files = dataclasses.replace(config_of_files, tie_word_embeddings=True)
-    method = None if keeps_fp8 else quantize, quant_format, bool(opened.kept), keeps_fp8
-    loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations), rotations)
+    method = None if asked else quantize, quant_format, bool(opened.kept), asked
+    loader = LeafLoader(tensors, dtype, *method, mesh, bool(activations))
     structs, read = _open_params(path, config_of_files, loader, matrix_format)
-    if keeps_fp8 and not any(
-        isinstance(x, Fp8Weight) for x in jax.tree.leaves(structs, is_leaf=is_quantized)
-    ):
-        raise no_fp8(path)
+    leaves = jax.tree.leaves(structs, is_leaf=is_quantized)
+    if asked and not any(getattr(leaf, "kept_as", None) == asked for leaf in leaves):
+        raise not_kept(asked, path)
     dtype_name = opened.kept or quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name, opened.skipped)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
@@ -238,9 +229,7 @@ def _open_params(
     warn_of_other_tensors(path, others)
     if matrix_format:
         tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
-    file_names = {spec.name: spec.hf_name for spec in specs}
-    rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in loader.rotations.items()}
-    loader = dataclasses.replace(loader, tensors=tensors, rotations=rotations)
+    loader = dataclasses.replace(loader, tensors=tensors)
     structs = list(map(loader.struct, specs, quantized))
     check_weights(int(memory_fraction(loader.mesh) * tree_bytes(structs)))
 

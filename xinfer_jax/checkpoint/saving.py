@@ -23,7 +23,12 @@ from ..families.skipped_tensors import text_name, unused_names
 from ..families.wrappers import is_tied_without_head, text_settings
 from ..families.writing import to_hf
 from ..formats.files import TEXT_FILES, checkpoint_dir, read_json
-from ..formats.quantized_formats import OLD_FILES, format_to_write, quantization_settings, read_format
+from ..formats.quantized_formats import (
+    SETTINGS_FILES,
+    format_to_write,
+    quantization_settings,
+    read_format,
+)
 from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
 from ..formats.tensor_files import (
     TensorToWrite,
@@ -94,7 +99,7 @@ def save_model(
     kept = {} if source is None else open_tensors(source)
     kept_format = None
     if source is None:
-        settings = to_hf(dataclasses.replace(config, rotated=False))
+        settings = to_hf(config)
     else:
         (settings, original) = _settings_like(source, config, has_head(kept))
         if original != config:
@@ -137,10 +142,8 @@ def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[
     settings = read_json(source / "config.json")
     if settings is None:
         raise InputError(f"like: {source} holds no config.json")
-    other = dataclasses.replace(
-        from_hf(settings | dict(architectures=None)), rotated=config.rotated,
-        quantization_config=config.quantization_config,
-    )  # fmt: skip
+    other = from_hf(settings | dict(architectures=None))
+    other = dataclasses.replace(other, quantization_config=config.quantization_config)
     if not is_untied or is_tied_without_head(settings):  # of no head also models of vectors alone
         other = dataclasses.replace(other, tie_word_embeddings=not is_untied)
     with contextlib.suppress(InputError):  # these numbers do not divide each other
@@ -153,7 +156,7 @@ def _settings_like(source: Path, config: ModelConfig, is_untied: bool) -> tuple[
 
 
 def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
-    """Where two unequal values first differ, as in layers.0.mixer.window, and what they have there."""
+    """Where two unequal values first differ, as in layers.0.mixers.0.window, and what they have there."""
     pairs = []
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         names = [field.name for field in dataclasses.fields(a) if field.compare]
@@ -187,7 +190,7 @@ def _small_files(
         files |= {
             file.name: file for file in source.iterdir() if file.is_file() and not _LARGE.search(file.name)
         }
-        for name in ("config.json", *OLD_FILES):
+        for name in ("config.json", *SETTINGS_FILES):
             files.pop(name, None)
     directory = tokenizer.directory if tokenizer else source
     if directory is not None:

@@ -8,6 +8,7 @@ Where the devices do not divide the vocabulary, rows of zeros are appended. No t
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -19,11 +20,8 @@ from ..errors import InputError
 from ..families.naming import FileSpec
 from ..formats.tensors import StoredTensor, Tensors
 from ..sharding import MODEL, RULES
-from ..weights.grouped_weight import GroupedWeight
-from ..weights.int8_weight import Int8Weight
 from ..weights.layout import partition_specs
-from ..weights.mxfp4 import Mxfp4Weight
-from ..weights.ternary import TernaryWeight
+from ..weights.weight_leaf import WeightLeaf
 
 
 class LeafPartition(NamedTuple):
@@ -87,16 +85,15 @@ def leaf_partition(spec: FileSpec, devices: int) -> LeafPartition:
 
 
 def check_partition(spec: FileSpec, struct: Any, partition: LeafPartition) -> None:
-    """Raises InputError where a part would split a group of inputs."""
-    if partition.axis != 1 or len(spec.shape) > 2:
-        return
-    if not isinstance(struct, Int8Weight | GroupedWeight | TernaryWeight | Mxfp4Weight):
+    """Raises InputError where a part would split a group of inputs, or a block of them."""
+    if partition.axis != 1 or len(spec.shape) > 2 or not isinstance(struct, WeightLeaf):
         return
     part = partition.part_spec(spec).shape[1]
-    if part % struct.group:
+    whole = math.lcm(getattr(struct, "group", 1), struct.block[1])
+    if part % whole:
         raise InputError(
             f"{spec.hf_name} has {part} inputs for each of {partition.num_parts} devices, which groups of"
-            f" {struct.group} do not divide: choose fewer devices"
+            f" {whole} do not divide: choose fewer devices"
         )
 
 
@@ -109,8 +106,8 @@ def sharded_shapes(spec: FileSpec, part: Any, mesh: Mesh, devices: int, num_part
         return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=NamedSharding(mesh, places))
 
     leaf = jax.tree.map(shard_struct, part, partition_specs(spec, part, None, RULES))
-    if isinstance(part, GroupedWeight | TernaryWeight) and spec.axes[1] and RULES[spec.axes[1]]:
-        leaf = dataclasses.replace(leaf, inputs=part.inputs // num_parts * devices)
+    if isinstance(part, WeightLeaf) and "inputs" in vars(part) and spec.axes[1] and RULES[spec.axes[1]]:
+        leaf = dataclasses.replace(leaf, inputs=vars(part)["inputs"] // num_parts * devices)
     return leaf
 
 

@@ -14,6 +14,7 @@ from kernels_pallas import Selection
 from ..adapters.adapted_params import with_adapter
 from ..adapters.peft_files import load_adapter
 from ..api.sampling_fields import ids_of_texts
+from ..backends.cpu import product_table
 from ..backends.kernel_report import kernels_used
 from ..checkpoint.loading import Checkpoint, Model
 from ..engine.controller import open_control_channel
@@ -22,7 +23,6 @@ from ..generation.beams import beam_search, plan_beam_search
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions, default_capacity
 from ..grammar.grammars import Grammar, choice, json_schema, regex
-from ..ops.cpu import product_table
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig

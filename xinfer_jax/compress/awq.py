@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..feed_forward.mlp import gated_mlp, mlp_intermediate
 from ..mixers.mixer import Positions
 from ..model.decoder_layer import layer_kinds
+from ..weights.hadamard import hadamard_rotate, input_block_width
 from ..weights.layers import embed, linear, norm, rotary_angles
 from ..weights.params import Params
 from ..weights.quantization import (
@@ -66,7 +67,8 @@ def awq_params(  # noqa: PLR0913
     """Returns parameters scaled by AWQ on a calibration text, then quantized by `gptq_matrix`. Raises
     InputError.
 
-    AWQ alone, without GPTQ: `quantized_params(scaled_params(...), ...)`. Rotated models are not scaled.
+    AWQ alone, without GPTQ: `quantized_params(scaled_params(...), ...)`. With int8 activations inputs are
+    rotated in blocks (`hadamard`) and not scaled.
 
     Args:
         params, config: the model, in floating point.
@@ -78,9 +80,8 @@ def awq_params(  # noqa: PLR0913
     check_activations(activations, quantize, group)
     group = _ALL_INPUTS if activations and quantize == "int8" else group
     bits = _bits(quantize, group)
-    scaled = params
-    if not config.rotated:
-        scaled = scaled_params(params, config, token_rows, quantize, group)
+    check_supported(config, "scales", "activation-aware rounding is", "round to nearest instead")
+    scaled = params if activations else scaled_params(params, config, token_rows, quantize, group)
     quantized = quantized_params(scaled | {"layers": ()}, quantize, activations=activations)
     tokens_BT, calibration = _calibration_batch(config, token_rows)
     exact_BTD, x_BTD = (
@@ -99,26 +100,27 @@ def awq_params(  # noqa: PLR0913
                 # Matrices that add to the residual stream also compensate errors of previous layers.
                 if name in ("o", "down"):
                     wanted_MO += calibration.without_padding(exact["x" + part] - inputs["x" + part])
-                matrix = gptq_matrix(
-                    matrix_OI, calibration.without_padding(inputs[part]), wanted_MO, bits, group
-                )
+                x_MI = calibration.without_padding(inputs[part])
+                if activations:
+                    (matrix_OI, x_MI) = map(_rotated_inputs, (matrix_OI, x_MI))
+                matrix = gptq_matrix(matrix_OI, x_MI, wanted_MO, bits, group)
+                matrix = with_int8_activations(matrix) if activations else matrix
                 quantized_layer[name] = layer[name] | {"weight": matrix}
         x_BTD = _matrix_inputs(_to_float32(quantized_layer), layer_key, x_BTD, calibration)[1]
         layers.append(quantized_layer)
-    quantized = quantized | {"layers": tuple(layers)}
-    return with_int8_activations(quantized) if activations else quantized
+    return quantized | {"layers": tuple(layers)}
+
+
+def _rotated_inputs(x_MI: jax.Array) -> jax.Array:
+    """Rows, rotated as `in_blocks` rotates those of a matrix."""
+    width = input_block_width(x_MI.shape[1])
+    return hadamard_rotate(x_MI, width) if width else x_MI
 
 
 def quantized_params(
-    params: Params,
-    quantize: str,
-    group: int | None = None,
-    activations: str | None = None,
-    blocks: bool = False,
+    params: Params, quantize: str, group: int | None = None, activations: str | None = None
 ) -> Params:
-    """Returns parameters rounded to nearest, with the vocabulary in int8. Arguments as in `awq_params`.
-    blocks, with activations: inputs are rotated in blocks, for models that are not rotated (`hadamard`).
-    """
+    """Returns parameters rounded to nearest, with the vocabulary in int8. Arguments as in `awq_params`."""
     check_activations(activations, quantize, group)
     vocab_group = _ALL_INPUTS if activations else None
     group = vocab_group if quantize == "int8" and activations else group
@@ -129,7 +131,7 @@ def quantized_params(
             " checkpoint with quantize"
         )
 
-    read: Callable = in_blocks if blocks else lambda matrix: matrix
+    read: Callable = in_blocks if activations else lambda matrix: matrix
 
     def quantize_leaf(leaf: Params) -> Params:
         matrix = quantize_matrix(read(np.asarray(leaf["weight"])), bits, group)
@@ -146,15 +148,13 @@ def quantized_params(
             leaf = quantized_leaf(matrix_VD, hf_name, quantize, vocab_group)
             vocabulary[name] = {"weight": jax.device_put(leaf)}
     quantized = params | {"layers": layers} | vocabulary
-    return with_int8_activations(quantized, blocks) if activations else quantized
+    return with_int8_activations(quantized) if activations else quantized
 
 
 def scaled_params(
     params: Params, config: ModelConfig, token_rows: _TokenRows, quantize: str, group: int | None = None
 ) -> Params:
     """Returns scaled floating-point parameters of the same function. Arguments as in `awq_params`."""
-    if config.rotated:
-        raise InputError("activation-aware scales do not help a rotated model: round to nearest instead")
     check_supported(config, "scales", "activation-aware scales are", "round to nearest instead")
     quantize_args = _bits(quantize, group), group
     tokens_BT, calibration = _calibration_batch(config, token_rows)
@@ -308,7 +308,7 @@ def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
     activations larger by a factor, to measure what quantization loses to them. Raises InputError where the
     model has a part with which that is not supported.
     """
-    check_supported(config, "rotations", "artificial outliers are", "leave them out")
+    check_supported(config, "scales", "artificial outliers are", "leave them out")
 
     def scales_of(size: int) -> jax.Array:
         return 1 / jnp.where(jnp.arange(size) % 64 == 5, factor, 1.0)

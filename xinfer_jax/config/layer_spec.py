@@ -15,9 +15,7 @@ class MixerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FeedForwardSpec:
-    """The part of a layer that works on one token at a time. `plugins.TABLE` has the `FeedForward` of each
-    kind.
-    """
+    """The part of a layer that works on single tokens. `plugins.TABLE` has the `FeedForward` of each kind."""
 
     kind: ClassVar[str]
 

@@ -41,7 +41,6 @@ class ModelConfig:
         final_logit_softcapping: c: logits become c tanh(logit / c); None: no cap.
         hidden_size_per_layer_input: width of what each layer gets of a token's own embedding; 0: nothing.
         vocab_size_per_layer_input: rows of the matrix of these embeddings.
-        rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
         eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
         placeholder_ids: ids of images and sound, which no prompt may have, with their names. Not compared.
         quantization_config: of config.json, if matrices are quantized as its files have them. Not compared.
@@ -68,7 +67,6 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
-    rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
     placeholder_ids: dict[int, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     quantization_config: dict | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -131,7 +129,7 @@ class ModelConfig:
         """The specs of the mixers of all layers, in order."""
         return [spec for layer in self.layers for spec in layer.mixers]
 
-    @property
+    @cached_property
     def cached_mixers(self) -> "tuple[Mixer, ...]":
         """The mixers with a cache of their own, in the order of `KVCache.layers`."""
         return tuple(self._mixer(spec) for spec in self.mixer_specs if _has_cache(spec))

@@ -6,7 +6,7 @@ from ..errors import InputError
 from .model_config import ModelConfig
 
 _UNSUPPORTED = {  # by a part of the model that is of no mixer or feed-forward: the features
-    "norms of another kind or in other places": ("rotations", "scales"),
+    "norms of another kind or in other places": ("scales",),
     "layers whose output is scaled": ("leaf formats",),
     "inputs of each layer by token id": ("inputs_BTD",),
 }
@@ -17,7 +17,7 @@ def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -
     """Raises InputError where the model has a part with which a feature is not supported. what: the feature
     in the message, with its verb.
 
-    Features: "rotations", "scales" (of inputs of matrices), "leaf formats" (ours and BitNet's), "inputs_BTD",
+    Features: "scales" (of inputs of matrices), "leaf formats" (ours and BitNet's), "inputs_BTD",
     "draft model", and "causal" (hidden states that depend on no later token).
     """
     for part in _obstacles(config, feature):

@@ -17,13 +17,13 @@ import numpy as np
 from ..cache.kv_cache import KVCache
 from ..cache.paged import Paged, RoutePages
 from ..config.model_config import ModelConfig
-from ..generation.executor import decode_compiler_options, inline
-from ..generation.loop import TracedExecutor, loop_until_done
+from ..generation.executor import decode_compiler_options
+from ..generation.loop import decode
 from ..generation.speculation import SpeculationState, Speculative, prompt_lookup
 from ..generation.state import new_state
-from ..generation.strategies import Plain
+from ..generation.strategies import Plain, Strategy
 from ..mixers.mixer import Mixer
-from ..model.decoder import Inputs, apply_model, final_norm, unembed
+from ..model.decoder import Inputs, apply_model, head_logits, last_norm
 from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
@@ -79,6 +79,33 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
     return tuple(layer for layer in cache.layers if not layer.has_keys)
 
 
+@dataclasses.dataclass(frozen=True)
+class _EngineSteps(Strategy):
+    """Steps of `Plain`, or of `Speculative` by prompt lookup, until all rows have ended, or one has.
+
+    constants: the parameters, the rows' `Extras`, the rows that were active at first, and whether the call
+    stops when one of them ends. carry: as of `Speculative`.
+    """
+
+    config: ModelConfig
+    num_draft_tokens: int
+
+    def step(self, executor, constants, carry):
+        params, extras, *_ = constants
+        state, cache, counts = carry
+        if self.num_draft_tokens:
+            strategy = Speculative(self.config, prompt_lookup, self.num_draft_tokens)
+            return strategy.step(executor, (params, extras, None), carry)
+        counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
+        (state, cache), continues = Plain(self.config).step(executor, (params, extras), (state, cache))
+        return (state, cache, counts), continues
+
+    def continues(self, constants, carry):
+        *_, active_before_B, until_one_ends = constants
+        active_B = carry[0].active_B
+        return jnp.any(active_B) & ~(until_one_ends & jnp.any(active_before_B & ~active_B))
+
+
 def _decode_steps(  # noqa: PLR0913
     params,
     config,
@@ -108,22 +135,10 @@ def _decode_steps(  # noqa: PLR0913
     longest_B = rows.progress.longest_B(rows.position_B)
     cache = paged_cache(config, pools, states, table_BP, capacity, length_B, longest_B)
 
-    executor = TracedExecutor(run_config, inline)
-
-    def step(state, cache, counts):
-        if num_draft_tokens:
-            strategy = Speculative(config, prompt_lookup, num_draft_tokens)
-            return strategy.step(executor, (params, extras, None), (state, cache, counts))[0]
-        counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
-        (state, cache), _ = Plain(config).step(executor, (params, extras), (state, cache))
-        return state, cache, counts
-
-    def continues(state, cache, counts):
-        has_ended_B = active_before_B & ~state.active_B
-        return jnp.any(state.active_B) & ~(until_one_ends & jnp.any(has_ended_B))
-
+    strategy = _EngineSteps(config, num_draft_tokens)
+    constants = params, extras, active_before_B, until_one_ends
     counts = SpeculationState(None, zeros_B, zeros_B)
-    state, cache, counts = loop_until_done(step, continues, steps, state, cache, counts)
+    state, cache, counts = decode(strategy, constants, (state, cache, counts), steps, run_config)
     automata = state.context.automata
     if automata is not None:
         automata = dataclasses.replace(automata, width_B=rows.context.automata.width_B)
@@ -174,7 +189,7 @@ def _target_logprobs(params, config, hidden_1TD, target_T):
 
     def part(pair):
         hidden_TD, target_T = pair
-        logprobs_TV = jax.nn.log_softmax(unembed(params, config, hidden_TD), -1)
+        logprobs_TV = jax.nn.log_softmax(head_logits(params, config, hidden_TD), -1)
         top_TA, id_TA = largest_k(logprobs_TV, min(MAX_LOGPROBS, config.vocab_size))
         return id_TA, top_TA, jnp.take_along_axis(logprobs_TV, target_T[:, None], 1)[:, 0]
 
@@ -186,7 +201,7 @@ def _target_logprobs(params, config, hidden_1TD, target_T):
 
 def _set_logits(params, config, x_11D, logits_B1V, slot):
     """logits_B1V with those of a hidden state before the last norm in a slot."""
-    logits_11V = unembed(params, config, final_norm(params, config, x_11D))
+    logits_11V = head_logits(params, config, last_norm(params, config, x_11D))
     return jax.lax.dynamic_update_slice_in_dim(logits_B1V, logits_11V, slot, 0)
 
 

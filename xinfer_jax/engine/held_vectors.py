@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..checks import check_integer, is_traced, number_array
 from ..errors import InputError, format_value
 from ..weights.params import Params, activation_dtype
@@ -50,10 +48,7 @@ class HeldVectors:
                 ):
                     what = f"{D} numbers that are finite in {dtype}"
                     raise InputError(f"tap {name!r}: layer {at} must have {what}, got {format_value(vector)}")
-                v_D = np.asarray(v_D, np.float32)
-                self._vector_LND[at, n] = (
-                    plugin("rotation", "rotate")(jnp.asarray(v_D), D) if config.rotated else v_D
-                )
+                self._vector_LND[at, n] = np.asarray(v_D, np.float32)
 
     def of_request(self, given: Any) -> tuple[float, ...]:
         """The factors of a row, for `GenerateOptions.taps` of a request; (): all are 0. Raises InputError."""

@@ -110,12 +110,13 @@ class LayerwiseDevice(Device):
         zeros_B = np.zeros(rows, np.int32)
         pools = self.pools, self.states
         cache = paged_cache(self.config, *pools, table_BP, self._shape.capacity, zeros_B, zeros_B)
-        # A table for each layer: a step donates it.
+        # A table for each layer and for routes: a step donates it.
         layers: Any = tuple(
             dataclasses.replace(layer, table_BP=self._put(table_BP)) if layer.has_keys else layer
             for layer in cache.layers
         )
-        return dataclasses.replace(self._put(without_layers(cache)), layers=layers)
+        routes = cache.routes and dataclasses.replace(cache.routes, table_BP=self._put(table_BP))
+        return dataclasses.replace(self._put(without_layers(cache)), layers=layers, routes=routes)
 
     def _decode_step(
         self, cache: KVCache, running_B: np.ndarray, greedy: bool, recorded: int, model: RunnableModel

@@ -11,6 +11,7 @@ import jaxlib
 
 from .. import __version__
 from ..adapters.adapter import row_matrices
+from ..backends.cpu.cpu_features import numerics_features
 from ..cache.fingerprint import fingerprint
 from ..cache.kv_cache import cache_bytes, state_bytes
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
@@ -23,7 +24,6 @@ from ..device import cpu_count, memory_bytes
 from ..errors import InputError, format_value
 from ..generation.options import MAX_DRAFT_TOKENS
 from ..model.routes import routes_shape
-from ..ops.cpu.cpu_features import numerics_features
 from ..ops.operation import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
 from ..weights.adapted_weight import AdaptedWeight

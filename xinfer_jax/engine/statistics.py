@@ -1,7 +1,6 @@
 """`EngineStats`, and the counters that it is made from."""
 
 import dataclasses
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -11,22 +10,6 @@ import numpy as np
 from .requests import Request
 
 _MAX_TIMED_REQUESTS = 1000  # the last ones, for percentiles
-
-
-class Renamed:
-    """The earlier name of an attribute, for one version: gives the attribute, with a `DeprecationWarning`."""
-
-    def __init__(self, new: str):
-        self.new = new
-
-    def __set_name__(self, owner: type, old: str) -> None:
-        self.old = old
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            return self
-        warnings.warn(f"{self.old} is now called {self.new}", DeprecationWarning, stacklevel=2)
-        return getattr(instance, self.new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +56,6 @@ class EngineStats:
     waiting_for_programs: int
     ttft_seconds: list[float] | None
     tpot_seconds: list[float] | None
-
-    reading = Renamed("prefilling")
-    read_tokens = Renamed("prefill_tokens")
-    chosen_tokens = Renamed("generated_tokens")
 
 
 class EngineCounters:

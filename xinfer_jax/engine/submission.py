@@ -27,7 +27,7 @@ from .held_vectors import HeldVectors
 from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
-from .statistics import EngineStats, Renamed, collect_stats
+from .statistics import EngineStats, collect_stats
 from .weight_updates import update_engines
 
 _ENGINE_OPTIONS = dict(
@@ -149,9 +149,6 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
     routes = False  # it records them
     processors = HeldProcessors({})
     taps = HeldVectors({}, {}, None)
-    guesses = Renamed("num_draft_tokens")
-    room = Renamed("usable_capacity")
-    last_turn = Renamed("last_step_time")
 
     @property
     def missing(self) -> str:

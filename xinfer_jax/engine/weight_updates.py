@@ -16,7 +16,6 @@ from ..ops.operation import without_mesh_context
 from ..sharding import on_auto_mesh
 from ..weights.params import Params
 from ..weights.params_like import params_like
-from ..weights.quantized_weight import is_quantized
 from .pausing import RUNNING
 from .row import HeldAdapter
 
@@ -35,22 +34,10 @@ def update_engines(owner: Any, params: Any, version: int | None, mode: str, cast
         version = owner.version + 1 if version is None else check_integer("version", version, 0)
         owner.check_open()
         trees = [engine.own_params(params, cast, copy) for engine in engines]
-        if owner.adapters_with_places and not _have_equal_gains(trees[0], engines[0].model.params):
-            raise InputError(
-                "the new weights have other norms, and with int8 activations adapters have the gains of the"
-                " present ones: remove the adapters before, and add them again"
-            )
         with switching(owner, mode):
             for engine, tree in zip(engines, trees, strict=True):
                 engine.switch_params(tree, version, mode == "recompute")
             owner.forget_prompts()
-
-
-def _have_equal_gains(*trees: Params) -> bool:
-    """Whether adapters of one tree are those of the other: int8 activations fold gains into them."""
-    leaves = (jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees)
-    gains = ([leaf.gain for leaf in of_tree if getattr(leaf, "gain", None) is not None] for of_tree in leaves)
-    return all(map(np.array_equal, *gains))
 
 
 def check_mode(owner: Any, mode: str) -> None:

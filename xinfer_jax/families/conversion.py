@@ -58,12 +58,8 @@ def params_to_tensors(params: Params, config: ModelConfig) -> dict[str, Any]:
         config: of the model.
 
     Raises:
-        InputError: leaves that are missing, unknown, misshapen or quantized; the model is rotated.
+        InputError: leaves that are missing, unknown, misshapen or quantized.
     """
-    if config.rotated:
-        raise InputError(
-            "rotated weights have no tensors of Hugging Face: load the model without activations"
-        )
     specs, leaves = specs_and_leaves(params, config)
     if quantized := [spec.name for spec, leaf in zip(specs, leaves, strict=True) if is_quantized(leaf)]:
         raise InputError(f"only float parameters have tensors; quantized: {format_names(quantized, _SHOWN)}")

@@ -1,7 +1,7 @@
 """`Family`: what a family's file says, and the names of tensors in a Hugging Face checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..config.model_config import ModelConfig
@@ -44,3 +44,5 @@ class Family:
     names: Names = Names()  # of the tensors; names of no layer are among `leaves` too
     # By the kind of a mixer: names of its tensors, beside these.
     mixer_names: Mapping[str, Names] = dataclasses.field(default_factory=dict)
+    # Of the names of a checkpoint's tensors those that change nothing and that no other family has.
+    unused: Callable[[ModelConfig, Collection[str]], set[str]] = lambda config, names: set()

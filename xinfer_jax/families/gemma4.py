@@ -5,7 +5,7 @@ values of earlier ones. `gemma4_unified` is the same text model beside embedders
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..config.layer_spec import (
@@ -193,6 +193,12 @@ def write_gemma4(config: ModelConfig) -> dict[str, Any]:
     return settings
 
 
+def unused_keys(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """The names of keys and values that files have of layers which use those of another layer."""
+    parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
+    return {f"model.layers.{layer}.self_attn.{part}" for layer in shared_kv_layers(config) for part in parts}
+
+
 _EXPERTS = {leaf: name.removeprefix("mlp.") for leaf, name in EXPERTS.items()}
 _STACKED = tuple(dataclasses.replace(x, name=x.name.removeprefix("mlp."), is_published=True) for x in STACKED)
 _NAMES = dict(
@@ -205,11 +211,19 @@ _NAMES = dict(
     mlp_out_norm="post_feedforward_layernorm_1.weight", experts_norm="pre_feedforward_layernorm_2.weight",
     experts_out_norm="post_feedforward_layernorm_2.weight",
 )  # fmt: skip
-FAMILY = Family(_DEFAULTS, read_gemma4, "Gemma4ForCausalLM", write_gemma4, Names(_EXPERTS | _NAMES, _STACKED))
+FAMILY = Family(
+    _DEFAULTS,
+    read_gemma4,
+    "Gemma4ForCausalLM",
+    write_gemma4,
+    Names(_EXPERTS | _NAMES, _STACKED),
+    unused=unused_keys,
+)
 UNIFIED = Family(
     _DEFAULTS | dict(max_position_embeddings=262144, sliding_window=1024, hidden_size_per_layer_input=0),
     read_gemma4,
     "Gemma4UnifiedForCausalLM",
     write_gemma4,
     FAMILY.names,
+    unused=unused_keys,
 )

@@ -19,6 +19,7 @@ from .layer_fields import (
     read_layer_types,
     read_shared_experts,
     read_sparse_layers,
+    unused_shared_experts,
     with_experts,
     write_experts,
 )
@@ -121,7 +122,13 @@ _NEXT = dict(
 )
 _MOE = dict(num_experts=256, num_experts_per_tok=8, intermediate_size=1)  # no layer has an MLP of that width
 QWEN3_NEXT = Family(
-    _DEFAULTS | _SPARSE | _NEXT, read_qwen3_next, "Qwen3NextForCausalLM", write_hybrid, _NAMES, _NEXT_MIXERS
+    _DEFAULTS | _SPARSE | _NEXT,
+    read_qwen3_next,
+    "Qwen3NextForCausalLM",
+    write_hybrid,
+    _NAMES,
+    _NEXT_MIXERS,
+    unused_shared_experts,
 )
 QWEN3_5 = Family(
     _DEFAULTS | dict(num_key_value_heads=4),
@@ -130,6 +137,7 @@ QWEN3_5 = Family(
     write_hybrid,
     _NAMES,
     _QWEN3_5_MIXERS,
+    unused_shared_experts,
 )
 QWEN3_5_MOE = Family(
     _DEFAULTS | _SPARSE | _MOE,
@@ -138,4 +146,5 @@ QWEN3_5_MOE = Family(
     write_hybrid,
     _NAMES,
     _QWEN3_5_MIXERS,
+    unused_shared_experts,
 )

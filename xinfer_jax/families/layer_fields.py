@@ -1,7 +1,7 @@
 """Fields and names that several families share: biases of attention, sliding windows, experts."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..config.layer_spec import ExpertsSpec, LayerSpec, SoftmaxRouterSpec
@@ -127,6 +127,13 @@ def read_shared_experts(hf: Mapping, norm_topk_prob: bool = True) -> ExpertsSpec
     """Experts, one of which all tokens use."""
     shared = get_count(hf, "shared_expert_intermediate_size")
     return read_experts(hf, norm_topk_prob, shared_intermediate_size=shared)
+
+
+def unused_shared_experts(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """The names of shared experts of width 0."""
+    if config.experts and config.experts.shared_intermediate_size:
+        return set()
+    return {name for name in names if ".mlp.shared_expert" in name}
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:

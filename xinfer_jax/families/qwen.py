@@ -18,6 +18,7 @@ from .layer_fields import (
     read_shared_experts,
     read_sparse_layers,
     same_windows,
+    unused_shared_experts,
     with_experts,
     with_windows,
     write_experts,
@@ -98,4 +99,5 @@ QWEN2_MOE = Family(
     "Qwen2MoeForCausalLM",
     write_qwen2_moe,
     Names(EXPERTS | SHARED_EXPERT, STACKED),
+    unused=unused_shared_experts,
 )  # fmt: skip

@@ -1,10 +1,9 @@
 """Tensors of a checkpoint that the text model does not read: of other parts, or without effect."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from ..config.model_config import ModelConfig
 from ..plugins import load
-from .layer_fields import shared_kv_layers
 
 INV_FREQ = "rotary_emb.inv_freq"  # how the names of old checkpoints' tables end
 # Prefixes of names, and what the text model alone would have in their place; None: another part has it.
@@ -48,14 +47,8 @@ def full_name(own: str, other: str) -> str:
     return prefix + own.removeprefix(_PREFIXES.get(prefix) or "")
 
 
-def unused_names(config: ModelConfig, names: Iterable[str]) -> set[str]:
+def unused_names(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Of names within the text model, those that a checkpoint may have and that change nothing."""
-    parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
-    unused = {
-        f"model.layers.{layer}.self_attn.{part}" for layer in shared_kv_layers(config) for part in parts
-    }
+    unused = {name for name in names if name.endswith(INV_FREQ)}
     unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
-    has_shared = "shared_gate" in load("family", config.model_type).names.leaves
-    if has_shared and not (config.experts and config.experts.shared_intermediate_size):
-        unused |= {name for name in names if ".mlp.shared_expert" in name}  # of width 0
-    return unused | {name for name in names if name.endswith(INV_FREQ)}
+    return unused | load("family", config.model_type).unused(config, names)

@@ -2,8 +2,7 @@
 
 Read the files in this order: `feed_forward` (the protocol), `mlp` (the MLP), `routers` (what chooses
 experts), `mixture` (the mixture of experts, alone or next to an MLP), `experts` (its computation: a router
-chooses a few gated MLPs for each token). The computation of the MLP is in `weights/layers.py`, since an
-expert is one too.
+chooses a few gated MLPs for each token). `grouped_topk` is a router of another kind.
 
 - With few tokens only the chosen experts are read. With many tokens each expert is read once, and its output
   is used at the tokens that chose it.

@@ -49,11 +49,11 @@ def mixture_of_experts(
     plain = partial(plain_experts, config=config)
 
     def mix(expert_MU: jax.Array) -> jax.Array:  # [B, T, D]
-        operands = x_MD, weight_MU, expert_MU, layer["experts"]
-        call = partial(run, "experts", plain, run_config=run_config, config=config)
+        operands = dict(x_MD=x_MD, weight_MU=weight_MU, expert_MU=expert_MU, experts=layer["experts"])
+        call = partial(run, "experts", plain, run_config, static=dict(config=config))
         tiled = plugin("experts", "gradient")
         out_MD = tiled and tiled(call, operands, config)
-        out_MD = call(*operands, derivative=plain) if out_MD is None else out_MD
+        out_MD = call(**operands, derivative=plain) if out_MD is None else out_MD
         return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
     if run_config.over is None:
@@ -87,7 +87,7 @@ def swish(alpha: float, x: jax.Array) -> jax.Array:
 
 def expert_at(expert: jax.Array, experts: Params) -> Params:
     """The leaves of one expert."""
-    return run("expert_at", _expert_at, expert, experts)
+    return run("expert_at", _expert_at, expert=expert, experts=experts)
 
 
 def _expert_at(expert: jax.Array, experts: Params) -> Params:

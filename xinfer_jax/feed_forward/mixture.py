@@ -18,7 +18,7 @@ from .feed_forward import FeedForward
 from .mlp import Mlp, gated_mlp
 from .routers import router_of
 
-_FEATURES = ("rotations", "scales", "leaf formats")
+_FEATURES = ("scales", "leaf formats")
 
 
 class Mixture(FeedForward):
@@ -45,13 +45,7 @@ class Mixture(FeedForward):
         return {"weight": tensor(experts, outputs, inputs)} | bias
 
     def forward(
-        self,
-        params: Params,
-        x_BTD: jax.Array,
-        before: Norm | None,
-        residual: jax.Array | None,
-        run_config: RunConfig,
-        given_BTU: jax.Array | None = None,
+        self, params, x_BTD, before, residual, run_config, given_BTU=None
     ) -> tuple[jax.Array, jax.Array]:
         x_BTD, gate_BTD, *chosen = self.route(params, x_BTD, before, run_config, given_BTU)
         out_BTD = mixture_of_experts(x_BTD, params, self.config, run_config, chosen=chosen)
@@ -75,8 +69,9 @@ class Mixture(FeedForward):
         if before is not None:
             leaves["mlp_norm"] = before.weight
         plain = partial(route, config=self.config, spec=self.spec)
-        how: dict[str, Any] = dict(run_config=run_config, derivative=plain, config=self.config)
-        return run("route", plain, x_BTD, leaves, given_BTU, **how)
+        static = dict(config=self.config)
+        operands: dict[str, Any] = dict(x_BTD=x_BTD, leaves=leaves, given_BTU=given_BTU)
+        return run("route", plain, run_config, derivative=plain, static=static, **operands)
 
     @property
     def unsupported(self) -> dict[str, str]:
@@ -103,13 +98,7 @@ class MlpAndMixture(FeedForward):
         return tree
 
     def forward(
-        self,
-        params: Params,
-        x_BTD: jax.Array,
-        before: Norm | None,
-        residual: jax.Array | None,
-        run_config: RunConfig,
-        given_BTU: jax.Array | None = None,
+        self, params, x_BTD, before, residual, run_config, given_BTU=None
     ) -> tuple[jax.Array, jax.Array]:
         mlp, mixture = self.parts
         x_BTD, _, *chosen = mixture.route(params, x_BTD, None, run_config, given_BTU)

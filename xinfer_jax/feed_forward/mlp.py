@@ -2,7 +2,6 @@
 
 import jax
 
-from .. import plugin
 from ..config.model_config import ModelConfig
 from ..config.run_config import PLAIN, RunConfig
 from ..weights.layers import Norm, activation, joint_norms, linear, products
@@ -24,24 +23,17 @@ class Mlp(FeedForward):
         tree: Params = {**({"gate": up} if spec.gated else {}), "up": up, "down": dense(d, f, spec.bias)}
         return tree | ({"down_norm": norm_spec(f)} if spec.down_norm else {})
 
-    def forward(
-        self,
-        params: Params,
-        x_BTD: jax.Array,
-        before: Norm | None,
-        residual: jax.Array | None,
-        run_config: RunConfig,
-        given_BTU: jax.Array | None = None,
-    ) -> tuple[jax.Array, None]:
-        around = dict(before=before, residual=residual, down_norm=self.spec.down_norm)
-        return gated_mlp(x_BTD, params, self.config, **around, run_config=run_config), None
+    def forward(self, params, x_BTD, before, residual, run_config, given_BTU=None) -> tuple[jax.Array, None]:
+        around = dict(before=before, down_norm=self.spec.down_norm, run_config=run_config)
+        inner_BTF = mlp_intermediate(x_BTD, params, self.config, **around)
+        how = dict(over=run_config.over, residual=residual, run_config=run_config)
+        return linear(inner_BTF, params["down"], **how), None
 
     @property
     def unsupported(self) -> dict[str, str]:
-        features = "rotations", "scales"
         if self.spec.down_norm:
-            return dict.fromkeys(features, "norms of another kind or in other places")
-        return {} if self.spec.gated else dict.fromkeys(features, "an MLP without a gate")
+            return {"scales": "norms of another kind or in other places"}
+        return {} if self.spec.gated else {"scales": "an MLP without a gate"}
 
 
 def mlp_intermediate(
@@ -54,15 +46,13 @@ def mlp_intermediate(
     run_config: RunConfig = PLAIN,
 ) -> jax.Array:
     """The input of an MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), or without a gate
-    activation(up(x)), after the norm of that name with down_norm; Hadamard-rotated in a rotated model. before
-    and run_config: as in `products`.
+    activation(up(x)), after the norm of that name with down_norm. before and
+    run_config: as in `products`.
     """
     if "gate" not in layer:
         return activation(config)(products(x, [layer["up"]], before=before, run_config=run_config)[0])
     leaves = [layer["gate"], layer["up"]]
     (inner,) = products(x, leaves, before=before, activation=config.hidden_act, run_config=run_config)
-    if config.rotated:
-        return plugin("rotation", "mlp")(inner, config)
     return joint_norms([inner], layer, ["down_norm"], config, run_config)[0] if down_norm else inner
 
 

@@ -15,6 +15,7 @@ from ..device import run_in_blocks
 from ..errors import InputError, format_names
 from ..families.conversion import TensorOfLeaves
 from ..weights.grouped_weight import GroupedWeight, grouped_struct, unpack_int4
+from .kept_leaves import whole_numbers_form
 from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, group_of_inputs
 from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec
 
@@ -25,6 +26,7 @@ _FIELDS = ("qweight", "qzeros", "scales")
 
 @dataclasses.dataclass(frozen=True)
 class AwqGptqFormat(MatrixFormat):
+    joined_are_written = False
     method: str  # awq, gptq, or auto-round, which packs as they do
     layout: str  # awq or gptq
     bits: int
@@ -66,6 +68,7 @@ class AwqGptqFormat(MatrixFormat):
             lambda rows, groups: _columns(scales, rows)[groups].T,
             lambda rows, groups: self._read_zeros(name, zeros, rows, groups),
             group_of=self._groups(name, shape[1], tensors),
+            kept=whole_numbers_form,
             bits=self.bits,
             has_float16_scales=scales.type == "F16",
         )
@@ -75,7 +78,7 @@ class AwqGptqFormat(MatrixFormat):
         tensors = {}
         for name, leaf in leaves.items():
             if not self._has_layout(leaf):
-                raise self.misfit(name)
+                raise self.misfit(name, leaf)
             module = name.removesuffix(".weight")
             known: Any = [f"{module}.qweight", *([f"{module}.g_idx"] if self.layout == "gptq" else [])]
             for stored, (shape, _) in self.tensor_specs(name, leaf.shape, known).items():
@@ -200,7 +203,7 @@ class AwqGptqFormat(MatrixFormat):
     def _pack_zeros(self, name: str, zero_QO: np.ndarray) -> np.ndarray:
         """X.qzeros, from which `_read_zeros` makes these numbers."""
         if self.symmetric and (zero_QO != 2 ** (self.bits - 1)).any():
-            raise self.misfit(name)
+            raise self.misfit(name, None)
         subtracted = np.uint8(self.zeros_minus_one and not self.zeros_borrow)
         words = self._pack_rows((zero_QO - subtracted) & np.uint8(2**self.bits - 1))
         return (words.view(np.uint32) - self._ones).view(np.int32) if self.zeros_borrow else words

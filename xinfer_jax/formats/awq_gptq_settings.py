@@ -6,17 +6,19 @@ AutoRound (Cheng et al. 2023) packs matrices as GPTQ or AWQ does. GPTQ's `dynami
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any, Self
 
 from ..families.conversion import TensorOfLeaves
 from ..families.skipped_tensors import text_name
 from .awq_gptq_format import AwqGptqFormat
+from .files import read_json
 from .scaled_tensor import ScaledTensor, is_quick_pattern
-from .tensors import Shape, Tensors, TensorSpec
+from .tensors import Require, Shape, Tensors, TensorSpec
 
-Require = Callable[[bool, str], None]
+_OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ
 _LAYOUTS = {  # packing_format of AutoRound: the layout, and the format of a GPTQ checkpoint
     **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq", "auto"), ("gptq", "gptq")),
     **dict.fromkeys(("auto_round", "auto_round:gptqmodel"), ("gptq", "gptq_v2")),
@@ -28,12 +30,43 @@ _AUTO_ROUND = dict(bits=4, group_size=128, sym=True, data_type="int", act_bits=N
 
 @dataclasses.dataclass(frozen=True)
 class AwqGptqByModule(AwqGptqFormat):
-    """A format of which some modules have other bits, groups or zeros."""
+    """A format of which some modules have other bits, groups or zeros; it reads the settings of all."""
+
+    methods = ("awq", "gptq", "auto-round")
+    files = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
 
     rules: tuple[
         tuple[str, AwqGptqFormat], ...
     ] = ()  # by regular expressions; the first that is found counts
     full_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of modules, by their own names
+
+    @classmethod
+    def find_settings(cls, settings: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+        for file, method in zip(cls.files, ("gptq", "awq"), strict=True):
+            found = {} if settings.get("quantization_config") else read_json(path / file) or {}
+            config = {_OLD_NAMES.get(name, name): value for name, value in found.items()}
+            if "bits" in config:  # other programs have files of these names too
+                return {"quant_method": method} | config
+        return None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
+        return (_auto_round if config["quant_method"] == "auto-round" else _awq_or_gptq)(config, require)
+
+    @classmethod
+    def with_floats(cls, settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
+        method = settings["quant_method"]
+        modules = [module for module in floats if module != "lm_head"]
+        if method == "gptq" and modules:
+            rules: dict[str, Any] = {f"-:^{re.escape(module)}$": {} for module in modules}
+            # The first that matches counts.
+            return {**settings, "dynamic": rules | (settings.get("dynamic") or {})}
+        if method == "auto-round":
+            extra = settings.get("extra_config") or {}
+            new = [module for module in modules if extra.get(module, {}).get("bits") != 16]
+            listed = {module: dict(bits=16) for module in new}
+            return {**settings, "extra_config": extra | listed} if listed else {**settings}
+        return super().with_floats(settings, floats) if method == "awq" else {**settings}
 
     def of_files(self, tensors: Tensors) -> Self:
         owns = {own.rpartition(".")[0]: name for name in tensors if (own := text_name(name))}
@@ -56,10 +89,7 @@ class AwqGptqByModule(AwqGptqFormat):
         return next(form for pattern, form in self.rules if any(re.search(pattern, x) for x in names))
 
 
-def awq_gptq_format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
-    """Returns the format of AWQ's or GPTQ's settings. require: raises if a setting, by its name, is not
-    supported.
-    """
+def _awq_or_gptq(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
     format = _format(config, require)
     dynamic = config.get("dynamic") or {}
     require(isinstance(dynamic, Mapping), "dynamic")
@@ -69,8 +99,7 @@ def awq_gptq_format(config: Mapping[str, Any], require: Require) -> AwqGptqForma
     return _with_rules(format, config, rules, lambda is_supported, _: require(is_supported, "dynamic"))
 
 
-def auto_round_format(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
-    """Returns the format of AutoRound's settings. require: as of `awq_gptq_format`."""
+def _auto_round(config: Mapping[str, Any], require: Require) -> AwqGptqFormat:
     packing = config.get("packing_format", "auto")
     require(isinstance(packing, str) and packing in _LAYOUTS, "packing_format")
     # Earlier versions wrote the packing into `backend`, by names that say less of it.

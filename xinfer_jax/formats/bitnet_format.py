@@ -4,7 +4,8 @@ X.weight is float numbers, or four outputs packed in a byte; X.weight_scale is t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
 from ..weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_levels, ternary_struct
 from .tensor_files import on_host
-from .tensors import QuantizedFormat, Shape, Tensors, TensorSpec
+from .tensors import QuantizedFormat, Require, Shape, Tensors, TensorSpec, is_listed
 
 _PER_BYTE = 4  # outputs in a byte: o, o + O/4, ... from the lowest bits on
 _FLOAT_TYPES = {"F16", "BF16", "F32"}
@@ -26,9 +27,29 @@ class BitNetFormat(QuantizedFormat):
     """By linear_class and quantization_mode."""
 
     method = "bitnet"
+    methods = (method,)
+    is_read_whole = True  # a byte holds outputs of several parts
     divides: bool  # bitlinear divides by X.weight_scale; autobitlinear multiplies by it
     online: bool  # X.weight is float numbers, quantized here by their mean magnitude; there is no scale
     not_converted: tuple[str, ...]  # modules_to_not_convert
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "BitNetFormat":
+        linear = config.get("linear_class", "bitlinear")
+        mode = config.get("quantization_mode", "offline")
+        require(linear in ("bitlinear", "autobitlinear"), "linear_class")
+        require(mode in ("offline", "online"), "quantization_mode")
+        require(not config.get("use_rms_norm"), "use_rms_norm")
+        names = config.get("modules_to_not_convert")
+        names = ["lm_head"] if names is None else names
+        are_names = isinstance(names, list | tuple) and all(re.fullmatch(r"[\w.]+", str(x)) for x in names)
+        require(are_names, "modules_to_not_convert")  # regular expressions are not supported
+        divides = linear == "bitlinear"  # its weights are always packed
+        return cls(divides, not divides and mode == "online", tuple(names))
+
+    @classmethod
+    def with_floats(cls, settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
+        return super().with_floats({**settings, "quantization_mode": "offline"}, floats)
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         module, _, field = name.rpartition(".")
@@ -80,7 +101,7 @@ class BitNetFormat(QuantizedFormat):
             specs = self.tensor_specs(name, leaf.shape, {}) if isinstance(leaf, TernaryWeight) else {}
             scale = self._stored_scale(on_host(leaf.scale), dtype) if specs else None
             if scale is None:
-                raise self.misfit(name)
+                raise self.misfit(name, leaf)
             ((shape, _), _) = specs.values()
             tensors[name] = TensorOfLeaves(shape, np.uint8, partial(_pack_bytes, leaf, shape))
             tensors[f"{name}_scale"] = TensorOfLeaves((1,), scale.dtype, partial(itself, scale))
@@ -113,13 +134,6 @@ def _pack_bytes(leaf: TernaryWeight, shape: Shape, convert: Callable[[Any], np.n
 
     run_in_blocks(fill, len(packed), _PER_BYTE * leaf.inputs)
     return packed
-
-
-def is_listed(module: str, names: Iterable[str]) -> bool:
-    """Whether a name of `modules_to_not_convert` begins the module's, in whole components, or ends it:
-    transformers' rule.
-    """
-    return any(f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in names)
 
 
 def _unpack_bytes(packed: np.ndarray, at: slice, name: str) -> np.ndarray:

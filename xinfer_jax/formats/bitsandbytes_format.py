@@ -10,16 +10,19 @@ output.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import InputError, format_value
+from .kept_leaves import whole_numbers_form
 from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, read_bytes
-from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import DTYPES, Require, Shape, StoredTensor, Tensors, TensorSpec
 
 _KINDS = ("nf4", "fp4")
+_LOAD_IN = ("load_in_4bit", "load_in_8bit")
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _ROUNDED = dict(float32="F32", float16="F16", bfloat16="BF16")  # types of floats, by torch's names
 _STORAGE = {"U8", "I8", "F16", "BF16", "F32"}  # types in which bytes are stored: `bnb_4bit_quant_storage`
@@ -40,7 +43,21 @@ class _State(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class BitsAndBytesFormat(MatrixFormat):
     method = "bitsandbytes"
+    methods = (method,)
     stays_quantized: bool = False  # those in int8 can
+
+    @classmethod
+    def find_settings(cls, settings: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+        config = settings.get("quantization_config") or {}  # as older versions wrote it
+        is_own = isinstance(config, Mapping) and config.keys() & {*_LOAD_IN}
+        return {**config, "quant_method": cls.method} if is_own else None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "BitsAndBytesFormat":
+        """The tensors show the rest."""
+        for name in _LOAD_IN:
+            require(config.get(name) in (None, True, False), name)
+        return cls(stays_quantized=config.get("load_in_8bit") is True)
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
         by_block = (name.removesuffix(".absmax") for name in tensors if name.endswith(".weight.absmax"))
@@ -83,17 +100,6 @@ class BitsAndBytesFormat(MatrixFormat):
         return True
 
 
-def bitsandbytes_format(
-    config: Mapping[str, Any], require: Callable[[bool, str], None]
-) -> BitsAndBytesFormat:
-    """Reads quantization_config. The tensors show the rest. require: raises if a setting, by its name, is not
-    supported.
-    """
-    for name in ("load_in_4bit", "load_in_8bit"):
-        require(config.get(name) in (None, True, False), name)
-    return BitsAndBytesFormat(stays_quantized=config.get("load_in_8bit") is True)
-
-
 def _int8_scale(name: str) -> str:
     return f"{name.removesuffix('weight')}SCB"
 
@@ -134,7 +140,8 @@ def _int8_numbers(name: str, shape: tuple[int, int], tensors: Tensors) -> Scaled
     def scales(rows: slice, _: slice) -> np.ndarray:
         return (stored[rows].astype(np.float32) * np.float32(1 / 127))[:, None]
 
-    return ScaledNumbers(name, shape, (1, shape[1]), read_bytes(tensors[name], _INT8), scales, bits=8)
+    read = read_bytes(tensors[name], _INT8)
+    return ScaledNumbers(name, shape, (1, shape[1]), read, scales, kept=whole_numbers_form, bits=8)
 
 
 def _numbers_of_4_bits(name: str, shape: tuple[int, int], tensors: Tensors) -> ScaledNumbers:

@@ -6,7 +6,7 @@ beside it may be X.weight_zero_point, X.weight_g_idx, X.weight_global_scale and 
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Self
@@ -16,7 +16,6 @@ import numpy as np
 from ..errors import InputError, format_value
 from ..families.conversion import TensorOfLeaves
 from ..families.skipped_tensors import text_name
-from ..weights.fp8_weight import Fp8Weight
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.padded_weight import stored_weight
 from .compressed_tensors_packing import packed_tensors
@@ -28,6 +27,7 @@ from .fp8_format import (
     scale_layout,
     scaled_numbers,
 )
+from .kept_leaves import whole_numbers_form
 from .mxfp4_format import mxfp4_tensor
 from .nvfp4_format import number_spec, nvfp4_specs, nvfp4_tensor
 from .scaled_tensor import (
@@ -39,7 +39,7 @@ from .scaled_tensor import (
     is_quick_pattern,
     read_bytes,
 )
-from .tensors import Shape, StoredTensor, Tensors, TensorSpec, not_saved
+from .tensors import Require, Shape, StoredTensor, Tensors, TensorSpec
 
 _BYTES = np.arange(256)[:, None]
 # The whole numbers of a byte: packed ones by their bits, around the middle, and int8.
@@ -75,8 +75,33 @@ class Scheme:
 @dataclasses.dataclass(frozen=True)
 class CompressedTensorsFormat(MatrixFormat):
     method = "compressed-tensors"
+    methods = (method,)
+    floats_field = "ignore"
+    joined_are_written = False
     schemes: tuple[Scheme, ...]
     of_module: Mapping[str, Scheme] = dataclasses.field(default_factory=dict)  # by its name in the text model
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "CompressedTensorsFormat":
+        """There may be groups of activations and of the KV cache alone."""
+        groups: Any = config.get("config_groups") or {}
+        ignore = config.get("ignore") or []
+        sparsity = config.get("sparsity_config") or {}
+        is_dense = isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense"
+        require(isinstance(ignore, list | tuple) and all(isinstance(x, str) for x in ignore), "ignore")
+        require(is_dense, "sparsity_config")
+        require(not config.get("transform_config"), "transform_config")
+        are_groups = isinstance(groups, Mapping) and all(isinstance(x, Mapping) for x in groups.values())
+        require(are_groups, "config_groups")
+        used = [group for group in groups.values() if group.get("weights") is not None]
+        schemes = tuple(_read_scheme(group, group.get("format") or config.get("format")) for group in used)
+        targets = [target for scheme in schemes for target in scheme.targets]
+        if twice := sorted({target for target in targets if targets.count(target) > 1}):
+            raise InputError(
+                f"quantization_config: several config_groups have the target {format_value(twice[0])}:"
+                " correct config.json"
+            )
+        return cls(schemes)
 
     @property
     def stays_quantized(self) -> bool:  # type: ignore[override]
@@ -170,6 +195,7 @@ class CompressedTensorsFormat(MatrixFormat):
             if scheme.is_symmetric
             else _read_zeros(zeros, layout[2], table if is_packed else None),
             group_of=None if order is None else group_of_inputs(name, order, layout[1][1]),
+            kept=whole_numbers_form,
             bits=scheme.bits if scheme.is_symmetric or scheme.bits == 4 else 0,
             has_float16_scales=scale.type == "F16",
         )
@@ -185,7 +211,7 @@ class CompressedTensorsFormat(MatrixFormat):
             stored: Any = stored_weight(leaf)
             is_int4 = isinstance(stored, GroupedWeight) and stored.zero is not None and stored.group == J
             if not is_int4 or stored.int8_activations or scheme.format != _PACKED_INT or scheme.bits != 4:
-                raise not_saved(name) if isinstance(leaf, Fp8Weight) else self.misfit(name)
+                raise self.misfit(name, leaf)
             check = partial(self._check_symmetric, name) if scheme.is_symmetric else None
             kind = np.float32 if np.dtype(dtype) == np.float32 else stored.scale.dtype
             experts = range(leaf.shape[0]) if "{}" in name else (None,)
@@ -195,7 +221,7 @@ class CompressedTensorsFormat(MatrixFormat):
 
     def _check_symmetric(self, name: str, zeros: np.ndarray) -> None:
         if (zeros != 8).any():
-            raise self.misfit(name)
+            raise self.misfit(name, None)
 
     def is_unused(self, name: str, tensors: Tensors) -> bool:
         """Also zero points of symmetric matrices, which are 0."""
@@ -226,31 +252,6 @@ def _read_zeros(stored: Any, shape: tuple[int, int], packed: np.ndarray | None) 
         return numbers_OQ[rows.start - first * per_word :][: rows.stop - rows.start]
 
     return read
-
-
-def compressed_tensors_format(
-    config: Mapping[str, Any], require: Callable[[bool, str], None]
-) -> CompressedTensorsFormat:
-    """Reads quantization_config, which may have groups of activations and of the KV cache alone. require:
-    raises where a setting, by its name, is not supported.
-    """
-    groups: Any = config.get("config_groups") or {}
-    ignore = config.get("ignore") or []
-    sparsity = config.get("sparsity_config") or {}
-    require(isinstance(ignore, list | tuple) and all(isinstance(x, str) for x in ignore), "ignore")
-    require(isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense", "sparsity_config")
-    require(not config.get("transform_config"), "transform_config")
-    are_groups = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
-    require(are_groups, "config_groups")
-    used = [group for group in groups.values() if group.get("weights") is not None]
-    schemes = tuple(_read_scheme(group, group.get("format") or config.get("format")) for group in used)
-    targets = [target for scheme in schemes for target in scheme.targets]
-    if twice := sorted({target for target in targets if targets.count(target) > 1}):
-        raise InputError(
-            f"quantization_config: several config_groups have the target {format_value(twice[0])}: correct"
-            " config.json"
-        )
-    return CompressedTensorsFormat(schemes)
 
 
 def _read_scheme(group: Mapping[str, Any], format: Any) -> Scheme:

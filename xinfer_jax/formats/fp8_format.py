@@ -7,14 +7,16 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
-from ..weights.fp8_weight import Fp8Weight
-from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, read_bytes, read_rows
-from .tensors import DTYPES, Shape, StoredTensor, Tensors, TensorSpec, not_saved
+from ..weights.fp8_weight import FP8_BLOCK, Fp8Weight, fp8_struct
+from .kept_leaves import KeptForm
+from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, flat_bytes, read_bytes, read_rows
+from .tensors import DTYPES, Require, Shape, StoredTensor, Tensors, TensorSpec
 
 FLOAT8 = {"F8_E4M3", "F8_E5M2"}
 SCALE_TYPES = {"F32", "BF16", "F16", "F8_E8M0"}
@@ -33,9 +35,25 @@ _OF_ACTIVATIONS = (
 @dataclasses.dataclass(frozen=True)
 class Fp8Format(MatrixFormat):
     method = "fp8"
+    methods: ClassVar[tuple[str, ...]] = (method,)
+    kept_as = Fp8Weight.kept_as
+    kept_needs = "FP8 (E4M3) of a checkpoint, with a scale for a matrix, an output, or 128 × 128 numbers"
+    joined_are_written = False
     stays_quantized = False
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
     has_block: bool = False  # there are no others
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "Fp8Format":
+        block = config.get("weight_block_size", (128, 128))
+        require(config.get("activation_scheme") in (None, "dynamic", "static"), "activation_scheme")
+        require(config.get("scale_fmt") in (None, "float", "ue8m0"), "scale_fmt")
+        require(config.get("expert_dtype") in (None, "fp8"), "expert_dtype")
+        require(config.get("fmt") in (None, "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2"), "fmt")
+        is_pair = isinstance(block, list | tuple) and len(block) == 2
+        are_sizes = is_pair and all(type(x) is int and x > 0 for x in block)
+        require(block is None or are_sizes, "weight_block_size")
+        return cls(block and (block[0], block[1]), bool(config.get("weight_block_size")))
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
         return {name: x.shape for name, x in tensors.items() if x.type in FLOAT8 and len(x.shape) > 1}
@@ -56,7 +74,7 @@ class Fp8Format(MatrixFormat):
         for name, leaf in leaves.items():
             is_known = self.method == "fp8" and isinstance(leaf, Fp8Weight) and len(leaf.shape) == 2
             if not is_known or self.has_block and not leaf.has_blocks:
-                raise not_saved(name) if isinstance(leaf, Fp8Weight) else self.misfit(name)
+                raise self.misfit(name, leaf)
             scale = f"{name}_scale{'_inv' if leaf.has_blocks else ''}"
             for stored, array in ((name, leaf.values), (scale, leaf.scale)):
                 tensors[stored] = TensorOfLeaves(array.shape, array.dtype, partial(itself, array))
@@ -84,9 +102,52 @@ def float8_tensor(
     name: str, shape: Shape, stored: StoredTensor, scale: StoredTensor, layout: Any
 ) -> ScaledTensor:
     """Returns a matrix, or those of experts, in FP8. layout: as in `scaled_numbers`."""
-    kept = stored if stored.type == "F8_E4M3" else None
-    numbers = scaled_numbers(name, shape, read_float8(stored), scale, layout, fp8=kept)
+    kept = _kept_form if stored.type == "F8_E4M3" else None
+    numbers = scaled_numbers(name, shape, read_float8(stored), scale, layout, kept=kept, stored=(stored,))
     return ScaledTensor(numbers, shape)
+
+
+def _kept_form(
+    shape: Shape, parts: Sequence[ScaledTensor], devices: int, asked: str | None
+) -> KeptForm | None:
+    """The form of matrices with a scale for blocks that are those of the leaf, or for each output."""
+    if asked != Fp8Format.kept_as:
+        return None
+
+    def keeps_blocks(part: ScaledTensor) -> bool:
+        starts = (part.first_row % part.numbers.shape[0] % FP8_BLOCK, part.first_column % FP8_BLOCK)
+        is_whole = part.shape[0] == shape[-2] or part.shape[0] % FP8_BLOCK == 0
+        return (
+            part.numbers.block == (FP8_BLOCK, FP8_BLOCK) and starts == (0, 0) and part.step == 1 and is_whole
+        )
+
+    has_blocks = all(map(keeps_blocks, parts))
+    if not has_blocks and any(part.numbers.block[1] < part.numbers.shape[1] for part in parts):
+        return None
+    struct = partial(fp8_struct, has_blocks=has_blocks)
+    block = FP8_BLOCK if has_blocks and len(shape) == 2 else 1
+    return KeptForm(struct, _fill, block=block)
+
+
+def _fill(leaf: Fp8Weight, part: ScaledTensor, first: int, at: slice) -> None:
+    """`KeptForm.fill`."""
+    rows = part.rows(at)
+    to = np.arange(first + at.start, first + at.stop)
+    inputs = part.shape[1]
+    stored = flat_bytes(*part.numbers.stored)
+    values_OI = stored.slice_axis(1, part.first_column, inputs)[rows][:: part.step]
+    if ((values_OI & 127) == 127).any():
+        raise InputError(f"{part.numbers.name} holds NaN: fetch the checkpoint again")
+    values: Any = leaf.values
+    scale: Any = leaf.scale
+    values[to] = values_OI.view(values.dtype)
+    columns = part.first_column + np.arange(0, inputs, FP8_BLOCK if leaf.has_blocks else inputs)
+    scale_OQ = part.numbers.finite_per_row(part.numbers.scales, rows, columns)[:: part.step]
+    if leaf.has_blocks:
+        is_first = to % FP8_BLOCK == 0
+        scale[to[is_first] // FP8_BLOCK] = scale_OQ[is_first]
+    else:
+        scale[to] = scale_OQ[:, 0]
 
 
 def scaled_numbers(

@@ -57,6 +57,7 @@ class GgufTensor(RowsAsTensor):
     columns: Rows | None = None  # which numbers of a row of the file; None: all
     convert: Callable[[np.ndarray], np.ndarray] | None = None  # of its numbers, elementwise
     factors: np.ndarray | None = None  # of the numbers of each row of the file; None: 1
+    kept: Callable | None = None  # `gguf_format.gguf_form`, of an opened checkpoint
 
     @property
     def is_plain(self) -> bool:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InputError
-from ..weights.grouped_weight import GroupedWeight, pack_int4
-from ..weights.mxfp4 import Mxfp4Weight
+from ..weights.grouped_weight import pack_int4
+from ..weights.mxfp4 import mxfp4_struct
 from .gguf_file import GgufTensor
-from .kept_leaves import KeptForm
+from .kept_leaves import KeptForm, groups_struct
+from .tensors import Shape
 
 _NAN = 255  # as an exponent of MXFP4
 
@@ -29,13 +30,13 @@ class _Kind(NamedTuple):
     # leaf has them.
     decode: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     has_offsets: bool = False
-    leaf: type = GroupedWeight
+    is_mxfp4: bool = False
 
 
-def gguf_form(parts: Sequence[GgufTensor]) -> KeptForm | None:
-    """Returns the form in which the tensors of a matrix, or of experts, stay; None: they are read as floats.
-    Groups must be whole in the order of the model's inputs.
-    """
+def gguf_form(
+    shape: Shape, parts: Sequence[GgufTensor], devices: int = 1, asked: str | None = None
+) -> KeptForm | None:
+    """`GgufTensor.kept`, as `kept_form`. Groups must be whole in the order of the model's inputs."""
     kind = _KINDS.get(parts[0].kind.name)
     if kind is None or any(part.kind != parts[0].kind or not part.is_plain for part in parts):
         return None
@@ -46,8 +47,8 @@ def gguf_form(parts: Sequence[GgufTensor]) -> KeptForm | None:
     first = groups[:, :1]
     if (first % kind.group).any() or (groups != first + np.arange(kind.group)).any():
         return None
-    fill = partial(_fill, kind)
-    return KeptForm(kind.leaf, fill, kind.bits, kind.group, kind.scale, has_offsets=kind.has_offsets)
+    struct = partial(groups_struct, kind.bits, kind.group, kind.scale, False, kind.has_offsets)
+    return KeptForm(mxfp4_struct if kind.is_mxfp4 else struct, partial(_fill, kind))
 
 
 def _columns(tensor: GgufTensor) -> np.ndarray:
@@ -55,7 +56,7 @@ def _columns(tensor: GgufTensor) -> np.ndarray:
     return np.asarray(range(tensor.width) if tensor.columns is None else tensor.columns)
 
 
-def _fill(kind: _Kind, leaf: Any, form: KeptForm, part: GgufTensor, first: int, at: slice) -> None:
+def _fill(kind: _Kind, leaf: Any, part: GgufTensor, first: int, at: slice) -> None:
     per_block = part.block[0] // kind.group
     group_Q = _columns(part)[:: kind.group] // kind.group  # of a row of the file
     (blocks, block_Q) = np.unique(group_Q // per_block, return_inverse=True)
@@ -133,5 +134,5 @@ _KINDS = {
     "Q4_K": _Kind(4, 32, np.float32, lambda x: (_shifted(x[..., 16:], 32, 4), *_k_scales(x)), True),
     "Q5_K": _Kind(8, 32, np.float32, _q5_k, True),
     "Q6_K": _Kind(8, 16, np.float32, _q6_k),
-    "MXFP4": _Kind(8, 32, np.uint8, _mxfp4, leaf=Mxfp4Weight),
+    "MXFP4": _Kind(8, 32, np.uint8, _mxfp4, is_mxfp4=True),
 }

@@ -4,21 +4,38 @@ X.weight has words of 32 bits along its inputs, lowest bits first; X.scales and 
 """
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError, format_value
+from ..families.skipped_tensors import text_name
+from .kept_leaves import whole_numbers_form
 from .scaled_tensor import MatrixFormat, Read, ScaledNumbers, ScaledTensor, check_groups, read_rows
-from .tensors import Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import Require, Shape, StoredTensor, Tensors, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class MlxFormat(MatrixFormat):
     method = "mlx"
+    methods = (method,)
+    is_written = False
     settings: dict[
         str, Any
     ]  # `quantization` of config.json; that of single modules by names in the text model
+
+    @classmethod
+    def find_settings(cls, settings: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+        own = settings.get("quantization")
+        if not isinstance(own, Mapping) or settings.get("quantization_config") not in (None, own):
+            return None
+        return {**own, "quant_method": cls.method} if "group_size" in own else None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "MlxFormat":
+        return cls({text_name(key) or key: x for key, x in config.items()})
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
         modules = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
@@ -44,9 +61,8 @@ class MlxFormat(MatrixFormat):
             (rows.stop - rows.start, columns.stop - columns.start), -middle, np.int8
         )
         read = _read_words(words, bits, middle)
-        numbers = ScaledNumbers(
-            name, (outputs, inputs), (1, J), read, scales, zeros, offsets=offsets, bits=leaf_bits
-        )
+        kept = dict(kept=whole_numbers_form, bits=leaf_bits)
+        numbers = ScaledNumbers(name, (outputs, inputs), (1, J), read, scales, zeros, offsets, **kept)
         return ScaledTensor(numbers, shape)
 
     def _sizes(self, name: str) -> tuple[int, int]:

@@ -15,8 +15,10 @@ import numpy as np
 from kernels_pallas.mxfp4 import is_for_tpu, values_from_tpu
 
 from ..families.conversion import TensorOfLeaves
-from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight
+from ..weights.mxfp4 import BYTES, GROUP, NUMBERS, Mxfp4Weight, mxfp4_struct
 from ..weights.padded_weight import stored_weight
+from ..weights.quantized_weight import is_quantized
+from .kept_leaves import KeptForm
 from .scaled_tensor import (
     MatrixFormat,
     ScaledNumbers,
@@ -26,15 +28,34 @@ from .scaled_tensor import (
     read_bytes,
     read_rows,
 )
-from .tensors import Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import Require, Shape, StoredTensor, Tensors, TensorSpec
 
 _JOINED = dict.fromkeys(("gate_proj", "up_proj"), ("gate_proj", "up_proj")) | {"down_proj": ("down_proj",)}
+# The modules of gpt-oss that its files have as float numbers.
+_FLOATS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 PAIRS = NUMBERS[np.arange(256)[:, None] >> np.array([0, 4]) & 15]  # the two numbers of a byte
 
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Format(MatrixFormat):
     method = "mxfp4"
+    methods = (method,)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "Mxfp4Format":
+        """The tensors show what is not converted."""
+        return cls()
+
+    @classmethod
+    def settings_for(cls, leaves: Sequence[Any]) -> dict[str, Any] | None:
+        quantized = map(stored_weight, filter(is_quantized, leaves))
+        if not all(isinstance(leaf, Mxfp4Weight) and len(leaf.shape) > 2 for leaf in quantized):
+            return None
+        return dict(quant_method=cls.method, modules_to_not_convert=_FLOATS)
+
+    @classmethod
+    def with_floats(cls, settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
+        return {**settings}
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
         names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
@@ -54,7 +75,7 @@ class Mxfp4Format(MatrixFormat):
             parts: list[Any] = [leaves.get(f"{prefix}.{other}.weight") for other in others]
             kinds = [stored_weight(x) for x in parts]
             if not parts or not all(isinstance(x, Mxfp4Weight) and len(x.shape) > 2 for x in kinds):
-                raise self.misfit(name)
+                raise self.misfit(name, leaf)
             (experts, outputs, inputs) = leaf.shape
             stem = f"{prefix}.{'down_proj' if len(parts) == 1 else 'gate_up_proj'}"
             specs = self.tensor_specs(stem, (experts, inputs, len(parts) * outputs), {})
@@ -91,9 +112,35 @@ def mxfp4_tensor(name: str, shape: Shape, values: StoredTensor, scales: StoredTe
     exponents = dataclasses.replace(flat_bytes(scales), type="F8_E8M0")  # its NaN is that of MXFP4
     read_scales = read_rows(exponents, exponents.shape)  # type: ignore[arg-type]
     numbers = ScaledNumbers(
-        name, (outputs, inputs), (1, GROUP), read_bytes(values, PAIRS), read_scales, mxfp4=(values, scales)
+        name,
+        (outputs, inputs),
+        (1, GROUP),
+        read_bytes(values, PAIRS),
+        read_scales,
+        kept=_kept_form,
+        stored=(values, scales),
     )
     return ScaledTensor(numbers, shape)
+
+
+def _kept_form(
+    shape: Shape, parts: Sequence[ScaledTensor], devices: int, asked: str | None
+) -> KeptForm | None:
+    return KeptForm(mxfp4_struct, _fill) if shape[-1] % GROUP == 0 else None
+
+
+def _fill(leaf: Any, part: ScaledTensor, first: int, at: slice) -> None:
+    """`KeptForm.fill`."""
+    rows = part.rows(at)
+    group = part.first_column // GROUP
+    Q = part.shape[1] // GROUP
+    at_Q = np.arange(group, group + Q) * GROUP
+    part.numbers.finite_per_row(part.numbers.scales, rows, at_Q)  # raises where one is NaN
+    (values, scales) = map(flat_bytes, part.numbers.stored)
+    values_OY = values.slice_axis(1, group * BYTES, Q * BYTES)[rows][:: part.step]
+    to = slice(first + at.start, first + at.stop)
+    leaf.values[..., to] = values_OY.reshape(-1, Q, BYTES).transpose(1, 2, 0)
+    leaf.scale[:, to] = scales.slice_axis(1, group, Q)[rows][:: part.step].T
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,19 +5,45 @@ scales are multiplied. Its matrices in FP8 are as in other files.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from .files import read_json
 from .fp8_format import Fp8Format
 from .mxfp4_format import PAIRS
 from .scaled_tensor import ScaledNumbers, ScaledTensor, check_groups, read_bytes, read_rows
-from .tensors import Shape, StoredTensor, Tensors, TensorSpec
+from .tensors import Require, Shape, StoredTensor, Tensors, TensorSpec
 
 _GROUP = 16
+_ALGORITHMS = (
+    "FP8", "FP8_PB_WO", "FP8_BLOCK_SCALES", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptFormat(Fp8Format):
     method = "modelopt"
+    methods = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+    files = ("hf_quant_config.json",)
+
+    @classmethod
+    def find_settings(cls, settings: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+        found = {} if settings.get("quantization_config") else read_json(path / cls.files[0]) or {}
+        own = found.get("quantization")
+        return {"quant_method": cls.method} | own if isinstance(own, dict) else None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "ModelOptFormat":
+        """The tensors show what a matrix has."""
+        layers = config.get("quantized_layers") or {}
+        are_layers = isinstance(layers, Mapping) and all(isinstance(x, Mapping) for x in layers.values())
+        require(are_layers, "quantized_layers")
+        for algorithm in (config, *layers.values()):
+            is_known = str(algorithm.get("quant_algo")).upper() in _ALGORITHMS
+            require(is_known, "quant_algo" if algorithm is config else "quantized_layers")
+            require(algorithm.get("group_size") in (None, 16, 128), "group_size")
+        return cls((128, 128))
 
     def find(self, tensors: Tensors) -> dict[str, Shape]:
         packed = {name: x.shape for name, x in tensors.items() if x.type == "U8" and name.endswith(".weight")}

@@ -1,6 +1,4 @@
-"""Our format of quantized checkpoints: a matrix is X.weight.values, .scale, .zero, .order, .offset and
-.step.
-"""
+"""Our format of quantized checkpoints: X.weight is X.weight.values, .scale, .zero, .order, .offset, .step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,25 +9,49 @@ import numpy as np
 
 from ..errors import InputError
 from ..families.conversion import TensorOfLeaves, itself
-from ..weights.fp8_weight import Fp8Weight
 from ..weights.grouped_weight import GroupedWeight
 from ..weights.hadamard import input_block_width
 from ..weights.int8_weight import Int8Weight
 from ..weights.mxfp4 import Mxfp4Weight, mxfp4_struct
-from ..weights.quantized_weight import QuantizedWeight, is_quantized
+from ..weights.padded_weight import stored_weight
+from ..weights.quantized_weight import QuantizedWeight
+from ..weights.rotated_weight import RotatedWeight
 from ..weights.ternary import TernaryWeight, ternary_struct
-from .tensors import QuantizedFormat, Shape, StoredTensor, Tensors, TensorSpec, not_saved
+from .tensors import QuantizedFormat, Require, Shape, StoredTensor, Tensors, TensorSpec
 
-VERSIONS = (1, 2, 3, 4)  # 2: rotated weights or int8 activations; 3: inputs rotated in blocks; 4: steps
+_VERSION = 5
+_OLD_VERSIONS = (1, 2, 3, 4)  # whose settings say what tensors and leaves show now
+_LEAVES = (Int8Weight, GroupedWeight, Mxfp4Weight, TernaryWeight)
 _FIELDS = ("values", "scale", "zero", "order", "offset", "step")
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnFormat(QuantizedFormat):
     method = "xinfer_jax"
-    rotated: bool = False  # `ModelConfig.rotated`
-    once: bool = False  # `Int8Weight.int8_activations`
-    blocks: bool = False  # `input_block` is that of `input_block_width`
+    methods = (method,)
+    is_written = False  # with the settings of the files that a model is from: `settings_for` makes its own
+    int8_activations: bool = False  # of `with_int8_activations`
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "OwnFormat":
+        """Raises InputError: the files are of another version."""
+        version = config.get("version")
+        if version in _OLD_VERSIONS:
+            flag = " --activations=int8" if config.keys() & {"rotated", "once", "blocks"} else ""
+            raise InputError(
+                f"version {version} of our format of quantized weights is not read, only {_VERSION}: write"
+                " the files again from the float checkpoint with `python scripts/quantize.py"
+                f" --model=CHECKPOINT --output=DIR --quantize={'int4' if version == 4 else 'int8'}{flag}`"
+            )
+        require(version == _VERSION, "version")
+        require(config.get("activations") in (None, "int8"), "activations")
+        return cls(config.get("activations") == "int8")
+
+    @classmethod
+    def settings_for(cls, leaves: Sequence[Any]) -> dict[str, Any]:
+        has_activations = any(getattr(leaf, "int8_activations", False) for leaf in leaves)
+        activations = {"activations": "int8"} if has_activations else {}
+        return {"quant_method": cls.method, "version": _VERSION} | activations
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         values = f"{name}.values"
@@ -69,18 +91,26 @@ class OwnFormat(QuantizedFormat):
     def pack(self, leaves: Mapping[str, Any], dtype: Any) -> dict[str, TensorOfLeaves]:
         tensors = {}
         for name, leaf in leaves.items():
-            if isinstance(leaf, Fp8Weight):
-                raise not_saved(name)
+            if not isinstance(stored_weight(leaf), _LEAVES):
+                raise self.misfit(name, leaf)
             if len(leaf.shape) > 2:
                 raise InputError(
                     f"{name}: experts in int8 or int4 cannot be saved: save the float model, and load it with"
                     " quantize"
+                )
+            if isinstance(leaf, RotatedWeight) and leaf.input_block != self._input_block(leaf.shape):
+                raise InputError(
+                    f"{name} has its inputs rotated in blocks of {leaf.input_block}, and the files would say"
+                    f" {self._input_block(leaf.shape)}: quantize all matrices with the same activations"
                 )
             for field in _FIELDS:
                 if (array := getattr(leaf, field, None)) is not None:
                     make = partial(itself, array)
                     tensors[f"{name}.{field}"] = TensorOfLeaves(array.shape, array.dtype, make)
         return tensors
+
+    def _input_block(self, shape: Shape) -> int:
+        return input_block_width(shape[1]) if self.int8_activations else 0
 
     def _make_weight(
         self, name: str, shape: Shape, tensors: Tensors, get: Callable[[StoredTensor], Any]
@@ -90,28 +120,8 @@ class OwnFormat(QuantizedFormat):
             return Mxfp4Weight(**arrays)
         if arrays["values"].dtype == np.int32:
             return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
-        rotated = None if self.rotated else (0, 0)
-        block = input_block_width(shape[1]) if self.blocks else 0
+        block = self._input_block(shape)
         if len(arrays["values"].shape) == 2:
-            return Int8Weight(**arrays, int8_activations=self.once, rotated=rotated, input_block=block)
+            return Int8Weight(**arrays, int8_activations=self.int8_activations, input_block=block)
         arrays = {"zero": None, "order": None} | arrays
-        return GroupedWeight(**arrays, inputs=shape[1], rotated=rotated, input_block=block)
-
-
-def quantization_config(leaves: Sequence[Any], rotated: bool) -> dict[str, Any]:
-    """Returns what config.json says of a model with these leaves; {}: none is quantized.
-
-    Raises:
-        InputError: no matrix of a rotated model is quantized.
-    """
-    if not any(map(is_quantized, leaves)):
-        if rotated:
-            raise InputError("a rotated model of float weights cannot be saved: quantize its matrices first")
-        return {}
-    fields = {"once": "int8_activations", "blocks": "input_block"}
-    flags = {"rotated": rotated}
-    flags |= {flag: any(getattr(leaf, name, 0) for leaf in leaves) for flag, name in fields.items()}
-    flags = {name: True for name, value in flags.items() if value}
-    has_steps = any(getattr(leaf, "step", None) is not None for leaf in leaves)
-    version = 4 if has_steps else 3 if "blocks" in flags else 2 if flags else 1
-    return {"quant_method": OwnFormat.method, "version": version} | flags
+        return GroupedWeight(**arrays, inputs=shape[1], input_block=block)

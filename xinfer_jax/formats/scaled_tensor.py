@@ -35,11 +35,11 @@ class ScaledNumbers:
     offsets: Read | None = None  # float32, like the scales
     rounded_to: Any = None  # a type of floats to which its values are rounded; None: float32
     group_of: np.ndarray | None = None  # of each column the column of its scale; None: by the block
-    # How it can stay as it is: whole numbers of so many bits, and whether scales are float16; 0: as floats.
-    bits: int = 0
+    # How it can stay as it is: a function like `kept_leaves.whole_numbers_form`, which may use the others.
+    kept: Callable | None = None  # None: it is read as floats
+    stored: tuple[StoredTensor, ...] = ()  # tensors whose bytes stay
+    bits: int = 0  # of whole numbers
     has_float16_scales: bool = False
-    fp8: StoredTensor | None = None  # its bytes, if it is E4M3
-    mxfp4: tuple[StoredTensor, StoredTensor] | None = None  # its bytes, if it is MXFP4: numbers and scales
 
     def floats(self, rows: slice, columns: slice) -> np.ndarray:
         """Returns these rows and columns of all matrices, float32. Raises InputError: a scale or an offset is
@@ -100,6 +100,10 @@ class ScaledTensor(RowsAsTensor):
         each = math.prod(self.shape[1:-1])
         last = self.first_row + (end * each - 1) * self.step
         return slice(self.first_row + first * each * self.step, last + 1)
+
+    @property
+    def kept(self) -> Callable | None:
+        return self.numbers.kept
 
     @property
     def columns(self) -> slice:

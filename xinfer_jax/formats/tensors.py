@@ -7,10 +7,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import ml_dtypes
@@ -169,10 +169,50 @@ TensorSpec = tuple[Shape, set[str]]  # shape and possible types of a tensor in a
 Tensors = Mapping[str, StoredTensor]  # of a checkpoint, by name
 
 
-class StoredFormat:
-    """How a checkpoint stores quantized matrices. A matrix has its name X.weight, and its shape [O, I]."""
+Require = Callable[[bool, str], None]  # raises unless a setting, by its name, is supported
 
-    method: str  # quant_method of config.json
+
+class StoredFormat:
+    """How a checkpoint stores quantized matrices: the one object of a format. It recognizes its settings in
+    config.json, checks them, and reads and writes matrices. A matrix has its name X.weight, and its shape
+    [O, I]. `quantized_formats.FORMATS` lists the formats; no other file names one.
+    """
+
+    methods: ClassVar[tuple[str, ...]]  # values of quant_method in config.json
+    method: str  # the one of this checkpoint
+    files: ClassVar[tuple[str, ...]] = ()  # next to config.json, in which programs wrote its settings
+    kept_as: ClassVar[str | None] = None  # value of `quantize` without which matrices become floats
+    kept_needs: ClassVar[str] = ""  # the matrices that stay with it, for errors
+    is_written: ClassVar[bool] = True
+    joined_are_written: ClassVar[bool] = True  # also if published files join matrices
+    floats_field: ClassVar[str] = "modules_to_not_convert"  # setting that lists modules with float matrices
+
+    @classmethod
+    def find_settings(cls, settings: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+        """Returns the settings of a checkpoint whose `quantization_config` names no method, with
+        `quant_method`; None: they are not in this format. settings: config.json of the directory.
+        """
+        return None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], require: Require) -> "StoredFormat":
+        """Returns the format of these settings. Raises InputError: they are not supported."""
+        raise NotImplementedError
+
+    @classmethod
+    def settings_for(cls, leaves: Sequence[Any]) -> dict[str, Any] | None:
+        """Returns the settings for leaves that are from no file of a format; None: they are not for it."""
+        return None
+
+    @classmethod
+    def with_floats(cls, settings: Mapping[str, Any], floats: list[str]) -> dict[str, Any]:
+        """Returns the settings of a checkpoint whose modules `floats` have float matrices, and the others
+        packed ones.
+        """
+        names = settings.get(cls.floats_field)
+        names = [*names] if isinstance(names, list | tuple) else ["lm_head"]
+        added = [module for module in floats if not is_listed(module, map(str, names))]
+        return {**settings, cls.floats_field: names + added} if added else {**settings}
 
     def tensor_specs(self, name: str, shape: Shape, tensors: Tensors) -> dict[str, TensorSpec]:
         """The stored tensors of a matrix, or of experts' matrices; empty if they are not quantized."""
@@ -182,10 +222,12 @@ class StoredFormat:
         """The tensors of quantized leaves by their names. dtype: of the float tensors beside them. Raises
         InputError: the format has no such matrix.
         """
-        raise self.misfit(next(iter(leaves)))
+        raise self.misfit(*next(iter(leaves.items())))
 
-    def misfit(self, name: str) -> InputError:
+    def misfit(self, name: str, leaf: Any) -> InputError:
         """The error of `pack` for this matrix."""
+        if reason := getattr(leaf, "not_written", None):
+            return InputError(f"{name.replace('{}', '*')} {reason}")
         return InputError(
             f"{name} cannot be written in the format {self.method} with the settings of the checkpoint that"
             " the model is from: dataclasses.replace(config, quantization_config=None) chooses our own format"
@@ -196,16 +238,17 @@ class StoredFormat:
         return False
 
 
-def not_saved(name: str) -> InputError:
-    """The error where a matrix in FP8 has no place in the files to be written."""
-    return InputError(
-        f"{name.replace('{}', '*')} is kept in FP8, which is saved only in the files of a checkpoint with"
-        " quant_method fp8, without experts: load the model without quantize='fp8', and save that"
-    )
+def is_listed(module: str, names: Iterable[str]) -> bool:
+    """Whether a name of `modules_to_not_convert` begins the module's, in whole components, or ends it:
+    transformers' rule.
+    """
+    return any(f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in names)
 
 
 class QuantizedFormat(StoredFormat):
     """A format whose matrices are leaves, and are read as such only."""
+
+    is_read_whole: ClassVar[bool] = False  # over a mesh too, since parts share stored numbers
 
     def struct(self, name: str, shape: Shape, tensors: Tensors) -> Any:
         """The shapes and types of what `load` returns. Reads at most the order of inputs."""

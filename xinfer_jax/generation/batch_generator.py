@@ -117,7 +117,10 @@ class BatchGenerator:
             carry = self._sample(executor, outputs), *rest
             first = compiler.num_programs
             if self._call.options.max_new_tokens > 1:
-                self._decode(decoder, carry, 1)
+                if self._call.options.use_cache:
+                    decoder.decode(self._strategy, self._constants, carry, 1)
+                else:
+                    self._recompute(decoder, [[0]] * self._call.rows)
             return first
 
         return compile_ahead(self._call.params, self._signature(), dry_run)
@@ -164,20 +167,23 @@ class BatchGenerator:
             self._compiler.wait()
         with Stopwatch() as decoding:
             steps = min(steps, self._call.options.max_new_tokens - self.steps)
-            while steps > 0 and self._grammars.need_masks(self.active_R):  # step by step
-                self._set_masks()
-                self._take(1)
-                steps -= 1
-            if steps and self.active_R.any():
-                self._take(steps)
+            while steps > 0 and self.active_R.any():
+                count = steps
+                if self._grammars.need_masks(self.active_R):  # step by step
+                    count = 1
+                    self._set_masks()
+                if self._cache is None:
+                    self._state = self._recompute(self._decoder, self.generated.rows())
+                else:
+                    carry = self._state, *self._rest
+                    carry = self._decoder.decode(self._strategy, self._constants, carry, count)
+                    self._state, *self._rest = carry
+                self._fetch()
+                steps -= count
         self.stats.compile_seconds += compiling.seconds
         self.stats.count(compiling, decoding)
         self.stats.decode_seconds += decoding.seconds
         self.stats.decode_steps = self.steps - 1
-
-    def _take(self, steps: int) -> None:
-        self._state, *self._rest = self._decode(self._decoder, (self._state, *self._rest), steps)
-        self._fetch()
 
     def _fetch(self) -> None:
         self.generated = fetch_tokens(self._state, len(self._row_prompts))
@@ -236,18 +242,13 @@ class BatchGenerator:
     def _sample(self, executor: Executor, outputs: Any) -> DecodeState:
         return executor.sample(executor.logits(self._model, outputs), self._state)[0]
 
-    def _decode(self, executor: Executor, carry: tuple, steps: int) -> tuple:
-        if carry[1] is not None:
-            return executor.decode(self._strategy, self._constants, carry, steps)
-        # Without a cache: the next token, after a forward pass of the whole rows.
+    def _recompute(self, executor: Executor, generated: list[list[int]]) -> DecodeState:
+        """The state with the next token, after a forward pass of the whole rows, without a cache."""
         call = self._call
-        prompts = [call.prompts[i] for i in self._prompt_R]
-        # In a dry run nothing is generated yet.
-        generated = self.generated.rows() if hasattr(self, "generated") else [[0]] * len(prompts)
-        rows = [prompt + ids for prompt, ids in zip(prompts, generated, strict=False)]
+        pairs = zip(self._prompt_R, generated, strict=False)
+        rows = [call.prompts[i] + ids for i, ids in pairs]
         tokens = pad_prompts(rows, call.config.context_length, call.rows)
-        out = executor.prefill(self._model, tokens, None)
-        return self._sample(executor, out.hidden), None
+        return self._sample(executor, executor.prefill(self._model, tokens, None).hidden)
 
     def output(self, stopped_at: int | None = None) -> GenerateOutput:
         """What the call returns.

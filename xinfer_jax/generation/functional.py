@@ -16,7 +16,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..model.decoder import Inputs, apply_model, unembed
+from ..model.decoder import Inputs, apply_model, head_logits
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
@@ -58,7 +58,7 @@ class Decoded(DecodeState):
         output_start_B: None.
         cache: with all tokens but the last one of each row.
         at_capacity_B: bool: the row ended before its limit, since the cache has no space for more.
-        routes: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `hidden_states`; -1
+        routes: int32 [B, T, L, U], if asked for: experts of the sampled tokens, as in `run_model`; -1
             from a row's last token on, on which the model has not run.
     """
 
@@ -322,7 +322,7 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 @over_any_mesh
 def _decode_step(params, config, token_B, cache, run_config):
     out = apply_model(params, config, Inputs(token_B[:, None]), cache, NO_EXTRAS, run_config)
-    return unembed(params, config, out.hidden[:, 0]), out.cache
+    return head_logits(params, config, out.hidden[:, 0]), out.cache
 
 
 @over_any_mesh

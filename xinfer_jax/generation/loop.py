@@ -17,9 +17,9 @@ from jax import lax
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..model.decoder import Inputs, ModelOutput, apply_model, unembed
+from ..model.decoder import Inputs, ModelOutput, apply_model, head_logits
 from ..model.extras import NO_EXTRAS, Extras
-from ..ops.operation import match_varying_axes, over_any_mesh, run, without_gradient
+from ..ops.operation import Call, chosen_form, match_varying_axes, over_any_mesh, without_gradient
 from ..weights.params import Params, activation_dtype
 from .executor import (
     PaddedTokens,
@@ -56,35 +56,27 @@ def prefill_chunks(
         out = apply_model(params, config, inputs, cache, extras, run_config)
         last_BD = last_hidden(out.hidden, inputs.num_tokens_B)
         has_tokens_B1 = (inputs.num_tokens_B > 0)[:, None]
-        return out._replace(hidden=jnp.where(has_tokens_B1, last_BD, previous_BD), reads=None)
+        return ModelOutput(jnp.where(has_tokens_B1, last_BD, previous_BD), out.cache)
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
     if isinstance(T, int) and T <= chunk:  # else it may be symbolic
         out = run_chunk(inputs, cache, none_BD)
-        return out._replace(hidden=unembed(params, config, out.hidden))
+        return out._replace(hidden=head_logits(params, config, out.hidden))
     padding = (0, 0), (0, -(-T // chunk) * chunk - T)
     of_tokens = inputs._replace(num_tokens_B=None)
     padded = jax.tree.map(lambda x: jnp.pad(x, (*padding, (0, 0))[: x.ndim]), of_tokens)
-    routes = None
-    if run_config.return_routes:
-        from ..model.routes import free_routes  # optional: routes
-
-        routes = free_routes(config, padded.tokens_BT.shape)
 
     def body(i: jax.Array, carry: ModelOutput) -> ModelOutput:
         part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1), padded)
         part = part._replace(num_tokens_B=jnp.clip(num_tokens_B - i * chunk, 0, chunk))
-        out = run_chunk(part, carry.cache, carry.hidden)
-        put = partial(lax.dynamic_update_slice_in_dim, start_index=i * chunk, axis=1)
-        return out._replace(routes=None if routes is None else put(carry.routes, out.routes))
+        return run_chunk(part, carry.cache, carry.hidden)
 
     chunks = -(-jnp.max(num_tokens_B) // chunk)
-    carry = ModelOutput(none_BD, cache, routes)
+    carry = ModelOutput(none_BD, cache)
     carry = match_varying_axes(carry, params, inputs, cache, extras)
     carry = lax.fori_loop(0, chunks, body, carry)
     out = without_gradient(carry, f"prefill in chunks of {chunk}", "give forward the cache")
-    routes = None if routes is None else out.routes[:, :T]
-    return out._replace(hidden=unembed(params, config, out.hidden), routes=routes)
+    return out._replace(hidden=head_logits(params, config, out.hidden))
 
 
 @over_any_mesh
@@ -93,7 +85,7 @@ def prefill_uncached(
 ) -> jax.Array:
     """Logits [B, V] after each row's last token, without a cache."""
     hidden_BTD = hidden_uncached(params, config, tokens_BT, num_tokens_B, run_config)
-    return unembed(params, config, last_hidden(hidden_BTD, num_tokens_B))
+    return head_logits(params, config, last_hidden(hidden_BTD, num_tokens_B))
 
 
 @over_any_mesh
@@ -120,7 +112,7 @@ class Hidden(NamedTuple):
 
 def to_logits(x: Any) -> Any:
     """The logits of `Hidden`; anything else stays."""
-    return unembed(*x) if isinstance(x, Hidden) else x
+    return head_logits(*x) if isinstance(x, Hidden) else x
 
 
 class TracedExecutor:
@@ -183,30 +175,18 @@ class TracedExecutor:
 
 
 def decode(strategy: Strategy, constants: tuple, carry: Carry, steps: Any, run_config: RunConfig) -> Carry:
-    """The carry after so many steps (int32) of a strategy, or fewer where all rows end. steps: None: no
-    limit.
-    """
-    executor = TracedExecutor(run_config, inline)
-    return loop_until_done(
-        lambda *carry: strategy.step(executor, constants, carry)[0],
-        lambda *carry: strategy.continues(constants, carry),
-        steps,
-        *match_varying_axes(carry, carry, constants),
-    )
-
-
-def loop_until_done(step: Callable, continues: Callable, steps: Any, *carry: Any) -> Carry:
-    """`carry = step(*carry)` while `continues(*carry)`, at most so many times (int32); steps: None: no
-    limit.
-    """
+    """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit."""
+    step = partial(strategy.step, TracedExecutor(run_config, inline), constants)
+    continues = partial(strategy.continues, constants)
+    carry = match_varying_axes(carry, carry, constants)
     if steps is None:
-        return lax.while_loop(lambda carry: continues(*carry), lambda carry: step(*carry), carry)
-    _, *carry_after = lax.while_loop(
-        lambda counted: (counted[0] < steps) & continues(*counted[1:]),
-        lambda counted: (counted[0] + 1, *step(*counted[1:])),
-        (jnp.int32(0), *carry),
+        return lax.while_loop(continues, lambda carry: step(carry)[0], carry)
+    counted = lax.while_loop(
+        lambda counted: (counted[0] < steps) & continues(counted[1]),
+        lambda counted: (counted[0] + 1, step(counted[1])[0]),
+        (jnp.int32(0), carry),
     )
-    return tuple(carry_after)
+    return counted[1]
 
 
 def search(
@@ -221,12 +201,16 @@ def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeSta
     """`sample_and_append` of logits [B, V], or of `Hidden`."""
     if not isinstance(outputs, Hidden):
         return sample_and_append(outputs, state, run_config)
-    params, config, hidden = outputs
+    params, config, hidden_BD = outputs
 
-    def plain(params: Params, hidden_BD: jax.Array, state: DecodeState) -> DecodeState:
-        return sample_and_append(unembed(params, config, hidden_BD), state, run_config)
+    plain = partial(_sample_hidden, config=config, run_config=run_config)
+    operands = dict(params=params, hidden_BD=hidden_BD, state=state)
+    form = chosen_form("sample_from_hidden", Call(plain, operands, dict(config=config), run_config))
+    return (form or plain)(**operands)
 
-    return run("sample_from_hidden", plain, params, hidden, state, run_config=run_config, config=config)
+
+def _sample_hidden(params, hidden_BD, state, config, run_config) -> DecodeState:
+    return sample_and_append(head_logits(params, config, hidden_BD), state, run_config)
 
 
 class JitVariants(NamedTuple):

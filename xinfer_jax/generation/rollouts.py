@@ -46,7 +46,7 @@ def pack_rollout(
         prompt_BT: int32, padded on the right.
         num_tokens_B: int32: how many of each row are real.
         out: what `decode_loop` returned for these rows; with routes these are packed as well.
-        prompt_routes: those of the prompt, from `prefill`; None: -1, so `score` chooses its experts anew.
+        prompt_routes: those of the prompt, from `run_model`; None: -1, so `score` chooses its experts again.
 
     Raises:
         InputError: arrays of another shape or type; routes of the prompt alone; outside a trace also a number

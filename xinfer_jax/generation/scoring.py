@@ -20,7 +20,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..model.decoder import Inputs, apply_model, check_tokens, lm_head, unembed
+from ..model.decoder import Inputs, apply_model, check_tokens, head_logits, lm_head
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh
@@ -105,9 +105,9 @@ def score(  # noqa: PLR0913  a public function
         num_tokens_B: how many of each row are real; None: all.
         inputs_BTD: the input of the first layer, instead of `embed_tokens(params, config, tokens_BT)`: for a
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
-        segment_ids_BT, positions_BT, remat: as in `hidden_states`. The first token of a segment has the
+        segment_ids_BT, positions_BT, remat: as in `run_model`. The first token of a segment has the
             log-probability 0.
-        routes, return_routes: as in `hidden_states`: the experts of token t, whose output gives entry t. The
+        routes, return_routes: as in `run_model`: the experts of token t, whose output gives entry t. The
             router has gradients by the weights of the experts used. A reference model chooses its own.
         temperature: logits are divided by it: a number above 0, or one for each row.
         entropy: also compute the entropy of each distribution.
@@ -117,7 +117,7 @@ def score(  # noqa: PLR0913  a public function
             of -inf count nothing.
         chunk: tokens of each row whose logits exist at the same time; None: 128 MiB of them, or all tokens if
             those of all take at most 256 MiB and, with their gradient, no more than the vocabulary's matrix.
-        taps: as in `hidden_states`, which is for those that read; the reference model has none.
+        taps: as in `run_model`, which is for those that read; the reference model has none.
         impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:
@@ -196,7 +196,7 @@ def map_logits(
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
 
     def part(hidden_BCD: jax.Array, *args: Any) -> Any:
-        return function(unembed(params, config, hidden_BCD), *args)
+        return function(head_logits(params, config, hidden_BCD), *args)
 
     return _map_tokens(part, lm_head(params)["weight"], chunk, hidden_BTD, *args)
 
@@ -274,7 +274,7 @@ def _score(  # noqa: PLR0913
     ids_BTk = None if ids_BTk is None else jnp.asarray(ids_BTk, jnp.int32)
 
     def logits(params, hidden_BCD) -> jax.Array:
-        logits_BCV = unembed(params, config, hidden_BCD)
+        logits_BCV = head_logits(params, config, hidden_BCD)
         return logits_BCV if temperature_B11 is None else logits_BCV / temperature_B11
 
     def part(hidden_BCD, target_BC, of_reference_BCD, ids_BCk, logprobs_BCk) -> Scores:

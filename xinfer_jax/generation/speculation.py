@@ -128,7 +128,7 @@ def verify(
     active_B = state.active_B
     length_B = state.length_B
     plain = functools.partial(_verify_in_turn, outputs, run_config)
-    state = run("verify", plain, state, draft_BT, run_config=run_config, outputs=outputs)
+    state = run("verify", plain, run_config, static=dict(outputs=outputs), state=state, draft_BT=draft_BT)
     num_accepted_B = counts.accepted_B + jnp.maximum(state.length_B - length_B - 1, 0)
     return state, SpeculationState(counts.cache, counts.passes_B + active_B, num_accepted_B)
 

@@ -134,8 +134,8 @@ def after_recording(token: jax.Array, state: DecodeState) -> tuple[jax.Array, De
     """Returns tokens and state unchanged. A GPU records the alternatives before it appends the tokens:
     recording reads the context as it was, and appending changes it in place.
     """
-    recorded = token, state.alternatives
-    token, alternatives = run("after_recording", lambda *recorded: recorded, *recorded)
+    unordered = lambda token, alternatives: (token, alternatives)  # noqa: E731
+    token, alternatives = run("after_recording", unordered, token=token, alternatives=state.alternatives)
     return token, dataclasses.replace(state, alternatives=alternatives)
 
 

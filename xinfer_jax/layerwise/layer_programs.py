@@ -15,7 +15,7 @@ from ..generation.executor import decode_compiler_options
 from ..generation.loop import last_hidden
 from ..generation.state import append_token, record_token
 from ..mixers.mixer import Positions
-from ..model.decoder import embed_inputs, final_norm, unembed
+from ..model.decoder import embed_inputs, head_logits, last_norm
 from ..model.decoder_layer import LayerInputs, layer_kinds, run_layers
 from ..model.extras import Extras
 from ..model.routes import routes_used
@@ -69,7 +69,7 @@ def _last(x_BTD, num_tokens_B, previous_B1D):
 
 
 def _head(params, config, x_BTD):
-    return unembed(params, config, final_norm(params, config, x_BTD))
+    return head_logits(params, config, last_norm(params, config, x_BTD))
 
 
 def _layers(layers, head, is_last, group, x_BTD, call, caches, run_config):
@@ -146,7 +146,7 @@ LAYERS = jax.jit(
 )
 RECORD_ROUTES = jax.jit(_record_routes, donate_argnames="pages")
 LAST = jax.jit(_last)
-NORM = jax.jit(final_norm, static_argnames="config")
+NORM = jax.jit(last_norm, static_argnames="config")
 HEAD = jax.jit(_head, static_argnames="config", compiler_options=decode_compiler_options())
 MOST_LIKELY = jax.jit(_most_likely, static_argnames="run_config")
 SAMPLE = jax.jit(_sample, static_argnames=("run_config", "taken"))

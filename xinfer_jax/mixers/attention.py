@@ -91,13 +91,12 @@ def attention(  # noqa: PLR0913
         )
     fixed = partial(blocked_attention, scoring=scoring, static=True)
     plain = fixed if static else partial(blocked_attention, scoring=scoring, static=False)
-    by_kernel = partial(
-        run, "attention", plain, run_config=run_config, derivative=fixed, scoring=scoring, few=few
-    )
-    operands = q_BTNH, kv, start_B, length_B, sink_N
+    options = dict(scoring=scoring, few=few)
+    by_kernel = partial(run, "attention", plain, run_config, derivative=fixed, static=options)
+    operands: dict[str, Any] = dict(q_BTNH=q_BTNH, kv=kv, start_B=start_B, length_B=length_B, sink_N=sink_N)
     if static and not ahead:
-        return run("causal_attention", by_kernel, *operands, run_config=run_config, scoring=scoring)
-    return by_kernel(*operands)
+        return run("causal_attention", by_kernel, run_config, static=options, **operands)
+    return by_kernel(**operands)
 
 
 def blocked_attention(  # noqa: PLR0913

@@ -8,11 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from ..config.layer_spec import MixerSpec
-from ..config.run_config import RunConfig
-from ..weights.layers import Norm
 from ..weights.param_specs import Params, dense, tensor
 from .linear_attention import linear_attention
-from .mixer import Divided, Mixer, Positions
+from .mixer import Divided, Mixer
 from .recurrent import Recurrent, state_shapes
 
 _KERNELS = ("delta_step", "delta_prefill", "delta_drafts")
@@ -50,15 +48,8 @@ class GatedDelta(Mixer):
         return tree
 
     def forward(
-        self,
-        params: Params,
-        x_BTD: Any,
-        positions: Positions,
-        cache: Any,
-        run_config: RunConfig,
-        before: Norm | None = None,
-        residual: jax.Array | None = None,
-    ) -> tuple[jax.Array, Recurrent | None]:
+        self, params, x_BTD, positions, cache, run_config, before=None, residual=None
+    ) -> tuple[jax.Array, Any]:
         around: dict[str, Any] = dict(spec=self.spec, before=before, residual=residual)
         return linear_attention(params, self.config, x_BTD, positions, cache, run_config, **around)
 
@@ -78,7 +69,7 @@ class GatedDelta(Mixer):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        return dict.fromkeys(("rotations", "scales", "leaf formats", "draft model"), "linear attention")
+        return dict.fromkeys(("scales", "leaf formats", "draft model"), "linear attention")
 
     def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
         query = jax.ShapeDtypeStruct((rows, self.spec.num_key_heads * self.spec.key_head_dim), dtype)

@@ -72,9 +72,10 @@ def linear_attention(  # noqa: PLR0913
         x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, run_config=run_config
     )
     weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
-    operands = new, weights, cache, positions.start_B, positions.num_tokens_B, positions.first_BT
+    operands: dict[str, Any] = dict(products=new, layer=weights, cache=cache)
+    operands |= {name: getattr(positions, name) for name in ("start_B", "num_tokens_B", "first_BT")}
     plain = partial(_mix, config=config, spec=spec)
-    out_BTI, cache = run("delta_step", plain, *operands, run_config=run_config, config=config)
+    out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=config), **operands)
     return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache
 
 
@@ -117,7 +118,7 @@ def delta_rule(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.A
     """Outputs [B, N, T, Y], and the state after T tokens."""
     T = tokens.k_BNTH.shape[2]
     if T == 1:
-        return run("recurrent_step", recurrent_step, tokens, state_BNHY)
+        return run("recurrent_step", recurrent_step, tokens=tokens, state_BNHY=state_BNHY)
     C = min(T, BLOCK) if isinstance(T, int) else BLOCK  # else T is symbolic
     blocks = -(-T // C)
 

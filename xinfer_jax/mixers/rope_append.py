@@ -38,9 +38,10 @@ def rotate_and_append(  # noqa: PLR0913
     and `Contiguous.append`.
     """
     weights, static = norms or (None, None)
-    operands = qkv, weights, angles, kv, start_B, num_tokens_B
+    operands: dict[str, Any] = dict(qkv=qkv, weights=weights, angles=angles, kv=kv)
+    operands |= dict(start_B=start_B, num_tokens_B=num_tokens_B)
     return run(
-        "rope_append", partial(plain_append, norm=static), *operands, run_config=run_config, norm=static
+        "rope_append", partial(plain_append, norm=static), run_config, static=dict(norm=static), **operands
     )
 
 

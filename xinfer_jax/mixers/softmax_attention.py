@@ -64,15 +64,8 @@ class SoftmaxAttention(Mixer):
         return dataclasses.replace(spec, kv_heads=self.num_kv_heads) if "kv_heads" in spec.axes else spec
 
     def forward(
-        self,
-        params: Params,
-        x_BTD: Any,
-        positions: Positions,
-        cache: Any,
-        run_config: RunConfig,
-        before: Norm | None = None,
-        residual: jax.Array | None = None,
-    ) -> tuple[jax.Array, Contiguous | None]:
+        self, params, x_BTD, positions, cache, run_config, before=None, residual=None
+    ) -> tuple[jax.Array, Any]:
         """Without a cache: the keys and values, in a model in which other layers use them. A layer that uses
         those of another gets that layer's cache, and returns it unchanged.
         """
@@ -209,7 +202,7 @@ class SoftmaxAttention(Mixer):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        norms = dict.fromkeys(("rotations", "scales"), "norms of another kind or in other places")
+        norms = {"scales": "norms of another kind or in other places"}
         later = dict.fromkeys(("draft model", "causal"), "attention to later tokens")
         return (norms if self.spec.o_norm else {}) | (later if self.spec.ahead else {})
 

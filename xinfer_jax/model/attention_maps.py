@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..cache.contiguous import uncached_kv
 from ..checks import check_integer, is_sequence
 from ..config.model_config import ModelConfig
@@ -76,8 +75,6 @@ def attention_weights(
         layer = params["layers"][i]
         mixer: Any = next(mixer for mixer in config.mixers(i) if mixer.spec == config.attention(i))
         x_BTD = reads[i - 1]
-        if config.rotated:
-            x_BTD = plugin("rotation", "rotate")(x_BTD, config.hidden_size)
         before = norm_before(layer, "attn_norm", config) if config.layers[i].pre_norm else None
         qkv, _ = mixer.project(layer, x_BTD, before, PLAIN)
         q_BTNH, k_BTKH, _ = rotate(qkv, mixer.head_norms(layer), mixer.angles(positions))

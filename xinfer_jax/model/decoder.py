@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import plugin
 from ..cache.kv_cache import KVCache, check_append, update_layers
 from ..checks import check_range
 from ..config.model_config import ModelConfig
@@ -16,7 +15,7 @@ from ..config.run_config import RunConfig
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..ops.operation import check_impl, over_any_mesh, run
-from ..weights.layers import embed, linear, norm, rotary_angles, soft_cap
+from ..weights.layers import embed, linear, norm, products, rotary_angles, soft_cap
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
 from .decoder_layer import LayerInputs, Positions, all_layers, run_layers
 from .extras import Extras
@@ -91,11 +90,12 @@ def forward(  # noqa: PLR0913  a public function
         InputError: more tokens than the cache's capacity; an impl that is missing or does not support this;
             taps that read.
     """
-    hidden_BTD, cache = hidden_states(
+    _check_none_reads(taps, config, "forward")
+    out = run_model(
         params, config, tokens_BT, cache, num_tokens_B, segment_ids_BT=segment_ids_BT,
         positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
-    return unembed(params, config, hidden_BTD), cache
+    return unembed(params, config, out.hidden), out.cache
 
 
 def hidden_states(  # noqa: PLR0913  a public function
@@ -116,15 +116,20 @@ def hidden_states(  # noqa: PLR0913  a public function
     """`forward` without its last step, `unembed`: hidden states after the final norm, [B, T, D]; and the
     cache with the tokens appended. Arguments and errors as in `run_model`; none of the taps reads.
     """
-    if taps is not None:
-        from .taps import check_edits  # optional: taps
-
-        taps = check_edits(taps, config, "this function")
+    _check_none_reads(taps, config, "hidden_states")
     out = run_model(
         params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, segment_ids_BT=segment_ids_BT,
         positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
     return out.hidden, out.cache
+
+
+def _check_none_reads(taps: Any, config: ModelConfig, function: str) -> None:
+    """Raises InputError where one of the taps reads."""
+    if taps is not None:
+        from .taps import check_none_reads  # optional: taps
+
+        check_none_reads(taps, config, function)
 
 
 @over_any_mesh
@@ -211,7 +216,7 @@ def apply_model(
         routes = routes_used(out.experts, positions)
     if cache is not None:
         cache = update_layers(cache, out.caches, positions.num_tokens_B, routes)
-    hidden_BTD = final_norm(params, config, out.hidden_BTD)
+    hidden_BTD = last_norm(params, config, out.hidden_BTD)
     return ModelOutput(hidden_BTD, cache, routes, getattr(run_all, "reads", None))
 
 
@@ -278,8 +283,11 @@ def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Arr
         InputError: not an array, or one of another width.
     """
     check_params(params, config, stacked=True)
-    x = _checked_hidden(hidden, config)
-    x = plugin("rotation", "unrotate")(x, config.hidden_size) if config.rotated else x
+    return last_norm(params, config, _checked_hidden(hidden, config))
+
+
+def last_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """`final_norm`, of arguments that need no check."""
     return norm(x, params, "final_norm", config)
 
 
@@ -303,7 +311,7 @@ def _embed(
     """Embeddings [..., D] of ids [...], by the matrix of that name."""
     scale = config.embed_scale if scale is None else scale
     plain = functools.partial(embed, dtype=activation_dtype(params), scale=scale)
-    return run("embed_tokens", plain, token, params[name], config=config, matrix=name)
+    return run("embed_tokens", plain, static=dict(config=config, matrix=name), token=token, leaf=params[name])
 
 
 @over_any_mesh
@@ -314,8 +322,13 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         InputError: not an array, or one of another width.
     """
     check_params(params, config, stacked=True)
+    return head_logits(params, config, _checked_hidden(hidden, config))
+
+
+def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """`unembed`, of arguments that need no check."""
     plain = functools.partial(_unembed, config=config)
-    return run("unembed", plain, lm_head(params), _checked_hidden(hidden, config), config=config)
+    return run("unembed", plain, static=dict(config=config), leaf=lm_head(params), hidden=hidden)
 
 
 def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
@@ -328,13 +341,13 @@ def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
 
 
 def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    return soft_cap(linear(head_input(hidden, config), leaf, jnp.float32), config.final_logit_softcapping)
+    (logits,) = products(head_input(hidden, config), [leaf], dtype=jnp.float32)
+    return soft_cap(logits, config.final_logit_softcapping)
 
 
 def head_input(hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    """Hidden states [..., D] over `logits_scaling`, Hadamard-rotated as a rotated vocabulary matrix needs."""
-    hidden = hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
-    return plugin("rotation", "rotate")(hidden, config.hidden_size) if config.rotated else hidden
+    """Hidden states [..., D] over `logits_scaling`, as the vocabulary matrix takes them."""
+    return hidden if config.logits_scaling == 1 else hidden / config.logits_scaling
 
 
 def lm_head(params: Params) -> Params:

@@ -13,7 +13,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..errors import InputError
 from ..mixers.mixer import Positions
-from ..ops.operation import run
+from ..ops.operation import Call, chosen_form
 from ..weights.layers import activation, linear, norm, norm_before
 from ..weights.params import Params
 from .extras import Extras
@@ -69,22 +69,30 @@ def run_layer(
 ) -> LayersOutput:
     """Runs one layer, or the half of it that `run_config` names. caches: of its mixers."""
     plain = functools.partial(_run_layer, config=config, kind=kind, run_config=run_config)
-    operands = layer, x_BTD, positions, inputs, caches
-    return run("decoder_layer", plain, *operands, run_config=run_config, config=config)
+    operands = dict(layer=layer, x_BTD=x_BTD, positions=positions, inputs=inputs, caches=caches)
+    form = chosen_form("decoder_layer", Call(plain, operands, dict(config=config), run_config))
+    return (form or plain)(**operands)
 
 
 def _run_layer(layer, x_BTD, positions, inputs, caches, config, kind, run_config) -> LayersOutput:
     spec = config.layers[kind]
+    added_after = spec.post_norm or config.residual_multiplier != 1  # after a norm or a factor
     expert_MU = None
     if run_config.half != "mlp" and spec.mixers:
-        mixed_BTD, caches = _mix(layer, config, kind, x_BTD, positions, caches, run_config)
-        mixed_BTD = checkpoint_name(mixed_BTD, "attention_out")
-        x_BTD = _add_output(x_BTD, mixed_BTD, layer, "attn_post_norm", config, spec)
+        before = norm_before(layer, "attn_norm", config) if spec.pre_norm else None
+        sum_BTD: Any = None if added_after else x_BTD
+        new = []
+        for mixer, old in zip(config.mixers(kind), caches, strict=True):
+            sum_BTD, cache = mixer.forward(layer, x_BTD, positions, old, run_config, before, sum_BTD)
+            new.append(cache)
+        caches = tuple(new)
+        sum_BTD = checkpoint_name(sum_BTD, "attention_out")
+        x_BTD = _add_output(x_BTD, sum_BTD, layer, "attn_post_norm", config, spec)
     if run_config.half == "attention":
         return LayersOutput(x_BTD, caches, None)
     if feed_forward := config.feed_forward(kind):
         before = norm_before(layer, "mlp_norm", config) if spec.pre_norm else None
-        residual = None if _is_added_after(config, spec) else x_BTD
+        residual = None if added_after else x_BTD
         fed_BTD, expert_MU = feed_forward.forward(
             layer, x_BTD, before, residual, run_config, inputs.route_BTU
         )
@@ -94,25 +102,6 @@ def _run_layer(layer, x_BTD, positions, inputs, caches, config, kind, run_config
         x_BTD = x_BTD + _of_layer_input(x_BTD, inputs.input_BTP, layer, config, run_config)
     x_BTD = x_BTD * layer["layer_scalar"] if spec.scalar else x_BTD
     return LayersOutput(x_BTD, caches, None if inputs.route_BTU is None else expert_MU)
-
-
-def _mix(layer, config, kind, x_BTD, positions, caches, run_config) -> tuple[jax.Array, tuple]:
-    """The sum of what the mixers return for x after its norm, with the residual if it is added at once; and
-    their caches.
-    """
-    spec = config.layers[kind]
-    before = norm_before(layer, "attn_norm", config) if spec.pre_norm else None
-    sum_BTD: Any = None if _is_added_after(config, spec) else x_BTD
-    new = []
-    for mixer, cache in zip(config.mixers(kind), caches, strict=True):
-        sum_BTD, cache = mixer.forward(layer, x_BTD, positions, cache, run_config, before, sum_BTD)  # noqa: PLW2901
-        new.append(cache)
-    return sum_BTD, tuple(new)
-
-
-def _is_added_after(config: ModelConfig, spec: LayerSpec) -> bool:
-    """Whether outputs are added to the residual stream after a norm or a factor, not by their products."""
-    return spec.post_norm or config.residual_multiplier != 1
 
 
 def _add_output(x_BTD, out_BTD, layer: Params, name: str, config: ModelConfig, spec: LayerSpec) -> jax.Array:

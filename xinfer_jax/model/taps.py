@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import plugin
 from ..checks import call_function, check_function, check_integer, check_result
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
@@ -95,16 +94,13 @@ class TappedLayers:
         tap = self.taps.get(place)
         if tap is None:
             return x_BTD
-        D = config.hidden_size
-        hidden_BTD = plugin("rotation", "unrotate")(x_BTD, D) if config.rotated else x_BTD
         key = self._keys[place]
         if tap.edit is not None:
-            edited_BTD = call_function("edit", tap.edit, hidden_BTD, tap.args)
-            check_result("edit", tap.edit, edited_BTD, hidden_BTD, f" after layer {key}")
-            hidden_BTD = edited_BTD
-            x_BTD = plugin("rotation", "rotate")(edited_BTD, D) if config.rotated else edited_BTD
+            edited_BTD = call_function("edit", tap.edit, x_BTD, tap.args)
+            check_result("edit", tap.edit, edited_BTD, x_BTD, f" after layer {key}")
+            x_BTD = edited_BTD
         if tap.read:
-            self.reads[key] = hidden_BTD
+            self.reads[key] = x_BTD
         return x_BTD
 
 
@@ -119,13 +115,19 @@ def _place(key: Any, config: ModelConfig) -> tuple[int, str]:
     return layer, after
 
 
-def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
-    """The taps by pairs in a dict. Raises InputError where they are no `Tap`s, or one reads, for a function
-    that returns no hidden states.
+def check_none_reads(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
+    """The taps by pairs in a dict. Raises InputError where they are no `Tap`s, or one reads: `function` does
+    not return what it reads.
     """
     checked = TappedLayers(taps, config).taps
     if any(tap.read for tap in checked.values()):
-        raise InputError(f"{function} returns no hidden states: use hidden_states for a tap that reads")
+        raise InputError(f"{function} returns no hidden states that taps read: use run_model")
+    return checked
+
+
+def check_edits(taps: Any, config: ModelConfig, function: str) -> dict[tuple[int, str], Tap]:
+    """`check_none_reads`, with arrays in place of numbers: programs are not compiled for each."""
+    checked = check_none_reads(taps, config, function)
     try:
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), checked)
     except (TypeError, ValueError) as error:

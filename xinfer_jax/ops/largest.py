@@ -12,7 +12,7 @@ from .operation import run
 
 def argmax(logits_BV: jax.Array, run_config: RunConfig = DEFAULT) -> jax.Array:
     """The index of each row's largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any."""
-    return run("argmax", plain_argmax, logits_BV, run_config=run_config)
+    return run("argmax", plain_argmax, run_config, logits_BV=logits_BV)
 
 
 def plain_argmax(logits_BV: jax.Array) -> jax.Array:
@@ -22,7 +22,7 @@ def plain_argmax(logits_BV: jax.Array) -> jax.Array:
 
 def largest_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Returns `lax.top_k` of [..., V]: the `count` largest numbers, and their indices."""
-    return run("top_k", partial(_top_k, count=count), x, count=count)
+    return run("top_k", partial(_top_k, count=count), static=dict(count=count), x=x)
 
 
 def _top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -1,8 +1,9 @@
 """`run`: an operation by its plain form, or by the form that is plugged in for this process."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,52 +15,72 @@ from jax.sharding import AxisType
 from .. import plugin
 from ..config.run_config import PLAIN, RunConfig
 from ..errors import InputError
-from ..modes import in_default_modes
+from ..modes import default_modes, in_default_modes
 
 F = TypeVar("F", bound=Callable)
+
+
+class Call(NamedTuple):
+    """A call of an operation, for which a form is chosen. A form takes the operands by name."""
+
+    plain: Callable  # the operation in jnp, of the operands by name
+    operands: dict[str, Any]  # pytrees of arrays
+    static: Mapping[str, Any]  # what forms need to know next to the operands
+    run_config: RunConfig  # its `impl` names a kernel
 
 
 def run(
     name: str,
     plain: Callable,
-    *operands: Any,
     run_config: RunConfig = PLAIN,
+    /,
+    *,
     derivative: Callable | None = None,
-    **static: Any,
+    static: Mapping[str, Any] | None = None,
+    **operands: Any,
 ) -> Any:
-    """plain(*operands), by the form that `plugins.TABLE` has for this operation, if it serves the operands.
+    """Returns plain(**operands), by the form that `plugins.TABLE` has for this operation, if it serves the
+    operands.
 
     Args:
         name: of the operation.
-        plain: in jnp.
-        operands: pytrees of arrays.
-        run_config: its `impl` names a kernel.
+        plain, operands, static, run_config: as in `Call`.
         derivative: what is differentiated in place of a form and of plain; None: these.
-        static: what forms need to know beside the operands.
 
     Raises:
         InputError: the named kernel does not support these operands; an operation may run plainly instead.
     """
-    choose = plugin("operation", "choose")
-    form = choose and choose(name, plain, run_config.impl, operands, static)
+    form = chosen_form(name, Call(plain, operands, static or {}, run_config))
     if derivative is None or form is None and derivative is plain:
-        return (form or plain)(*operands)
+        return (form or plain)(**operands)
     return with_derivative(form or plain, derivative, operands)
 
 
-def with_derivative(form: Callable, derivative: Callable, operands: tuple[Any, ...]) -> Any:
-    """form(*operands), with the derivative of another function of the same operands."""
+def chosen_form(name: str, call: Call) -> Callable | None:
+    """Returns the form of the operation of that name for a call; None: its plain form serves."""
+    choose = plugin("operation", "choose")
+    return choose and choose(name, call)
+
+
+def with_derivative(form: Callable, derivative: Callable, operands: dict[str, Any]) -> Any:
+    """Returns form(**operands), with the derivative of another function of the same operands."""
 
     @jax.custom_jvp
-    def call(*operands: Any) -> Any:
-        return form(*operands)
+    def call(*values: Any) -> Any:
+        return form(**dict(zip(operands, values, strict=True)))
 
     @call.defjvp
     @in_default_modes
     def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return call(*primals), jax.jvp(derivative, primals, tangents)[1]
+        return call(*primals), jax.jvp(by_position(derivative, operands), primals, tangents)[1]
 
-    return call(*operands)
+    return call(*operands.values())
+
+
+def by_position(function: Callable, names: Iterable[str]) -> Callable:
+    """Returns the function, which takes arguments by these names, as one that takes them by position."""
+    names = tuple(names)
+    return lambda *values: function(**dict(zip(names, values, strict=True)))
 
 
 def without_gradient(tree: Any, what: str, remedy: str) -> Any:
@@ -96,11 +117,11 @@ def over_any_mesh(function: F) -> F:
     over a mesh with Explicit axes. It runs in jax's default modes.
     """
 
-    @in_default_modes
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         on_auto_axes = plugin("mesh", "explicit axes")
-        return on_auto_axes(function, args, kwargs) if on_auto_axes else function(*args, **kwargs)
+        with default_modes():
+            return on_auto_axes(function, args, kwargs) if on_auto_axes else function(*args, **kwargs)
 
     return cast(F, call)
 
@@ -110,12 +131,10 @@ def without_mesh_context(function: F) -> F:
     in jax's default modes.
     """
 
-    @in_default_modes
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-            return function(*args, **kwargs)
-        with jax.set_mesh(None):
+        is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+        with default_modes(), jax.set_mesh(None) if is_explicit else nullcontext():
             return function(*args, **kwargs)
 
     return cast(F, call)

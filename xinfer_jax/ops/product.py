@@ -14,15 +14,15 @@ def float_product(x: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """Returns x @ matrix.T in float32, [..., I] -> [..., O], in `float_precision`."""
     if array_module(*x.shape) is jnp:  # jax.export cannot tell that a product of symbolic sizes is at least 0
         return dot(x, matrix_OI)
-    y_MO = run("float_product", dot, x.reshape(-1, x.shape[-1]), matrix_OI)
+    y_MO = run("float_product", dot, x=x.reshape(-1, x.shape[-1]), matrix=matrix_OI)
     return y_MO.reshape(*x.shape[:-1], -1)
 
 
-def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Contracts the last axis of a with an axis of b; accumulates in dtype."""
-    precision = float_precision(b.dtype)
-    axes = ((a.ndim - 1,), (axis,)), ((), ())
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
+def dot(x: jax.Array, matrix: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Contracts the last axis of x with an axis of the matrix; accumulates in dtype."""
+    precision = float_precision(matrix.dtype)
+    axes = ((x.ndim - 1,), (axis,)), ((), ())
+    return lax.dot_general(x, matrix, axes, precision=precision, preferred_element_type=dtype)
 
 
 def float_precision(dtype: Any = jnp.float32) -> lax.Precision | None:

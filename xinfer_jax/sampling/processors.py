@@ -174,7 +174,8 @@ def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B
     bits_BV = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
     # Negative floats have the opposite order as integers.
     order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
-    threshold_B = run("threshold", _threshold_by_halves, order_BV, weight_BV, least_B)
+    operands = dict(order_BV=order_BV, weight_BV=weight_BV, least_B=least_B)
+    threshold_B = run("threshold", _threshold_by_halves, **operands)
     return jnp.where(order_BV >= threshold_B[:, None], logits_BV, -jnp.inf)
 
 

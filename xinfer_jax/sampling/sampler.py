@@ -66,17 +66,17 @@ def choose_tokens(
     """
     if context.callers is not None:
         return context.callers.choose(logits_BV, key_B, sampling_B, context, run_config)
-    args = logits_BV, key_B, sampling_B, context
+    operands = dict(logits_BV=logits_BV, key_B=key_B, sampling_B=sampling_B, context=context)
     plain = partial(_choose_in_branches, run_config=run_config)
-    token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, *args, run_config=run_config)
+    token_B, taken_BV, logsumexp_B = run("choose_tokens", plain, run_config, **operands)
 
     def logprobs(token_B: jax.Array) -> jax.Array:
-        compute = lambda _, logits_BV: logsumexp(logits_BV)  # noqa: E731
-        known_B = run("known_logsumexp", compute, logsumexp_B, logits_BV)
+        compute = lambda logsumexp_B, logits_BV: logsumexp(logits_BV)  # noqa: E731
+        known_B = run("known_logsumexp", compute, logsumexp_B=logsumexp_B, logits_BV=logits_BV)
         return at_token(logits_BV, token_B) - known_B
 
     def sampled_from() -> jax.Array:
-        return run("sampled_from", lambda taken_BV, *_: taken_BV, taken_BV, *args)
+        return run("sampled_from", lambda taken_BV, **_: taken_BV, taken_BV=taken_BV, **operands)
 
     return token_B, logprobs, sampled_from
 
@@ -90,8 +90,8 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, run_config):
         processed_BV = process_logits(logits_BV, sampling_B, context)
 
         def sampled() -> tuple[jax.Array, jax.Array]:
-            rest = key_B, sampling_B, context.position_B
-            return run("sample_rows", sample_rows, processed_BV, *rest)
+            rows = dict(key_B=key_B, sampling_B=sampling_B, position_B=context.position_B)
+            return run("sample_rows", sample_rows, processed_BV=processed_BV, **rows)
 
         return lax.cond(
             all_greedy(sampling_B), lambda: (argmax(processed_BV, run_config), processed_BV), sampled
@@ -104,7 +104,7 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, run_config):
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the log-probability of each row's token."""
-    return at_token(logits_BV, token_B) - run("logsumexp", logsumexp, logits_BV)
+    return at_token(logits_BV, token_B) - run("logsumexp", logsumexp, logits_BV=logits_BV)
 
 
 def logsumexp(logits_BV: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from .. import __version__
+from ..backends.cpu import cpu_features
 from ..cache.fingerprint import fingerprint
 from ..cli.channel import Channel, Receive
 from ..engine.endpoint import Progress
@@ -25,7 +26,6 @@ from ..engine.page_transfer import PageTransfer
 from ..engine.pages import num_pages_for
 from ..errors import InputError
 from ..grammar.pool import GrammarPool
-from ..ops.cpu import cpu_features
 from ..sharding import concrete_mesh_of
 from .peer_messages import answer_from_message, progress_to_message, received_message, send_message
 

@@ -6,16 +6,12 @@ initialisation, for the loader's check and byte counts.
 `stacking` stacks equal layers, `resharding` moves a tree to other devices, `params_like` gives it another's
 form. `weight_leaf` is the protocol of leaves that are no float arrays, `quantized_weight` their common part,
 `rotated_weight` that of int8 and int4. A kind is a file: `int8_weight`, `grouped_weight` (int4),
-`fp8_weight`, `ternary` (BitNet), `mxfp4` (gpt-oss's experts), and of them `padded_weight` (for TPUs) and
-`adapted_weight` (LoRA). `quantization` quantizes, on accelerators `device_quantization`; `dequantization`
-makes floats of them; `hadamard` rotates. `layers` has norms, RoPE, products with leaves and the gated MLP.
+`fp8_weight`, `ternary` (BitNet), `mxfp4` (gpt-oss's experts); `padded_weight` (for TPUs) and `adapted_weight`
+(LoRA) hold others. `quantization` quantizes, on accelerators `device_quantization`; `dequantization` makes
+floats of them; `hadamard` rotates. `layers` has norms, RoPE, and products with leaves.
 
 - Matrices keep the checkpoint's layout [out, in]: nothing is transposed while loading, and the product of a
   single row reads each output's weights contiguously.
-- XLA has a fast int8 and bfloat16 product on CPU from two rows on: a single bfloat16 row is padded, and an
-  int8 activation is split into two int8 numbers. Sums of int8 are exact, so every form gives the same bits.
-- Types without a fast product are converted to float32 a tile of outputs at a time. int4 is not unpacked for
-  a few rows: activations are transformed instead. A ternary row counts the common bits of two bit planes.
 - A matrix with a side of at most 64 has more scales: in so small a model many tokens are near ties.
 - Where each layer is a program of its own, its temporary memory counts twice, because malloc may return it
   to the system after each program: temporaries are kept small.

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from ..errors import InputError
 from ..modes import in_default_modes
 from .adapted_weight import AdaptedWeight, UntiedWeight
 from .params import Params, activation_dtype, resolve_dtype
@@ -22,7 +21,7 @@ def dequantize(params: Params, dtype: Any = None) -> Params:
         dtype: of the new arrays: "float32", "bfloat16" or "float16"; None: that of the norms.
 
     Raises:
-        InputError: another dtype; matrices of a model that is rotated for int8 activations.
+        InputError: another dtype.
     """
     to = activation_dtype(params) if dtype is None else resolve_dtype(dtype)
     return jax.tree.map(lambda leaf: _float_leaf(leaf, to), params, is_leaf=is_quantized)
@@ -35,11 +34,6 @@ def _float_leaf(leaf: Any, dtype: Any) -> Any:
         return dataclasses.replace(leaf, base=_float_leaf(leaf.base, dtype))
     if isinstance(leaf, UntiedWeight):
         return UntiedWeight(_float_leaf(leaf.embedding, dtype), _float_leaf(leaf.head, dtype))
-    if getattr(leaf, "rotated", (0, 0)) != (0, 0):
-        raise InputError(
-            "the matrices are rotated for int8 activations, and as floats they would not say so: load the"
-            " checkpoint that they were made from"
-        )
     matrix = lambda leaf: leaf.dequantize()  # noqa: E731
     for _ in leaf.shape[:-2]:  # stacked layers, and experts
         matrix = jax.vmap(matrix)

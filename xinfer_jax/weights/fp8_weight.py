@@ -1,7 +1,7 @@
 """Matrices in FP8 (E4M3), the bytes of a checkpoint, and their products with activations of 16 or 32 bits."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,6 @@ import numpy as np
 
 from kernels_pallas.reference_products import FP8_BLOCK as FP8_BLOCK, spread_blocks
 
-from ..ops.cpu.cpu_products import tiled_product
-from ..ops.product import dot
 from .quantized_weight import QuantizedWeight
 
 
@@ -19,8 +17,14 @@ from .quantized_weight import QuantizedWeight
 class Fp8Weight(QuantizedWeight):
     """A matrix [O, I] as `values * scale`, with a scale per output or for each 128 × 128 numbers."""
 
+    operation = "fp8_product"
     values: jax.Array  # float8_e4m3fn [O, I], without NaN
     scale: jax.Array  # float32 [O], or [⌈O/128⌉, ⌈I/128⌉]
+    kept_as: ClassVar = "fp8"  # the value of `quantize` that asks for it
+    not_written: ClassVar = (  # the error where files have no place for it
+        "is kept in FP8, which is saved only in the files of a checkpoint with quant_method fp8, without"
+        " experts: load the model without quantize='fp8', and save that"
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,9 +36,8 @@ class Fp8Weight(QuantizedWeight):
         return self.scale.ndim == self.values.ndim
 
     @property
-    def group(self) -> int:
-        """Inputs that stay on one device."""
-        return FP8_BLOCK if self.has_blocks else 1
+    def block(self) -> tuple[int, int]:
+        return (FP8_BLOCK, FP8_BLOCK) if self.has_blocks else (1, 1)
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         return {"values": axes, "scale": axes if self.has_blocks else axes[:-1]}
@@ -51,15 +54,6 @@ class Fp8Weight(QuantizedWeight):
         else:
             rows *= self.scale[at][:, None]
         return rows.reshape(*index.shape, -1)
-
-    def cpu_product(self, x_MI: jax.Array) -> jax.Array:
-        x_MI = x_MI.astype(jnp.float32)
-
-        def multiply_tile(first: jax.Array, size: int, weight: Fp8Weight) -> jax.Array:  # [M, size]
-            start = jnp.clip(first, 0, weight.shape[0] - size)
-            return dot(x_MI, weight.rows(start + jnp.arange(size)))
-
-        return tiled_product(multiply_tile, x_MI, self.shape[0], 4 * self.shape[1], self)
 
 
 def fp8_struct(shape: tuple[int, ...], has_blocks: bool) -> Fp8Weight:

@@ -1,8 +1,9 @@
 """The parts of a decoder layer: RMS norm, rotary position embedding (RoPE), linear, gated MLP."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import plugin
 from ..config.model_config import ModelConfig, RopeConfig
 from ..config.run_config import PLAIN, RunConfig
-from ..ops.operation import run
+from ..ops.operation import Call, chosen_form, run
 from ..ops.product import float_product
 from .params import AnyArray, Params
 
@@ -26,7 +27,9 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class Norm(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["eps", "offset"])
+@dataclasses.dataclass(frozen=True)
+class Norm:
     """An RMS norm of the input of products."""
 
     weight: Any  # [I]
@@ -112,7 +115,9 @@ def products(  # noqa: PLR0913
     dtype: jnp.dtype | None = None,
     run_config: RunConfig = PLAIN,
 ) -> list[jax.Array]:
-    """x @ weight.T + bias for each leaf: [..., I] -> [..., O]. One kernel where there is one for all.
+    """x @ weight.T + bias for each leaf: [..., I] -> [..., O]. One kernel where there is one for all. The
+    operation "apart" keeps XLA from fusing what is before and after the products, where a form wants that (on
+    TPUs).
 
     Args:
         x: activations.
@@ -126,25 +131,24 @@ def products(  # noqa: PLR0913
     Returns:
         A result for each leaf; one with an activation.
     """
-    dtype = dtype or x.dtype
-    static: dict[str, Any] = dict(norm=before and before[1:], activation=activation, dtype=dtype)
-    operands = x, leaves, before and before.weight, residual
-    return run("products", partial(plain_products, **static), *operands, run_config=run_config, **static)
+    static: dict[str, Any] = dict(activation=activation, dtype=dtype or x.dtype)
+    operands: dict[str, Any] = dict(x=x, leaves=leaves, before=before, residual=residual)
+    by_kernels = chosen_form("products", Call(partial(products, **static), operands, static, run_config))
+    if by_kernels is not None:
+        return by_kernels(**operands)
+    x = x if before is None else normalized(x, before)
+    ys = []
+    for leaf in leaves:
+        weight = leaf["weight"]
+        y = float_product(x, jnp.asarray(weight)) if isinstance(weight, AnyArray) else weight.product(x)
+        y = y + leaf["bias"] if "bias" in leaf else y
+        ys.append(y.astype(static["dtype"]))
+    return finish_products(ys, residual, activation)
 
 
-def plain_products(  # noqa: PLR0913
-    x: jax.Array,
-    leaves: list[Params],
-    norm_weight: Any,
-    residual: Any,
-    norm: Any,
-    activation: Any,
-    dtype: Any,
-) -> list[jax.Array]:
-    """`products` by one product for each leaf. The operation "apart" keeps XLA from fusing what is before and
-    after it, where a form wants that (on TPUs). norm: eps and offset of `Norm`; None: there is none."""
-    x = x if norm is None else run("apart", _identity, rms_norm(x, norm_weight, *norm))
-    return finish_products([_product(x, leaf, dtype) for leaf in leaves], residual, activation)
+def normalized(x: jax.Array, before: Norm) -> jax.Array:
+    """x after the norm before products."""
+    return run("apart", _identity, x=rms_norm(x, before.weight, before.eps, before.offset))
 
 
 def finish_products(
@@ -153,24 +157,12 @@ def finish_products(
     """The results of products with the activation and the residual of `products`."""
     if activation is not None:
         ys = checkpoint_name(ys, "gate_up")
-        ys = [run("apart", _identity, _ACTIVATIONS[activation](ys[0]) * ys[1])]
+        ys = [run("apart", _identity, x=_ACTIVATIONS[activation](ys[0]) * ys[1])]
     return ys if residual is None else [residual + ys[0]]
 
 
 def _identity(x: jax.Array) -> jax.Array:
     return x
-
-
-def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
-    """x @ weight.T + bias in plain jnp."""
-    weight = leaf["weight"]
-    if isinstance(weight, AnyArray):
-        y = float_product(x, jnp.asarray(weight))
-    else:
-        y = weight.product(x)
-    if "bias" in leaf:
-        y = y + leaf["bias"]
-    return y.astype(dtype)
 
 
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
@@ -184,7 +176,7 @@ def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) 
 
 def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
     plain = lambda token, table: table[token]  # noqa: E731
-    return run("embedding", plain, token, table, derivative=plain)
+    return run("embedding", plain, derivative=plain, token=token, table=table)
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..sharding import MODEL, RULES, check_divisible, check_mesh, partition_spec
-from .hadamard import mlp_block_width
 from .params import Params, ParamSpec, check_params, param_specs
 from .stacking import stack_layers, unstack_layers
 from .weight_leaf import WeightLeaf
@@ -70,7 +69,7 @@ def shardings(
 
 
 def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None] = RULES) -> None:
-    """Raises InputError where devices do not divide the heads, or the blocks of a rotated model."""
+    """Raises InputError where devices do not divide the heads."""
 
     def devices(axis: str) -> int:
         return mesh.shape.get(rules[axis], 1)  # partition_spec raises where the mesh has no such axis
@@ -85,11 +84,6 @@ def _check_heads(config: ModelConfig, mesh: Any, rules: Mapping[str, str | None]
     for axis, name, size in sorted(divided, key=lambda of: order.index(of.axis)):
         others = dict(remedy=remedy) if axis == "kv_heads" else {}
         check_divisible(name, size, devices(axis), **others)
-    if config.rotated and config.intermediate_size % (mlp_block_width(config) * devices("mlp")):
-        raise InputError(
-            f"intermediate_size {config.intermediate_size} is rotated in blocks of {mlp_block_width(config)},"
-            f" which {devices('mlp')} devices do not divide: choose fewer devices, or leave out activations"
-        )
 
 
 @lru_cache(maxsize=64)
@@ -140,21 +134,10 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     inputs = param_spec.axes[-1]
     if mesh and rules[inputs or "embed"] and (group := leaf.groups_with_padding):
         raise InputError(f"{param_spec.name}: groups of {group} do not divide its {leaf.shape[-1]} inputs")
-    if mesh and getattr(leaf, "has_blocks", False):
-        _check_blocks(param_spec, leaf, mesh, rules)
-    block = getattr(leaf, "input_block", 0)
-    if mesh and block and leaf.shape[-1] % (block * mesh.shape.get(rules[inputs or "embed"], 1)):
-        raise InputError(
-            f"{param_spec.name}: devices do not divide its blocks of {block} inputs: choose fewer"
-        )
+    for axis, size, block in zip(param_spec.axes[-2:], leaf.shape[-2:], leaf.block, strict=True):
+        devices = mesh.shape.get(rules[axis or "embed"], 1) if mesh else 1
+        if devices > 1 and block > 1 and size % (block * devices):
+            raise InputError(f"{param_spec.name}: devices cut its blocks of {block}: choose fewer")
     matrix: Any = leaf  # a kind is a dataclass
     fields = leaf.field_axes(*param_spec.axes).items()
     return dataclasses.replace(matrix, **{name: spec_of(getattr(leaf, name), *axes) for name, axes in fields})
-
-
-def _check_blocks(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None]) -> None:
-    """Raises InputError where devices cut the blocks of a matrix in FP8."""
-    for axis, size in zip(param_spec.axes[-2:], leaf.shape[-2:], strict=True):
-        devices = mesh.shape.get(rules[axis or "embed"], 1)
-        if devices > 1 and size % (leaf.group * devices):
-            raise InputError(f"{param_spec.name}: devices cut its blocks of {leaf.group}: choose fewer")

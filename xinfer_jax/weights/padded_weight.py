@@ -7,7 +7,6 @@ import jax
 
 from kernels_pallas.key_layouts import LANES
 
-from .mxfp4 import Mxfp4Weight
 from .quantized_weight import QuantizedWeight
 from .weight_leaf import WeightLeaf
 
@@ -40,7 +39,7 @@ class PaddedWeight(WeightLeaf):
         leaf: Any = weight  # a kind is a dataclass
         return cls(dataclasses.replace(leaf, **padded), outputs) if padded else weight
 
-    def unpadded(self) -> QuantizedWeight:
+    def for_files(self) -> QuantizedWeight:
         """The matrices without padding; of one expert, whose arrays lack their first axis, its own."""
         groups = -(-self.base.inputs // self.base.group)
         cut = {
@@ -58,10 +57,10 @@ class PaddedWeight(WeightLeaf):
         return {"base": axes}
 
     def product(self, x: jax.Array) -> jax.Array:
-        return self.unpadded().product(x)
+        return self.for_files().product(x)
 
     def dequantize(self) -> jax.Array:
-        return self.unpadded().dequantize()
+        return self.for_files().dequantize()
 
 
 def stored_weight(weight: Any) -> Any:
@@ -72,12 +71,8 @@ def stored_weight(weight: Any) -> Any:
 def without_padding(params: Any) -> Any:
     """Parameters, or a leaf, without the padding of each `PaddedWeight`, and in the order of files."""
 
-    def stored(leaf: Any) -> Any:
-        if isinstance(leaf, PaddedWeight):
-            return leaf.unpadded()
-        return leaf.for_files() if isinstance(leaf, Mxfp4Weight) else leaf
-
-    return jax.tree.map(stored, params, is_leaf=lambda x: isinstance(x, PaddedWeight | Mxfp4Weight))
+    differs = lambda leaf: hasattr(leaf, "for_files")  # noqa: E731
+    return jax.tree.map(lambda x: x.for_files() if differs(x) else x, params, is_leaf=differs)
 
 
 def _by_outputs(weight: QuantizedWeight) -> list[tuple[str, Any]]:

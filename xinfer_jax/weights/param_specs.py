@@ -36,7 +36,19 @@ class ParamSpec:
 
 
 def param_specs(config: ModelConfig) -> Params:
-    """Returns the parameter tree of `config` with a `ParamSpec` at every leaf."""
+    """Returns the parameter tree of `config` with a `ParamSpec` at every leaf. The tree of a Llama is
+
+        embed: {weight: [V, D]}
+        layers: a tuple of L dicts
+            attn_norm: [D]
+            q: {weight: [N H, D]}, k: {weight: [K H, D]}, v: {weight: [K H, D]}, o: {weight: [D, N H]}
+            mlp_norm: [D]
+            gate: {weight: [F, D]}, up: {weight: [F, D]}, down: {weight: [D, F]}
+        final_norm: [D]
+        lm_head: {weight: [V, D]}, absent if the model is tied
+
+    Matrices may have a bias next to their weight. Other mixers and feed-forwards have other leaves.
+    """
     d = (config.hidden_size, "embed")
     vocabulary = (config.vocab_size, "vocab")
     tree: Params = {

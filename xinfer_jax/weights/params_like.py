@@ -49,8 +49,6 @@ def params_like(params: Any, config: ModelConfig, like: Params, cast: bool = Tru
 
     def convert(spec: ParamSpec, old: Any) -> Any:
         if not is_quantized(old) or spec.name in given:
-            if is_quantized(old) and config.rotated:
-                raise InputError(f"{spec.name} is rotated: give parameters that load_model quantized so")
             return fit(spec, old)
         for name, old_scale in _adapter_scales(old, spec.name).items():
             if (scale := scales.get(name, old_scale)) != old_scale:
@@ -133,7 +131,7 @@ def _quantized(matrix: Any, name: str, old: Any) -> Any:
         new = quantize(matrix, name, method, group)
         if stored.int8_activations:
             new = with_int8_activations(new)
-        new = device_form(dataclasses.replace(new, input_block=block))
+        new = device_form(new)
     forms = [jax.tree.map(lambda x: (x.shape, x.dtype), leaf) for leaf in (new, old)]
     if forms[0] != forms[1]:
         raise InputError(f"{name} has a format of its checkpoint, {old}: give it in that, not as floats")

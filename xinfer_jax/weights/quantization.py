@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 
 import kernels_pallas
-from kernels_pallas.mxfp4 import is_for_tpu
 
 from ..checks import is_traced
 from ..config.model_config import ModelConfig
@@ -21,8 +20,6 @@ from ..errors import InputError
 from .grouped_weight import STEP_BITS, GroupedWeight, group_size, grouped_struct, pack_int4, split_groups
 from .hadamard import RotatedRows, input_block_width
 from .int8_weight import Int8Weight
-from .mxfp4 import Mxfp4Weight
-from .padded_weight import PaddedWeight
 from .quantized_weight import QuantizedWeight, is_quantized
 from .ternary import ternary_leaf, ternary_struct
 
@@ -32,30 +29,11 @@ _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without cli
 
 
 def device_form(weight: Any) -> Any:
-    """Returns a leaf, or its shapes, as this process's devices read it: on TPUs scales of packed groups are
-    float32, since no kernel there reads float16. Packed experts that a kernel takes are a `PaddedWeight`
-    there, unless they fill tiles, and MXFP4's numbers in the order of `for_tpu`. Other leaves stay, those
-    with steps too.
-    """
-    is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8 and weight.step is None
-    if not (is_packed or isinstance(weight, Mxfp4Weight)) or kernels_pallas.device_impl().impl != "tpu":
+    """Returns a leaf, or its shapes, as this process's devices read it."""
+    if not is_quantized(weight) or kernels_pallas.device_impl().impl != "tpu":
         return weight
-    if isinstance(weight.scale, jax.ShapeDtypeStruct):
-        return jax.eval_shape(_for_tpu, weight)
-    return _for_tpu(weight)
-
-
-def _for_tpu(weight: Any) -> Any:
-    if isinstance(weight, GroupedWeight):
-        weight = dataclasses.replace(weight, scale=weight.scale.astype(np.float32))
-        if weight.offset is not None or weight.order is not None or weight.groups_with_padding:
-            return weight
-    if len(weight.shape) == 2:
-        return weight
-    if isinstance(weight, Mxfp4Weight):
-        weight = weight.for_tpu()
-        return PaddedWeight.padded(weight) if is_for_tpu(weight) else weight
-    return PaddedWeight.padded(weight)
+    is_struct = isinstance(jax.tree.leaves(weight)[0], jax.ShapeDtypeStruct)
+    return jax.eval_shape(lambda leaf: leaf.for_tpu(), weight) if is_struct else weight.for_tpu()
 
 
 def check_quantize_method(quantize: str | None) -> None:
@@ -86,9 +64,9 @@ def check_activations(activations: str | None, quantize: str | None, group: int 
         )
 
 
-def with_int8_activations(params: Any, blocks: bool = False) -> Any:
-    """Returns the parameters with int8 activations for int8 matrices with a scale per output, and for int4.
-    blocks: their inputs are rotated, as by `in_blocks`.
+def with_int8_activations(params: Any) -> Any:
+    """Returns the parameters with int8 activations for int8 matrices with a scale per output, and for int4,
+    whose inputs `in_blocks` rotated.
     """
 
     def leaf(x: Any) -> Any:
@@ -98,7 +76,7 @@ def with_int8_activations(params: Any, blocks: bool = False) -> Any:
             x = with_steps(x)
         else:
             return x
-        return dataclasses.replace(x, input_block=input_block_width(x.shape[-1]) if blocks else 0)
+        return dataclasses.replace(x, input_block=input_block_width(x.shape[-1]))
 
     return jax.tree.map(leaf, params, is_leaf=is_quantized)
 

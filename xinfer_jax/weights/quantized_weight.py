@@ -1,21 +1,24 @@
 """What quantized leaves have in common: their product, its derivative, and rows of the matrix."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..modes import in_default_modes
+from ..ops.operation import run
 from ..ops.product import dot
-from ..ops.tpu.tpu_products import tpu_forms
 from .weight_leaf import WeightLeaf
+
+_MIN_ROW_MAX = 1e-5  # avoids a division by 0 in rows of zeros
 
 
 class QuantizedWeight(WeightLeaf):
     """A matrix as `values`, multiplied by `scale`."""
 
+    operation: ClassVar[str]  # the name of its product: platforms have other forms of some kinds
     values: Any
     scale: Any
 
@@ -26,26 +29,12 @@ class QuantizedWeight(WeightLeaf):
     def product(self, x: jax.Array) -> jax.Array:
         return quantized_product(x, self)
 
-    def forms_product(self, x_MI: jax.Array) -> jax.Array:
-        """Returns x @ matrix.T, float32 [M, O], in the form of each platform."""
-        return lax.platform_dependent(
-            x_MI,
-            self,
-            cpu=lambda x, weight: weight.cpu_product(x),
-            default=lambda x, weight: weight.plain_product(x),
-            **tpu_forms(lambda x, weight: weight.tpu_product(x), x_MI),
-        )
-
-    def cpu_product(self, x_MI: jax.Array) -> jax.Array:
-        """The form for CPUs."""
-        raise NotImplementedError
-
-    def tpu_product(self, x_MI: jax.Array) -> jax.Array:
-        """The form for TPUs."""
-        return self.plain_product(x_MI)
+    def product_of_rows(self, x_MI: jax.Array) -> jax.Array:
+        """Returns x @ matrix.T, float32 [M, O], by the form for the platform."""
+        return run(self.operation, lambda x, matrix: matrix.plain_product(x), x=x_MI, matrix=self)
 
     def plain_product(self, x_MI: jax.Array) -> jax.Array:
-        """On GPU and TPU: the matrix in the type of x."""
+        """Returns `product_of_rows` in plain jnp: the matrix is converted to the dtype of x."""
         # The barrier makes weights depend on x, or XLA would dequantize all layers before the loop.
         x_MI, weight = lax.optimization_barrier((x_MI, self))
         return dot(x_MI, weight.dequantize().astype(x_MI.dtype))
@@ -63,7 +52,7 @@ def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
     Gradients are those of this product, also where x is quantized first.
     """
-    return weight.forms_product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+    return weight.product_of_rows(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 @quantized_product.defjvp
@@ -80,6 +69,17 @@ def _quantized_product_jvp(primals, tangents):
 
     primals, tangents = ((x, *(getattr(w, name) for name in names)) for x, w in (primals, tangents))
     return quantized_product(x, weight), jax.jvp(plain, primals, tangents)[1]
+
+
+def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns rows as int8 and the factors that they were multiplied by, float32 [M, 1], as transformers does
+    for BitNet. axis_name: an axis of a mesh along which I is divided; None: it is not.
+    """
+    x_MI = x_MI.astype(jnp.float32)
+    max_M1 = jnp.abs(x_MI).max(1, keepdims=True)
+    max_M1 = max_M1 if axis_name is None else lax.pmax(max_M1, axis_name)
+    factor_M1 = 127 / jnp.maximum(max_M1, _MIN_ROW_MAX)
+    return jnp.round(x_MI * factor_M1).astype(jnp.int8), factor_M1
 
 
 def is_float_array(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What int8 and int4 have in common: rotations of inputs and outputs, for int8 activations."""
+"""What int8 and int4 have in common: inputs rotated in blocks, for int8 activations."""
 
 import dataclasses
 from typing import Self
@@ -12,19 +12,16 @@ from .quantized_weight import QuantizedWeight
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class RotatedWeight(QuantizedWeight):
-    """A matrix that may be rotated against outliers of activations (`hadamard`)."""
+    """A matrix whose inputs may be rotated against outliers of activations (`hadamard`)."""
 
-    # What `hadamard` did to the model's matrix, for its adapters: gains [I] of a norm, or None, that were
-    # multiplied into it; and the widths of the blocks in which outputs and inputs were rotated, 0: they stay;
-    # None: they were rotated, and the file that it was read from does not say in which.
-    gain: jax.Array | None = dataclasses.field(default=None, repr=False)
-    rotated: tuple[int, int] | None = dataclasses.field(
-        default=(0, 0), repr=False, metadata=dict(static=True)
-    )
     # The width of the blocks in which `values` have their inputs rotated and products rotate x; 0: no blocks.
     input_block: int = dataclasses.field(default=0, repr=False, metadata=dict(static=True))
     # A mesh axis along which I is divided (`local_shard`): a token's scale is computed over all inputs.
     axis_name: str | None = dataclasses.field(default=None, repr=False, metadata=dict(static=True))
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return 1, self.input_block or 1
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
         return x, dataclasses.replace(self, axis_name=axis_name)

@@ -1,11 +1,8 @@
 """Ternary weights with int8 activations, as in BitNet b1.58 (Ma et al. 2024): two bits a weight, exact sums.
 
 A matrix has O outputs and I inputs, in W words of 32 inputs. Two bit planes mark the weights that are 1 and
-those that are -1. On CPU a row's activations become eight bit planes, one for each bit of an int8 number. A
-sum of products is then a count of common bits of two planes: an `and`, a population count and an addition per
-32 weights and pair of planes, at up to twice the speed of int4 and int8. A few rows are multiplied one by
-one. More rows take int8 tiles: words are split into bytes and these masked (masking words takes four times as
-long), then XLA multiplies in int8, with half the work of int8 weights: one int8 row per token.
+those that are -1. CPUs count common bits of these planes and of those of the activations
+(`backends/cpu/ternary_products.py`).
 """
 
 import dataclasses
@@ -19,13 +16,11 @@ from jax import lax
 
 from ..device import aligned_empty, run_in_blocks
 from ..errors import InputError
-from ..ops.cpu import product_table
-from ..ops.cpu.cpu_products import quantize_activations, row_by_row, tiled_product
+from ..ops.operation import run
 from ..ops.product import dot
-from .quantized_weight import QuantizedWeight
+from .quantized_weight import QuantizedWeight, quantize_activations
 
-_WORD = 32  # inputs in a word
-_RUN = 4  # words of one sum
+WORD = 32  # inputs in a word
 _MIN_MEAN = 1e-5  # avoids a division by 0 in matrices of zeros
 
 
@@ -49,11 +44,11 @@ class TernaryWeight(QuantizedWeight):
     @property
     def group(self) -> int:
         """Inputs that stay on one device."""
-        return _WORD
+        return WORD
 
     @property
     def groups_with_padding(self) -> int:
-        return 0 if len(self.values) * _WORD == self.inputs else _WORD
+        return 0 if len(self.values) * WORD == self.inputs else WORD
 
     def local_shard(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Self]:
         return x, dataclasses.replace(self, inputs=x.shape[-1], axis_name=axis_name)
@@ -65,17 +60,17 @@ class TernaryWeight(QuantizedWeight):
     def dequantize(self) -> jax.Array:
         return unpack_ternary(self.values, self.inputs).astype(jnp.float32).T * self.scale[:, None]
 
-    def forms_product(self, x_MI: jax.Array) -> jax.Array:
+    def product_of_rows(self, x_MI: jax.Array) -> jax.Array:
         """Sums of integers are exact: other rows and devices change no bit."""
         x_MI, factor_M1 = quantize_activations(x_MI, self.axis_name)
-        sums_MO = lax.platform_dependent(x_MI, self.values, cpu=_sums, default=_plain_sums)
+        sums_MO = run("ternary_sums", plain_sums, x_MI=x_MI, values_W2O=self.values)
         return sums_MO / factor_M1 * self.scale
 
 
 def ternary_struct(shape: tuple[int, ...]) -> TernaryWeight:
     """Returns the leaf of a matrix [O, I] with `jax.ShapeDtypeStruct` instead of arrays."""
     (outputs, inputs) = shape
-    words = -(-inputs // _WORD)
+    words = -(-inputs // WORD)
     struct: Any = jax.ShapeDtypeStruct
     return TernaryWeight(struct((words, 2, outputs), np.int32), struct((outputs,), np.float32), inputs)
 
@@ -116,7 +111,7 @@ def pack_ternary(levels: Any, shape: tuple[int, ...], scale: np.float32) -> Tern
     def fill(at: slice) -> None:
         levels_OI = levels(at)
         planes_2OI = np.stack([levels_OI == 1, levels_OI == -1])
-        bits = np.packbits(np.pad(planes_2OI, ((0, 0), (0, 0), (0, -inputs % _WORD))), 2, "little")
+        bits = np.packbits(np.pad(planes_2OI, ((0, 0), (0, 0), (0, -inputs % WORD))), 2, "little")
         weight.values[..., at] = bits.view("<i4").transpose(2, 0, 1)
 
     run_in_blocks(fill, outputs, 4 * inputs)
@@ -140,44 +135,9 @@ def unpack_ternary(values_W2O: jax.Array, inputs: int) -> jax.Array:
     return signs.reshape(-1, values_W2O.shape[-1])[:inputs]
 
 
-def _plain_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
+def plain_sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
     """On GPU and TPU: int8 numbers are exact in bfloat16, and their sums in float32."""
     # The barrier makes weights depend on x, or XLA would unpack all layers before the loop.
     x_MI, values_W2O = lax.optimization_barrier((x_MI, values_W2O))
     levels_IO = unpack_ternary(values_W2O, x_MI.shape[1])
     return dot(x_MI.astype(jnp.bfloat16), levels_IO.astype(jnp.bfloat16), 0)
-
-
-def _sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    rows, inputs = x_MI.shape
-    if product_table.fastest_form("ternary", rows, values_W2O.shape[-1], inputs) == product_table.ROWS:
-        return row_by_row(lambda x_I: _row(x_I, values_W2O), x_MI)
-
-    def multiply_tile(first: jax.Array, size: int, values_W2O: jax.Array) -> jax.Array:  # [M, size]
-        tile = lax.dynamic_slice_in_dim(values_W2O, first, size, 2)
-        return dot(x_MI, unpack_ternary(tile, inputs), 0, jnp.int32).astype(jnp.float32)
-
-    start_MI = x_MI.astype(jnp.float32)
-    return tiled_product(multiply_tile, start_MI, values_W2O.shape[-1], 4 * inputs, values_W2O)
-
-
-def _row(x_I: jax.Array, values_W2O: jax.Array) -> jax.Array:
-    """One row's product, float32 [O]. Inputs are C runs of words."""
-    words, _, outputs = values_W2O.shape
-    run = math.gcd(words, _RUN)
-    x_W32 = jnp.pad(x_I.astype(jnp.int32), (0, -x_I.size % _WORD)).reshape(-1, _WORD)
-    bits_W832 = (x_W32[:, None] >> np.arange(8)[:, None]) & 1
-    # A dot, which XLA does not fuse: fused, the bit planes would be computed for every output.
-    places = (1 << np.arange(_WORD, dtype=np.uint32)).view(np.int32)
-    planes_W8 = dot(bits_W832, jnp.asarray(places), 0, jnp.int32)
-    planes_W8, values_W2O = lax.optimization_barrier((planes_W8, values_W2O))
-    planes_CR8 = planes_W8.reshape(-1, run, 8)
-    plus_CRO, minus_CRO = (values_W2O.reshape(-1, run, 2, outputs)[:, :, sign] for sign in (0, 1))
-    sum_CRO: Any = 0
-    for bit in range(7, -1, -1):  # the sign bit counts negative
-        x_CR1 = planes_CR8[..., bit, None]
-        common = lax.population_count(plus_CRO & x_CR1) - lax.population_count(minus_CRO & x_CR1)
-        sum_CRO = -common if bit == 7 else sum_CRO + sum_CRO + common
-    sum_CO = lax.reduce(sum_CRO, np.int32(0), lax.add, (1,)).astype(jnp.float32)
-    # A dot with ones: XLA would fuse a sum over runs into the loop, which then has no vector instructions.
-    return dot(jnp.ones(len(sum_CO), jnp.float32), sum_CO, 0)

@@ -37,6 +37,15 @@ class WeightLeaf(ShortRepr):
         """
         raise NotImplementedError
 
+    def for_tpu(self) -> "WeightLeaf":
+        """Returns this leaf as kernels on TPUs read it."""
+        return self
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that stay on one device."""
+        return 1, 1
+
     @property
     def groups_with_padding(self) -> int:
         """Inputs that share a scale, where they do not divide I; 0: they do."""

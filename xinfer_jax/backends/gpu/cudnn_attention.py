@@ -12,19 +12,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kernels_pallas
 
 from ...cache.contiguous import Contiguous
+from ...ops.operation import Call
 
 _FEWEST = 128  # tokens of a row: a tile of cuDNN's kernels
 
 
-def cudnn_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def cudnn_form(call: Call) -> Callable | None:
     """A form of `causal_attention`. None: a kernel is named; there are sinks, caps or few tokens; a mesh's
     devices do not divide the rows; it is in a `jax.shard_map` that leaves axes to the compiler, or of a jax
     without such gradients; or jax rejects the dtype, the widths, the GPU or the cuDNN of this process.
     """
-    q_BTNH, kv, _, _, sink_N = operands
-    scoring = static["scoring"]
+    q_BTNH = call.operands["q_BTNH"]
+    kv = call.operands["kv"]
+    sink_N = call.operands["sink_N"]
+    scoring = call.static["scoring"]
     T = q_BTNH.shape[1]
-    if impl is not None or sink_N is not None or scoring.soft_cap is not None:
+    if call.run_config.impl is not None or sink_N is not None or scoring.soft_cap is not None:
         return None
     if T < _FEWEST or kv.slots != T or kv.value_width != q_BTNH.shape[-1] or kv.key_bias_fn is not None:
         return None
@@ -37,7 +40,7 @@ def cudnn_form(plain: Any, impl: str | None, operands: Any, static: dict[str, An
         return None
     form = partial(_attend, scale=scoring.scale)
     try:
-        jax.eval_shape(form, *(jax.tree.map(_shape, x) for x in operands))
+        jax.eval_shape(form, **jax.tree.map(_shape, call.operands))
     except (NotImplementedError, RuntimeError):
         return None
     return form

@@ -12,6 +12,9 @@ from jax import lax
 import kernels_pallas
 from kernels_pallas.reference import LOGITS_GROUP
 
+from ...config.run_config import PLAIN, RunConfig
+from ...ops.forms import always
+from ...ops.operation import Call
 from ...sampling.batched_settings import has_all_settings
 from ...sampling.context import Context
 from ...sampling.sampler import (
@@ -34,24 +37,27 @@ from .top_k import top_k_of_groups
 _FEW_LOGITS = 4096  # so many are summarized without a kernel
 _GROUP = 16  # rows that are sampled from the whole vocabulary at the same time
 
-# Forms: (plain, impl, operands, static) -> what takes the operands.
+
+def choice_form(call: Call) -> Callable:
+    """A form of `choose_tokens`."""
+    return partial(_choose_in_one_branch, run_config=call.run_config)
 
 
-def choice_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
-    return partial(_choose_in_one_branch, impl=impl)
+@always
+def known_form(logsumexp_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+    """A form of `known_logsumexp`: `choose_tokens` has computed it."""
+    return logsumexp_B
 
 
-def known_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
-    return lambda known_B, _: known_B
+@always
+def sampled_from_form(taken_BV: jax.Array, **operands: Any) -> jax.Array:
+    """A form of `sampled_from`, which computes these logits again."""
+    return sampled_from_in_groups(**operands)
 
 
-def sampled_from_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
-    return lambda _, *args: sampled_from_in_groups(*args)
-
-
-def logsumexp_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
-    """In one pass, but over a mesh as XLA does it."""
-    return None if abstract_mesh_of(operands) else logsumexp_in_one_pass
+def logsumexp_form(call: Call) -> Callable | None:
+    """A form of `logsumexp` in one pass; over a mesh as XLA does it."""
+    return None if abstract_mesh_of(call.operands["logits_BV"]) else logsumexp_in_one_pass
 
 
 def choose_at_draft_positions(
@@ -69,7 +75,7 @@ def choose_at_draft_positions(
         return logits_BTV.reshape(-1, V), *repeated, at_draft_positions(context, draft_BT)
 
     arrays = logits_BTV, key_B, sampling_B, context, draft_BT
-    token_R, logsumexp_R = _choose_of_rows(as_rows, max(1, _GROUP // T), "xla", *arrays)
+    token_R, logsumexp_R = _choose_of_rows(as_rows, max(1, _GROUP // T), PLAIN, *arrays)
     logprob_R = at_token(logits_BTV.reshape(-1, V), token_R) - logsumexp_R
     return token_R.reshape(-1, T), logprob_R.reshape(-1, T)
 
@@ -104,17 +110,17 @@ def repeated_rows(tree: Any, times: int) -> Any:
     return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
 
-def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, impl):
+def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, run_config):
     """`choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were sampled
     from, and their logsumexp.
     """
     arrays = logits_BV, key_B, sampling_B, context
-    token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, impl, *arrays)
+    token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, run_config, *arrays)
     return token_B, logits_BV, logsumexp_B
 
 
 def _choose_of_rows(
-    as_rows: Callable, group: int, impl: str | None, *arrays: Any
+    as_rows: Callable, group: int, run_config: RunConfig, *arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The tokens of the rows `as_rows(*arrays)`: logits, keys, settings and context; and the logsumexp of
     these logits. On GPUs the host waits for the predicate of each branch. There is one: whether all rows are
@@ -122,7 +128,7 @@ def _choose_of_rows(
     branch makes the rows of `group` entries of the arrays after the others.
     """
     logits_BV, key_B, sampling_B, context = as_rows(*arrays)
-    (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, impl)
+    (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, run_config)
     rest = key_B, sampling_B, context.position_B, logits_BV.shape[1]
     token_B, _, common_B = sample_candidates(candidates_BA, index_BA, *rest)
     common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
@@ -135,14 +141,14 @@ def _choose_of_rows(
     return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logsumexp_B
 
 
-def _summarize_logits(logits_BV, sampling_B, context, impl):
+def _summarize_logits(logits_BV, sampling_B, context, run_config):
     """The candidates among the logits with bias and repetition penalty, as `largest_k` returns them; and
     the logsumexp of the logits as they are.
     """
     V = logits_BV.shape[1]
     chosen = "xla"
     if V > _FEW_LOGITS and abstract_mesh_of(logits_BV) is None:
-        chosen = kernels_pallas.select("summarize_logits", impl, logits_BV).impl
+        chosen = kernels_pallas.select("summarize_logits", run_config.impl, logits_BV).impl
     if chosen == "xla":
         processed_BV = bias_and_repeat(logits_BV, sampling_B, context)
         summed = logsumexp if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass

@@ -3,14 +3,13 @@ more than the arithmetic.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ...modes import in_default_modes
-from ...ops.operation import match_varying_axes
+from ...ops.operation import Call, match_varying_axes
 from ...sharding import abstract_mesh_of
 
 _TILE = 128  # numbers that are reduced first
@@ -45,9 +44,9 @@ def _logsumexp_jvp(primals, tangents):
     return logsumexp_in_one_pass(logits_BV), (jax.nn.softmax(logits_BV, -1) * tangents[0]).sum(-1)
 
 
-def threshold_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
+def threshold_form(call: Call) -> Callable | None:
     """A form of `threshold`; over a mesh none: XLA does not divide a reduction of several arrays."""
-    return None if abstract_mesh_of(operands) else threshold_by_digits
+    return None if abstract_mesh_of(call.operands["order_BV"]) else threshold_by_digits
 
 
 def threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:

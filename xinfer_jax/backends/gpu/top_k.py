@@ -3,22 +3,23 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...ops.operation import Call
+
 _MOST_SORTED = 4096  # numbers that a GPU sorts in one kernel
 _MOST_BUILT_IN = 16  # XLA has a kernel for so few largest numbers
 
 
-def gpu_top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def gpu_top_k_form(call: Call) -> Callable | None:
     """A form of `top_k`; None: XLA has a kernel."""
-    (x,) = operands
-    if x.shape[-1] <= _MOST_SORTED or static["count"] <= _MOST_BUILT_IN:
+    count = call.static["count"]
+    if call.operands["x"].shape[-1] <= _MOST_SORTED or count <= _MOST_BUILT_IN:
         return None
-    return partial(_grouped_top_k, count=static["count"])
+    return partial(_grouped_top_k, count=count)
 
 
 def _grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

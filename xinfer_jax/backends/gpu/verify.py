@@ -11,18 +11,21 @@ from jax import lax
 
 from ...generation.loop import Hidden, to_logits
 from ...generation.state import DecodeState, after_recording, ends_row, next_column
+from ...ops.forms import always
+from ...ops.operation import Call
 from ...sampling.logprobs import Alternatives, if_wanted, record_alternatives
 from ...sampling.sampler import is_plain_greedy
 from ..kernels.head import can_fuse_head, greedy_tokens
 from .gpu_sampler import choose_at_draft_positions, sampled_from_in_groups
 
 
-def recording_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+@always
+def recording_form(token: jax.Array, alternatives: Any) -> tuple[jax.Array, Any]:
     """A form of `after_recording`, which keeps the order."""
-    return lambda *recorded: lax.optimization_barrier(recorded)
+    return lax.optimization_barrier((token, alternatives))
 
 
-def verify_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def verify_form(call: Call) -> Callable | None:
     """A form of `verify`: all positions are sampled at the same time, and the tokens after the first rejected
     draft token are thrown away: these cost less than the launches of each position. None: with processors of
     a caller, whose state after each draft token is known only in turn.
@@ -31,14 +34,15 @@ def verify_form(plain: Any, impl: str | None, operands: Any, static: dict[str, A
     x positions). Sampled rows have this one and that of the sampler, or only that of the sampler where no
     kernel serves or alternatives are recorded, and these have one more where `wanted_B` says who asked.
     """
-    has_callers = operands[0].context.callers is not None
-    return None if has_callers else partial(_verify_at_once, static["outputs"], impl)
+    if call.operands["state"].context.callers is not None:
+        return None
+    return partial(_verify_at_once, outputs=call.static["outputs"], run_config=call.run_config)
 
 
-def _verify_at_once(outputs, impl, state, draft_BT):
+def _verify_at_once(state, draft_BT, outputs, run_config):
     """The state after `verify`; the contexts of all positions are known, as they contain draft tokens."""
     if state.alternatives is None and isinstance(outputs, Hidden):
-        token_BT, logprob_BT = _sample_from_hidden(outputs, impl, state, draft_BT)
+        token_BT, logprob_BT = _sample_from_hidden(outputs, run_config, state, draft_BT)
         return append_tokens(state, token_BT, logprob_BT, _count_appended(token_BT, draft_BT, state))
     logits_BTV = to_logits(outputs)
     token_BT, logprob_BT = _sample_from_logits(logits_BTV, state, draft_BT)
@@ -48,7 +52,7 @@ def _verify_at_once(outputs, impl, state, draft_BT):
     return append_tokens(state, token_BT, logprob_BT, count_B)
 
 
-def _sample_from_hidden(outputs, impl, state, draft_BT):
+def _sample_from_hidden(outputs, run_config, state, draft_BT):
     """The tokens [B, T] of all positions, and their log-probabilities. Where a fused kernel serves, greedy
     rows need no logits.
     """
@@ -59,10 +63,10 @@ def _sample_from_hidden(outputs, impl, state, draft_BT):
         return _sample_from_logits(to_logits(outputs), state, draft_BT)
 
     def greedy():
-        found = greedy_tokens(outputs.params, outputs.config, hidden_RD, impl)
+        found = greedy_tokens(outputs.params, outputs.config, hidden_RD, run_config)
         return tuple(x_R.reshape(B, T) for x_R in found)
 
-    if not can_fuse_head(outputs.params, hidden_RD, impl):
+    if not can_fuse_head(outputs.params, hidden_RD, run_config):
         return from_logits()
     return lax.cond(is_plain_greedy(state.sampling_B, state.context), greedy, from_logits)
 

@@ -11,31 +11,28 @@ import kernels_pallas
 from ...cache.contiguous import Contiguous
 from ...mixers.attention import ROW_QUERIES
 from ...mixers.rope_append import norm_heads, plain_append
+from ...ops.forms import with_plain_derivative
+from ...ops.operation import Call
 from ...sharding import abstract_mesh_of
 from .attention_kernels import kernel_arrays, with_kernel_arrays
-from .product_kernels import with_plain_derivative
 
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 
 
-def append_form(
-    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
-) -> Callable | None:
+def append_form(call: Call) -> Callable | None:
     """A form of `rope_append`; None: there is no kernel for it."""
-    (q_BTNH, *_), _, _, kv, *_ = operands
-    chosen = _select(q_BTNH, kv, impl)
+    chosen = _select(call.operands["qkv"][0], call.operands["kv"], call.run_config.impl)
     if chosen == "xla":
         return None
-    platform = kernels_pallas.platform_of(chosen, impl)
-    norm = static["norm"]
-    by_kernel = partial(_by_kernel, impl=chosen, norm=norm)
+    norm = call.static["norm"]
+    by_kernel = partial(_by_kernel, chosen, norm=norm)
     if chosen in _TPU_IMPLS:
-        return partial(with_plain_derivative, by_kernel, plain, platform)
+        return with_plain_derivative(call, chosen, by_kernel)
+    without = call._replace(plain=partial(plain_append, norm=None))
 
-    def after_norms(qkv: Any, weights: Any, *rest: Any) -> tuple[jax.Array, Contiguous]:
+    def after_norms(qkv: Any, weights: Any, **rest: Any) -> tuple[jax.Array, Contiguous]:
         qkv = norm_heads(qkv, None if weights is None else (weights, norm))
-        without = partial(plain_append, norm=None)
-        return with_plain_derivative(by_kernel, without, platform, qkv, None, *rest)
+        return with_plain_derivative(without, chosen, by_kernel)(qkv=qkv, weights=None, **rest)
 
     return after_norms
 
@@ -54,10 +51,10 @@ def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     return kernels_pallas.select("rope_append", impl, q_BTNH, k, v).impl
 
 
-def _by_kernel(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm, impl: str):  # noqa: PLR0913
+def _by_kernel(kernel: str, qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):  # noqa: PLR0913
     arrays = (*qkv, *(angles or (None, None)), *kernel_arrays(kv), start_B, num_tokens_B)
     options = kv.kernel_options() | {"capacity": kv.capacity}
     if weights is not None:
         options["norms"] = kernels_pallas.HeadNorms(*weights, *norm)
-    q_BTNH, k, v = kernels_pallas.run_kernel(impl, "rope_append", *arrays, **options)
+    q_BTNH, k, v = kernels_pallas.run_kernel(kernel, "rope_append", *arrays, **options)
     return q_BTNH, with_kernel_arrays(kv, k, v)

@@ -9,6 +9,7 @@ from ...cache.contiguous import Contiguous
 from ...cache.stored_kv import StoredKV, cache_dtype_of
 from ...mixers.attention import Scoring
 from ...ops.forms import Kernel, named
+from ...ops.operation import Call
 
 
 def kernel_arrays(kv: Contiguous) -> tuple[Any, Any]:
@@ -52,18 +53,20 @@ def _kernel(few: bool) -> str:
     return "decode_attention" if few else "prefill_attention"
 
 
-def _select(impl: str | None, operands: Any, static: dict[str, Any]) -> kernels_pallas.Selection:
-    return select_attention(_kernel(static["few"]), impl, *operands[:2])
+def _select(call: Call) -> kernels_pallas.Selection:
+    operands = call.operands
+    kernel = _kernel(call.static["few"])
+    return select_attention(kernel, call.run_config.impl, operands["q_BTNH"], operands["kv"])
 
 
-def _run(impl: str, q_BTNH, kv: Any, start_B, length_B, sink_N, scoring: Scoring, few: bool):  # noqa: PLR0913
+def _run(kernel: str, q_BTNH, kv: Any, start_B, length_B, sink_N, scoring: Scoring, few: bool):  # noqa: PLR0913
     options = kv.kernel_options() | dict(window=kv.window, scale=scoring.scale, soft_cap=scoring.soft_cap)
     if (bias := _key_bias(kv)) is not None:
         options["key_bias"] = bias
     if sink_N is not None:
         options["sink_N"] = sink_N
     args = q_BTNH, *kernel_arrays(kv), start_B, length_B
-    return kernels_pallas.run_kernel(impl, _kernel(few), *args, **options)
+    return kernels_pallas.run_kernel(kernel, _kernel(few), *args, **options)
 
 
 ATTENTION = Kernel(_select, _run)

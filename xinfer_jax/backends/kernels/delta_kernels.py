@@ -15,30 +15,30 @@ from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 
 from ...config.model_config import ModelConfig
 from ...mixers.recurrent import Recurrent
+from ...ops.forms import with_plain_derivative
+from ...ops.operation import Call
 from ...sharding import abstract_mesh_of
 from ...weights.params import Params
-from .product_kernels import with_plain_derivative
 
 _OTHERS = ("A_log", "dt_bias", "gated_norm")
 
 
-def delta_form(
-    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
-) -> Callable | None:
+def delta_form(call: Call) -> Callable | None:
     """A form of `delta_step`; None: there is no kernel for it."""
-    (q_BTX, *_), layer, cache, _, _, first_BT = operands
-    config = static["config"]
-    if cache is None or first_BT is not None:
+    q_BTX = call.operands["products"][0]
+    cache = call.operands["cache"]
+    config = call.static["config"]
+    if cache is None or call.operands["first_BT"] is not None:
         return None
     if q_BTX.shape[1] > max(1, cache.draft_slots):
         name = "delta_prefill"
     else:
         name = "delta_drafts" if cache.draft_slots else "delta_step"
-    chosen = select_delta(name, impl, q_BTX, layer, config, cache).impl
+    chosen = select_delta(name, call.run_config.impl, q_BTX, call.operands["layer"], config, cache).impl
     if chosen == "xla":
         return None
-    kernel = partial(_by_kernel, name=name, impl=chosen, eps=config.rms_norm_eps)
-    return partial(with_plain_derivative, kernel, plain, kernels_pallas.platform_of(chosen, impl))
+    run = partial(kernels_pallas.run_kernel, chosen, eps=config.rms_norm_eps)
+    return with_plain_derivative(call, chosen, partial(_by_kernel, name=name, run=run))
 
 
 def select_delta(  # noqa: PLR0913
@@ -65,12 +65,11 @@ def _kernel_state(cache: Recurrent) -> DeltaState:
 
 
 def _by_kernel(  # noqa: PLR0913
-    new, layer: Params, cache: Recurrent, start_B, num_tokens_B, _, name: str, impl: str, eps: float
+    products, layer: Params, cache: Recurrent, start_B, num_tokens_B, first_BT, name: str, run: Callable
 ) -> tuple[jax.Array, Recurrent]:
     weights = DeltaWeights(*(layer[f"conv_{name}"] for name in "qkv"), *(layer[name] for name in _OTHERS))
-    run = partial(kernels_pallas.run_kernel, impl, eps=eps)
     call = _with_drafts if cache.draft_slots else _without_drafts
-    return call(run, name, NewToken(*new), weights, cache, start_B, num_tokens_B)
+    return call(run, name, NewToken(*products), weights, cache, start_B, num_tokens_B)
 
 
 def _without_drafts(  # noqa: PLR0913

@@ -11,6 +11,7 @@ from kernels_pallas.reference_products import Matrix
 from ...config.model_config import ModelConfig
 from ...feed_forward.experts import swish
 from ...ops.forms import Kernel, named
+from ...ops.operation import Call
 from ...weights.fp8_weight import Fp8Weight
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
@@ -69,56 +70,60 @@ def _operand(x: Any) -> Any:
     return Matrix(x.values, x.scale, getattr(x, "zero", None)) if is_quantized(x) else x
 
 
-def _select(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
-    return select_experts(impl, operands[0], operands[3])
+def _select(call: Call) -> kernels_pallas.Selection:
+    return select_experts(call.run_config.impl, call.operands["x_MD"], call.operands["experts"])
 
 
-def _run(impl: str, x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+def _run(kernel: str, x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
     args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
     of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
     if config.experts and (swiglu := config.experts.swiglu):
         of_model |= dict(activation=partial(swish, swiglu.alpha), limit=swiglu.limit)
-    return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
+    return kernels_pallas.run_kernel(kernel, "gated_experts", *args, **of_model)
 
 
 EXPERTS = Kernel(_select, _run)
 
 
-def _select_route(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
+def _select_route(call: Call) -> kernels_pallas.Selection:
     """The implementation of what comes before experts, in one launch; "xla" where there is no kernel for it,
     under every name.
     """
-    x, layer, given = operands
-    router: Any = static["config"].experts.router
+    leaves = call.operands["leaves"]
+    impl = call.run_config.impl
+    router: Any = call.static["config"].experts.router
     reason = None
     if (impl or kernels_pallas.dispatch.device_impl().impl) not in ("tpu", "interpret_tpu"):
         reason = "a kernel for TPUs"
-    elif given is not None or router.kind != "softmax" or router.input_scale:
+    elif router.kind != "softmax":
+        reason = f"a router of the kind {router.kind!r}"
+    elif call.operands["given_BTU"] is not None or router.input_scale:
         reason = "experts that are given, or a router with a norm of its own"
     elif not router.norm_topk_prob:
         reason = "weights that do not sum to 1"
-    elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(layer)):
+    elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(leaves)):
         reason = "a router that is no array"
-    elif "bias" in layer.get("shared_gate", {}):
+    elif "bias" in leaves.get("shared_gate", {}):
         reason = "a gate with a bias"
-    elif layer["router"]["weight"].size > _MOST_NUMBERS:
+    elif leaves["router"]["weight"].size > _MOST_NUMBERS:
         reason = "a router too large for on-chip memory"
     if reason:
         return kernels_pallas.Selection("xla", reason)
-    return select_product(impl, Operands(x, _route_leaves(layer), layer.get("mlp_norm")), None)
+    operands = Operands(call.operands["x_BTD"], _route_leaves(leaves), leaves.get("mlp_norm"))
+    return select_product(impl, operands, None)
 
 
 def _route_leaves(layer: Params) -> list[Params]:
     return [layer[name] for name in ("router", "shared_gate") if name in layer]
 
 
-def _run_route(impl: str, x_BTD, layer: Params, _, config: ModelConfig) -> tuple:
-    matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(layer)]
+def _run_route(kernel: str, x_BTD, leaves: Params, given_BTU, config: ModelConfig) -> tuple:
+    matrices = [Matrix(leaf["weight"], bias=leaf.get("bias")) for leaf in _route_leaves(leaves)]
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     of_norm = dict(eps=config.rms_norm_eps, offset=config.norm_offset or 0.0)
-    args = x_MD, matrices, layer.get("mlp_norm")
+    args = x_MD, matrices, leaves.get("mlp_norm")
     x_MD, weight_MU, expert_MU, *gates = kernels_pallas.run_kernel(
-        impl, "route", *args, count=config.num_experts_per_tok, **of_norm
+        kernel, "route", *args, count=config.num_experts_per_tok, **of_norm
     )
     x_BTD, *gates = (y_MD.reshape(x_BTD.shape) for y_MD in (x_MD, *gates))
     return x_BTD, gates[0] if gates else None, weight_MU, expert_MU

@@ -11,11 +11,12 @@ from jax import lax
 import kernels_pallas
 
 from ...config.model_config import ModelConfig
-from ...config.run_config import RunConfig
+from ...config.run_config import DEFAULT, RunConfig
 from ...generation.state import DecodeState, append_token
-from ...model.decoder import head_input, lm_head, unembed
+from ...model.decoder import head_input, head_logits, lm_head
 from ...ops.forms import Kernel, named
 from ...ops.largest import plain_argmax
+from ...ops.operation import Call
 from ...sampling.sampler import is_plain_greedy, sample_tokens
 from ...sharding import abstract_mesh_of
 from ...weights.int8_weight import Int8Weight
@@ -24,9 +25,10 @@ from ...weights.params import Params
 from ...weights.quantized_weight import is_quantized
 
 
-def _select_argmax(impl: str | None, operands: Any, static: Any) -> kernels_pallas.Selection:
-    chosen = named("argmax", impl, *operands)
-    if abstract_mesh_of(operands):
+def _select_argmax(call: Call) -> kernels_pallas.Selection:
+    logits_BV = call.operands["logits_BV"]
+    chosen = named("argmax", call.run_config.impl, logits_BV)
+    if abstract_mesh_of(logits_BV):
         return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
     return chosen
 
@@ -34,12 +36,12 @@ def _select_argmax(impl: str | None, operands: Any, static: Any) -> kernels_pall
 ARGMAX = Kernel(_select_argmax, lambda impl, logits_BV: kernels_pallas.run_kernel(impl, "argmax", logits_BV))
 
 
-def can_fuse_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
+def can_fuse_head(params: Params, hidden_BD: jax.Array, run_config: RunConfig) -> bool:
     """Whether `greedy_tokens` may run a kernel."""
     leaf = lm_head(params)
     if "bias" in leaf or abstract_mesh_of(leaf):
         return False
-    selection = select_head_kernel(impl, hidden_BD, leaf["weight"])
+    selection = select_head_kernel(run_config.impl, hidden_BD, leaf["weight"])
     return selection is not None and selection.impl != "xla"
 
 
@@ -55,13 +57,13 @@ def select_head_kernel(impl: str | None, hidden_BD: Any, weight: Any) -> kernels
 
 
 def greedy_tokens(
-    params: Params, config: ModelConfig, hidden_BD: jax.Array, impl: str | None = None
+    params: Params, config: ModelConfig, hidden_BD: jax.Array, run_config: RunConfig = DEFAULT
 ) -> tuple[jax.Array, jax.Array]:
     """The most likely tokens, int32 [B], and their log-probabilities, float32 [B]; if `can_fuse_head`."""
     weight = lm_head(params)["weight"]
     cap = config.final_logit_softcapping
     hidden_BD = head_input(hidden_BD, config)
-    selection = select_head_kernel(impl, hidden_BD, weight)
+    selection = select_head_kernel(run_config.impl, hidden_BD, weight)
     assert selection is not None
 
     def by_kernel(hidden_BD: jax.Array, weight: Any) -> tuple[jax.Array, jax.Array]:  # [B], [B]
@@ -75,11 +77,11 @@ def greedy_tokens(
         id_B = plain_argmax(logits_BV)
         return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
 
-    platform = kernels_pallas.platform_of(selection.impl, impl)
+    platform = kernels_pallas.platform_of(selection.impl, run_config.impl)
     return kernels_pallas.run_on_platform(platform, by_kernel, by_logits, hidden_BD, weight)
 
 
-def sampling_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def sampling_form(call: Call) -> Callable | None:
     """A form of `sample_from_hidden`: greedy rows need no logits. None: no kernel serves.
 
     Of the predicates that the host of a GPU waits for in each step, greedy rows have this one. Sampled rows
@@ -87,21 +89,23 @@ def sampling_form(plain: Any, impl: str | None, operands: Any, static: dict[str,
     settings, whose `is_plain_greedy` is a constant). The two cannot be one: whether the candidates suffice
     depends on the logits, which greedy rows do not compute.
     """
-    params, hidden_BD, state = operands
-    if state.alternatives is not None or not can_fuse_head(params, hidden_BD, impl):
+    operands = call.operands
+    if operands["state"].alternatives is not None:
         return None
-    return partial(_sample, config=static["config"], impl=impl)
+    if not can_fuse_head(operands["params"], operands["hidden_BD"], call.run_config):
+        return None
+    return partial(_sample, config=call.static["config"], run_config=call.run_config)
 
 
 def _sample(
-    params: Params, hidden_BD: jax.Array, state: DecodeState, config: ModelConfig, impl: str | None
+    params: Params, hidden_BD: jax.Array, state: DecodeState, config: ModelConfig, run_config: RunConfig
 ) -> DecodeState:
     def from_logits() -> tuple[jax.Array, jax.Array]:
-        logits_BV = unembed(params, config, hidden_BD)
-        return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, RunConfig(impl))[:2]
+        logits_BV = head_logits(params, config, hidden_BD)
+        return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, run_config)[:2]
 
     def greedy() -> tuple[jax.Array, jax.Array]:
-        return greedy_tokens(params, config, hidden_BD, impl)
+        return greedy_tokens(params, config, hidden_BD, run_config)
 
     is_greedy = is_plain_greedy(state.sampling_B, state.context)
     return append_token(state, *lax.cond(is_greedy, greedy, from_logits))

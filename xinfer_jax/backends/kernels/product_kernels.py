@@ -11,16 +11,16 @@ import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix, RowAdapters
 
 from ...config.run_config import RunConfig
-from ...ops.cpu.cpu_products import quantize_activations
-from ...ops.operation import run, with_derivative
+from ...ops.forms import with_plain_derivative
+from ...ops.operation import Call
 from ...sharding import abstract_mesh_of
 from ...weights.adapted_weight import AdaptedWeight
 from ...weights.fp8_weight import Fp8Weight
 from ...weights.grouped_weight import GroupedWeight
 from ...weights.int8_weight import Int8Weight
-from ...weights.layers import finish_products, products, rms_norm
+from ...weights.layers import Norm, finish_products, normalized, products
 from ...weights.params import Params
-from ...weights.quantized_weight import is_quantized
+from ...weights.quantized_weight import is_quantized, quantize_activations
 
 _MOST_RANK = 128  # of adapters
 _TPU_BYTES = 44 * 2**20  # of adapters: of 48 MiB that their kernel may use
@@ -33,44 +33,39 @@ class Operands(NamedTuple):
     x: Any  # [..., I]
     leaves: Sequence[Params]  # matrices that share x, with their biases
     norm_weight: Any = None  # [I]
-    residual: Any = None  # [..., O]
 
 
-def products_form(
-    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
-) -> Callable | None:
+def products_form(call: Call) -> Callable | None:
     """A form of `products` in one launch, with the derivative of `plain`. Where no kernel takes them all: of
     the products without their norm, and of each. None: of none.
     """
-    given = Operands(*operands)
-    chosen = select_product(impl, given, static["activation"]).impl
+    leaves = call.operands["leaves"]
+    before = call.operands["before"]
+    operands = Operands(call.operands["x"], leaves, before and before.weight)
+    chosen = select_product(call.run_config.impl, operands, call.static["activation"]).impl
     if chosen != "xla":
-        (eps, offset) = static["norm"] or (0.0, None)
-        options = dict(eps=eps, offset=offset or 0.0, activation=static["activation"], dtype=static["dtype"])
-        kernel = partial(_run, impl=chosen, options=options)
-        return partial(with_plain_derivative, kernel, plain, kernels_pallas.platform_of(chosen, impl))
-    is_adapted = any(_is_adapted(leaf["weight"]) for leaf in given.leaves)
-    if given.norm_weight is None and len(given.leaves) == 1 and not is_adapted:
+        return with_plain_derivative(call, chosen, partial(_run, chosen, **call.static))
+    is_adapted = any(_is_adapted(leaf["weight"]) for leaf in leaves)
+    if before is None and len(leaves) == 1 and not is_adapted:
         return None
-    return partial(_in_parts, impl=impl, **static)
+    return partial(_in_parts, call.run_config, **call.static)
 
 
-def _in_parts(x, leaves, norm_weight, residual, impl, norm, activation, dtype):  # noqa: PLR0913
-    if norm is not None:  # perhaps without its norm
-        x = run("apart", lambda x: x, rms_norm(x, norm_weight, *norm))
-        return products(
-            x, leaves, activation=activation, residual=residual, dtype=dtype, run_config=RunConfig(impl)
-        )
-    ys = [_product(x, leaf, dtype, impl) for leaf in leaves]
+def _in_parts(run_config: RunConfig, x, leaves, before, residual, activation, dtype):  # noqa: PLR0913
+    if before is not None:  # perhaps without its norm
+        x = normalized(x, before)
+        options: dict[str, Any] = dict(activation=activation, dtype=dtype)
+        return products(x, leaves, residual=residual, run_config=run_config, **options)
+    ys = [_product(x, leaf, dtype, run_config) for leaf in leaves]
     return finish_products(ys, residual, activation)
 
 
-def _product(x: jax.Array, leaf: Params, dtype: Any, impl: str | None) -> jax.Array:
+def _product(x: jax.Array, leaf: Params, dtype: Any, run_config: RunConfig) -> jax.Array:
     """The product of one leaf; of one with adapters by the best form for the matrix alone."""
     weight = leaf["weight"]
     if not _is_adapted(weight):
-        return products(x, [leaf], dtype=dtype, run_config=RunConfig(impl))[0]
-    (y,) = products(x, [leaf | {"weight": weight.base}], dtype=jnp.float32, run_config=RunConfig(impl))
+        return products(x, [leaf], dtype=dtype, run_config=run_config)[0]
+    (y,) = products(x, [leaf | {"weight": weight.base}], dtype=jnp.float32, run_config=run_config)
     return (y + weight.added(x)).astype(dtype)
 
 
@@ -83,18 +78,12 @@ def _base(weight: Any) -> Any:
     return weight.base if isinstance(weight, AdaptedWeight) else weight
 
 
-def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | None, *operands: Any) -> Any:
-    """`kernel(*operands)` in programs of a platform (None: in all), with the derivative of `plain`."""
-    form = partial(kernels_pallas.run_on_platform, platform, kernel, plain)
-    return with_derivative(form, plain, operands)
-
-
 def select_product(impl: str | None, operands: Operands, activation: str | None) -> kernels_pallas.Selection:
     """The implementation of products in one launch; "xla" where there is no kernel for them.
 
     A named implementation is one of attention: other matrices stay with XLA under every name.
     """
-    x, leaves, norm_weight, _ = operands
+    x, leaves, norm_weight = operands
     if impl == "xla":
         return kernels_pallas.Selection("xla", "requested by name")
     if impl is None and (here := kernels_pallas.dispatch.device_impl()).impl == "xla":
@@ -216,7 +205,11 @@ def _layout(matrix: Any) -> tuple[Any, ...]:
     return values.shape, values.dtype, getattr(matrix, "has_blocks", False)
 
 
-def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -> list[jax.Array]:
+def _run(kernel: str, x, leaves, before: Norm | None, residual, activation, dtype) -> list[jax.Array]:  # noqa: PLR0913
+    norm_weight = None if before is None else before.weight
+    options: dict[str, Any] = dict(activation=activation, dtype=dtype, eps=0.0, offset=0.0)
+    if before is not None:
+        options |= dict(eps=before.eps, offset=before.offset or 0.0)
     x_MI = x.reshape(-1, x.shape[-1])
     matrices = [_matrix(leaf, len(x), len(x_MI)) for leaf in leaves]
     order = getattr(_base(leaves[0]["weight"]), "order", None)
@@ -228,7 +221,7 @@ def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -
         x_MI, factor_M1 = quantize_activations(first.rotated_inputs(x_MI), first.axis_name)
         step_M = 1 / factor_M1[:, 0]
     args = (x_MI, matrices, norm_weight, residual_MO, step_M)
-    ys = kernels_pallas.run_kernel(impl, "product", *args, **options)
+    ys = kernels_pallas.run_kernel(kernel, "product", *args, **options)
     return [y_MO.reshape(*x.shape[:-1], -1) for y_MO in ys]
 
 

@@ -1,1 +1,1 @@
-"""Forms for TPUs, in plain jnp: `tpu_embedding`."""
+"""Forms for TPUs, in plain jnp: `tpu_embedding` and `tpu_products`."""

@@ -1,7 +1,7 @@
 """Rows of embeddings that TPUs store by inputs."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +10,32 @@ from jax import lax
 
 from kernels_pallas.key_layouts import LANES
 
+from ...ops.operation import Call
 from ...sharding import abstract_mesh_of
 
 _TOKENS = 4  # that one operation reads
 
 
-def tpu_embedding_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
+def tpu_embedding_form(call: Call) -> Callable | None:
     """A form of `embedding`. XLA stores a table [V, D] by inputs if V fills tiles of 128 lanes, and D does
     not. It would copy such a table to take rows of it: gpt-oss's in 6.6 ms on a v6e. None: it stores rows; or
-    the tiles of all tokens have more bytes than a copy reads and writes.
+    the tiles of all tokens have more bytes than a copy reads and writes. Of an int8 table a single row is
+    taken twice: XLA would copy the table into another layout.
     """
-    token, table = operands
+    token = call.operands["token"]
+    table = call.operands["table"]
     V, D = table.shape
+    is_repeated = token.size == 1 and table.dtype == jnp.int8
+    size = 2 if is_repeated else token.size
     has_rows = V % LANES > 0 or D % LANES == 0
-    if has_rows or not token.size or token.size * LANES > 2 * V or abstract_mesh_of(table):
-        return None
-    return _rows_of_columns
+    if has_rows or not size or size * LANES > 2 * V or abstract_mesh_of(table):
+        return partial(_repeated_row, call.plain) if is_repeated else None
+    return partial(_repeated_row, _rows_of_columns) if is_repeated else _rows_of_columns
+
+
+def _repeated_row(take: Callable, token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]
+    rows = take(token=jnp.repeat(token.reshape(1), 2), table=table)
+    return rows[:1].reshape(*token.shape, -1)
 
 
 def _rows_of_columns(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]

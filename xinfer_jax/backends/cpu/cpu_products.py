@@ -10,23 +10,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..operation import match_varying_axes
-from ..product import dot
+from ...ops.forms import always
+from ...ops.operation import Call, match_varying_axes
+from ...ops.product import dot
+from ...weights.fp8_weight import Fp8Weight
+from ...weights.int8_weight import Int8Weight
+from ...weights.quantized_weight import quantize_activations
 from . import product_table
 from .product_table import MATRIX_FIRST, TILES, X_FIRST
 
 _MIN_OUTPUTS = 8  # of a float product on CPU
-_MIN_ROW_MAX = 1e-5  # avoids a division by 0 in rows of zeros
 _FEW_ROWS = 64  # up to this number of rows tiles are the left operand
 _TILE_BYTES = 2 << 20  # of float32 that a narrow matrix is converted to at a time, as the left operand
 _RIGHT_TILE_BYTES = 8 << 20  # as the right one
 
 
-def cpu_float_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+def float_form(call: Call) -> Callable:
     """A form of `float_product`."""
-    x_MI, matrix_OI = operands
-    form = _FLOAT_FORMS[product_table.fastest_form(matrix_OI.dtype.name, len(x_MI), *matrix_OI.shape)]
-    return lambda x_MI, matrix_OI: form(x_MI, pad_outputs(matrix_OI))[:, : len(matrix_OI)]
+    matrix_OI = call.operands["matrix"]
+    rows = len(call.operands["x"])
+    product = _FLOAT_FORMS[product_table.fastest_form(matrix_OI.dtype.name, rows, *matrix_OI.shape)]
+    return lambda x, matrix: product(x, pad_outputs(matrix))[:, : len(matrix)]
 
 
 def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
@@ -40,17 +44,6 @@ def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
 def matrix_lhs_dot(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """Returns x @ matrix.T as (matrix @ x.T).T. Without the barrier XLA would swap the operands again."""
     return lax.optimization_barrier(dot(matrix_OI, x_MI, dtype=dtype)).T
-
-
-def quantize_activations(x_MI: jax.Array, axis_name: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Returns rows as int8 and the factors that they were multiplied by, float32 [M, 1], as transformers does
-    for BitNet. axis_name: an axis of a mesh along which I is divided; None: it is not.
-    """
-    x_MI = x_MI.astype(jnp.float32)
-    max_M1 = jnp.abs(x_MI).max(1, keepdims=True)
-    max_M1 = max_M1 if axis_name is None else lax.pmax(max_M1, axis_name)
-    factor_M1 = 127 / jnp.maximum(max_M1, _MIN_ROW_MAX)
-    return jnp.round(x_MI * factor_M1).astype(jnp.int8), factor_M1
 
 
 def int8_activation_product(x_MI: jax.Array, values_OI: jax.Array, axis_name: str | None = None) -> jax.Array:
@@ -143,9 +136,43 @@ def tiled_product(
     return y.T if outputs_first else y
 
 
-def embedding_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
+@always
+def int8_form(x: jax.Array, matrix: Int8Weight) -> jax.Array:
+    """A form of `int8_product`."""
+    x_MI = matrix.rotated_inputs(x)
+    if matrix.int8_activations:
+        return int8_activation_product(x_MI, matrix.values, matrix.axis_name) * matrix.scale
+    form = product_table.fastest_form("int8", len(x_MI), *matrix.shape)
+    if form == TILES:
+        return upcast_product(x_MI, matrix.values) * matrix.scale
+    # Activations as the sum of two int8 numbers.
+    x_MI = x_MI.astype(jnp.float32)
+    max_M = jnp.abs(x_MI).max(1)
+    step_M1 = jnp.where(max_M == 0, 1, max_M)[:, None] / 127
+    exact_MI = x_MI / step_M1
+    high_MI = jnp.round(exact_MI)
+    low_MI = jnp.round((exact_MI - high_MI) * 254)
+    split = jnp.concatenate([high_MI, low_MI]).astype(jnp.int8)
+    sums_SO = INT8_DOTS[form](split, matrix.values, dtype=jnp.int32)
+    high_MO, low_MO = jnp.split(sums_SO.astype(jnp.float32), 2)
+    return (high_MO + low_MO / 254) * step_M1 * matrix.scale
+
+
+@always
+def fp8_form(x: jax.Array, matrix: Fp8Weight) -> jax.Array:
+    """A form of `fp8_product`."""
+    x_MI = x.astype(jnp.float32)
+
+    def multiply_tile(first: jax.Array, size: int, matrix: Fp8Weight) -> jax.Array:  # [M, size]
+        start = jnp.clip(first, 0, matrix.shape[0] - size)
+        return dot(x_MI, matrix.rows(start + jnp.arange(size)))
+
+    return tiled_product(multiply_tile, x_MI, matrix.shape[0], 4 * matrix.shape[1], matrix)
+
+
+def embedding_form(call: Call) -> Callable | None:
     """A form of `embedding`, which converts only the rows that it takes; None: of float32 or int8."""
-    return None if operands[1].dtype in (jnp.float32, jnp.int8) else _embed_row_by_row
+    return None if call.operands["table"].dtype in (jnp.float32, jnp.int8) else _embed_row_by_row
 
 
 def _embed_row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]

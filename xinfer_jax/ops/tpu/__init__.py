@@ -1,1 +1,0 @@
-"""Products for TPUs that leaves of `weights/` call: `tpu_products`."""
