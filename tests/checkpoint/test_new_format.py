@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.numpy import load_file
-from xinfer_jax.checkpoint.kept_leaves import whole_numbers_form
-from xinfer_jax.checkpoint.scaled_tensor import MatrixFormat, ScaledNumbers, ScaledTensor, read_bytes
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint import quantized_formats
 from xinfer_jax.families.conversion import TensorOfLeaves, itself
+from xinfer_jax.formats import quantized_formats
+from xinfer_jax.formats.kept_leaves import whole_numbers_form
+from xinfer_jax.formats.scaled_tensor import MatrixFormat, ScaledNumbers, ScaledTensor, read_bytes
 from xinfer_jax.weights.grouped_weight import GroupedWeight
 
 BYTES = np.arange(256).astype(np.uint8).view(np.int8)[:, None]

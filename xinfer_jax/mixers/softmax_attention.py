@@ -98,9 +98,8 @@ class SoftmaxAttention(Mixer):
         q_BTNH = self.scale_queries(q_BTNH, positions.position_BT)
         length_B = num_tokens_B
         if start_B is not None:
-            length_B = jnp.where(
-                num_tokens_B > 0, start_B + num_tokens_B, 0
-            )  # without queries no key is read
+            # Without queries no key is read.
+            length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)
         # The model's window: a cache that stores every token may have been made without one.
         windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
         places = dict(length_B=length_B, start_B=start_B, first_BT=positions.first_BT)
