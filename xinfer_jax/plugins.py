@@ -35,7 +35,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("mixer", "short_conv"): ("mixers.short_conv", "ShortConv"),
     ("feed_forward", "mlp"): ("feed_forward.mlp", "Mlp"),
     ("feed_forward", "experts"): ("feed_forward.mixture", "Mixture"),
-    ("feed_forward", "mlp_and_experts"): ("feed_forward.mixture", "MlpAndMixture"),
+    ("feed_forward", "mlp_and_experts"): ("feed_forward.mlp_and_mixture", "MlpAndMixture"),
     ("router", "grouped_topk"): ("feed_forward.grouped_topk", "GroupedTopkRouter"),
     ("router", "softmax"): ("feed_forward.routers", "SoftmaxRouter"),
     # RoPE by `rope_type`, other than "default".

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.sampling import processors
+from xinfer_jax.sampling import other_processors
 from xinfer_jax.sampling.batched_settings import settings_per_row
 
 pytestmark = pytest.mark.oldest
@@ -78,7 +78,9 @@ def test_allowed_forbidden_and_biased_ids(model):
 def test_presence_and_frequency_are_subtracted():
     logits_BV = np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32)
     count_BV = np.array([[0, 1, 2, 0, 5, 0]] * 2)
-    got = processors.presence_frequency(logits_BV, jnp.array([0.5, 0.0]), jnp.array([0.25, -1.0]), count_BV)
+    got = other_processors.presence_frequency(
+        logits_BV, jnp.array([0.5, 0.0]), jnp.array([0.25, -1.0]), count_BV
+    )
     np.testing.assert_allclose(got[0], logits_BV[0] - 0.5 * (count_BV[0] > 0) - 0.25 * count_BV[0], rtol=1e-6)
     np.testing.assert_allclose(got[1], logits_BV[1] + count_BV[1], rtol=1e-6)
 

@@ -15,7 +15,7 @@ from quick import full_except
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
-from xinfer_jax.sampling import processors, random_keys, sampler as sampling
+from xinfer_jax.sampling import other_processors, processors, random_keys, sampler as sampling
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 
@@ -337,7 +337,7 @@ def test_no_repeat_ngram_and_min_new_tokens():
         for n, length, ids, row in rows
     ]
     assert_same_candidates(
-        jax.jit(processors.no_repeat_ngram)(logits_BV, size_B, history_BS, length_B), torch.cat(theirs)
+        jax.jit(other_processors.no_repeat_ngram)(logits_BV, size_B, history_BS, length_B), torch.cat(theirs)
     )
     words = [
         [[1], [2, 3], [3], [4, 5, 6], [11]],
@@ -355,7 +355,9 @@ def test_no_repeat_ngram_and_min_new_tokens():
     settings = [xj.SamplingConfig(bad_words_ids=words[i % 4]) for i in range(ROWS)]
     words_BWL = settings_per_row(settings, ROWS, logits_BV.shape[1]).bad_words_ids
     eos_BE = np.broadcast_to(np.array([3, 7, -1, -1]), (ROWS, 4))
-    found = np.asarray(jax.jit(processors.bad_words)(logits_BV, words_BWL, history_BS, length_B, eos_BE))
+    found = np.asarray(
+        jax.jit(other_processors.bad_words)(logits_BV, words_BWL, history_BS, length_B, eos_BE)
+    )
     kept = np.arange(ROWS) % 4 != 2
     assert_same_candidates(found[kept], torch.cat(theirs))
     np.testing.assert_array_equal(found[~kept], logits_BV[~kept])
@@ -365,7 +367,9 @@ def test_no_repeat_ngram_and_min_new_tokens():
         )
         for n, _, ids, row in rows
     ]
-    ours = jax.jit(processors.min_new_tokens)(logits_BV, size_B, np.full(ROWS, 2), np.array([3, 7, -1, -1]))
+    ours = jax.jit(other_processors.min_new_tokens)(
+        logits_BV, size_B, np.full(ROWS, 2), np.array([3, 7, -1, -1])
+    )
     assert_same_candidates(ours, torch.cat(theirs))
 
 

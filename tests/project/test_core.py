@@ -29,9 +29,9 @@ BOUNDS = {FUNCTIONAL: Size(lines=6_858, code=4_095), GENERATE: Size(lines=7_879,
 CORE = closure.core()
 # The features whose modules the core imports inside functions, when a call uses them.
 OPTIONAL_FEATURES = {
-    "adapters", "functions of callers", "grammars", "meshes", "packed rows", "prefixes", "quantized caches",
-    "quantized weights", "routes", "settings of a checkpoint", "speculative decoding", "stacked layers",
-    "taps",
+    "adapters", "functions of callers", "grammars", "meshes", "other settings", "packed rows", "prefixes",
+    "quantized caches", "quantized weights", "routes", "settings of a checkpoint", "speculative decoding",
+    "stacked layers", "taps",
 }  # fmt: skip
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily
 

@@ -8,7 +8,7 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.backends.cpu import cpu_sampler
 from xinfer_jax.ops.largest import argmax
-from xinfer_jax.sampling import processors, random_keys, sampler as sampling
+from xinfer_jax.sampling import other_processors, processors, random_keys, sampler as sampling
 from xinfer_jax.sampling.batched_settings import has_all_settings, settings_per_row
 from xinfer_jax.sampling.context import init_context
 
@@ -248,7 +248,7 @@ def test_n_grams_longer_than_the_rows_forbid_nothing():
     history_BS = jnp.array([[1, 1, 1, 1, 0, 0]] * 2)
     length_B = jnp.array([4, 4])
     size_B = jnp.array([2**31 - 1, 2], jnp.int32)
-    got = processors.no_repeat_ngram(jnp.zeros((2, 6)), size_B, history_BS, length_B)
+    got = other_processors.no_repeat_ngram(jnp.zeros((2, 6)), size_B, history_BS, length_B)
     np.testing.assert_array_equal(np.isneginf(got), [[False] * 6, [False, True] + [False] * 4])
 
 

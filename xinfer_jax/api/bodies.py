@@ -10,7 +10,7 @@ from ..errors import ContextLengthError, InputError, format_value
 from ..generation.options import GenerateOptions
 from ..grammar.compiler import AUTO
 from ..grammar.grammars import Grammar
-from ..sampling.sampling_config import check_min_tokens
+from ..sampling.biases import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from ..tokenization.conversation import ChatOptions, ends_in_reasoning, harmony_header, prompt_ids
 from ..tokenization.response_template import ResponseTemplate

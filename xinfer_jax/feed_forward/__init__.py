@@ -1,8 +1,8 @@
 """Feed-forwards: the parts of a layer that work on one token at a time.
 
 Read the files in this order: `feed_forward` (the protocol), `mlp` (the MLP), `routers` (what chooses
-experts), `mixture` (the mixture of experts, alone or next to an MLP), `experts` (its computation: a router
-chooses a few gated MLPs for each token). `grouped_topk` is a router of another kind.
+experts), `mixture` (the mixture of experts), `experts` (its computation: a router chooses a few gated MLPs
+for each token). `mlp_and_mixture` has both side by side. `grouped_topk` is a router of another kind.
 
 - With few tokens only the chosen experts are read. With many tokens each expert is read once, and its output
   is used at the tokens that chose it.

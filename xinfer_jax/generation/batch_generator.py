@@ -16,7 +16,6 @@ from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
-from .batch_matchers import BatchMatchers
 from .executor import Executor, Run, RunnableModel, run_program
 from .executor_choice import compile_ahead, executor_class
 from .loop import TracedExecutor
@@ -61,13 +60,17 @@ class BatchGenerator:
         self._decodes_whole = decodes_whole
         self._executor, self._decoder = self._executors()
         self._row_prompts = [prompt for prompt in call.prompts for _ in range(call.answers)]
-        numbers = (i for i in range(len(call.prompts)) for _ in range(call.answers))
-        self._grammars = BatchMatchers([call.new_matcher(i) for i in numbers])
+        self._grammars: Any = None
+        if call.grammars:
+            from .batch_matchers import BatchMatchers  # optional: grammars
+
+            numbers = (i for i in range(len(call.prompts)) for _ in range(call.answers))
+            self._grammars = BatchMatchers([call.new_matcher(i) for i in numbers])
         self._prompt_R = prompt_of_row(call)
         self._num_cached_B = np.zeros(call.prompt_rows, np.int32)  # tokens of each prompt in the prefix cache
         if call.options.prefix:
             self._num_cached_B[: len(call.prompts)] = call.options.prefix.shared(call.prompts)
-        self._state = initial_state(call, self._prompt_R, self._grammars.dfas)
+        self._state = initial_state(call, self._prompt_R, self._grammars.dfas if self._grammars else ())
         uncached = [prompt[n:] for prompt, n in zip(call.prompts, self._num_cached_B, strict=False)]
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
         self._model = RunnableModel(call.params, call.config, Extras(taps=call.options.taps))
@@ -169,7 +172,7 @@ class BatchGenerator:
             steps = min(steps, self._call.options.max_new_tokens - self.steps)
             while steps > 0 and self.active_R.any():
                 count = steps
-                if self._grammars.need_masks(self.active_R):  # step by step
+                if self._grammars and self._grammars.need_masks(self.active_R):  # step by step
                     count = 1
                     self._set_masks()
                 if self._cache is None:
@@ -188,7 +191,8 @@ class BatchGenerator:
     def _fetch(self) -> None:
         self.generated = fetch_tokens(self._state, len(self._row_prompts))
         check_generated(self._call, self.generated)
-        self._grammars.append(self.generated.rows())
+        if self._grammars:
+            self._grammars.append(self.generated.rows())
 
     def _set_masks(self, first: bool = False) -> None:
         """Writes the tokens that grammars allow into the state. first: no token is sampled yet."""

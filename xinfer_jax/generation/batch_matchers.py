@@ -1,11 +1,15 @@
-"""`BatchMatchers`: the grammars of the rows of a batch, some of which may have none."""
+"""The grammars of a call: `compile_grammars`, and `BatchMatchers`, which follow the rows that have one."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..checks import is_sequence
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_value
 from ..sampling.context import ALL_BITS
+from .options import GenerateOptions
 
 
 class BatchMatchers:
@@ -47,3 +51,34 @@ class BatchMatchers:
         for row, matcher in self.matchers.items():
             matcher.append(rows[row][self._counts[row] :])
             self._counts[row] = len(rows[row])
+
+
+def compile_grammars(
+    config: ModelConfig, options: GenerateOptions, prompts: list[list[int]]
+) -> tuple[tuple[Any, ...], bool]:
+    """The compiled grammar of each prompt, () where no prompt has one; and whether the host writes masks."""
+    given: Any = options.grammar
+    each = list(given) if is_sequence(given) else [given] * len(prompts)
+    if len(each) != len(prompts):
+        counts = f"{len(each)} grammars for {len(prompts)} prompts"
+        raise InputError(f"{counts}: give one grammar, or one per prompt")
+    if all(grammar is None for grammar in each):
+        return (), False
+    if not options.eos_token_ids:
+        raise InputError("grammar needs an EOS id, which ends the answer: eos_token_ids is empty")
+    if not options.use_cache:
+        raise InputError("grammar needs the cache: leave use_cache true")
+    compiled: dict[Any, Any] = {}
+    for grammar in each:
+        if grammar is not None and grammar not in compiled:
+            compiled[grammar] = _compile_grammar(config, grammar)
+    grammars = tuple(None if grammar is None else compiled[grammar] for grammar in each)
+    pairs = zip(grammars, prompts, strict=True)
+    return grammars, any(x is not None and not x.runs_on_device(prompt) for x, prompt in pairs)
+
+
+def _compile_grammar(config: ModelConfig, grammar: Any) -> Any:
+    if not hasattr(grammar, "compile"):
+        made_by = "json_schema, json_object, regex, lark or choice"
+        raise InputError(f"grammar must be made by {made_by}, got {format_value(grammar)}")
+    return grammar.compile(config.vocab_size)

@@ -1,13 +1,9 @@
-"""Errors that are known only after sampling: values of the model that are not finite, settings that leave no
-token, a cache that is too small.
-"""
-
-from collections.abc import Sequence
+"""Errors that are known only after sampling: values that are not finite, a cache that is too small."""
 
 import numpy as np
 
 from ..cache.kv_cache import KVCache
-from ..errors import InputError, NoTokenLeftError
+from ..errors import InputError
 from ..sampling.batched_settings import has_all_settings
 from .state import GeneratedTokens
 from .validation import ValidatedCall
@@ -23,8 +19,10 @@ def check_generated(call: ValidatedCall, generated: GeneratedTokens) -> None:
         what = f"the log-probability of token {token} is {generated.logprobs_BT[row, step]}"
         raise InputError(f"row {row}, step {step}: {what}: {call.non_finite_reason}")
     if has_all_settings(call.sampling_B):
+        from .no_token_left import check_tokens_left  # optional: other settings
+
         for row, ids in enumerate(generated.rows()):
-            _check_allowed(call, row, ids)
+            check_tokens_left(call, row, ids)
 
 
 def check_overflow(call: ValidatedCall, cache: KVCache | None) -> None:
@@ -32,57 +30,3 @@ def check_overflow(call: ValidatedCall, cache: KVCache | None) -> None:
     if cache is not None and (overflow_B := np.asarray(cache.overflow_B)).any():
         row = overflow_B.argmax()
         raise InputError(f"row {row} outgrew its cache of {call.capacity} tokens: raise capacity")
-
-
-def _check_allowed(call: ValidatedCall, row: int, ids: list[int]) -> None:
-    """Raises NoTokenLeftError for a token that the settings forbid: it is sampled where they forbid all."""
-    prompt = row // call.answers
-    settings = call.sampling_B
-    wrong = np.flatnonzero(np.asarray(settings.logit_bias)[prompt, ids] == -np.inf).tolist()
-    wrong += [i for i, token in enumerate(ids[: settings.min_new_tokens[prompt]]) if token in call.end_ids]
-    wrong += _repeats(call.prompts[prompt], ids, int(settings.no_repeat_ngram_size[prompt]))
-    wrong += _bad_words(call.prompts[prompt], ids, settings.bad_words_ids[prompt], call.end_ids)
-    if wrong:
-        raise NoTokenLeftError(
-            f"row {row}, step {min(wrong)}: the settings leave no token that can be chosen: loosen the"
-            " allowed and forbidden ids, bad_words_ids, no_repeat_ngram_size or min_new_tokens, or ask for"
-            " fewer tokens"
-        )
-
-
-def _repeats(prompt: Sequence[int], ids: Sequence[int], size: int) -> list[int]:
-    """The indices in `ids` of tokens that complete an n-gram (n = size) for the second time. Each n-gram has
-    a number, made of the numbers of two shorter ones, so that the time hardly grows with n.
-    """
-    row = np.array([*prompt, *ids], np.int64)
-    width = 1
-    if not 0 < size <= len(row):
-        return []
-    name_S = row
-    while width < size:
-        step = min(width, size - width)
-        pair_S = name_S[:-step] * (name_S.max() + 1) + name_S[step:]
-        name_S = np.unique(pair_S, return_inverse=True)[1]
-        width = width + step
-    repeats = np.ones(len(name_S), bool)
-    repeats[np.unique(name_S, return_index=True)[1]] = False  # the first of each
-    last = np.flatnonzero(repeats) + size - 1 - len(prompt)
-    return [int(i) for i in last if i >= 0]
-
-
-def _bad_words(
-    prompt: Sequence[int], ids: Sequence[int], words_WL: np.ndarray, end_ids: Sequence[int]
-) -> list[int]:
-    """The indices in `ids` of tokens that complete a forbidden sequence."""
-    row = [*prompt, *ids]
-    by_last = dict[int, list[list[int]]]()
-    for word_L in words_WL[words_WL[:, -1] >= 0]:
-        word = word_L[word_L >= 0].tolist()
-        if len(word) > 1 or word[0] not in end_ids:
-            by_last.setdefault(word[-1], []).append(word)
-    ends = enumerate(range(len(prompt) + 1, len(row) + 1)) if by_last else ()
-    return [
-        i
-        for i, end in ends
-        if any(row[max(0, end - len(w)) : end] == w for w in by_last.get(row[end - 1], ()))
-    ]

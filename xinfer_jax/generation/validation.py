@@ -17,7 +17,7 @@ from ..errors import ContextLengthError, InputError, format_value
 from ..ops.operation import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
-from ..sampling.sampling_config import SamplingConfig, check_min_tokens
+from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, activation_dtype, check_params
 from .executor import bucket, next_power_of_two
 from .options import MAX_DRAFT_TOKENS, GenerateOptions, default_capacity, options_or_default
@@ -136,8 +136,7 @@ def validate_call(
     shortest = min(map(len, prompts))
     longest = max(map(len, prompts))
     _check_together(config, options)
-    grammars = _compile_grammars(config, options, len(prompts))
-    needs_masks = _need_masks(grammars, prompts)
+    grammars, needs_masks = _compile_grammars(config, options, prompts)
     if needs_masks and hasattr(options.draft, "params"):
         raise InputError("this grammar needs masks, which a draft model's tokens have not: use 'lookup'")
     sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size, needs_masks)
@@ -158,8 +157,7 @@ def validate_call(
 
         callers = callers_of_call(options.processors, None, None, len(prompts))
     call = ValidatedCall(params, config, prompts, options, sampling_B, key, grammars, callers, needs_masks)
-    for settings in options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]:
-        check_min_tokens(settings, call.end_ids)
+    _check_min_tokens(options.sampling, call.end_ids)
     if options.draft is None:
         return call
     from .drafting import Drafting  # optional: speculative decoding
@@ -212,35 +210,23 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
         raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
 
 
-def _compile_grammars(config: ModelConfig, options: GenerateOptions, prompts: int) -> tuple[Any, ...]:
-    """The grammar of each prompt; () where no prompt has one."""
-    given: Any = options.grammar
-    each = list(given) if is_sequence(given) else [given] * prompts
-    if len(each) != prompts:
-        raise InputError(f"{len(each)} grammars for {prompts} prompts: give one grammar, or one per prompt")
-    if all(grammar is None for grammar in each):
-        return ()
-    if not options.eos_token_ids:
-        raise InputError("grammar needs an EOS id, which ends the answer: eos_token_ids is empty")
-    if not options.use_cache:
-        raise InputError("grammar needs the cache: leave use_cache true")
-    compiled: dict[Any, Any] = {}
-    for grammar in each:
-        if grammar is not None and grammar not in compiled:
-            compiled[grammar] = _compile_grammar(config, grammar)
-    return tuple(None if grammar is None else compiled[grammar] for grammar in each)
+def _compile_grammars(
+    config: ModelConfig, options: GenerateOptions, prompts: list[list[int]]
+) -> tuple[tuple[Any, ...], bool]:
+    """`ValidatedCall.grammars`, and `needs_masks`."""
+    if options.grammar is None:
+        return (), False
+    from .batch_matchers import compile_grammars  # optional: grammars
+
+    return compile_grammars(config, options, prompts)
 
 
-def _need_masks(grammars: Sequence[Any], prompts: list[list[int]]) -> bool:
-    pairs = zip(grammars, prompts, strict=False)
-    return any(grammar is not None and not grammar.runs_on_device(prompt) for grammar, prompt in pairs)
+def _check_min_tokens(sampling: Any, end_ids: tuple[int, ...]) -> None:
+    for settings in sampling if isinstance(sampling, list | tuple) else [sampling]:
+        if settings.allowed_token_ids is not None:
+            from ..sampling.biases import check_min_tokens  # optional: other settings
 
-
-def _compile_grammar(config: ModelConfig, grammar: Any) -> Any:
-    if not hasattr(grammar, "compile"):
-        made_by = "json_schema, json_object, regex, lark or choice"
-        raise InputError(f"grammar must be made by {made_by}, got {format_value(grammar)}")
-    return grammar.compile(config.vocab_size)
+            check_min_tokens(settings, end_ids)
 
 
 def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..checks import call_function, check_function, check_integer, check_result
+from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..errors import InputError, format_value
+from .caller_functions import call_function, check_function, check_result
 from .decoder_layer import LayerGroup, LayerInputs, LayersOutput, Positions, run_layers
 from .extras import Extras
 

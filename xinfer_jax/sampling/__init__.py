@@ -2,11 +2,11 @@
 `warp_logits` (temperature, top-k, top-p, min-p, typical-p, XTC) and `draw_tokens` (one token by the row's
 key), which `sampler.choose_tokens` combines. `generation` appends the token.
 
-In the order to read: `processors` are functions logits_BV -> logits_BV, as transformers defines them;
-`settings` has an entry for each setting; `biases` makes one bias of biases, allowed and forbidden ids, and
-arrays of forbidden sequences; `sampling_config` is `SamplingConfig`, and `generation_config` reads its
-defaults; `batched_settings` makes arrays with one setting per row; `context` is the processors' state;
-`random_keys` makes PRNG keys and noise; `sampler` has the stages; `xtc_dry` plugs two of llama.cpp's samplers
+In the order to read: `processors` are functions logits_BV -> logits_BV, as transformers defines them, and
+`other_processors` those of settings that few calls use; `settings` has an entry for each setting;
+`sampling_config` is `SamplingConfig`, and `generation_config` reads its defaults; `batched_settings` makes arrays
+with one setting per row, and `biases` of lists: one bias of biases, allowed and forbidden ids, and arrays of
+forbidden sequences; `context` is the processors' state; `random_keys` makes PRNG keys and noise; `sampler` has the stages; `xtc_dry` plugs two of llama.cpp's samplers
 into them; `logprobs` records log-probabilities and alternatives; `caller_processors` has callers' functions,
 in `Context.callers`.
 

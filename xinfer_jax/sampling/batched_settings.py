@@ -10,11 +10,8 @@ import numpy as np
 
 from ..checks import array_module, is_traced
 from ..errors import InputError, format_value
-from .biases import bad_word_rows, bias_rows, listed_rows
 from .sampling_config import SamplingConfig
 from .settings import DTYPES, LISTS, NUMBERS, SETTINGS, Setting, is_unset
-
-_ARRAYS = dict(texts=listed_rows, words=bad_word_rows)  # of settings of these kinds
 
 
 def settings_per_row(
@@ -57,12 +54,9 @@ def settings_per_row(
     values = {name: _per_row(value, batch) for name, value in values.items()}
     if is_plain:
         return SamplingConfig(**{s.name: values[s.name] for s in NUMBERS if s.plain})
-    parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
-    values["logit_bias"] = bias_rows([*zip(*parts, strict=True)], batch, vocab_size)
-    for setting in LISTS:
-        if setting.kind in _ARRAYS:
-            values[setting.name] = _ARRAYS[setting.kind](setting.name, lists[setting.name], batch, vocab_size)
-    return SamplingConfig(**values)
+    from .biases import rows_of_lists  # optional: other settings
+
+    return SamplingConfig(**values, **rows_of_lists(lists, batch, vocab_size))
 
 
 def has_all_settings(sampling_B: SamplingConfig) -> bool:

@@ -13,10 +13,27 @@ import numpy as np
 
 from ..checks import check_token_ids, is_traced, number_array
 from ..errors import InputError, format_value
+from .sampling_config import SamplingConfig
+from .settings import LISTS
 
 MOST_BAD_WORDS = 64  # forbidden sequences of each row
 LONGEST_BAD_WORD = 8  # tokens of each forbidden sequence
 _MAX_BIAS = 1e30  # with a larger one penalties could overflow float32
+
+
+def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict[str, Any]:
+    """Returns the arrays of the settings that are lists, as `settings_per_row` has them.
+
+    Args:
+        lists: of each setting: its values for all rows, or of each row.
+        batch: B.
+        vocab_size: V.
+    """
+    parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
+    arrays = dict(logit_bias=bias_rows([*zip(*parts, strict=True)], batch, vocab_size))
+    for name, function in (("dry_sequence_breakers", listed_rows), ("bad_words_ids", bad_word_rows)):
+        arrays[name] = function(name, lists[name], batch, vocab_size)
+    return arrays
 
 
 def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: int) -> Any:
@@ -35,17 +52,44 @@ def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: 
     return xp.broadcast_to(xp.concatenate(biases), (batch, vocab_size))
 
 
-def check_id_lists(allowed: Any, forbidden: Any) -> None:
-    """Raises InputError where allowed and forbidden ids contradict each other or are not valid ids."""
+def check_lists(sampling: SamplingConfig) -> None:
+    """Raises InputError where allowed and forbidden ids contradict each other, or a list has no valid ids."""
     allowed, forbidden = (
         None if ids is None or is_traced(ids) else set(check_token_ids(name, ids))
-        for name, ids in (("allowed_token_ids", allowed), ("forbidden_token_ids", forbidden))
+        for name in ("allowed_token_ids", "forbidden_token_ids")
+        for ids in [getattr(sampling, name)]
     )
     if allowed == set():
         raise InputError("allowed_token_ids is empty: give the ids that may be sampled, or None")
     if both := (allowed or set()) & (forbidden or set()):
         where = "both in allowed_token_ids and in forbidden_token_ids"
         raise InputError(f"token id {min(both)} is {where}: leave it out of one")
+    words = sampling.bad_words_ids
+    if words is not None and not is_bad_word_rows(words):
+        check_bad_words("bad_words_ids", words)
+
+
+def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
+    """Raises InputError where only `eos_ids` are allowed, and `min_new_tokens` forbids them."""
+    min_tokens = sampling.min_new_tokens
+    allowed = sampling.allowed_token_ids
+    if (
+        allowed is None
+        or is_traced(allowed)
+        or is_traced(min_tokens)
+        or not np.any(np.asarray(min_tokens) > 0)
+    ):
+        return
+    forbidden = sampling.forbidden_token_ids
+    bias = sampling.logit_bias
+    banned = {*eos_ids, *(() if forbidden is None or is_traced(forbidden) else map(int, forbidden))}
+    if isinstance(bias, Mapping) and not is_traced(bias):
+        banned |= {int(i) for i, value in bias.items() if value == -np.inf}
+    if {*map(int, allowed)} <= banned:
+        raise InputError(
+            f"min_new_tokens {format_value(min_tokens)} forbids the ids that end an answer, and"
+            " allowed_token_ids has no others: the settings leave no token, allow more"
+        )
 
 
 def check_bad_words(name: str, words: Any, vocab_size: int | None = None) -> list[list[int]]:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import call_function, check_function, check_result, function_name, is_sequence
+from ..checks import is_sequence
 from ..config.run_config import RunConfig
 from ..errors import InputError, format_value
+from ..model.caller_functions import call_function, check_function, check_result, function_name
 from .batched_settings import select_rows
 from .context import Context
 from .random_keys import DRAW_CALLER

@@ -14,7 +14,7 @@ from ..ops.largest import argmax, largest_k
 from ..ops.operation import match_varying_axes, run
 from . import processors
 from .batched_settings import has_all_settings
-from .context import ALL_BITS, Context
+from .context import Context
 from .random_keys import DRAW_TOKEN, gumbel_noise
 from .sampling_config import SamplingConfig
 from .settings import SETTINGS
@@ -206,30 +206,14 @@ def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.A
     return sum((uses_B for uses_B, _ in _other_processors(sampling_B, context)), none_B)
 
 
-def _other_processors(s: SamplingConfig, c: Context) -> Skippable:
+def _other_processors(sampling_B: SamplingConfig, context: Context) -> Skippable:
     found: Skippable = []
-    if has_all_settings(s):
-        bits_BW = c.allowed_bits[:, 0]
-        penalties = s.presence_penalty, s.frequency_penalty, c.count_BV
-        penalized_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0)
-        words = s.bad_words_ids, c.history_BS, c.position_B, c.eos_BE
-        least = s.min_new_tokens, c.num_generated_B, c.eos_BE
-        ngrams = s.no_repeat_ngram_size, c.history_BS, c.position_B
-        found = [
-            (penalized_B, lambda x: processors.presence_frequency(x, *penalties)),
-            (jnp.any(s.bad_words_ids >= 0, (1, 2)), lambda x: processors.bad_words(x, *words)),
-            (c.num_generated_B < s.min_new_tokens, lambda x: processors.min_new_tokens(x, *least)),
-            (jnp.any(bits_BW != ALL_BITS, -1), lambda x: processors.allowed(x, bits_BW)),
-        ]
-        if c.history_BS is not None:
-            found.append((s.no_repeat_ngram_size > 0, lambda x: processors.no_repeat_ngram(x, *ngrams)))
-        for setting in SETTINGS.values():
-            has_state = c.history_BS is not None or not setting.history
-            if has_state and (processor := plugin("processor", setting.processor)):
-                uses_B = getattr(s, setting.name) != setting.default
-                found.append((uses_B, partial(processor, settings=s, context=c)))
-    if c.automata is not None:
-        found.append((c.automata.used_B, c.automata.mask))
+    if has_all_settings(sampling_B):
+        from .other_processors import other_processors  # optional: other settings
+
+        found = other_processors(sampling_B, context)
+    if context.automata is not None:
+        found.append((context.automata.used_B, context.automata.mask))
     return found
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from ..checks import is_traced, number_array
 from ..errors import InputError, format_value
-from .biases import check_bad_words, check_id_lists, is_bad_word_rows
-from .settings import NUMBERS, Setting, is_unset, unset
+from .settings import LISTS, NUMBERS, Setting, is_unset, unset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +100,10 @@ class SamplingConfig:
                 continue
             valid_range = setting.valid[1] if setting.valid else "true or false"
             raise InputError(f"{setting.name} must be {valid_range}, got {format_value(value)}")
-        check_id_lists(self.allowed_token_ids, self.forbidden_token_ids)
-        if self.bad_words_ids is not None and not is_bad_word_rows(self.bad_words_ids):
-            check_bad_words("bad_words_ids", self.bad_words_ids)
+        if any(getattr(self, setting.name) is not None for setting in LISTS):
+            from .biases import check_lists  # optional: other settings
+
+            check_lists(self)
         return self
 
 
@@ -141,26 +141,3 @@ def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig], row: 
     settings = sampling if isinstance(sampling, SamplingConfig) else sampling[row]
     values = np.ravel(0 if settings.min_new_tokens is None else settings.min_new_tokens)
     return int(values[row if values.size > 1 else 0])
-
-
-def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
-    """Raises InputError where only `eos_ids` are allowed, and `min_new_tokens` forbids them."""
-    min_tokens = sampling.min_new_tokens
-    allowed = sampling.allowed_token_ids
-    if (
-        allowed is None
-        or is_traced(allowed)
-        or is_traced(min_tokens)
-        or not np.any(np.asarray(min_tokens) > 0)
-    ):
-        return
-    forbidden = sampling.forbidden_token_ids
-    bias = sampling.logit_bias
-    banned = {*eos_ids, *(() if forbidden is None or is_traced(forbidden) else map(int, forbidden))}
-    if isinstance(bias, Mapping) and not is_traced(bias):
-        banned |= {int(i) for i, value in bias.items() if value == -np.inf}
-    if {*map(int, allowed)} <= banned:
-        raise InputError(
-            f"min_new_tokens {format_value(min_tokens)} forbids the ids that end an answer, and"
-            " allowed_token_ids has no others: the settings leave no token, allow more"
-        )
