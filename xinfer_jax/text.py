@@ -16,7 +16,7 @@ from .grammar.grammars import with_tokenizer
 from .layerwise.precompile import Precompiler
 from .sampling.sampling_config import min_tokens_of_row
 from .tokenization.answer_detokenizer import AnswerDetokenizer
-from .tokenization.conversation import MESSAGES_FORM, prompt_ids
+from .tokenization.conversation import MESSAGES_FORM, ChatOptions, prompt_ids
 from .tokenization.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 64  # of one prompt
@@ -67,12 +67,9 @@ def encode_prompt(
         _tokenizer(model),
         prompt if isinstance(prompt, str) or not is_sequence(prompt) else list(prompt),
         model.config.context_length,
-        system=system,
+        ChatOptions(system, tools, chat_template_kwargs, escape_control_tokens),
         raw=raw,
         add_special_tokens=add_special_tokens,
-        variables=chat_template_kwargs,
-        escape=escape_control_tokens,
-        tools=tools,
     )
 
 

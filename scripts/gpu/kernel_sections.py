@@ -31,7 +31,7 @@ from kernels_pallas import reference
 from kernels_pallas.key_layouts import join
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.mixers.attention import attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
 # N, K, H; D, V.
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
@@ -167,9 +167,8 @@ def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
     return lambda q, k, v, start_B, length_B: attention(
         q,
         uncached_kv(k, v),
-        start_B=start_B,
-        length_B=length_B,
-        scale=q.shape[-1] ** -0.5,
+        VisibleKeys(start_B, length_B),
+        Scoring(q.shape[-1] ** -0.5),
         run_config=RunConfig("xla"),
     ), args
 

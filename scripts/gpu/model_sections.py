@@ -22,7 +22,7 @@ from gpu.program_counts import ProgramCounter
 from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.mixers.attention import attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
 
 def layers(plan: SimpleNamespace) -> Iterator[Case]:
@@ -169,9 +169,8 @@ def gradient(impl: str | None) -> dict[str, Any]:
     args = [random(i, shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
 
     def loss(impl, q, k, v):
-        out = attention(
-            q, uncached_kv(k, v), length_B=jnp.array([40, 17]), scale=0.125, run_config=RunConfig(impl)
-        )
+        visible = VisibleKeys(None, jnp.array([40, 17]))
+        out = attention(q, uncached_kv(k, v), visible, Scoring(0.125), run_config=RunConfig(impl))
         return jnp.square(out.astype(jnp.float32)).sum()
 
     got, want = (jax.jit(jax.grad(partial(loss, impl), (0, 1, 2)))(*args) for impl in (impl, "xla"))

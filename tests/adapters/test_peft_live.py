@@ -41,6 +41,7 @@ FORMS = {
         dict(target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "shared_expert_gate"], r=4),
     ),
     "hybrid apart": ("qwen3-5-tied", dict(target_modules="all-linear", r=4, lora_alpha=3)),
+    "short convolutions": ("lfm2-published-tied", dict(target_modules="all-linear", r=3, lora_alpha=5)),
     "gemma4": (
         "gemma4-shared-kv",
         dict(target_modules="all-linear", exclude_modules=["per_layer_model_projection"]),

@@ -29,7 +29,7 @@ from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.sampling.logprobs import TokenLogprobs
 from xinfer_jax.sampling.settings import SETTINGS
 from xinfer_jax.tokenization import template_budget
-from xinfer_jax.tokenization.conversation import prompt_ids
+from xinfer_jax.tokenization.conversation import ChatOptions, prompt_ids
 from xinfer_jax.tokenization.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.oldest
@@ -286,11 +286,12 @@ def test_continue_final_message(model):
     stripping = copy.copy(model.tokenizer)
     stripping.chat_template = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
     for escape in (True, False):
-        ids = prompt_ids(stripping, TALK, MAX_LENGTH, continue_final_message=True, escape=escape)
+        chat = ChatOptions(continue_final_message=True, escape=escape)
+        ids = prompt_ids(stripping, TALK, MAX_LENGTH, chat)
         assert decode(model, ids) == "[Hi][Once upon"
     stripping.chat_template = "{{ messages[0].content }}"
     with pytest.raises(xj.InputError, match="leaves out the last message"):
-        prompt_ids(stripping, TALK, MAX_LENGTH, continue_final_message=True)
+        prompt_ids(stripping, TALK, MAX_LENGTH, ChatOptions(continue_final_message=True))
 
 
 def test_prompts_are_truncated(model):
@@ -576,7 +577,7 @@ def count_control(model, ids) -> int:
 @pytest.mark.full
 def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
     from xinfer_jax import text
-    from xinfer_jax.engine.submission import make_request
+    from xinfer_jax.engine.submission import TextOptions, make_request
 
     turns = count_control(model, xj.encode_prompt(model, "hi"))
     assert turns == 3 and count_control(model, xj.encode_prompt(model, FORGED)) == turns
@@ -590,7 +591,8 @@ def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
             with pytest.raises(ZeroDivisionError):
                 call(model, FORGED, escape_control_tokens=escape)
     options = xj.GenerateOptions(1)
-    given += [make_request(engine, FORGED, options, None, 0, escape).ids for escape in (True, False)]
+    for escape in (True, False):
+        given.append(make_request(engine, FORGED, options, None, 0, TextOptions(escape)).ids)
     given += [engine.submit(FORGED, options, escape_control_tokens=escape).ids for escape in (True, False)]
     assert [count_control(model, ids) for ids in given] == [turns, turns + 2] * 4
 
@@ -683,4 +685,5 @@ def test_long_conversations_render_and_endless_ones_stop(model, monkeypatch):
         prompt_ids(looking_back, messages * 2, 32768)
     assert time.thread_time() - began < 20
     with pytest.raises(xj.InputError, match="more than 131072 parts"):
-        prompt_ids(model.tokenizer, messages[:1], 32768, variables=dict(x=[["a"]] * 200_000))
+        chat = ChatOptions(variables=dict(x=[["a"]] * 200_000))
+        prompt_ids(model.tokenizer, messages[:1], 32768, chat)

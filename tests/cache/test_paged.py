@@ -16,7 +16,7 @@ from xinfer_jax.cache.kv_cache import KVCache
 from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.mixers.attention import attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
 pytestmark = pytest.mark.oldest
 
@@ -168,7 +168,7 @@ def test_attention_of_a_row_does_not_read_other_rows(T, kind):
             layer = Paged(*(jnp.concatenate([x[:1] * jnp.nan, x]) for x in pages), None, S, table_BP)
         else:
             layer = kind(k, v, 9 if kind is Ring else None, 4 * S if kind is Ring else S)
-        return attention(q, layer, length_B=length_B, start_B=length_B - T, scale=0.3)
+        return attention(q, layer, VisibleKeys(length_B - T, length_B), Scoring(0.3))
 
     wanted = attend(q, k, v, lengths)
     for b in range(B):
@@ -184,8 +184,9 @@ def test_a_kernel_reads_pages_in_order():
     k = jax.random.normal(jax.random.key(1), (7, 2, PAGE_SIZE, 16))
     layer = Paged(k, k + 1, None, 128, jnp.array([[5, 2], [3, 0]]))
     length_B = np.array([100, 30], np.int32)
+    visible = VisibleKeys(length_B - 1, length_B)
     got, wanted = (
-        attention(q, layer, length_B=length_B, start_B=length_B - 1, scale=0.3, run_config=RunConfig(impl))
+        attention(q, layer, visible, Scoring(0.3), run_config=RunConfig(impl))
         for impl in ("interpret", "xla")
     )
     np.testing.assert_allclose(got, wanted, atol=1e-5)

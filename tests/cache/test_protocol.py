@@ -19,7 +19,7 @@ from xinfer_jax.cache.paged import PAGE_SIZE, Paged, check_page_dtype
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.cache.stored_kv import cache_dtype_of, empty_pair
 from xinfer_jax.errors import InputError
-from xinfer_jax.mixers.attention import attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 from xinfer_jax.plugins import names
 from xinfer_jax.sharding import cache_specs
 from xinfer_jax.weights.params import tree_bytes
@@ -152,9 +152,9 @@ def test_attention_over_a_latent_cache(kind, dtype, close):
     for T in (1, 20):
         q_BTNH = np.random.RandomState(1).standard_normal((B, T, 4, LATENT[1])).astype(np.float32)
         start_B = np.maximum(length_B - T, 0).astype(np.int32)
-        got = jax.jit(
-            lambda q, layer, *args: attention(q, layer, length_B=args[0], start_B=args[1], scale=0.2)
-        )(q_BTNH, layer, length_B, start_B)
+        got = jax.jit(lambda q, layer, *places: attention(q, layer, VisibleKeys(*places), Scoring(0.2)))(
+            q_BTNH, layer, start_B, length_B
+        )
         assert got.shape == (B, T, 4, LATENT[2])
         for b, (ks, vs) in enumerate(rows):
             for t in range(min(T, length_B[b])):

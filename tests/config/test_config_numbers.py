@@ -23,15 +23,18 @@ INTEGERS = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
     "sliding_window", "max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern",
+    "block_ff_dim", "block_multiple_of", "conv_L_cache",
 )  # fmt: skip
 # Accepted values: true and false mean 1 and 0; an index beyond the layers has no effect.
 ACCEPTED = dict(
     num_experts=lambda value: type(value) is int and value == 0,  # of Qwen3-Next: all layers are dense
     shared_expert_intermediate_size=lambda value: type(value) is int and value == 0,  # there is none
+    n_shared_experts=lambda value: type(value) is int and value == 0,
     hidden_size_per_layer_input=lambda value: type(value) is int and value == 0,  # layers have none
     num_kv_shared_layers=lambda value: type(value) is int and value == 0,
     no_rope_layers=lambda value: value in (0, 1),
     max_window_layers=lambda value: type(value) is int and value >= 0,
+    full_attn_idxs=lambda value: type(value) is int and value == 0,  # a layer
     mlp_only_layers=lambda value: type(value) is int and value >= 0,
     llama_4_scaling_beta=lambda value: type(value) in (int, float) and value == 0,
     mscale=lambda value: type(value) in (int, float) and value == 0,  # none

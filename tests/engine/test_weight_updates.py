@@ -258,7 +258,7 @@ def test_threads_and_host_pages(model, versions):
         requests = engine.submit_many(prompts, xj.GenerateOptions(60, eos_token_ids=()), live=False)
         for version, mode in ((1, "continue"), (2, "recompute"), (0, "wait"), (1, "recompute")):
             count = engine.stats.generated_tokens
-            engine.wait(lambda count=count: engine.stats.generated_tokens > count + 30)
+            engine.wait(lambda count=count: engine.stats.generated_tokens > count + 30, timeout=300)
             engine.update(versions[version], version=version, mode=mode)
         for request in requests:
             request.result()

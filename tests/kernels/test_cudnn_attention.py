@@ -22,7 +22,7 @@ from xinfer_jax.backends.gpu.cudnn_attention import cudnn_form
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers import attention as attention_module
-from xinfer_jax.mixers.attention import Scoring, attention, blocked_attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention, blocked_attention
 from xinfer_jax.ops.operation import Call
 
 
@@ -66,16 +66,17 @@ def test_numbers_and_gradients(on_hopper, sizes):
         gpu_forms.selected(),
         mock.patch.object(jax.nn, "dot_product_attention", side_effect=instead) as called,
     ):
-        got = weighted(partial(attention, length_B=length_B, scale=0.3))
+        got = weighted(partial(attention, visible=VisibleKeys(None, length_B), scoring=Scoring(0.3)))
     assert called.called
-    plain = partial(blocked_attention, scoring=Scoring(0.3, None), static=True)
-    want = weighted(lambda q, kv: plain(q, kv, jnp.zeros(2, jnp.int32), length_B, None))
+    plain = partial(blocked_attention, scoring=Scoring(0.3), static=True)
+    visible = VisibleKeys(jnp.zeros(2, jnp.int32), length_B)
+    want = weighted(lambda q, kv: plain(q, kv, visible, None))
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6 * np.max(np.abs(y)))
 
 
 def chosen(q, kv, impl=None, sink_N=None, cap=None):
-    operands = dict(q_BTNH=q, kv=kv, start_B=None, length_B=None, sink_N=sink_N)
+    operands = dict(q_BTNH=q, kv=kv, visible=None, sink_N=sink_N)
     return cudnn_form(Call(None, operands, dict(scoring=Scoring(0.3, cap)), RunConfig(impl))) is not None
 
 
@@ -98,18 +99,17 @@ def test_what_it_is_chosen_for(on_hopper):
 def test_not_for_packed_rows_nor_caches():
     q, kv = inputs()
     length_B = np.int32([160, 131])
-    call = partial(attention, q, kv, length_B=length_B, scale=0.3)
-    for options, want in (
-        (dict(), "causal_attention"),
-        (dict(ahead=3), "attention"),
-        (dict(start_B=length_B), "attention"),
-        (dict(first_BT=np.zeros((2, 160), np.int32)), None),
+    for start_B, first_BT, ahead, want in (
+        (None, None, 0, "causal_attention"),
+        (None, None, 3, "attention"),
+        (length_B, None, 0, "attention"),
+        (None, np.zeros((2, 160), np.int32), 0, None),
     ):
         with (
             mock.patch.object(attention_module, "run") as run,
             mock.patch.object(attention_module, "blocked_attention"),
         ):
-            call(**options)
+            attention(q, kv, VisibleKeys(start_B, length_B, first_BT), Scoring(0.3), ahead=ahead)
         assert (run.call_args and run.call_args.args[0]) == want
 
 

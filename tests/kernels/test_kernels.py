@@ -22,7 +22,7 @@ from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import DEFAULT, PLAIN, RunConfig
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.mixers.attention import attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.weights.int8_weight import Int8Weight
@@ -119,8 +119,8 @@ def test_gradient_through_a_kernel_is_that_of_xla(window):
             attention(
                 q,
                 uncached_kv(k, v, window),
-                length_B=jnp.array([9, 6]),
-                scale=0.3,
+                VisibleKeys(None, jnp.array([9, 6])),
+                Scoring(0.3),
                 run_config=RunConfig(impl),
             )
             ** 2
@@ -149,9 +149,8 @@ def test_gradient_of_a_decode_step_through_a_kernel():
             attention(
                 q,
                 uncached_kv(k, v),
-                length_B=length,
-                start_B=length - 1,
-                scale=0.3,
+                VisibleKeys(length - 1, length),
+                Scoring(0.3),
                 run_config=RunConfig("interpret"),
             )
             ** 2
@@ -173,9 +172,8 @@ def test_vmap_of_attention_by_kernel_equals_a_loop():
         return attention(
             q,
             uncached_kv(k, v),
-            length_B=start + 5,
-            start_B=start,
-            scale=0.25,
+            VisibleKeys(start, start + 5),
+            Scoring(0.25),
             run_config=RunConfig("interpret"),
         )
 
@@ -230,9 +228,11 @@ def default_calls(q, k, v, length, x, weight):
     """The kernels of a forward pass, a decode step and a gradient, with impl=None."""
 
     def loss(q, k, v):
-        return jnp.sum(attention(q, uncached_kv(k, v), length_B=length, scale=0.1).astype(jnp.float32))
+        return jnp.sum(
+            attention(q, uncached_kv(k, v), VisibleKeys(None, length), Scoring(0.1)).astype(jnp.float32)
+        )
 
-    decoded = attention(q[:, :1], uncached_kv(k, v), length_B=length, start_B=length - 1, scale=0.1)
+    decoded = attention(q[:, :1], uncached_kv(k, v), VisibleKeys(length - 1, length), Scoring(0.1))
     loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     params = {"embed": {"weight": weight}}
     config = from_hf(QWEN)
@@ -284,9 +284,8 @@ def test_a_single_query_before_the_last_key_does_not_see_past_itself():
             attention(
                 q,
                 uncached_kv(k, v, window),
-                length_B=jnp.array([20, 9]),
-                start_B=jnp.array([3, 8]),
-                scale=0.2,
+                VisibleKeys(jnp.array([3, 8]), jnp.array([20, 9])),
+                Scoring(0.2),
                 run_config=RunConfig(impl),
             )
             for impl in ("interpret", "xla")

@@ -7,7 +7,7 @@ import pytest
 from quick import full_except
 
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.mixers.attention import attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
 pytestmark = pytest.mark.oldest
 
@@ -60,8 +60,8 @@ def test_attention_equals_the_textbook_formula(N, K, T, S, start, length, window
     q, k, v = arrays(0, 2, T, N, K, S, 8)
     start = np.array(start, np.int32)
     length = np.array(length, np.int32)
-    got = jax.jit(attention, static_argnames="scale")(
-        q, uncached_kv(k, v, window), start_B=start, length_B=length, scale=0.3
+    got = jax.jit(attention, static_argnames="scoring")(
+        q, uncached_kv(k, v, window), VisibleKeys(start, length), scoring=Scoring(0.3)
     )
     real = np.arange(T)[None] < (length - start)[:, None]  # padding queries are undefined
     np.testing.assert_allclose(
@@ -77,10 +77,9 @@ def test_never_written_slots_do_not_leak(T):
     for x in poisoned:
         for b, n in enumerate(length):
             x[b, :, n:] = np.nan
-    clean = attention(q, uncached_kv(k, v), start_B=length - 3, length_B=length, scale=1.0)
-    np.testing.assert_array_equal(
-        attention(q, uncached_kv(*poisoned), start_B=length - 3, length_B=length, scale=1.0), clean
-    )
+    visible = VisibleKeys(length - 3, length)
+    clean = attention(q, uncached_kv(k, v), visible, Scoring(1.0))
+    np.testing.assert_array_equal(attention(q, uncached_kv(*poisoned), visible, Scoring(1.0)), clean)
 
 
 @pytest.mark.full
@@ -107,7 +106,9 @@ def test_the_gradient_equals_that_of_a_single_softmax(T, window):
         return jax.jit(jax.grad(lambda q, k, v: jnp.sum(function(q, k, v) * mix), argnums=(0, 1, 2)))(q, k, v)
 
     for got, want in zip(
-        loss(lambda q, k, v: attention(q, uncached_kv(k, v, window), length_B=length, scale=0.4)),
+        loss(
+            lambda q, k, v: attention(q, uncached_kv(k, v, window), VisibleKeys(None, length), Scoring(0.4))
+        ),
         loss(plain),
         strict=True,
     ):
@@ -121,9 +122,8 @@ def test_a_long_prompt_needs_no_score_matrix():
     T = 8192
     q = jnp.zeros((1, T, 8, 32))
     k = jnp.zeros((1, 2, T, 32))
-    function = jax.jit(attention, static_argnames="scale")
+    function = jax.jit(attention, static_argnames="scoring")
     for start in (None, np.zeros(1, np.int32)):
-        compiled = function.lower(
-            q, uncached_kv(k, k), length_B=np.array([T], np.int32), start_B=start, scale=1.0
-        ).compile()
+        visible = VisibleKeys(start, np.array([T], np.int32))
+        compiled = function.lower(q, uncached_kv(k, k), visible, scoring=Scoring(1.0)).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 128 * 2**20

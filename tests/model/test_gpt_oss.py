@@ -17,7 +17,7 @@ from xinfer_jax.compress import awq
 from xinfer_jax.config.layer_spec import ClampedSwiglu
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
-from xinfer_jax.mixers.attention import attention
+from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytestmark = pytest.mark.oldest
@@ -55,17 +55,18 @@ def test_sinks_in_kernels(queries=3):
     kv = dataclasses.replace(uncached_kv(k, v), window=20)
     length_B = jnp.array([queries + 11, queries + 3])
     sink_N = jnp.array([-3.0, 0, 1, 2, 5, 1e4])
-    given = dict(length_B=length_B, start_B=length_B - queries, scale=0.3)
+    visible = VisibleKeys(length_B - queries, length_B)
     out, emulated = (
-        attention(q, kv, sink_N=sink_N, run_config=RunConfig(impl), **given) for impl in ("xla", "interpret")
+        attention(q, kv, visible, Scoring(0.3), sink_N, run_config=RunConfig(impl))
+        for impl in ("xla", "interpret")
     )
     np.testing.assert_allclose(out, emulated, atol=1e-5)
-    plain = attention(q, kv, run_config=RunConfig("xla"), **given)
+    plain = attention(q, kv, visible, Scoring(0.3), run_config=RunConfig("xla"))
     share = np.asarray(out / plain)  # of the keys in the softmax: the same for all numbers of a value
     np.testing.assert_allclose(share, share[..., :1] * np.ones(16), rtol=1e-3)
     assert share.max() < 1 and not share[:, :, -1].any()
-    none = dict(given, length_B=jnp.zeros(2, jnp.int32))  # queries that see no key
-    assert not attention(q, kv, sink_N=sink_N, run_config=RunConfig("xla"), **none).any()
+    none = visible._replace(length_B=jnp.zeros(2, jnp.int32))  # queries that see no key
+    assert not attention(q, kv, none, Scoring(0.3), sink_N, run_config=RunConfig("xla")).any()
 
 
 def test_experts_by_number_of_tokens(model):

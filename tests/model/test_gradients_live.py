@@ -26,7 +26,7 @@ FAMILIES = (
     "olmo3-yarn-old", "gemma-mqa-old", "gemma2-long-caps", "gemma3-two-ropes-new", "gemma4-experts",
     "gemma4-shared-kv", "gpt-oss-published", "phi3-defaults", "bitnet-defaults", "qwen3-next-sparse-step",
     "qwen3-5-tied", "qwen3-5-moe-no-shared", "mixtral-old", "qwen2-moe-sparse-step", "seed-oss-defaults",
-    "exaone4-windows", "smollm3-window", "glm4-moe-groups",
+    "exaone4-windows", "smollm3-window", "glm4-moe-groups", "lfm2-bias-untied-layer-types",
 )  # fmt: skip
 QUICK = ("qwen2-gqa-tied-old", "moe-some-layers-dense")
 

@@ -18,7 +18,9 @@ from xinfer_jax.config.layer_spec import (
 )
 from xinfer_jax.config.unsupported import check_supported
 from xinfer_jax.feed_forward.mlp_and_mixture import MlpAndExpertsSpec
+from xinfer_jax.generation.simple import generate_in_steps
 from xinfer_jax.mixers.gated_delta import GatedDeltaSpec
+from xinfer_jax.mixers.short_conv import ShortConvSpec
 from xinfer_jax.weights.params import param_specs, tree_bytes
 
 CONFIG = cases.CASES["qwen3-5-tied"].config
@@ -128,3 +130,29 @@ def test_states_of_several_sizes():
     engine = xj.Engine(xj.Model(params, config), rows=2, capacity=64)
     requests = [engine.submit(prompt, options) for prompt in prompts]
     assert [request.result().tokens[0] for request in requests] == generated
+
+
+def test_a_model_of_such_layers_generates_alike_in_all_ways():
+    """Attention and a short convolution side by side, a layer without a mixer, one without a feed-forward."""
+    conv = ShortConvSpec(3)
+    layers = (FULL, conv), (), (SLIDING,), (conv, SLIDING)
+    feeds = MlpSpec(), MlpSpec(), None, MlpSpec()
+    config = with_layers(*map(LayerSpec, layers, feeds))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    rows = [[3, 5, 7, 11, 13], [17, 19, 23]]
+    want, _ = xj.forward(params, config, np.array(rows[:1], np.int32))
+    cache = xj.init_cache(config, 1, 16)
+    logits_1V, cache = xj.prefill(params, config, np.array([rows[0][:3]]), np.array([3]), cache)
+    for position, token in enumerate(rows[0][3:], 3):
+        np.testing.assert_allclose(logits_1V[0], want[0, position - 1], atol=1e-5 * np.abs(want).max())
+        logits_1V, cache = xj.decode_step(params, config, np.array([token]), cache)
+    simple = generate_in_steps(params, config, rows, 8)
+    options = xj.GenerateOptions(8, eos_token_ids=())
+    assert simple.tokens_BT.tolist() == xj.generate(params, config, rows, options).tokens
+    with xj.Engine(xj.Model(params, config, None), rows=2, capacity=64) as engine:
+        assert [engine.submit(row, options).result().tokens[0] for row in rows] == simple.tokens_BT.tolist()
+
+
+def test_mixers_of_a_layer_have_parameters_of_other_names():
+    with pytest.raises(xj.InputError, match="parts of layer 1 have parameters of the same names: k, o, q, v"):
+        param_specs(with_layers(LayerSpec(), LayerSpec((FULL, DELTA))))

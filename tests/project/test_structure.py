@@ -206,3 +206,10 @@ def test_a_public_name_is_defined_once():
 
 def test_a_module_name_is_used_once():
     assert not repeated(name.split(".")[-1] for name in MODULES)
+
+
+def test_only_the_registry_names_quantized_formats():
+    """So a new one is a file and a line there. GGUF is a kind of file with a format of its own."""
+    formats = {name for name in MODULES if name.endswith("_format")}
+    others = {name.split(".")[-1] for name in {*MODULES} - formats if imported_modules(name) & formats}
+    assert others == {"quantized_formats", "awq_gptq_settings", "gguf_checkpoint"}

@@ -47,7 +47,7 @@ def test_calls_end_as_they_do_for_this_model(found):
     for name, error in (
         ("generate itself as draft model", "a draft model is not supported"),
         ("engine routes", "routes are of mixtures of experts"),
-        ("attention_weights", "layer 0 has linear attention"),
+        ("attention_weights", "layer 0 has no softmax attention"),
     ):
         assert got[name].startswith(f"InputError: {error}"), name
     assert got["engine plain"]["page_bytes"] > 0 and got["init_cache 2 rows of 48, int8"]["bytes"] > 0

@@ -91,6 +91,7 @@ FAMILIES = {
             ),
         ),
         ("qwen3_5", "qwen3-5-tied", dict(linear_num_key_heads=8, linear_num_value_heads=8)),
+        ("lfm2", "lfm2-bias-untied-layer-types", {}),
     )
 }
 TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90

@@ -13,7 +13,7 @@ from ..grammar.compiler import AUTO
 from ..grammar.grammars import Grammar
 from ..sampling.biases import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
-from ..tokenization.conversation import ends_in_reasoning, harmony_header, prompt_ids
+from ..tokenization.conversation import ChatOptions, ends_in_reasoning, harmony_header, prompt_ids
 from ..tokenization.response_template import ResponseTemplate
 from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.reasoning import THINK_END, THINK_START
@@ -198,11 +198,11 @@ def _begun_template(tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[Re
 def _encoder(model: Model, check: Callable[[], None]) -> EncodePrompt:
     """`prompt_ids` with the model's tokenizer."""
 
-    def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
+    def encode(prompt: Any, limit: int, chat: ChatOptions, **how: bool) -> list[int]:
         check()
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: give token ids")
-        return prompt_ids(model.tokenizer, prompt, limit, **how)
+        return prompt_ids(model.tokenizer, prompt, limit, chat, **how)
 
     return encode
 

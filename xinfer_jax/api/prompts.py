@@ -6,6 +6,7 @@ from typing import Any
 
 from ..checks import check_token_ids
 from ..errors import ContextLengthError, InputError, format_value
+from ..tokenization.conversation import ChatOptions
 from .fields import BodyError, Fields, effort_variables, template_variables
 
 EncodePrompt = Callable[..., list[int]]  # `prompt_ids` of one tokenizer
@@ -67,7 +68,7 @@ class PromptEncoder:
             raise InputError(f"the prompt must be a text or a list of token ids, got {format_value(prompt)}")
         if self._kind == "completion" or self._fields.boolean("raw"):
             special = self._fields.boolean("add_special_tokens", True)
-            return self._tokenize(prompt, raw=True, add_special_tokens=special)
+            return self._tokenize(prompt, ChatOptions(escape=self._escape), True, special)
         return self._encode_conversation(prompt)
 
     def _encode_messages(self, messages: Any) -> list[int]:
@@ -93,8 +94,8 @@ class PromptEncoder:
             said = "continue_final_message does not go with add_generation_prompt: true, leave one out"
             raise BodyError("continue_final_message", said)
         variables["add_generation_prompt"] = fields.boolean("add_generation_prompt", not continues)
-        how: dict[str, Any] = dict(variables=variables, continue_final_message=continues, tools=self._tools)
-        return self._tokenize(prompt, system=fields.string("system"), **how)
+        system = fields.string("system")
+        return self._tokenize(prompt, ChatOptions(system, self._tools, variables, self._escape, continues))
 
     def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as templates expect it: its content is one text, and no value is null."""
@@ -107,8 +108,9 @@ class PromptEncoder:
             found["content"] = _join_text_parts(found["content"])
         return found
 
-    def _tokenize(self, prompt: Any, **how: Any) -> list[int]:
-        return self._encode(prompt, self._limit, escape=self._escape, truncate=self._truncates, **how)
+    def _tokenize(self, prompt: Any, chat: ChatOptions, raw: bool = False, special: bool = True) -> list[int]:
+        how = dict(raw=raw, add_special_tokens=special, truncate=self._truncates)
+        return self._encode(prompt, self._limit, chat, **how)
 
     @property
     def _truncates(self) -> bool:

@@ -19,7 +19,7 @@ from ..backends.kernel_report import kernels_used
 from ..checkpoint.loading import Checkpoint, Model
 from ..engine.controller import open_control_channel
 from ..errors import InputError, format_mib
-from ..generation.beams import beam_search, plan_beam_search
+from ..generation.beams import BeamSearchPlan, BeamSettings, beam_search
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions, default_capacity
 from ..grammar.grammars import Grammar, choice, json_schema, regex
@@ -173,12 +173,14 @@ class _Beams:
         self._flags = flags
         self._model = model
         self._ids = ids
-        self._arguments: dict[str, Any] = dict(
-            num_beams=flags.num_beams, length_penalty=flags.length_penalty, early_stopping=stopping,
-            key=key, max_new_tokens=options.max_new_tokens, sampling=options.sampling,
-            impl=options.impl, cache_dtype=options.cache_dtype,
-        )  # fmt: skip
-        self.prepare = plan_beam_search(model.params, model.config, ids, **self._arguments).prepare
+        beams: dict[str, Any] = dict(
+            num_beams=flags.num_beams, length_penalty=flags.length_penalty, early_stopping=stopping
+        )
+        names = "max_new_tokens", "sampling", "impl", "cache_dtype"
+        own: dict[str, Any] = {name: getattr(options, name) for name in names}
+        self._arguments = beams | own | dict(key=key)
+        call = ids, BeamSettings(**beams), GenerateOptions(**own), key
+        self.prepare = BeamSearchPlan(model.params, model.config, *call).prepare
 
     def run(self) -> Result:
         """Prints the best sequence; nothing with JSON output, which has all of them."""

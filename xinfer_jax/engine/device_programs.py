@@ -45,7 +45,23 @@ class SampledTokens(NamedTuple):
     accepted_B: Any  # int32: accepted draft tokens
 
 
-def paged_cache(  # noqa: PLR0913
+class CacheArrays(NamedTuple):
+    """What the caches of all slots are made of."""
+
+    pools: Any  # (k, v) of each mixer with keys, and of routes if they are recorded
+    states: Any  # the cache of each mixer without keys
+
+
+class DecodeCall(NamedTuple):
+    """What differs between two calls of `DECODE_STEPS`."""
+
+    table_BP: Any  # int32: the block table
+    running_B: Any  # bool: the rows that decode
+    steps: Any  # int32: the most steps
+    until_one_ends: Any  # bool: the call stops when one of these rows ends
+
+
+def paged_cache(
     config: ModelConfig, pools: Any, states: Any, table_BP: Any, capacity: int, length_B: Any, longest_B: Any
 ) -> KVCache:
     """A cache over the pools of all pages, the last of routes if they are recorded, and these recurrent
@@ -80,7 +96,7 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _EngineSteps(Strategy):
+class EngineSteps(Strategy):
     """Steps of `Plain`, or of `Speculative` by prompt lookup, until all rows have ended, or one has.
 
     constants: the parameters, the rows' `Extras`, the rows that were active at first, and whether the call
@@ -106,24 +122,11 @@ class _EngineSteps(Strategy):
         return jnp.any(active_B) & ~(until_one_ends & jnp.any(active_before_B & ~active_B))
 
 
-def _decode_steps(  # noqa: PLR0913
-    params,
-    config,
-    extras,
-    rows,
-    pools,
-    states,
-    table_BP,
-    running_B,
-    steps,
-    until_one_ends,
-    capacity,
-    num_draft_tokens,
-    run_config,
-):
+def _decode_steps(params, strategy, extras, rows, caches: CacheArrays, call: DecodeCall, capacity, run_config):
     """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup; other
-    rows stay as they are.
+    rows stay as they are. strategy: `EngineSteps`.
     """
+    running_B = call.running_B
     sampling_B = select_rows(rows.sampling_B, running_B)
     limit_B = jnp.where(running_B, rows.limit_B, 0)
     context = rows.context.select_rows(running_B)
@@ -133,12 +136,11 @@ def _decode_steps(  # noqa: PLR0913
     zeros_B = jnp.zeros(len(running_B), jnp.int32)
     length_B = jnp.where(active_before_B, state.position_B - 1, 0)
     longest_B = rows.progress.longest_B(rows.position_B)
-    cache = paged_cache(config, pools, states, table_BP, capacity, length_B, longest_B)
+    cache = paged_cache(strategy.config, *caches, call.table_BP, capacity, length_B, longest_B)
 
-    strategy = _EngineSteps(config, num_draft_tokens)
-    constants = params, extras, active_before_B, until_one_ends
+    constants = params, extras, active_before_B, call.until_one_ends
     counts = SpeculationState(None, zeros_B, zeros_B)
-    state, cache, counts = decode(strategy, constants, (state, cache, counts), steps, run_config)
+    state, cache, counts = decode(strategy, constants, (state, cache, counts), call.steps, run_config)
     automata = state.context.automata
     if automata is not None:
         automata = dataclasses.replace(automata, width_B=rows.context.automata.width_B)
@@ -250,11 +252,10 @@ def _set_pages(pools, page_N, contents):
     return jax.tree.map(lambda pool, pages: pool.at[page_N].set(pages), pools, contents)
 
 
-_STATIC = ("config", "capacity", "num_draft_tokens", "run_config")
 DECODE_STEPS = jax.jit(
     _decode_steps,
-    static_argnames=_STATIC,
-    donate_argnames=("rows", "pools", "states"),
+    static_argnames=("strategy", "capacity", "run_config"),
+    donate_argnames=("rows", "caches"),
     compiler_options=decode_compiler_options(),
 )
 PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "run_config"), donate_argnames="cache")

@@ -37,7 +37,7 @@ from .replay import AdapterVersions, replay_answer
 from .requests import Answer, Request
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
-from .shape import EngineShape, check_host_pages, check_time_slice, engine_shape, page_settings
+from .shape import EngineSettings, EngineShape, check_host_pages, check_time_slice, engine_shape, page_settings
 from .warm_up import create_device
 from .weight_updates import own_array, own_params
 
@@ -153,8 +153,12 @@ class Engine(EngineLoop):
             self.add_adapters(adapters)
             return
         self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
-        sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role, routes
-        shape = engine_shape(self.model, *sizes, max_adapters, max_rank)
+        settings = EngineSettings(
+            rows=rows, capacity=capacity, pages=pages, chunk=chunk, draft=draft, draft_tokens=draft_tokens,
+            cache_dtype=cache_dtype, impl=impl, role=role, routes=routes, max_adapters=max_adapters,
+            max_rank=max_rank,
+        )  # fmt: skip
+        shape = engine_shape(self.model, settings)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
         time_slice = check_time_slice(time_slice)
         if role == "decode":  # a prefix is found where prompts are prefilled

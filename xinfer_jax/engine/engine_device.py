@@ -22,7 +22,7 @@ from ..generation.batch_arrays import state_of_rows, token_matrix
 from ..generation.executor import PaddedTokens, Run, RunnableModel
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions
-from ..generation.state import DecodeState
+from ..generation.state import DecodeState, RowSettings
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
@@ -203,12 +203,14 @@ class Device:
         shape = self._shape
         table_BP = self._block_table(pages, shape.rows)
         running_B = np.isin(np.arange(shape.rows), [*pages])
-        pools = self.pools, self.states
-        args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
-        static = shape.capacity, shape.num_draft_tokens, RunConfig(shape.impl)
+        model = self._model_of_slots(variants)
+        strategy = programs.EngineSteps(model.config, shape.num_draft_tokens)
+        caches = programs.CacheArrays(self.pools, self.states)
+        call = programs.DecodeCall(table_BP, running_B, np.int32(steps), np.bool_(until_one_ends))
+        args = model.params, strategy, model.extras, self.rows, caches, call
         out: Any
         self.rows, self.pools, self.states, out = self._run(
-            programs.DECODE_STEPS, *self._model_of_slots(variants), *args, *static
+            programs.DECODE_STEPS, *args, shape.capacity, RunConfig(shape.impl)
         )
         return out if recorded else out._replace(alternatives=None)
 
@@ -394,7 +396,8 @@ class Device:
         sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
         own_1E = eos_1E[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
         automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
-        state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
+        settings = RowSettings(key_1, sampling_1, eos_1E, limit_1)
+        state = state_of_rows(call.prompts, V, settings, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, recorded > 0))
         return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))

@@ -37,6 +37,24 @@ _LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
 
 
 @dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """The arguments of `Engine` that decide on its shape, as it documents them; `engine_shape` checks them."""
+
+    rows: int
+    capacity: int | None
+    pages: int | None
+    chunk: int
+    draft: str | None
+    draft_tokens: int
+    cache_dtype: Any
+    impl: str | None
+    role: str | None
+    routes: bool
+    max_adapters: int
+    max_rank: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineShape:
     """Sizes of an engine, from `engine_shape`; those that `Engine` has too are as it documents them."""
 
@@ -65,11 +83,8 @@ class EngineShape:
         return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
 
 
-def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
-    model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
-    draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None, routes: bool = False,
-    max_adapters: int = 0, max_rank: int = 16,
-) -> EngineShape:  # fmt: skip
+def engine_shape(model: Model, settings: EngineSettings) -> EngineShape:
+    """Returns the sizes of an engine of this model. Raises InputError for settings that no engine can have."""
     config = model.config
     check_causal(config, "an engine")
     mesh = concrete_mesh_of(model.params)
@@ -78,35 +93,39 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
             f"an engine takes a mesh with the axis {MODEL!r} alone, got {dict(mesh.shape)}: make one engine"
             " for each group of devices"
         )
-    if draft not in (None, "lookup"):
+    if settings.draft not in (None, "lookup"):
         raise InputError(
-            f"draft={format_value(draft)}: an engine has 'lookup', or no speculative decoding (None)"
+            f"draft={format_value(settings.draft)}: an engine has 'lookup', or no speculative decoding (None)"
         )
-    check_impl(impl)
-    rows = check_integer("rows", rows, 1)
-    capacity = check_capacity(config, capacity)
-    chunk = check_integer("chunk", chunk, PAGE_SIZE)
+    check_impl(settings.impl)
+    rows = check_integer("rows", settings.rows, 1)
+    capacity = check_capacity(config, settings.capacity)
+    chunk = check_integer("chunk", settings.chunk, PAGE_SIZE)
     if chunk % PAGE_SIZE:
         raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {chunk}")
-    num_draft_tokens = check_integer("draft_tokens", draft_tokens, 1, MAX_DRAFT_TOKENS) if draft else 0
-    check_page_dtype(cache_dtype)
-    dtype = default_cache_dtype(model.params) if cache_dtype is None else resolve_cache_dtype(cache_dtype)
+    num_draft_tokens = 0
+    if settings.draft:
+        num_draft_tokens = check_integer("draft_tokens", settings.draft_tokens, 1, MAX_DRAFT_TOKENS)
+    dtype = settings.cache_dtype
+    check_page_dtype(dtype)
+    dtype = default_cache_dtype(model.params) if dtype is None else resolve_cache_dtype(dtype)
     of_state = state_bytes(config)
-    num_routes = math.prod(routes_shape(config)) if routes else 0
+    num_routes = math.prod(routes_shape(config)) if settings.routes else 0
     page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state + 2 * PAGE_SIZE * num_routes
-    keeps_prefixes = of_state and role != "decode"
+    keeps_prefixes = of_state and settings.role != "decode"
     snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
-    max_adapters = check_integer("max_adapters", max_adapters, 0)
-    max_rank = check_integer("max_rank", max_rank, 1) if max_adapters else 0
+    max_adapters = check_integer("max_adapters", settings.max_adapters, 0)
+    max_rank = check_integer("max_rank", settings.max_rank, 1) if max_adapters else 0
     adapters = max_adapters, max_rank, max_adapters and (max_adapters + 1) * _adapter_bytes(model, max_rank)
+    pages = settings.pages
     if pages is None:
         others = (rows + snapshots) * of_state + adapters[2]
         pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes, others)
     else:
         pages = check_integer("pages", pages, 2)
     sizes = page_bytes, of_state, snapshots
-    of_engine = rows, capacity, pages, chunk, num_draft_tokens, dtype, impl
-    return EngineShape(*of_engine, *sizes, role, 0, *adapters, num_routes)
+    of_engine = rows, capacity, pages, chunk, num_draft_tokens, dtype, settings.impl
+    return EngineShape(*of_engine, *sizes, settings.role, 0, *adapters, num_routes)
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:

@@ -38,21 +38,37 @@ _ENGINE_OPTIONS = dict(
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """How a request reads and writes text. Fields as the arguments of `EngineBase.submit_many`."""
+
+    escape_control_tokens: bool = True
+    skip_special_tokens: bool = True
+    content_after: str | None = None
+
+
 def make_request(
-    engine: Any, prompt: Any, options: GenerateOptions | None, key: Any, i: int, escape: bool = True,
-    **how: Any,
-) -> Request:  # fmt: skip
-    """A request to an engine, with the random draws of prompt i of `generate`. escape: as
-    `escape_control_tokens` of `encode_prompt`; how: further arguments of `make_requests`.
-    """
-    return next(make_requests(engine, [prompt], options, [key], i, escape, **how))
-
-
-def make_requests(  # noqa: PLR0913
-    engine: Any, prompts: Sequence[Any], options: GenerateOptions | None, keys: Sequence[Any], i: int,
-    escape: bool, skip_special_tokens: bool = True, content_after: str | None = None,
+    engine: Any,
+    prompt: Any,
+    options: GenerateOptions | None,
+    key: Any,
+    i: int,
+    text: TextOptions = TextOptions(),
     adapter: str | None = None,
-) -> Iterator[Request]:  # fmt: skip
+) -> Request:
+    """A request to an engine, with the random draws of prompt i of `generate`. adapter: as in `submit`."""
+    return next(make_requests(engine, [prompt], options, [key], i, text, adapter))
+
+
+def make_requests(
+    engine: Any,
+    prompts: Sequence[Any],
+    options: GenerateOptions | None,
+    keys: Sequence[Any],
+    i: int,
+    text: TextOptions,
+    adapter: str | None,
+) -> Iterator[Request]:
     """`make_request` for each prompt and its key; all share the checked options and their arrays."""
     model = engine.model
     held = None if adapter is None else engine.held_adapter(adapter)
@@ -66,7 +82,7 @@ def make_requests(  # noqa: PLR0913
         is_conversation = is_sequence(prompt) and len(prompt) and isinstance(prompt[0], Mapping)
         ids = prompt
         if is_text or is_conversation:
-            ids = encode_prompt(model, prompt, escape_control_tokens=escape)
+            ids = encode_prompt(model, prompt, escape_control_tokens=text.escape_control_tokens)
         if key is not None:  # copied through the host, so that no device makes jax compile anything
             data: Any = np.asarray(jax.random.key_data(check_key(key, np.size(key))))
             key = jax.random.wrap_key_data(data[i : i + 1] if data.ndim > 1 else data)
@@ -78,8 +94,9 @@ def make_requests(  # noqa: PLR0913
         key = first.key if key is None else check_key(key, 1)
         call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
         _check_sizes(engine, call)
-        request = Request(engine, call, model.tokenizer, stops, 0 if key.ndim else i, skip_special_tokens)
-        request.content_after = content_after
+        number = 0 if key.ndim else i
+        request = Request(engine, call, model.tokenizer, stops, number, text.skip_special_tokens)
+        request.content_after = text.content_after
         request.adapter = held
         for j in range(call.answers):
             sizes = call.prompts[0], call.options.max_new_tokens
@@ -246,10 +263,10 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         priority = check_integer("priority", priority, -(2**31), 2**31)
         requests = []
         each: Sequence[Any] = keys or [None] * len(prompts)
-        how = escape_control_tokens, skip_special_tokens, content_after, adapter
+        text = TextOptions(escape_control_tokens, skip_special_tokens, content_after)
         engine: Any = self
         switch = engine.model.config.rope.switches_at
-        for request in make_requests(self, prompts, options, each, 0, *how):
+        for request in make_requests(self, prompts, options, each, 0, text, adapter):
             request.live = bool(live)
             request.processed_logprobs = bool(processed_logprobs)
             request.return_routes = bool(return_routes)
@@ -300,10 +317,10 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
             )
         key = None if key is None else check_key(key, len(prompts))
         requests = []
+        text = TextOptions(escape_control_tokens)
         for i, (prompt, own, name) in enumerate(zip(prompts, each, adapters, strict=True)):
             try:
-                how = escape_control_tokens
-                requests.append(make_request(self, prompt, own, key, i, how, adapter=name))
+                requests.append(make_request(self, prompt, own, key, i, text, name))
             except InputError as error:
                 raise InputError(f"prompt {i}: {error}") from error
         self.enqueue(requests)

@@ -19,8 +19,8 @@ from .routers import Router
 
 @dataclasses.dataclass(frozen=True)
 class GroupedTopkSpec(RouterSpec):
-    """The experts with the largest scores, within the groups with the largest scores. Fields have
-    their names in config.json and in vLLM.
+    """The experts with the largest scores, within the groups with the largest scores. Fields have the
+    names of config.json and of vLLM.
     """
 
     kind = "grouped_topk"

@@ -15,10 +15,9 @@ from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER
-from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, cache_dtype, tree_bytes
 from .executor import bucket
-from .state import DecodeState, new_state
+from .state import DecodeState, RowSettings, new_state
 from .validation import ValidatedCall
 
 _EOS_MULTIPLE = 8  # the number of end ids is rounded up to a multiple
@@ -107,13 +106,14 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
     if options.logprobs or options.logits:
         alternatives = empty_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
     key_R = answer_keys(call.key, prompt_R, answer_R)
+    settings = RowSettings(key_R, sampling_R, eos_RE, limit_R)
     sizes = history_size, size, call.num_masks
     automata = None
     if dfa := next(filter(None, dfas), None):
         padded = [*dfas, *[None] * (R - len(dfas))]
         own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
         automata = dfa.automata_of_rows(padded, config.vocab_size, own_RE, equal_sizes=True)
-    state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, *sizes, automata)
+    state = state_of_rows(rows, config.vocab_size, settings, *sizes, automata)
     state = dataclasses.replace(state, alternatives=alternatives)
     if call.callers is None:
         return state
@@ -122,30 +122,34 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
     return start_rows(call.callers, prompt_R, state)
 
 
-def state_of_rows(  # noqa: PLR0913
-    prompts: Sequence[Sequence[int]], vocab_size: int, key_R: jax.Array, sampling_R: SamplingConfig,
-    limit_R: np.ndarray, eos_RE: np.ndarray, history_size: int | None, output_size: int, num_masks: int = 1,
+def state_of_rows(
+    prompts: Sequence[Sequence[int]],
+    vocab_size: int,
+    settings: RowSettings,
+    history_size: int | None,
+    output_size: int,
+    num_masks: int = 1,
     automata: Any = None,
-) -> DecodeState:  # fmt: skip
+) -> DecodeState:
     """Rows before their first token, in new arrays.
 
     Args:
         prompts: of the first rows; the others are padding.
-        limit_R: int32, the most tokens that each row may sample.
-        eos_RE: int32, ids that end each row; below 0: none.
+        settings: of all rows.
         history_size: tokens of a row whose order is kept; None: no setting needs the order.
         output_size: tokens of a row in `tokens_BT`.
         num_masks, automata: as in `init_context`.
     """
-    R = len(limit_R)
+    R = len(settings.limit_B)
     seen_RV = np.zeros((R, vocab_size), bool)
     length_R = np.zeros(R, np.int32)
     for row, prompt in enumerate(prompts):
         seen_RV[row, prompt] = True
         length_R[row] = len(prompt)
     history_RS = None if history_size is None else token_matrix(prompts, R, history_size)
-    context = init_context(sampling_R, length_R, eos_RE, seen_RV, history_RS, num_masks, automata)
-    return new_state(key_R, sampling_R, limit_R, context, output_size)
+    tokens = seen_RV, history_RS
+    context = init_context(settings.sampling_B, length_R, settings.eos_BE, *tokens, num_masks, automata)
+    return new_state(settings.key_B, settings.sampling_B, settings.limit_B, context, output_size)
 
 
 def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:

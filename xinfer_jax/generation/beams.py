@@ -5,7 +5,6 @@ sequences → append K/V → attend
 """
 
 import dataclasses
-import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -59,6 +58,16 @@ class BeamOutput:
         prompts = [f"{len(self.scores)} prompts"] if several else []
         sequences = list(itertools.chain(*self.sequences)) if several else self.sequences
         return f"BeamOutput({', '.join([*prompts, format_token_counts(sequences, 'sequence')])})"
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSettings:
+    """The arguments that only `beam_search` has, as it documents them."""
+
+    num_beams: int = 4
+    num_return_sequences: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
 
 @without_mesh_context
@@ -115,9 +124,19 @@ def beam_search(  # noqa: PLR0913  a public function
 
     Source: `GenerationMixin._beam_search` of transformers 5; drawing by Gumbel noise: Kool et al. 2019.
     """
-    arguments = dict(locals())
+    settings = BeamSettings(num_beams, num_return_sequences, length_penalty, early_stopping)
     with Stopwatch() as setup:
-        search = _Search(**arguments)
+        sampling = SamplingConfig() if sampling is None else sampling
+        options = GenerateOptions(
+            max_new_tokens,
+            sampling,
+            eos_token_ids,
+            capacity,
+            impl=impl,
+            cache_dtype=cache_dtype,
+            processors=processors,
+        )
+        search = BeamSearchPlan(params, config, ids, settings, options, key)
     call = search.call
     with Stopwatch() as compiling:
         search.prepare().wait()
@@ -147,45 +166,37 @@ def beam_search(  # noqa: PLR0913  a public function
     return BeamOutput(sequences, scores, stats)
 
 
-def plan_beam_search(*args: Any, **kwargs: Any) -> "_Search":
-    """A checked call of `beam_search`, whose `prepare` compiles its programs. The parameters may be
-    shapes.
-    """
-    bound = inspect.signature(beam_search).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return _Search(**bound.arguments)
+class BeamSearchPlan:
+    """A checked call of `beam_search`, with its arrays except the cache, and its executor."""
 
-
-class _Search:
-    """A checked call of `beam_search`, with its arrays but for the cache, and its executor."""
-
-    def __init__(  # noqa: PLR0913  those of `beam_search`
-        self, params, config, ids, *, num_beams, num_return_sequences, length_penalty, early_stopping,
-        max_new_tokens, eos_token_ids, sampling, key, capacity, impl, cache_dtype, processors,
-    ):  # fmt: skip
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        ids: Any,
+        settings: BeamSettings,
+        options: GenerateOptions,
+        key: jax.Array | None,
+    ):
+        """Checks the arguments, which are as of `beam_search`. The parameters may be shapes."""
         self.single = is_sequence(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
-        sampling = SamplingConfig() if sampling is None else sampling
-        options = GenerateOptions(
-            max_new_tokens, sampling, eos_token_ids, capacity, impl=impl, cache_dtype=cache_dtype,
-            processors=processors,
-        )  # fmt: skip
         self.call = call = validate_call(params, config, [ids] if self.single else ids, options, key)
-        beams = check_integer("num_beams", num_beams, 1)
-        returned = beams if num_return_sequences is None else num_return_sequences
+        beams = check_integer("num_beams", settings.num_beams, 1)
+        returned = beams if settings.num_return_sequences is None else settings.num_return_sequences
         self.returned = check_integer("num_return_sequences", returned, 1)
-        _check(call, beams, self.returned, length_penalty, early_stopping)
+        _check(call, beams, self.returned, settings.length_penalty, settings.early_stopping)
         steps = call.options.max_new_tokens
         shortest = min(map(len, call.prompts))
-        early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
+        early_stopping = settings.early_stopping if beams > 1 else True  # one beam ends at its first EOS
         tail = bucket(call.longest - shortest + steps)
         size = bucket(steps)
         self._strategy = BeamSearch(call.config, beams, len(call.end_ids), early_stopping, size, tail)
         check_generation_memory(call, beams * call.rows)
         rows = initial_state(call, prompt_of_row(call))
-        self._request = BeamRequest(rows, np.int32(shortest), np.float32(length_penalty))
+        self._request = BeamRequest(rows, np.int32(shortest), np.float32(settings.length_penalty))
         self._tokens = pad_prompts(call.prompts, call.capacity, call.rows)
         self._model = RunnableModel(call.params, call.config)
-        self.executor = executor_class(params)(RunConfig(impl))
+        self.executor = executor_class(params)(RunConfig(options.impl))
 
     def new_cache(self) -> KVCache:
         call = self.call

@@ -4,7 +4,7 @@ caller's jit. This module checks the arguments; loop.py has the loops.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,20 @@ class Decoded(DecodeState):
     cache: KVCache | None = None
     at_capacity_B: Any = None
     routes: Any = None
+
+
+class _LoopArrays(NamedTuple):
+    """What `decode_loop` is given of its rows next to logits and cache."""
+
+    key_B: Any
+    sampling_B: SamplingConfig
+    eos_E: Any  # ends all rows
+    limit: Any  # of all rows, or of each
+    seen_BV: Any
+    history_BS: Any
+    automata: Any  # of grammars; None: there are none
+    callers: Any  # `Callers` of the caller's processors and `sample`; None: there are none
+    extras: Extras
 
 
 @in_default_modes
@@ -253,11 +267,13 @@ def decode_loop(  # noqa: PLR0913  a public function
         callers = callers_of_call(processors, sample, stop, B)
         loop = guarded(loop, callers, stop, taps)
     seen_BV = array_module(B).zeros((B, V), bool) if seen_BV is None else seen_BV
+    eos_E = jnp.asarray(eos_ids, jnp.int32)
+    tokens = seen_BV, history_BS
+    rows = _LoopArrays(key_B, sampling_B, eos_E, limit, *tokens, automata, callers, Extras(taps=taps))
+    run_config = RunConfig(impl, return_routes=return_routes)
     state, cache, at_capacity_B, routes = loop(
-        params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
-        seen_BV, history_BS, bucket(size), RunConfig(impl, return_routes=return_routes), automata, callers,
-        stop, logprobs, taps,
-    )  # fmt: skip
+        params, Plain(config, stop), logits_BV, cache, rows, bucket(size), logprobs, run_config
+    )
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     recorded = {name: fields[name] for name in ("tokens_BT", "logprobs_BT", "alternatives")}
     cut = jax.tree.map(lambda x_BT: x_BT[:, :size], recorded | dict(routes=routes))
@@ -326,36 +342,33 @@ def _decode_step(params, config, token_B, cache, run_config):
 
 
 @over_any_mesh
-def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
-    params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, run_config,
-    automata, callers, stop, logprobs, taps,
-):  # fmt: skip
+def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, logprobs, run_config):
     B, V = logits_BV.shape
-    eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
+    eos_BE = jnp.broadcast_to(rows.eos_E, (B, len(rows.eos_E)))
     # The last token is not appended.
-    limit_B = jnp.minimum(jnp.broadcast_to(limit, (B,)), cache.capacity - cache.length_B + 1)
-    context = init_context(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS, automata=automata)
-    if callers is not None:
-        context = dataclasses.replace(context, callers=callers.start(context, key_B))
-    state = new_state(key_B, sampling_B, limit_B, context, size)
+    limit_B = jnp.minimum(jnp.broadcast_to(rows.limit, (B,)), cache.capacity - cache.length_B + 1)
+    tokens = rows.seen_BV, rows.history_BS
+    context = init_context(rows.sampling_B, cache.length_B, eos_BE, *tokens, automata=rows.automata)
+    if rows.callers is not None:
+        context = dataclasses.replace(context, callers=rows.callers.start(context, rows.key_B))
+    state = new_state(rows.key_B, rows.sampling_B, limit_B, context, size)
     if logprobs is not None:
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)
         state = dataclasses.replace(state, alternatives=recorded)
-    plain = Plain(config, stop)
     state = plain.ended(sample_and_append(logits_BV, state, run_config))
     routes = []
     if run_config.return_routes:
         from ..model.routes import free_routes  # optional: routes
 
-        routes = [free_routes(config, (B, size))]
+        routes = [free_routes(plain.config, (B, size))]
     state, cache, *routes = decode(
-        plain, (params, Extras(taps=taps)), (state, cache, *routes), size, run_config
+        plain, (params, rows.extras), (state, cache, *routes), size, run_config
     )
-    at_capacity_B = (limit_B < limit) & ~state.finished_B & (state.length_B >= limit_B)
+    at_capacity_B = (limit_B < rows.limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"
     return without_gradient(results, "decode_loop", remedy)
 
 
 _STEP = jit_variants(_decode_step, "config", "run_config")
-_LOOP = jit_variants(_decode_loop, "config", "run_config", "size", "stop", "logprobs")
+_LOOP = jit_variants(_decode_loop, "plain", "size", "logprobs", "run_config")

@@ -8,7 +8,7 @@ computed for a part of the tokens at a time, and the backward pass computes each
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,14 @@ class Scores:
     kl_BT: jax.Array | None = None
     topk_kl_BT: jax.Array | None = None
     routes: jax.Array | None = None
+
+
+class _ScoreArrays(NamedTuple):
+    """What `score` is given next to the model's inputs."""
+
+    temperature_B11: Any  # None: 1
+    reference: Params | None
+    teacher_topk: tuple[AnyArray, AnyArray] | None
 
 
 @overload
@@ -162,11 +170,10 @@ def score(  # noqa: PLR0913  a public function
     is_one = isinstance(temperature, int | float) and temperature == 1
     temperature_B11 = None if is_one else jnp.asarray(temperature_B, jnp.float32).reshape(-1, 1, 1)
     run_config = RunConfig(impl, remat, return_routes=return_routes)
-    scores, used = _score(
-        params, config, tokens_BT, num_tokens_B, inputs_BTD, (segment_ids_BT, positions_BT), temperature_B11,
-        reference, teacher_topk, routes, taps,
-        entropy=entropy, chunk=chunk, run_config=run_config,
-    )  # fmt: skip
+    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
+    given = _ScoreArrays(temperature_B11, reference, teacher_topk)
+    extras = Extras(routes=routes, taps=taps)
+    scores, used = _score(params, config, inputs, given, extras, entropy, chunk, run_config)
     if return_routes:
         scores = dataclasses.replace(scores, routes=used)
     is_more = entropy or return_routes or reference is not None or teacher_topk is not None
@@ -255,20 +262,17 @@ def score_completions(
 
 @partial(jax.jit, static_argnames=("config", "entropy", "chunk", "run_config"))
 @over_any_mesh
-def _score(  # noqa: PLR0913
-    params, config, tokens_BT, num_tokens_B, inputs_BTD, packing, temperature_B11, reference, teacher_topk,
-    routes, taps, *, entropy, chunk, run_config,
-):  # fmt: skip
-    segment_ids_BT, positions_BT = packing
-    tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
-    inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
-    out = apply_model(params, config, inputs, None, Extras(routes=routes, taps=taps), run_config)
+def _score(params, config, inputs: Inputs, given: _ScoreArrays, extras, entropy, chunk, run_config):
+    temperature_B11, reference, teacher_topk = given
+    tokens_BT = jnp.asarray(inputs.tokens_BT, jnp.int32)
+    inputs = inputs._replace(tokens_BT=tokens_BT)
+    out = apply_model(params, config, inputs, None, extras, run_config)
     of_reference_BTD = None
     if reference is not None:
         reference = jax.tree.map(lax.stop_gradient, reference)
-        inputs = inputs._replace(embeddings_BTD=None)
+        alone = inputs._replace(embeddings_BTD=None)
         plain = dataclasses.replace(run_config, return_routes=False)
-        of_reference_BTD = apply_model(reference, config, inputs, None, NO_EXTRAS, plain).hidden
+        of_reference_BTD = apply_model(reference, config, alone, None, NO_EXTRAS, plain).hidden
         of_reference_BTD = of_reference_BTD[:, :-1]
     ids_BTk, logprobs_BTk = (None, None) if teacher_topk is None else teacher_topk
     ids_BTk = None if ids_BTk is None else jnp.asarray(ids_BTk, jnp.int32)
@@ -297,9 +301,9 @@ def _score(  # noqa: PLR0913
             found["topk_kl_BT"] = (jnp.exp(logprobs_BCk) * apart_BCk).sum(-1)
         return Scores(logprobs_of(target_BC[..., None])[..., 0], **found)
 
-    given = out.hidden[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
-    scores = _map_tokens(part, lm_head(params)["weight"], chunk, *given)
-    read = config, tokens_BT, num_tokens_B, segment_ids_BT, inputs_BTD is None
+    of_tokens = out.hidden[:, :-1], tokens_BT[:, 1:], of_reference_BTD, ids_BTk, logprobs_BTk
+    scores = _map_tokens(part, lm_head(params)["weight"], chunk, *of_tokens)
+    read = config, tokens_BT, inputs.num_tokens_B, inputs.segment_ids_BT, inputs.embeddings_BTD is None
     return Scores(**mask_scores(vars(scores), *read)), out.routes
 
 

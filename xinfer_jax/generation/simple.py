@@ -32,7 +32,7 @@ from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, cache_dtype
 from .batch_arrays import state_of_rows, token_matrix
 from .functional import decode_step, prefill
-from .state import DecodeState, sample_and_append
+from .state import DecodeState, RowSettings, sample_and_append
 
 _sample = jax.jit(partial(sample_and_append, run_config=DEFAULT))
 
@@ -71,7 +71,8 @@ def generate_in_steps(
     limit_B = np.full(B, max_new_tokens, np.int32)
     eos_BE = np.tile(np.array(eos_token_ids, np.int32), (B, 1))
     capacity = int(length_B.max()) + max_new_tokens
-    state = state_of_rows(prompts, V, key_B, sampling_B, limit_B, eos_BE, capacity, max_new_tokens)
+    settings = RowSettings(key_B, sampling_B, eos_BE, limit_B)
+    state = state_of_rows(prompts, V, settings, capacity, max_new_tokens)
 
     # Keys and values of the prompts. Padding is not written.
     cache = init_cache(config, B, capacity, cache_dtype(params))

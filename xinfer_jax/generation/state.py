@@ -70,6 +70,15 @@ class DecodeState(ShortRepr):
         return self.progress.active_B
 
 
+class RowSettings(NamedTuple):
+    """What sampling needs of each row next to its tokens."""
+
+    key_B: Any  # PRNG keys
+    sampling_B: SamplingConfig  # from `settings_per_row`
+    eos_BE: Any  # int32: ids that end the row; below 0: none
+    limit_B: Any  # int32: the most tokens that it may sample
+
+
 class RowProgress(NamedTuple):
     """The part of a `DecodeState` that has the same structure for all settings."""
 

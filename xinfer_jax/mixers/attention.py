@@ -25,8 +25,16 @@ _MASKED = -1e30  # finite: a query that sees no key gives zeros, not NaN
 class Scoring(NamedTuple):
     """How scores are computed from queries and keys."""
 
-    scale: float
-    soft_cap: float | None
+    scale: float  # a factor on them
+    soft_cap: float | None = None  # c: scores become c tanh(score / c)
+
+
+class VisibleKeys(NamedTuple):
+    """The keys that queries see: those up to their own positions that are valid and of their segment."""
+
+    start_B: Any  # position of each row's first query; None: 0 for every row
+    length_B: Any  # number of valid keys per row
+    first_BT: Any = None  # position of the first key that each query sees: packed segments
 
 
 class _Softmax(NamedTuple):
@@ -37,17 +45,13 @@ class _Softmax(NamedTuple):
     values_BKTGH: jax.Array  # of weighted values
 
 
-def attention(  # noqa: PLR0913
+def attention(
     q_BTNH: jax.Array,
     kv: Contiguous,
-    *,
-    length_B: jax.Array,
-    start_B: jax.Array | None = None,
-    scale: float,
-    soft_cap: float | None = None,
+    visible: VisibleKeys,
+    scoring: Scoring,
     sink_N: jax.Array | None = None,
     ahead: int = 0,
-    first_BT: jax.Array | None = None,
     run_config: RunConfig = DEFAULT,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
@@ -58,14 +62,10 @@ def attention(  # noqa: PLR0913
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
         kv: a layer cache with keys, values and their window; `uncached_kv` makes one of arrays.
-        length_B: number of valid keys per row.
-        start_B: position of the first query; None: 0 for every row.
-        scale: factor on the scores.
-        soft_cap: None, or c: scores become c tanh(score / c).
+        visible: which keys the queries see. `first_BT` is in plain jnp only, without `start_B`.
+        scoring: static.
         sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
-        ahead: without start_B: keys after its own position that a query sees too; the window ends there.
-        first_BT: None, or the position of the first key that each query sees: packed segments. In plain jnp
-            only, without start_B.
+        ahead: without `start_B`: keys after its own position that a query sees too; the window ends there.
         run_config: its `impl` names a kernel. The gradient of a kernel, and of loops over the blocks
             that rows have, is that of the plain jnp over all blocks; cuDNN has its own.
 
@@ -75,40 +75,37 @@ def attention(  # noqa: PLR0913
     Raises:
         InputError: the named impl does not support these arguments.
     """
-    static = start_B is None
-    length_B = kv.stored_length(length_B)
-    start_B = jnp.full(q_BTNH.shape[0], ahead, jnp.int32) if static else start_B
-    scoring = Scoring(scale, soft_cap)
+    static = visible.start_B is None
+    visible = visible._replace(length_B=kv.stored_length(visible.length_B))
+    if static:
+        visible = visible._replace(start_B=jnp.full(q_BTNH.shape[0], ahead, jnp.int32))
     sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
     few = not static and q_BTNH.shape[1] <= ROW_QUERIES
-    if first_BT is not None:
+    if visible.first_BT is not None:
         if run_config.impl not in (None, "xla"):
             raise InputError(
                 f"packed segments have no attention kernel, got impl={run_config.impl!r}: leave it out"
             )
-        return blocked_attention(
-            q_BTNH, kv, start_B, length_B, sink_N, scoring=scoring, static=True, first_BT=first_BT
-        )
+        return blocked_attention(q_BTNH, kv, visible, sink_N, scoring, static=True)
     fixed = partial(blocked_attention, scoring=scoring, static=True)
     plain = fixed if static else partial(blocked_attention, scoring=scoring, static=False)
     options = dict(scoring=scoring, few=few)
     by_kernel = partial(run, "attention", plain, run_config, derivative=fixed, static=options)
-    operands: dict[str, Any] = dict(q_BTNH=q_BTNH, kv=kv, start_B=start_B, length_B=length_B, sink_N=sink_N)
+    operands: dict[str, Any] = dict(q_BTNH=q_BTNH, kv=kv, visible=visible, sink_N=sink_N)
     if static and not ahead:
         return run("causal_attention", by_kernel, run_config, static=options, **operands)
     return by_kernel(**operands)
 
 
-def blocked_attention(  # noqa: PLR0913
-    q_BTNH, kv: Contiguous, start_B, length_B, sink_N, scoring: Scoring, static: bool, attend=None,
-    first_BT=None,
-):  # fmt: skip
+def blocked_attention(
+    q_BTNH, kv: Contiguous, visible: VisibleKeys, sink_N, scoring: Scoring, static: bool, attend=None
+):
     """Attention in plain jnp.
 
     Args:
+        visible: with `start_B`.
         static: loops have fixed bounds, which have a reverse-mode gradient.
         attend: for a block of queries; None: `query_block`.
-        first_BT: as in `attention`.
     """
     B, T, N, H = q_BTNH.shape
     K = kv.k.shape[1]
@@ -116,11 +113,12 @@ def blocked_attention(  # noqa: PLR0913
     sink_KG = None if sink_N is None else sink_N.reshape(K, N // K)
     attend = partial(attend or query_block, scoring=scoring, static=static)
     if isinstance(T, int) and T <= QUERY_BLOCK:  # else it may be symbolic
-        out_BKTGH = attend(q_BKTGH, kv, start_B, length_B, sink_KG, first_BT=first_BT)
+        out_BKTGH = attend(q_BKTGH, kv, visible, sink_KG)
     else:
         blocks = -(-T // QUERY_BLOCK)
         padded = jnp.pad(q_BKTGH, ((0, 0), (0, 0), (0, blocks * QUERY_BLOCK - T), (0, 0), (0, 0)))
         stacked = jnp.moveaxis(padded.reshape(B, K, blocks, QUERY_BLOCK, N // K, H), 2, 0)
+        first_BT = visible.first_BT
         if first_BT is not None:  # queries of the padding see no key
             first_BT = jnp.pad(first_BT, ((0, 0), (0, blocks * QUERY_BLOCK - T)), constant_values=T)
             first_BT = jnp.moveaxis(first_BT.reshape(B, blocks, QUERY_BLOCK), 1, 0)
@@ -129,24 +127,31 @@ def blocked_attention(  # noqa: PLR0913
         @jax.checkpoint
         def step(block: Any) -> jax.Array:
             q_BKTGH, offset, first_BT = block
-            return attend(q_BKTGH, kv, start_B + offset, length_B, sink_KG, first_BT=first_BT)
+            moved = visible._replace(start_B=visible.start_B + offset, first_BT=first_BT)
+            return attend(q_BKTGH, kv, moved, sink_KG)
 
         outs = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks), first_BT))
         out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, -1)[:, :, :T]
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
 
 
-def query_block(  # noqa: PLR0913
-    q_BKTGH, kv: Contiguous, start_B, length_B, sink_KG, scoring: Scoring, static: bool, row=None,
-    decode_block=DECODE_BLOCK, first_BT=None,
-):  # fmt: skip
+def query_block(
+    q_BKTGH,
+    kv: Contiguous,
+    visible: VisibleKeys,
+    sink_KG,
+    scoring: Scoring,
+    static: bool,
+    row=None,
+    decode_block=DECODE_BLOCK,
+):
     """Attention of one block of queries over all visible key blocks, [B, K, T, G, H].
 
     Args:
         row: of the cache, that the queries are of; None: of all rows.
         decode_block: keys per loop step for a single query.
-        first_BT: as in `attention`.
     """
+    start_B, length_B, first_BT = visible
     B, K, T, G, _ = q_BKTGH.shape
     width, blocks = kv.block_layout(KEY_BLOCK if T > 1 else decode_block)
     query_BT = start_B[:, None] + jnp.arange(T)

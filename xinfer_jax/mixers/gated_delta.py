@@ -50,8 +50,7 @@ class GatedDelta(Mixer):
     def forward(
         self, params, x_BTD, positions, cache, run_config, before=None, residual=None
     ) -> tuple[jax.Array, Any]:
-        around: dict[str, Any] = dict(spec=self.spec, before=before, residual=residual)
-        return linear_attention(params, self.config, x_BTD, positions, cache, run_config, **around)
+        return linear_attention(self, params, x_BTD, positions, cache, run_config, before, residual)
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None) -> Recurrent:
         return Recurrent.empty(self.fits, batch, capacity, mesh)

@@ -25,6 +25,7 @@ from ..ops.product import float_precision
 from ..weights.layers import Norm, activation, linear, products, rms_norm
 from ..weights.params import Params
 from .convolution import convolve, last_inputs
+from .mixer import Mixer, Positions
 from .recurrent import Inputs, Recurrent, state_shapes
 
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
@@ -45,27 +46,25 @@ class _Tokens(NamedTuple):
     first_B1T: Any = None  # int32: where each token's segment begins; None: a row is one segment
 
 
-def linear_attention(  # noqa: PLR0913
+def linear_attention(
+    mixer: Mixer,
     layer: Params,
-    config: ModelConfig,
     x_BTD: jax.Array,
-    positions: Any,
+    positions: Positions,
     cache: Recurrent | None,
     run_config: RunConfig,
-    *,
-    spec: Any,
     before: Norm | None = None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, Recurrent | None]:
     """The output of a linear-attention layer, [B, T, D], and its state after the new tokens.
 
     Args:
-        layer, config: parameters, and the model.
+        mixer: the `GatedDelta`.
+        layer: its parameters.
         x_BTD: hidden states.
         positions: `Positions` of the call.
         cache: the state before these tokens; None: they are the first ones.
         run_config: of the products and of what is between them, as in `products`.
-        spec: the mixer's `GatedDeltaSpec`.
         before, residual: as in `products`.
     """
     new = products(
@@ -74,8 +73,8 @@ def linear_attention(  # noqa: PLR0913
     weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
     operands: dict[str, Any] = dict(products=new, layer=weights, cache=cache)
     operands |= {name: getattr(positions, name) for name in ("start_B", "num_tokens_B", "first_BT")}
-    plain = partial(_mix, config=config, spec=spec)
-    out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=config), **operands)
+    plain = partial(_mix, config=mixer.config, spec=mixer.spec)
+    out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=mixer.config), **operands)
     return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache
 
 

@@ -169,7 +169,7 @@ class ShortConv(Mixer):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        return dict.fromkeys(("rotations", "scales", "draft model"), "short convolutions")
+        return dict.fromkeys(("scales", "draft model"), "short convolutions")
 
 
 def _by_group(x_BTD: jax.Array, width: int) -> jax.Array:

@@ -17,7 +17,7 @@ from ..config.run_config import RunConfig
 from ..weights.layers import Norm, apply_rope, joint_norms, linear, norm, products, rms_norm
 from ..weights.param_specs import ParamSpec, dense, norm_spec, tensor
 from ..weights.params import Params
-from .attention import attention
+from .attention import Scoring, VisibleKeys, attention
 from .mixer import Divided, Mixer, Positions
 from .rope_append import HeadNorms, rotate, rotate_and_append
 
@@ -102,8 +102,8 @@ class SoftmaxAttention(Mixer):
             length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)
         # The model's window: a cache that stores every token may have been made without one.
         windowed = dataclasses.replace(visible, window=spec.window, key_bias_fn=key_bias_fn)
-        places = dict(length_B=length_B, start_B=start_B, first_BT=positions.first_BT)
-        out_BTNH = attention(q_BTNH, windowed, **places, **self.scoring(params), run_config=run_config)
+        keys = VisibleKeys(start_B, length_B, positions.first_BT)
+        out_BTNH = attention(q_BTNH, windowed, keys, **self.scoring(params), run_config=run_config)
         out_BTI = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
         if spec.o_norm:
             (out_BTI,) = joint_norms([out_BTI], params, ["o_norm"], self.config, run_config)
@@ -168,7 +168,7 @@ class SoftmaxAttention(Mixer):
         spec = self.spec
         scale = spec.attention_multiplier or (spec.query_pre_attn_scalar or self.head_dim) ** -0.5
         sink_N = params["sinks"] if spec.sinks else None
-        return dict(scale=scale, soft_cap=spec.logit_softcapping, sink_N=sink_N, ahead=spec.ahead)
+        return dict(scoring=Scoring(scale, spec.logit_softcapping), sink_N=sink_N, ahead=spec.ahead)
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None) -> Contiguous:
         side_by_side = stores_side_by_side(dtype)

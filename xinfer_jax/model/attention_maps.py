@@ -14,7 +14,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import PLAIN
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..mixers.attention import attention
+from ..mixers.attention import VisibleKeys, attention
 from ..mixers.rope_append import rotate
 from ..ops.operation import over_any_mesh
 from ..weights.layers import norm_before
@@ -84,9 +84,9 @@ def attention_weights(
         B, K, T, _ = k_BKTH.shape
         ones_BKTT = jnp.broadcast_to(jnp.eye(T, dtype=jnp.float32), (B, K, T, T))
         kv = dataclasses.replace(uncached_kv(k_BKTH, ones_BKTT), window=mixer.window)
-        length_B = positions.num_tokens_B
+        visible = VisibleKeys(None, positions.num_tokens_B)
         out_BTNT = attention(
-            q_BTNH.astype(jnp.float32), kv, length_B=length_B, **mixer.scoring(layer), run_config=PLAIN
+            q_BTNH.astype(jnp.float32), kv, visible, **mixer.scoring(layer), run_config=PLAIN
         )
         N = out_BTNT.shape[2]
         chosen = range(N) if heads is None else [check_integer("heads: head", n, 0, N - 1) for n in heads]

@@ -9,7 +9,7 @@ from ..cli.channel import Channel
 from ..engine.endpoint import Progress
 from ..engine.messages import decode_message, encode_message
 from ..engine.requests import Answer, Switch
-from ..engine.submission import make_request
+from ..engine.submission import TextOptions, make_request
 from ..errors import InputError, format_message
 from ..grammar.pool import GrammarPool
 from ..sampling.logprobs import TokenLogprobs
@@ -37,10 +37,10 @@ def answer_to_message(answer: Answer) -> dict[str, Any]:
     left = request.deadline - time.monotonic()
     return dict(
         ids=list(request.ids), options=options, key=call.key, number=request.number, live=request.live,
-        how=dict(
-            skip_special_tokens=request.skip_special_tokens, content_after=request.content_after,
-            adapter=adapter,
+        text=dict(
+            skip_special_tokens=request.skip_special_tokens, content_after=request.content_after
         ),
+        adapter=adapter,
         prompt_logprobs=request.num_prompt_logprobs, processed_logprobs=request.processed_logprobs,
         seconds=None if left == float("inf") else max(left, 0.001), answer=answer.number,
         row={name: getattr(row, name) for name in _ROW_FIELDS}, salt=row.salt.hex(),
@@ -57,7 +57,7 @@ def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPo
         grammar = grammars.prepare(row_fields["client"], options.grammar)
         options = dataclasses.replace(options, grammar=grammar)
     what = fields["ids"], options, fields["key"], fields["number"]
-    request = make_request(engine, *what, **fields["how"])
+    request = make_request(engine, *what, TextOptions(**fields["text"]), fields["adapter"])
     request.live = fields["live"]
     request.num_prompt_logprobs = fields["prompt_logprobs"]
     request.processed_logprobs = fields["processed_logprobs"]

@@ -3,6 +3,7 @@
 Nothing here imports jax, so that a process without jax can do this work.
 """
 
+import dataclasses
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,19 +21,33 @@ _HARMONY_EFFORTS = dict(none="low", minimal="low", xhigh="high")  # Harmony has 
 _CHARS_PER_TOKEN = 16  # a text with more characters per token of the limit is checked before tokenizing
 
 
-def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+    """How the chat template renders a conversation.
+
+    Attributes:
+        system, tools: as in `xinfer_jax.encode_prompt`.
+        variables: of the chat template; `add_generation_prompt` defaults to True.
+        escape: control tokens that the conversation spells are encoded as ordinary text.
+        continue_final_message: the ids end within the last message, so that the answer continues it.
+    """
+
+    system: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] | None = None
+    escape: bool = True
+    continue_final_message: bool = False
+
+
+def prompt_ids(
     tokenizer: Tokenizer,
     prompt: str | Sequence[Mapping[str, Any]],
     limit: int,
+    chat: ChatOptions = ChatOptions(),
     *,
-    system: str | None = None,
     raw: bool = False,
     add_special_tokens: bool = True,
-    variables: Mapping[str, Any] | None = None,
-    escape: bool = True,
-    continue_final_message: bool = False,
     truncate: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """The token ids of a prompt: at least one; there may be more than the limit. Other arguments and errors
     are as of `xinfer_jax.encode_prompt`.
@@ -40,19 +55,18 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     Args:
         limit: tokens of the model's context. A text whose length alone shows that it has more raises
             ContextLengthError.
-        variables: of the chat template; `add_generation_prompt` defaults to True.
-        escape: control tokens that the conversation spells are encoded as ordinary text.
-        continue_final_message: the ids end within the last message, so that the answer continues it.
+        chat: of a prompt that is not raw.
         truncate: the caller truncates the ids, so a text longer than the context is accepted.
     """
+    system = chat.system
     if system is not None and not isinstance(system, str):
         raise InputError(f"system must be a text, got {format_value(system)}")
-    is_plain_text = isinstance(prompt, str) and system is None and not tools
+    is_plain_text = isinstance(prompt, str) and system is None and not chat.tools
     if raw and not is_plain_text:
         raise InputError(
             "raw takes a text as it is: it goes with neither a system message, a conversation nor tools"
         )
-    template_variables = _template_variables(tokenizer, tools, variables or {})
+    template_variables = _template_variables(tokenizer, chat.tools, chat.variables or {})
     template = tokenizer.get_chat_template(template_variables.get("tools") is not None) or ""
     messages = _check_messages(prompt, limit, template)
     if is_plain_text and not raw and tokenizer.chat_template is None:
@@ -64,11 +78,11 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     else:
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        escaper = ControlTokenEscaper(tokenizer, template) if escape else None
+        escaper = ControlTokenEscaper(tokenizer, template) if chat.escape else None
         if escaper:
             messages = escaper.mask_messages(messages)
             template_variables = escaper.mask(template_variables)
-        text = _render(tokenizer, messages, template_variables, continue_final_message)
+        text = _render(tokenizer, messages, template_variables, chat.continue_final_message)
     if not truncate:
         check_text_length("the prompt", text, tokenizer, limit)
     if escaper:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ..config.model_config import ModelConfig
+from ..errors import InputError
 
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
@@ -83,7 +84,10 @@ def _layer(config: ModelConfig, index: int) -> Params:
         parts.append(("mlp", feed_forward))
     tree: Params = {}
     for name, part in parts:
-        tree |= part.param_specs()
+        own = part.param_specs()
+        if common := sorted(tree.keys() & own.keys()):
+            raise InputError(f"parts of layer {index} have parameters of the same names: {', '.join(common)}")
+        tree |= own
         tree |= {f"{name}_norm": norm_spec(d)} if spec.pre_norm else {}
         tree |= {f"{name}_post_norm": norm_spec(d)} if spec.post_norm else {}
     if P := config.hidden_size_per_layer_input:

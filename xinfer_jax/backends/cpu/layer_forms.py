@@ -26,15 +26,14 @@ def attention_form(call: Call) -> Callable | None:
     return partial(blocked_attention, scoring=call.static["scoring"], static=False, attend=_by_row)
 
 
-def _by_row(q_BKTGH, kv, start_B, length_B, sink_KG, **options):
+def _by_row(q_BKTGH, kv, visible, sink_KG, scoring, static):
     """`query_block` for one row after the other."""
 
     def one(row):
-        q_1KTGH, start_1, length_1, number_1 = row
-        arrays = q_1KTGH, kv, start_1, length_1, sink_KG
-        return query_block(*arrays, **options, row=number_1[0], decode_block=_ROW_BLOCK)
+        q_1KTGH, of_row, number_1 = row
+        return query_block(q_1KTGH, kv, of_row, sink_KG, scoring, static, number_1[0], _ROW_BLOCK)
 
-    rows = (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH)))
+    rows = (q_BKTGH, visible, jnp.arange(len(q_BKTGH)))
     if len(q_BKTGH) == 1:  # no loop: compiles faster
         return one(rows)
     return lax.map(one, jax.tree.map(lambda x: x[:, None], rows))[:, 0]

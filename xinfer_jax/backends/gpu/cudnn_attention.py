@@ -46,9 +46,7 @@ def cudnn_form(call: Call) -> Callable | None:
     return form
 
 
-def _attend(
-    q_BTNH: jax.Array, kv: Contiguous, start_B: Any, length_B: Any, sink_N: Any, scale: float
-) -> jax.Array:
+def _attend(q_BTNH: jax.Array, kv: Contiguous, visible: Any, sink_N: Any, scale: float) -> jax.Array:
     """Padding follows the real tokens, which see nothing after themselves: lengths do not matter."""
     stored: Any = kv.k, kv.v
     k_BTKH, v_BTKH = (jnp.swapaxes(x, 1, 2) for x in stored)

@@ -7,7 +7,7 @@ import kernels_pallas
 
 from ...cache.contiguous import Contiguous
 from ...cache.stored_kv import StoredKV, cache_dtype_of
-from ...mixers.attention import Scoring
+from ...mixers.attention import Scoring, VisibleKeys
 from ...ops.forms import Kernel, named
 from ...ops.operation import Call
 
@@ -59,13 +59,13 @@ def _select(call: Call) -> kernels_pallas.Selection:
     return select_attention(kernel, call.run_config.impl, operands["q_BTNH"], operands["kv"])
 
 
-def _run(kernel: str, q_BTNH, kv: Any, start_B, length_B, sink_N, scoring: Scoring, few: bool):  # noqa: PLR0913
+def _run(kernel: str, q_BTNH, kv: Any, visible: VisibleKeys, sink_N, scoring: Scoring, few: bool):
     options = kv.kernel_options() | dict(window=kv.window, scale=scoring.scale, soft_cap=scoring.soft_cap)
     if (bias := _key_bias(kv)) is not None:
         options["key_bias"] = bias
     if sink_N is not None:
         options["sink_N"] = sink_N
-    args = q_BTNH, *kernel_arrays(kv), start_B, length_B
+    args = q_BTNH, *kernel_arrays(kv), visible.start_B, visible.length_B
     return kernels_pallas.run_kernel(kernel, _kernel(few), *args, **options)
 
 

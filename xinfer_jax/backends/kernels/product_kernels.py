@@ -129,7 +129,7 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
     """Why the TPU kernel does not take these products in one launch, or None."""
     if rows > FEW_ROWS:
         return f"{rows} rows, more than {FEW_ROWS}"
-    if len({(type(matrix), getattr(matrix, "group", None)) for matrix in matrices}) > 1:
+    if len(set(map(_format, matrices))) > 1:
         return "matrices of different formats"
     if not is_quantized(matrices[0]):
         is_same = all(matrix.dtype == x.dtype for matrix in matrices)
@@ -198,6 +198,11 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
         ordered = matrix.order is not None and (normed or several)
         return "inputs in the order of one matrix" if ordered else None
     return None if matrix.dtype == dtype and rows <= FEW_ROWS else "floats of another dtype, or for many rows"
+
+
+def _format(matrix: Any) -> tuple[Any, ...]:
+    """The kind of a matrix, and which numbers share a scale."""
+    return type(matrix), getattr(matrix, "group", None), getattr(matrix, "has_blocks", False)
 
 
 def _layout(matrix: Any) -> tuple[Any, ...]:
