@@ -12,7 +12,6 @@ import numpy as np
 from ..cache.kv_cache import KVCache
 from ..config.run_config import RunConfig
 from ..model.extras import Extras
-from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
@@ -290,6 +289,8 @@ class BatchGenerator:
         )
         alternatives = self._state.alternatives
         if options.logprobs and alternatives:
+            from ..sampling.logprobs import token_logprob_rows  # optional: alternatives
+
             out.alternatives = token_logprob_rows(alternatives, tokens_RT, logprobs_RT, length_R)
         if options.logits and alternatives:
             of_rows = zip(map(np.asarray, alternatives.logits_BTV), length_R, strict=False)
