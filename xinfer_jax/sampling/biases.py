@@ -31,8 +31,11 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
     """
     parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
     arrays = dict(logit_bias=bias_rows([*zip(*parts, strict=True)], batch, vocab_size))
-    for name, function in (("dry_sequence_breakers", listed_rows), ("bad_words_ids", bad_word_rows)):
-        arrays[name] = function(name, lists[name], batch, vocab_size)
+    functions = dict(texts=listed_rows, words=bad_word_rows)  # of settings of these kinds
+    for setting in LISTS:
+        if setting.kind in functions:
+            values = lists[setting.name]
+            arrays[setting.name] = functions[setting.kind](setting.name, values, batch, vocab_size)
     return arrays
 
 
