@@ -37,7 +37,14 @@ from .replay import AdapterVersions, replay_answer
 from .requests import Answer, Request
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
-from .shape import EngineSettings, EngineShape, check_host_pages, check_time_slice, engine_shape, page_settings
+from .shape import (
+    EngineSettings,
+    EngineShape,
+    check_host_pages,
+    check_time_slice,
+    engine_shape,
+    page_settings,
+)
 from .warm_up import create_device
 from .weight_updates import own_array, own_params
 
