@@ -12,13 +12,10 @@ from .adapters.peft_files import load_adapter as load_adapter, save_adapter as s
 from .backends.kernel_report import kernels_used as kernels_used
 from .batch.dataset import DatasetGenerator as DatasetGenerator
 from .batch.run_batch import generate_file as generate_file
-from .cache.kv_cache import (
-    KVCache as KVCache,
-    init_cache as init_cache,
-    truncate as truncate,
-)
+from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache
 from .cache.prefix import Prefix as Prefix
 from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
+from .cache.truncation import truncate as truncate
 from .checkpoint.loading import Model as Model, load_model as load_model
 from .checkpoint.saving import save_model as save_model
 from .config.model_config import ModelConfig as ModelConfig
@@ -103,8 +100,8 @@ from .tool_calls.answer_parser import (
 )
 from .tool_calls.tool_call_parser import ToolCallDelta as ToolCallDelta
 from .weights.dequantization import dequantize as dequantize
+from .weights.initialization import init_params as init_params
 from .weights.layout import shardings as shardings
-from .weights.params import init_params as init_params
 from .weights.resharding import reshard as reshard
 from .weights.stacking import stack_layers as stack_layers, unstack_layers as unstack_layers
 

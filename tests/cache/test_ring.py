@@ -12,8 +12,9 @@ import pytest
 from layer_changes import with_windows
 
 import xinfer_jax as xj
-from xinfer_jax.cache.kv_cache import reorder_tail, truncate
+from xinfer_jax.cache.kv_cache import reorder_tail
 from xinfer_jax.cache.ring import Ring
+from xinfer_jax.cache.truncation import truncate
 from xinfer_jax.weights.params import tree_bytes
 
 pytestmark = pytest.mark.oldest

@@ -310,7 +310,8 @@ def test_public_functions_raise_past_the_capacity(qwen):
 
 
 def test_a_truncated_and_reordered_cache(qwen):
-    from xinfer_jax.cache.kv_cache import reorder, truncate
+    from xinfer_jax.cache.kv_cache import reorder
+    from xinfer_jax.cache.truncation import truncate
 
     params, config = qwen
     tokens = np.array(prompts(10, 10), np.int32)

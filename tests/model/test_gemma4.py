@@ -31,7 +31,7 @@ def model():
 
 def test_layers_differ():
     config = CASE.config
-    assert config.cache_of_layer == (0, 1, 2, 2, 1, 1) and config.head_widths == (16, 24)
+    assert config.caches_of_layers == ((0,), (1,), (2,), (2,), (1,), (1,)) and config.head_widths == (16, 24)
     cache = xj.init_cache(config, 1, 1024)
     assert [layer.k.shape for layer in cache.layers] == [(1, 2, 576, 16), (1, 2, 1024, 24), (1, 2, 576, 16)]
     layers = cases.params_from(config, cases.random_tensors(config, 0))["layers"]

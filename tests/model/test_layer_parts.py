@@ -13,11 +13,11 @@ from xinfer_jax.config.layer_spec import (
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
-    MlpAndExpertsSpec,
     MlpSpec,
     SoftmaxRouterSpec,
 )
 from xinfer_jax.config.unsupported import check_supported
+from xinfer_jax.feed_forward.mlp_and_mixture import MlpAndExpertsSpec
 from xinfer_jax.generation.simple import generate_in_steps
 from xinfer_jax.mixers.gated_delta import GatedDeltaSpec
 from xinfer_jax.mixers.short_conv import ShortConvSpec
@@ -39,7 +39,7 @@ def test_mixers_share_the_cache_of_their_kind_and_window():
     layers = [(DELTA,), (FULL, DELTA), (), (SLIDING,), (FULL,), (DELTA,), (shared[1],), tuple(shared)]
     config = with_layers(*map(LayerSpec, layers))
     assert config.caches_of_layers == ((0,), (1, 2), (), (3,), (4,), (5,), (3,), (4, 3))
-    assert config.num_caches == len(config.cached_mixers) == len(expected_fits(config)) == 6
+    assert len(config.cached_mixers) == len(expected_fits(config)) == 6
     assert [mixer.has_keys for mixer in config.cached_mixers] == [False, True, False, True, True, False]
     cache = xj.init_cache(config, 2, 40, "float32")
     assert cache.fits == expected_fits(config)

@@ -29,8 +29,8 @@ BOUNDS = {FUNCTIONAL: Size(lines=6_883, code=4_113), GENERATE: Size(lines=7_897,
 CORE = closure.core()
 # The features whose modules the core imports inside functions, when a call uses them.
 OPTIONAL_FEATURES = {
-    "adapters", "functions of callers", "grammars", "meshes", "other settings", "packed rows", "prefixes",
-    "quantized caches", "quantized weights", "routes", "settings of a checkpoint", "speculative decoding",
+    "adapters", "alternatives", "functions of callers", "grammars", "meshes", "other settings", "packed rows",
+    "prefixes", "quantized caches", "routes", "settings of a checkpoint", "speculative decoding",
     "stacked layers", "taps",
 }  # fmt: skip
 IMPORTERS = {"xinfer_jax"}  # modules that import by name: the package itself, lazily

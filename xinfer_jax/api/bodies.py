@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..checkpoint.loading import Model
+from ..config.model_config import ModelConfig
 from ..engine.engine_device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError, format_value
 from ..generation.options import GenerateOptions
@@ -121,7 +122,7 @@ def parse_request_body(
         config.context_length,
         escape,
     ).encode(max_length - (default if max_tokens is None else max_tokens))
-    left, length = min((min(max_length, config.longest_with(n)) - n, n) for n in map(len, prompts))
+    left, length = min((min(max_length, _longest_with(config, n)) - n, n) for n in map(len, prompts))
     if max_tokens is None:
         max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, left)
     if max_tokens > left:
@@ -265,3 +266,9 @@ def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool)
         check_min_tokens(options.sampling, (*eos, *options.stop_token_ids))  # type: ignore[arg-type]
     except InputError as error:
         raise BodyError("min_tokens", error) from error
+
+
+def _longest_with(config: ModelConfig, prompt: int) -> int:
+    """Most tokens of a prompt of so many and its answer: longrope's factors change within no sequence."""
+    switch = config.rope.switches_at
+    return config.context_length if switch is None or prompt > switch else switch

@@ -5,9 +5,9 @@ Read the files in this order: `layer_cache` (the protocol of the cache of one la
 protocol of a cache dtype), `contiguous` and `ring` (append, get a block), `kv_cache` (`KVCache`: a cache for
 each layer that has its own, and the length of each row): so much is the core. `plugins.TABLE` names what
 plugs in: `quantized_kv`, `gear` and `float8_kv` (cache dtypes), `side_by_side` (keys and values in one
-array). Then `page_size` and `paged` (pages of a pool
-that rows share), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later
-calls reuse), `prefix_files` (its file).
+array). Then `truncation` (rows go back to fewer tokens), `page_size` and `paged` (pages of a pool that rows
+share), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later calls
+reuse), `prefix_files` (its file).
 
 - The layout is [B, K, S, H]: the keys of one row and head are one matrix, so nothing is transposed, and a
   block of keys is contiguous, as a kernel's bulk copy needs it. In a process with TPUs keys and values of

@@ -142,8 +142,6 @@ class Contiguous(LayerCache):
         return low, high
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """`reorder` where row b differs from row index_B[b] only at positions first … first + count - 1."""
-
         def move(x_BKSH: jax.Array) -> jax.Array:
             # A slice beyond the end is moved back, onto positions where the rows are equal.
             tail = lax.dynamic_slice_in_dim(x_BKSH, first, min(count, self.capacity), 2)
@@ -152,15 +150,10 @@ class Contiguous(LayerCache):
         return self._map(move)
 
     def used_arrays(self, tokens: int) -> tuple[Any, Any]:
-        """Keys and values of the slots that rows of at most `tokens` tokens have used, for a file: on every
-        device in two arrays.
-        """
         used: Any = self._map(lambda x: x[:, :, :tokens])
         return used.k.separate() if self.v is None else (used.k, used.v)
 
     def fill(self, k: Any, v: Any) -> Self:
-        """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
-
         def pad(x: Any) -> Any:
             return np.pad(x, [(0, 0), (0, 0), (0, self.slots - x.shape[2]), (0, 0)])
 

@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 
 from ..checks import array_module, check_fits
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
-from ..errors import InputError, ShortRepr, format_value
+from ..errors import InputError, ShortRepr
 from ..modes import in_default_modes
 from .contiguous import Contiguous
-from .stored_kv import Stored, quantized_dtype, resolve_cache_dtype
+from .stored_kv import Stored, resolve_cache_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -163,14 +162,6 @@ def check_append(cache: KVCache, tokens: int) -> None:
         )
 
 
-def required_chunk(cache: KVCache | None) -> int | None:
-    """Least tokens of a prefill chunk that the cache's dtype demands; None: any number. Where something is
-    computed from a row's first chunk, a fixed size makes it independent of other rows.
-    """
-    found = None if cache is None else quantized_dtype(cache.dtype)
-    return None if found is None else found.chunk
-
-
 def update_layers(
     cache: KVCache, layers: tuple[Any, ...], num_tokens_B: jax.Array, routes_BTLU: Any = None
 ) -> KVCache:
@@ -194,65 +185,6 @@ def increase_length(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> K
 def without_layers(cache: KVCache) -> KVCache:
     """The cache without its layers and routes: only the lengths of its rows."""
     return dataclasses.replace(cache, layers=(), routes=None)
-
-
-@in_default_modes
-def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
-    """Drops the tokens from a position on: the next ones that are appended overwrite them.
-
-    Outside a trace it waits for the device if a layer is a ring or has a state. Under a caller's jit a
-    negative length means 0.
-
-    Args:
-        cache: is not changed; the result shares its keys and values.
-        length_B: tokens that each row keeps, int [B], or one number for all; a longer length changes nothing.
-
-    Raises:
-        InputError: not whole numbers of at least 0, one or one per row; a ring has overwritten keys that a
-            row of that length needs (under a caller's jit: flagged in `overflow_B`).
-    """
-    if not isinstance(cache, KVCache):
-        raise InputError(f"cache must be a KVCache, as init_cache returns, got {format_value(cache)}")
-    new_B = _shorter(cache, length_B)
-    if cache.reached_B is None:
-        return dataclasses.replace(cache, length_B=new_B)
-    possible_B = can_truncate(cache, new_B)
-    if not isinstance(possible_B, jax.core.Tracer) and not np.all(possible_B):
-        b = int(np.argmin(possible_B))
-        limited = (layer for layer in cache.layers if layer.limits)
-        limit = min(limited, key=lambda layer: layer.most_at_once).describe_limits()
-        raise InputError(
-            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: {limit};"
-            " truncate it to 0 and prefill again"
-        )
-    reached_B = jnp.where(new_B == 0, 0, cache.reached_B)  # an empty row needs no old keys
-    overflow_B = cache.overflow_B | ~possible_B
-    return dataclasses.replace(cache, length_B=new_B, overflow_B=overflow_B, reached_B=reached_B)
-
-
-def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
-    """int32 [B]: each row's length, at most length_B."""
-    traced = isinstance(length_B, jax.core.Tracer)
-    B = len(cache.length_B)
-    wanted_B = length_B if traced else np.asarray(length_B)
-    valid = jnp.issubdtype(wanted_B.dtype, jnp.integer) and wanted_B.shape in ((), (B,))
-    if not valid or (not traced and wanted_B.min() < 0):
-        raise InputError(
-            f"truncate needs lengths of at least 0, one for all {B} rows or one for each, got {length_B}"
-        )
-    # Before the cast to int32, where a larger number would wrap.
-    wanted_B = wanted_B if traced else np.minimum(wanted_B, cache.capacity).astype(np.int32)
-    return jnp.clip(wanted_B, 0, cache.length_B).astype(jnp.int32)
-
-
-def can_truncate(cache: KVCache, length_B: Any) -> Any:
-    """bool [B]: whether rows truncated to length_B still have all that their next tokens need."""
-    if cache.reached_B is None:
-        return np.ones(len(cache.length_B), bool)
-    possible_B: Any = True
-    for layer in {layer.limits: layer for layer in cache.layers}.values():  # one of each
-        possible_B &= layer.can_truncate(length_B, cache.reached_B)
-    return (length_B == 0) | possible_B
 
 
 def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:

@@ -10,8 +10,9 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names, format_token_counts
 from ..weights.params import Params
 from .fingerprint import fingerprint
-from .kv_cache import KVCache, can_truncate, expected_fits, truncate
+from .kv_cache import KVCache, expected_fits
 from .stored_kv import cache_dtype_of, resolve_cache_dtype
+from .truncation import can_truncate, truncate
 
 _Rows = Sequence[Sequence[int]]  # of token ids
 

@@ -107,16 +107,6 @@ class ExpertsSpec(FeedForwardSpec):
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpAndExpertsSpec(FeedForwardSpec):
-    """An MLP and a mixture of experts, whose outputs, each after a norm, are added."""
-
-    kind = "mlp_and_experts"
-
-    mlp: MlpSpec
-    experts: ExpertsSpec
-
-
-@dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """A decoder layer."""
 

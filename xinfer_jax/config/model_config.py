@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import plugin
 from ..errors import InputError
-from .layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, MixerSpec
+from .layer_spec import ExpertsSpec, LayerSpec, MixerSpec
 from .rope import RopeConfig as RopeConfig
 
 if TYPE_CHECKING:
@@ -88,11 +88,6 @@ class ModelConfig:
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
         return max(longest, int(trained * rope.factor))
 
-    def longest_with(self, prompt: int) -> int:
-        """Most tokens of a prompt of so many and its answer: longrope's factors change within no sequence."""
-        switch = self.rope.switches_at
-        return self.context_length if switch is None or prompt > switch else switch
-
     def mixers(self, layer: int) -> "tuple[Mixer, ...]":
         """The mixers of a layer."""
         return tuple(map(self._mixer, self.layers[layer].mixers))
@@ -104,10 +99,6 @@ class ModelConfig:
         """The feed-forward of a layer; None: it has none."""
         spec = self.layers[layer].feed_forward
         return None if spec is None else plugin("feed_forward", spec.kind)(self, spec)
-
-    def attention(self, layer: int) -> AttentionSpec | None:
-        """The softmax attention of a layer; None: it has none."""
-        return self.layers[layer].attention
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -134,20 +125,10 @@ class ModelConfig:
         """The mixers with a cache of their own, in the order of `KVCache.layers`."""
         return tuple(self._mixer(spec) for spec in self.mixer_specs if _has_cache(spec))
 
-    @cached_property
-    def num_caches(self) -> int:
-        """How many mixers have a cache of their own."""
-        return sum(map(_has_cache, self.mixer_specs))
-
-    @property
-    def num_cached_layers(self) -> int:
-        """The number of layer caches of a `KVCache`."""
-        return self.num_caches
-
     @property
     def shares_kv(self) -> bool:
         """Whether mixers use the keys and values of others."""
-        return self.num_caches < len(self.mixer_specs)
+        return not all(map(_has_cache, self.mixer_specs))
 
     @cached_property
     def caches_of_layers(self) -> tuple[tuple[int, ...], ...]:
@@ -167,28 +148,20 @@ class ModelConfig:
 
         return tuple(tuple(map(index_of, layer.mixers)) for layer in self.layers)
 
-    @property
-    def cache_of_layer(self) -> tuple[int, ...]:
-        """The index in `KVCache.layers` of the cache of each layer's only mixer."""
-        return tuple(index for (index,) in self.caches_of_layers)
-
     @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None: it has none."""
         return tuple(getattr(layer.attention, "window", None) for layer in self.layers)
 
-    def head_width(self, layer: int) -> int:
-        """H of a layer."""
-        return getattr(self.attention(layer), "head_dim", None) or self.head_dim
-
     @property
     def head_widths(self) -> tuple[int, ...]:
         """The distinct widths of heads."""
-        return tuple(dict.fromkeys(map(self.head_width, range(self.num_hidden_layers))))
+        widths = (getattr(layer.attention, "head_dim", None) or self.head_dim for layer in self.layers)
+        return tuple(dict.fromkeys(widths))
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of a layer's attention; None: it has none."""
-        return self._rope_of(self.attention(layer))
+        return self._rope_of(self.layers[layer].attention)
 
     def _rope_of(self, spec: Any) -> RopeConfig | None:
         return (spec.rope or self.rope) if getattr(spec, "uses_rope", False) else None

@@ -5,13 +5,6 @@ from collections.abc import Iterator
 from ..errors import InputError
 from .model_config import ModelConfig
 
-_UNSUPPORTED = {  # by a part of the model that is of no mixer or feed-forward: the features
-    "norms of another kind or in other places": ("scales",),
-    "layers whose output is scaled": ("leaf formats",),
-    "inputs of each layer by token id": ("inputs_BTD",),
-}
-_NORMS, _SCALED, _INPUTS = _UNSUPPORTED
-
 
 def check_supported(config: ModelConfig, feature: str, what: str, remedy: str) -> None:
     """Raises InputError where the model has a part with which a feature is not supported. what: the feature
@@ -31,12 +24,13 @@ def _obstacles(config: ModelConfig, feature: str) -> Iterator[str]:
     layers = range(config.num_hidden_layers)
     for feed_forward in filter(None, map(config.feed_forward, layers)):
         yield from filter(None, [feed_forward.unsupported.get(feature)])
-    has_part = {
-        _NORMS: config.norm_offset or any(x.post_norm or not x.pre_norm for x in config.layers),
-        _SCALED: any(layer.scalar for layer in config.layers),
-        _INPUTS: config.hidden_size_per_layer_input > 0,
-    }
-    yield from (part for part, features in _UNSUPPORTED.items() if has_part[part] and feature in features)
+    specs = config.layers
+    if feature == "scales" and (config.norm_offset or any(x.post_norm or not x.pre_norm for x in specs)):
+        yield "norms of another kind or in other places"
+    if feature == "leaf formats" and any(spec.scalar for spec in specs):
+        yield "layers whose output is scaled"
+    if feature == "inputs_BTD" and config.hidden_size_per_layer_input > 0:
+        yield "inputs of each layer by token id"
     for layer in layers:
         for mixer in config.mixers(layer):
             yield from filter(None, [mixer.unsupported.get(feature)])

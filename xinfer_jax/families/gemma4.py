@@ -12,13 +12,13 @@ from ..config.layer_spec import (
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
-    MlpAndExpertsSpec,
     MlpSpec,
     SoftmaxRouterSpec,
 )
 from ..config.model_config import ModelConfig
 from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
+from ..feed_forward.mlp_and_mixture import MlpAndExpertsSpec
 from .family import Family, Names
 from .layer_fields import (
     EXPERTS,

@@ -50,7 +50,7 @@ class Mixture(FeedForward):
         x_BTD, gate_BTD, *chosen = self.route(params, x_BTD, before, run_config, given_BTU)
         out_BTD = mixture_of_experts(x_BTD, params, self.config, run_config, chosen=chosen)
         if self.spec.shared_intermediate_size:  # an expert that all tokens use
-            shared_BTD = gated_mlp(x_BTD, params["shared"], self.config, run_config=run_config)
+            shared_BTD = gated_mlp(x_BTD, params["shared"], self.config, run_config)
             out_BTD = out_BTD + (shared_BTD if gate_BTD is None else gate_BTD * shared_BTD)
         return out_BTD if residual is None else residual + out_BTD, chosen[1]
 

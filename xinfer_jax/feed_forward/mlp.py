@@ -56,18 +56,7 @@ def mlp_intermediate(
     return joint_norms([inner], layer, ["down_norm"], config, run_config)[0] if down_norm else inner
 
 
-def gated_mlp(
-    x: jax.Array,
-    layer: Params,
-    config: ModelConfig,
-    *,
-    down_norm: bool = False,
-    before: Norm | None = None,
-    residual: jax.Array | None = None,
-    run_config: RunConfig = PLAIN,
-) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; before, residual and
-    run_config: as in `products`; down_norm: as in `mlp_intermediate`.
-    """
-    inner = mlp_intermediate(x, layer, config, down_norm=down_norm, before=before, run_config=run_config)
-    return linear(inner, layer["down"], over=run_config.over, residual=residual, run_config=run_config)
+def gated_mlp(x: jax.Array, layer: Params, config: ModelConfig, run_config: RunConfig = PLAIN) -> jax.Array:
+    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)), [..., D] -> [..., D]."""
+    inner = mlp_intermediate(x, layer, config, run_config=run_config)
+    return linear(inner, layer["down"], over=run_config.over, run_config=run_config)

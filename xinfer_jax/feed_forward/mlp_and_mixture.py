@@ -1,7 +1,10 @@
 """`MlpAndMixture`: an MLP and a mixture of experts side by side, as the feed-forward of a layer."""
 
+import dataclasses
+
 import jax
 
+from ..config.layer_spec import ExpertsSpec, FeedForwardSpec, MlpSpec
 from ..weights.layers import norm
 from ..weights.param_specs import norm_spec
 from ..weights.params import Params
@@ -9,6 +12,16 @@ from .experts import mixture_of_experts
 from .feed_forward import FeedForward
 from .mixture import Mixture
 from .mlp import Mlp
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpAndExpertsSpec(FeedForwardSpec):
+    """An MLP and a mixture of experts, whose outputs, each after a norm, are added."""
+
+    kind = "mlp_and_experts"
+
+    mlp: MlpSpec
+    experts: ExpertsSpec
 
 
 class MlpAndMixture(FeedForward):

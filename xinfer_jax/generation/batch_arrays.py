@@ -13,7 +13,6 @@ from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
-from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER
 from ..weights.params import Params, cache_dtype, tree_bytes
 from .executor import bucket
@@ -104,6 +103,8 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
     limit_R = np.where(np.arange(R) < real, options.max_new_tokens, 0).astype(np.int32)
     alternatives = None
     if options.logprobs or options.logits:
+        from ..sampling.logprobs import empty_alternatives  # optional: alternatives
+
         alternatives = empty_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
     key_R = answer_keys(call.key, prompt_R, answer_R)
     settings = RowSettings(key_R, sampling_R, eos_RE, limit_R)

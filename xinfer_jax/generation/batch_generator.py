@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache.kv_cache import KVCache, truncate
+from ..cache.kv_cache import KVCache
 from ..config.run_config import RunConfig
 from ..model.extras import Extras
-from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
@@ -103,6 +102,8 @@ class BatchGenerator:
         if not call.options.use_cache:
             return None, None
         if prefix := call.options.prefix:
+            from ..cache.truncation import truncate  # optional: prefixes
+
             cache = truncate(prefix.cache, self._num_cached_B)
             cache = dataclasses.replace(cache, layers=jax.tree.map(jnp.copy, cache.layers))
         else:
@@ -288,6 +289,8 @@ class BatchGenerator:
         )
         alternatives = self._state.alternatives
         if options.logprobs and alternatives:
+            from ..sampling.logprobs import token_logprob_rows  # optional: alternatives
+
             out.alternatives = token_logprob_rows(alternatives, tokens_RT, logprobs_RT, length_R)
         if options.logits and alternatives:
             of_rows = zip(map(np.asarray, alternatives.logits_BTV), length_R, strict=False)

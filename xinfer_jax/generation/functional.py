@@ -22,7 +22,6 @@ from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh, without_gradient
 from ..sampling.batched_settings import has_all_settings, settings_per_row, used_settings
 from ..sampling.context import init_context
-from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..sampling.settings import SETTINGS
@@ -353,6 +352,8 @@ def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, logpr
         context = dataclasses.replace(context, callers=rows.callers.start(context, rows.key_B))
     state = new_state(rows.key_B, rows.sampling_B, limit_B, context, size)
     if logprobs is not None:
+        from ..sampling.logprobs import empty_alternatives  # optional: alternatives
+
         recorded = empty_alternatives(B, size, logprobs, V, logits=False)
         state = dataclasses.replace(state, alternatives=recorded)
     state = plain.ended(sample_and_append(logits_BV, state, run_config))

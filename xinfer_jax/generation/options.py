@@ -9,7 +9,6 @@ import numpy as np
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_token_counts, format_value
-from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from .executor import bucket
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from ..grammar.grammars import Grammar
     from ..model.taps import Taps
     from ..sampling.caller_processors import Processor
+    from ..sampling.logprobs import TokenLogprobs
 
 MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
 
@@ -107,7 +107,7 @@ class GenerateOutput:
     logprobs: list[list[float]]
     finish_reason: list[str]
     stats: GenerateStats
-    alternatives: list[list[TokenLogprobs]] | None = None
+    alternatives: "list[list[TokenLogprobs]] | None" = None
     logits: list[np.ndarray] | None = None
     prefix: "Prefix | None" = None
     token_versions: list[list[int]] | None = None

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..cache.kv_cache import KVCache, truncate, without_layers
+from ..cache.kv_cache import KVCache, without_layers
+from ..cache.truncation import truncate
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..errors import InputError, format_value

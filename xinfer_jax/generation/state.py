@@ -4,7 +4,7 @@ axis.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from ..config.run_config import RunConfig
 from ..errors import ShortRepr
 from ..ops.operation import run
 from ..sampling.context import Context
-from ..sampling.logprobs import Alternatives, record_alternatives
 from ..sampling.sampler import choose_tokens
 from ..sampling.sampling_config import SamplingConfig
+
+if TYPE_CHECKING:
+    from ..sampling.logprobs import Alternatives
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +48,7 @@ class DecodeState(ShortRepr):
     context: Context
     tokens_BT: jax.Array
     logprobs_BT: jax.Array
-    alternatives: Alternatives | None = None
+    alternatives: "Alternatives | None" = None
     output_start_B: Any = None
 
     @property
@@ -157,6 +159,8 @@ def record_token(
     """
     if state.alternatives is None:
         return state
+    from ..sampling.logprobs import record_alternatives  # optional: alternatives
+
     column_B = _column(state, among_B)
     alternatives = record_alternatives(state.alternatives, column_B, logits_BV, sampled_from, token_B)
     return dataclasses.replace(state, alternatives=alternatives)

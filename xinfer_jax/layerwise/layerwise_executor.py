@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, required_chunk, without_layers
+from ..cache.kv_cache import KVCache, without_layers
+from ..cache.stored_kv import quantized_dtype
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..generation.executor import (
@@ -106,7 +107,7 @@ class LayerwiseExecutor:
         tokens_BT, num_tokens_B = tokens
         B, T = tokens_BT.shape
         longest = int(num_tokens_B.max())
-        chunk = required_chunk(cache) or chunk or self.prefill_width(longest, B)
+        chunk = _required_chunk(cache) or chunk or self.prefill_width(longest, B)
         chunk = T if cache is None else min(T, prefill_chunk_size(cache), chunk)
         padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
         last_B1D = np.zeros((B, 1, model.config.hidden_size), activation_dtype(model.params))
@@ -209,7 +210,7 @@ class LayerwiseExecutor:
         outer = without_model_layers(model)
         lengths = None if cache is None else without_layers(cache)
         capacity = None if cache is None else cache.capacity
-        caches: list = [None] * config.num_caches if cache is None else list(cache.layers)
+        caches: list = [None] * len(config.cached_mixers) if cache is None else list(cache.layers)
         embed_args = make_inputs, args, lengths, capacity
         x_BTD, positions, inputs, lengths = self.run(EMBED, *outer, extras.of_outer(), *embed_args)
         if routes := cache and cache.routes:
@@ -277,3 +278,11 @@ def without_model_layers(model: RunnableModel) -> tuple[Params, ModelConfig]:
 def _prompt_chunk(lengths, tokens_BT, num_tokens_B):
     """The inputs of `EMBED` for these tokens."""
     return Inputs(tokens_BT, num_tokens_B), lengths
+
+
+def _required_chunk(cache: KVCache | None) -> int | None:
+    """Least tokens of a prefill chunk that the cache's dtype demands; None: any number. Where something is
+    computed from a row's first chunk, a fixed size makes it independent of other rows.
+    """
+    found = None if cache is None else quantized_dtype(cache.dtype)
+    return None if found is None else found.chunk

@@ -61,7 +61,7 @@ def attention_weights(
     if isinstance(params["layers"], dict):
         raise InputError("attention_weights needs layers that are not stacked: give unstack_layers' tree")
     for layer in layers:
-        spec = config.attention(layer)
+        spec = config.layers[layer].attention
         if spec is None:
             raise InputError(f"layer {layer} has no softmax attention, whose weights these are: leave it out")
         if spec.shares_kv:
@@ -73,7 +73,7 @@ def attention_weights(
 
     def weights(i: int) -> jax.Array:
         layer = params["layers"][i]
-        mixer: Any = next(mixer for mixer in config.mixers(i) if mixer.spec == config.attention(i))
+        mixer: Any = next(mixer for mixer in config.mixers(i) if mixer.spec == config.layers[i].attention)
         x_BTD = reads[i - 1]
         before = norm_before(layer, "attn_norm", config) if config.layers[i].pre_norm else None
         qkv, _ = mixer.project(layer, x_BTD, before, PLAIN)

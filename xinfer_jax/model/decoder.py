@@ -197,7 +197,7 @@ def apply_model(
         check_append(cache, inputs.tokens_BT.shape[1])
     params = extras.adapted({**params, "layers": ()}) | {"layers": params["layers"]}
     x_BTD, positions, of_layers = embed_inputs(params, config, inputs, extras, cache, run_config)
-    caches = (None,) * config.num_caches if cache is None else cache.layers
+    caches = (None,) * len(config.cached_mixers) if cache is None else cache.layers
     run_all: Any = run_layers
     if isinstance(params["layers"], dict):
         from .stacked_layers import run_stacked_layers  # optional: stacked layers

@@ -48,36 +48,9 @@ class Context:
             seen_BV=jnp.asarray(self.seen_BV).at[row_B, token_B].max(active_B),
             count_BV=count_BV,
             history_BS=history_BS,
-            allowed_bits=_next_masks(self.allowed_bits, one_B),
+            allowed_bits=next_masks(self.allowed_bits, one_B),
             automata=self.automata and self.automata.append(token_B, active_B),
             callers=self.callers and self.callers.append(self, token_B, active_B),
-        )
-
-    def append_tokens(self, token_BT: jax.Array, count_B: jax.Array) -> "Context":
-        """Returns the context with the first `count_B` of these tokens appended to each row."""
-        row_B1 = jnp.arange(len(token_BT))[:, None]
-        index_T = jnp.arange(token_BT.shape[1])
-        appended_BT = index_T < count_B[:, None]
-        history_BS = self.history_BS
-        if history_BS is not None:
-            at_BT = jnp.where(appended_BT, self.position_B[:, None] + index_T, history_BS.shape[1])
-            history_BS = jnp.asarray(history_BS).at[row_B1, at_BT].set(token_BT, mode="drop")
-        automata = self.automata
-        if automata is not None:
-            for i in range(token_BT.shape[1]):
-                automata = automata.append(token_BT[:, i], appended_BT[:, i])
-        count_BV = self.count_BV
-        if count_BV is not None:
-            count_BV = jnp.asarray(count_BV).at[row_B1, token_BT].add(appended_BT.astype(jnp.int32))
-        return dataclasses.replace(
-            self,
-            position_B=self.position_B + count_B,
-            num_generated_B=self.num_generated_B + count_B,
-            seen_BV=jnp.asarray(self.seen_BV).at[row_B1, token_BT].max(appended_BT),
-            count_BV=count_BV,
-            history_BS=history_BS,
-            allowed_bits=_next_masks(self.allowed_bits, count_B),
-            automata=automata,
         )
 
     def select_rows(self, rows_B: Any) -> "Context":
@@ -90,7 +63,7 @@ class Context:
         return jax.tree.map(lambda leaf: leaf[index_B], self)
 
 
-def _next_masks(bits: Any, count_B: jax.Array) -> Any:
+def next_masks(bits: Any, count_B: jax.Array) -> Any:
     """The masks [B, Q, W] after so many tokens of each row. The last one stays, and so does the only one."""
     if bits is None or bits.shape[1] == 1:
         return bits

@@ -1,6 +1,5 @@
-"""Parameters from their specs: initialisation, checks and byte counts; the dtypes of a model."""
+"""Checks and byte counts of parameters; the dtypes of a model."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,59 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import plugin
-from ..checks import check_fits, is_traced
+from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
-from ..modes import in_default_modes
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-
-
-@in_default_modes
-def init_params(
-    config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None
-) -> Params:
-    """Returns random parameters: matrices normal with deviation 1/sqrt(inputs), embedding and biases 0.02,
-    norms 1.
-
-    Args:
-        config, key: the model, and one PRNG key.
-        dtype: of every leaf whose spec names none; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: None, "int8", "int4" or "ternary": the form of the matrices. Only one matrix at a time
-            exists in `dtype`.
-
-    Raises:
-        InputError: they need more memory than there is.
-    """
-    dtype = resolve_dtype(dtype)
-    quantized = None
-    if quantize is not None:
-        from .quantization import quantizer  # optional: quantized weights
-
-        quantized = quantizer(config, quantize)
-    specs, tree = jax.tree.flatten(param_specs(config))
-    float_bits = 8 * jnp.dtype(dtype).itemsize
-    matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
-    bits = (math.prod(x.shape) * (matrix_bits if x.is_quantizable else float_bits) for x in specs)
-    if not is_traced(key):  # else only shapes may be wanted
-        check_weights(sum(bits) // 8)
-    keys = jax.random.split(key, len(specs))
-
-    def init(spec: ParamSpec, key: jax.Array) -> Any:
-        own = spec.dtype or dtype
-        if spec.init == "ones":
-            return jnp.ones(spec.shape, own)
-        if spec.init == "norm":
-            return jnp.full(spec.shape, 1 - (config.norm_offset or 0), own)
-        if spec.init == "log_decay":  # exp of it: between 0.01 and 16
-            return jnp.log(jax.random.uniform(key, spec.shape, jnp.float32, 0.01, 16)).astype(own)
-        scale = 0.02 if spec.init == "small" else 1 / math.sqrt(spec.shape[-1])
-        matrix = (scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(own)
-        return quantized(matrix, spec.name) if quantized and spec.is_quantizable else matrix
-
-    return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
 
 def check_weights(size: int) -> None:

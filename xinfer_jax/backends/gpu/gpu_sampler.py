@@ -16,7 +16,7 @@ from ...config.run_config import PLAIN, RunConfig
 from ...ops.forms import always
 from ...ops.operation import Call
 from ...sampling.batched_settings import has_all_settings
-from ...sampling.context import Context
+from ...sampling.context import Context, next_masks
 from ...sampling.sampler import (
     NUM_CANDIDATES,
     at_token,
@@ -95,7 +95,7 @@ def at_draft_positions(context: Context, draft_BT: jax.Array) -> Context:
         occurs_RV = (draft_RT[:, i, None] == token_V) & (before_R > i)[:, None]
         more_RV += occurs_RV.astype(jnp.int32)
     count_RV = None if context.count_BV is None else rows.count_BV + more_RV
-    appended = rows.append_tokens(draft_RT, before_R)
+    appended = context_with_tokens(rows, draft_RT, before_R)
     bits = context.allowed_bits
     if bits is not None and bits.shape[1] == T + 1:  # a mask of each position
         bits = jnp.reshape(bits, (B * (T + 1), 1, -1))
@@ -103,6 +103,34 @@ def at_draft_positions(context: Context, draft_BT: jax.Array) -> Context:
         bits = rows.allowed_bits
     seen_RV = rows.seen_BV | (more_RV > 0)
     return dataclasses.replace(appended, seen_BV=seen_RV, count_BV=count_RV, allowed_bits=bits)
+
+
+def context_with_tokens(context: Context, token_BT: jax.Array, count_B: jax.Array) -> Context:
+    """Returns the context with the first `count_B` of these tokens appended to each row."""
+    row_B1 = jnp.arange(len(token_BT))[:, None]
+    index_T = jnp.arange(token_BT.shape[1])
+    appended_BT = index_T < count_B[:, None]
+    history_BS = context.history_BS
+    if history_BS is not None:
+        at_BT = jnp.where(appended_BT, context.position_B[:, None] + index_T, history_BS.shape[1])
+        history_BS = jnp.asarray(history_BS).at[row_B1, at_BT].set(token_BT, mode="drop")
+    automata = context.automata
+    if automata is not None:
+        for i in range(token_BT.shape[1]):
+            automata = automata.append(token_BT[:, i], appended_BT[:, i])
+    count_BV = context.count_BV
+    if count_BV is not None:
+        count_BV = jnp.asarray(count_BV).at[row_B1, token_BT].add(appended_BT.astype(jnp.int32))
+    return dataclasses.replace(
+        context,
+        position_B=context.position_B + count_B,
+        num_generated_B=context.num_generated_B + count_B,
+        seen_BV=jnp.asarray(context.seen_BV).at[row_B1, token_BT].max(appended_BT),
+        count_BV=count_BV,
+        history_BS=history_BS,
+        allowed_bits=next_masks(context.allowed_bits, count_B),
+        automata=automata,
+    )
 
 
 def repeated_rows(tree: Any, times: int) -> Any:

@@ -16,7 +16,7 @@ from ...ops.operation import Call
 from ...sampling.logprobs import Alternatives, if_wanted, record_alternatives
 from ...sampling.sampler import is_plain_greedy
 from ..kernels.head import can_fuse_head, greedy_tokens
-from .gpu_sampler import choose_at_draft_positions, sampled_from_in_groups
+from .gpu_sampler import choose_at_draft_positions, context_with_tokens, sampled_from_in_groups
 
 
 @always
@@ -101,7 +101,7 @@ def record_tokens(
     column_BT = _columns(state, count_B, token_BT.shape[1])
 
     def record(i: Any, alternatives: Alternatives) -> Alternatives:
-        context = state.context.append_tokens(draft_BT, jnp.full_like(count_B, i))
+        context = context_with_tokens(state.context, draft_BT, jnp.full_like(count_B, i))
         rows = logits_BTV[:, i], state.key_B, state.sampling_B, context
         taken = partial(sampled_from_in_groups, *rows)
         return record_alternatives(alternatives, column_BT[:, i], rows[0], taken, token_BT[:, i])
@@ -125,7 +125,7 @@ def append_tokens(
         state,
         token_B=token_B,
         finished_B=state.finished_B | ((count_B > 0) & ends_B),
-        context=state.context.append_tokens(token_BT, count_B),
+        context=context_with_tokens(state.context, token_BT, count_B),
         tokens_BT=jnp.asarray(state.tokens_BT).at[row_B1, column_BT].set(token_BT, mode="drop"),
         logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B1, column_BT].set(logprob_BT, mode="drop"),
     )
