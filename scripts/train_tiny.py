@@ -32,7 +32,8 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.families.naming import file_specs
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.model.decoder import hidden_states, unembed
+from xinfer_jax.model.decoder import unembed
+from xinfer_jax.model.forward_parts import hidden_states
 from xinfer_jax.weights.params import Params
 
 _OUTPUT = flags.DEFINE_string("output", str(BUNDLED), "Directory to write to.")

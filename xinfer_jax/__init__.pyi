@@ -16,7 +16,7 @@ from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache
 from .cache.prefix import Prefix as Prefix
 from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
 from .cache.truncation import truncate as truncate
-from .checkpoint.loading import Model as Model, load_model as load_model
+from .checkpoint.loading import LoadStats as LoadStats, Model as Model, load_model as load_model
 from .checkpoint.saving import save_model as save_model
 from .config.model_config import ModelConfig as ModelConfig
 from .config.rope import RopeConfig as RopeConfig
@@ -35,7 +35,7 @@ from .families.conversion import (
 )
 from .families.reading import from_hf as from_hf
 from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
-from .generation.entrypoints import Stream as Stream, generate as generate, stream as stream
+from .generation.entrypoints import generate as generate
 from .generation.functional import (
     Decoded as Decoded,
     decode_loop as decode_loop,
@@ -56,6 +56,7 @@ from .generation.scoring import (
     score_completions as score_completions,
 )
 from .generation.state import DecodeState as DecodeState
+from .generation.streaming import Stream as Stream, stream as stream
 from .grammar.automaton import Dfa as Dfa, dfa as dfa
 from .grammar.grammars import (
     Grammar as Grammar,
@@ -68,12 +69,14 @@ from .grammar.grammars import (
 from .model.attention_maps import attention_weights as attention_weights
 from .model.decoder import (
     ModelOutput as ModelOutput,
-    embed_tokens as embed_tokens,
-    final_norm as final_norm,
     forward as forward,
-    hidden_states as hidden_states,
     run_model as run_model,
     unembed as unembed,
+)
+from .model.forward_parts import (
+    embed_tokens as embed_tokens,
+    final_norm as final_norm,
+    hidden_states as hidden_states,
 )
 from .model.taps import Tap as Tap
 from .plugins import register as register
@@ -81,7 +84,7 @@ from .reranking import rerank as rerank
 from .sampling.caller_processors import Processor as Processor, SamplingContext as SamplingContext
 from .sampling.logprobs import TokenLogprobs as TokenLogprobs
 from .sampling.sampling_config import SamplingConfig as SamplingConfig
-from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
+from .stats import GenerateStats as GenerateStats
 from .text import (
     TextStream as TextStream,
     alternatives_text as alternatives_text,

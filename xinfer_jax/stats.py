@@ -1,4 +1,4 @@
-"""The cost of loading and generating: seconds, bytes, rates, and how they are measured."""
+"""The cost of a call of `generate`: seconds, bytes, rates, and how they are measured."""
 
 import ctypes
 import dataclasses
@@ -8,23 +8,6 @@ import time
 import jax
 
 from . import plugin
-
-
-@dataclasses.dataclass
-class LoadStats:
-    """The cost of one `load_model` call.
-
-    Attributes:
-        seconds: wall time of opening and reading files, without the time between.
-        weight_bytes: of the parameter tree, in memory.
-        dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights.
-        skipped: names of tensors that are not read, as of images, as patterns with how many there are.
-    """
-
-    seconds: float
-    weight_bytes: int
-    dtype: str
-    skipped: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass

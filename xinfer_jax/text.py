@@ -10,8 +10,9 @@ import jax
 from .checkpoint.loading import Model
 from .checks import is_sequence
 from .errors import InputError, format_value
-from .generation.entrypoints import Stream, generate, stream
+from .generation.entrypoints import generate
 from .generation.options import GenerateOptions, GenerateOutput, options_or_default
+from .generation.streaming import Stream, stream
 from .grammar.grammars import with_tokenizer
 from .layerwise.precompile import Precompiler
 from .sampling.sampling_config import min_tokens_of_row

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xinfer_jax as xj
-from xinfer_jax.model.decoder import final_norm
+from xinfer_jax.model.forward_parts import final_norm
 
 CAPITALS = {"Spain": " Madrid", "Cuba": " Havana", "Yemen": " Sana", "Iraq": " Baghdad"}
 

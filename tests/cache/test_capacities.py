@@ -10,7 +10,7 @@ import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.cache.ring import Ring
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.model.decoder import hidden_states
+from xinfer_jax.model.forward_parts import hidden_states
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 

@@ -22,7 +22,7 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.gptq import fake_quantize, gptq_matrix
-from xinfer_jax.model.decoder import embed_tokens, final_norm
+from xinfer_jax.model.forward_parts import embed_tokens, final_norm
 from xinfer_jax.weights.layers import linear
 from xinfer_jax.weights.quantization import quantize_matrix
 from xinfer_jax.weights.quantized_weight import is_quantized

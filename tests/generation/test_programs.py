@@ -9,7 +9,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.generation import batch_generator, entrypoints
+from xinfer_jax.generation import batch_generator, entrypoints, streaming
 from xinfer_jax.layerwise.layer_programs import layer_groups
 from xinfer_jax.layerwise.layerwise_executor import LayerwiseExecutor
 
@@ -126,6 +126,7 @@ def test_arguments_choose_the_executor(monkeypatch, prompts, given, in_one_loop)
             raise InterruptedError
 
     monkeypatch.setattr(entrypoints, "BatchGenerator", Recorded)
+    monkeypatch.setattr(streaming, "BatchGenerator", Recorded)
     asked = options(**dict(capacity=512) | given)
     calls = dict(key=jax.random.key(0))
     with pytest.raises(InterruptedError):

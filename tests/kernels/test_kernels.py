@@ -23,7 +23,8 @@ from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import DEFAULT, PLAIN, RunConfig
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
-from xinfer_jax.model.decoder import hidden_states, unembed
+from xinfer_jax.model.decoder import unembed
+from xinfer_jax.model.forward_parts import hidden_states
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.weights.int8_weight import Int8Weight
 from xinfer_jax.weights.quantization import with_int8_activations

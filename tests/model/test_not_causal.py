@@ -12,7 +12,7 @@ from quick import full_except
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.families.writing import to_hf
-from xinfer_jax.model.decoder import hidden_states
+from xinfer_jax.model.forward_parts import hidden_states
 
 pytestmark = pytest.mark.oldest
 

@@ -26,7 +26,6 @@ from ..formats.tensors import Shape, Tensors, TensorSpec
 from ..formats.text_tensors import other_tensors, warn_of_other_tensors
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
-from ..stats import LoadStats
 from ..tokenization.tokenizer import Tokenizer
 from ..weights.layout import shardings
 from ..weights.params import Params, activation_dtype, check_weights, resolve_dtype, tree_bytes
@@ -39,6 +38,23 @@ from .gguf_checkpoint import open_gguf_checkpoint
 from .leaf_loader import LeafLoader
 
 _FLOATS = {"F32", "F16", "BF16"}
+
+
+@dataclasses.dataclass
+class LoadStats:
+    """The cost of one `load_model` call.
+
+    Attributes:
+        seconds: wall time of opening and reading files, without the time between.
+        weight_bytes: of the parameter tree, in memory.
+        dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights.
+        skipped: names of tensors that are not read, as of images, as patterns with how many there are.
+    """
+
+    seconds: float
+    weight_bytes: int
+    dtype: str
+    skipped: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

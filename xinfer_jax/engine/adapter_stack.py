@@ -14,8 +14,8 @@ from ..adapters.adapted_params import map_matrices
 from ..adapters.adapter import row_matrices
 from ..config.model_config import ModelConfig
 from ..generation.executor import Run
-from ..model.extras import RowAdapters
 from ..sharding import REPLICATED, partition_spec
+from ..weights.adapted_weight import RowAdapters
 from ..weights.params import Params, activation_dtype
 from . import device_programs as programs
 

@@ -1,27 +1,21 @@
-"""`generate` and `stream`: lists of token ids in, lists of token ids out.
+"""`generate`: lists of token ids in, lists of token ids out.
 
 prompts ─ pad to a bucket ─► tokens_BT ─ prefill ─► first token of each row ─ decode some steps, repeat ─► ids
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError
 from ..ops.operation import without_mesh_context
 from ..weights.params import Params
 from .batch_generator import BatchGenerator
 from .options import GenerateOptions, GenerateOutput
-from .validation import ValidatedCall, validate_call
+from .validation import validate_call
 
 # Rows x new tokens up to which, on a CPU, the loop of the whole model does not save what compiling it takes.
 _LOOP_TOKENS = 256
-_SYNC_SECONDS = 0.1  # between two copies of a stream's tokens to the host, which cost milliseconds each
-_MAX_STEPS = 32  # between two copies
-_COMMON_STEPS = 8  # with several processes: they measure different times, but must take the same steps
 
 
 @without_mesh_context
@@ -61,101 +55,3 @@ def generate(
     while batch.active_R.any():
         batch.decode(call.options.max_new_tokens)
     return batch.output()
-
-
-@without_mesh_context
-def stream(
-    params: Params,
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    options: GenerateOptions | None = None,
-    *,
-    key: jax.Array | None = None,
-) -> "Stream":
-    """`generate`, token by token. Arguments, errors and tokens are those of `generate`."""
-    call = validate_call(params, config, prompts, options, key)
-    if call.options.best_of not in (None, call.options.n):
-        best_of = call.options.best_of
-        raise InputError(
-            f"best_of={best_of} cannot be streamed, the best answers are known only at the end: use generate"
-        )
-    return Stream(call)
-
-
-class Stream(Iterator[list[int | None]]):
-    """A call whose tokens arrive as they are sampled. Each item of the iterator is one id per answer, or None
-    for one that has ended.
-
-    The host copies tokens from the device about every 100 ms, so a fast model gives several at a time. A
-    stream that is dropped costs no more than the programs that are being compiled.
-    """
-
-    def __init__(self, call: ValidatedCall):
-        """call: from `validate_call`. Nothing runs before the first item is taken."""
-        self._call = call
-        self._num_taken = 0
-        self._stopped = False
-        self._output: GenerateOutput | None = None
-        self._error: BaseException | None = None
-        self._ids: Any = self._steps()
-
-    @without_mesh_context
-    def prepare(self) -> Any:
-        """Begins to compile the stream's programs in threads, and returns. The parameters may be shapes: a
-        later stream with the weights, of the same shapes and options, uses the programs.
-        """
-        return BatchGenerator(self._call, decodes_whole=False).precompile()[0]
-
-    @without_mesh_context
-    def __next__(self) -> list[int | None]:
-        if self._error is not None:
-            raise self._error
-        return next(self._ids)
-
-    @without_mesh_context
-    def stop(self) -> None:
-        """Ends the answers after the ids that were taken, with the finish_reason "stop". Another thread may
-        be waiting for ids: its iteration ends. The prompts are prefilled in any case.
-        """
-        self._stopped = True
-        if not self._ids.gi_running:
-            for _ in self:
-                pass
-
-    @property
-    def output(self) -> GenerateOutput:
-        """What `generate` returns.
-
-        Raises:
-            InputError: the stream has not ended. The error that ended it is raised again.
-        """
-        if self._error is not None:
-            raise self._error
-        if self._output is None:
-            raise InputError("the stream has not ended: take all its ids, or stop() it, before its output")
-        return self._output
-
-    def _steps(self) -> Iterator[list[int | None]]:
-        try:
-            yield from self._run()
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def _run(self) -> Iterator[list[int | None]]:
-        batch = BatchGenerator(self._call, decodes_whole=False)
-        batch.start()
-        while True:
-            for step in range(self._num_taken, batch.steps):
-                if self._stopped:
-                    break
-                ids = batch.ids(step)
-                self._num_taken = step + 1
-                if any(token is not None for token in ids):
-                    yield ids
-            if self._stopped or not batch.active_R.any():
-                break
-            seconds = batch.stats.tpot_seconds or _SYNC_SECONDS
-            steps = min(_MAX_STEPS, math.ceil(_SYNC_SECONDS / seconds))
-            batch.decode(steps if jax.process_count() == 1 else _COMMON_STEPS)
-        self._output = batch.output(self._num_taken if self._stopped else None)

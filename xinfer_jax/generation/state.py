@@ -184,11 +184,6 @@ def append_token(
     )
 
 
-def ends_row(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
-    """bool [B, T]: whether a token ends its row."""
-    return jnp.any(token_BT[..., None] == eos_BE[:, None], -1)
-
-
 def _column(state: DecodeState, among_B: Any) -> jax.Array:
     """int32 [B]: the column of each row's next token; past the end where the row gets none."""
     return jnp.where(state.active_B & among_B, next_column(state), state.tokens_BT.shape[1])

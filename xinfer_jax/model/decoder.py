@@ -13,7 +13,7 @@ from ..checks import check_range
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_supported
-from ..errors import InputError, format_value
+from ..errors import InputError
 from ..ops.operation import check_impl, over_any_mesh, run
 from ..weights.layers import embed, linear, norm, products, rotary_angles, soft_cap
 from ..weights.params import AnyArray, Params, activation_dtype, check_params
@@ -90,46 +90,15 @@ def forward(  # noqa: PLR0913  a public function
         InputError: more tokens than the cache's capacity; an impl that is missing or does not support this;
             taps that read.
     """
-    _check_none_reads(taps, config, "forward")
+    if taps is not None:
+        from .taps import check_none_reads  # optional: taps
+
+        check_none_reads(taps, config, "forward")
     out = run_model(
         params, config, tokens_BT, cache, num_tokens_B, segment_ids_BT=segment_ids_BT,
         positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
     )  # fmt: skip
     return unembed(params, config, out.hidden), out.cache
-
-
-def hidden_states(  # noqa: PLR0913  a public function
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: AnyArray,
-    cache: "MaybeCache" = None,  # type: ignore[assignment]
-    num_tokens_B: AnyArray | None = None,
-    *,
-    inputs_BTD: AnyArray | None = None,
-    segment_ids_BT: AnyArray | None = None,
-    positions_BT: AnyArray | None = None,
-    routes: AnyArray | None = None,
-    taps: "Taps | None" = None,
-    remat: Any = None,
-    impl: str | None = None,
-) -> "tuple[jax.Array, MaybeCache]":
-    """`forward` without its last step, `unembed`: hidden states after the final norm, [B, T, D]; and the
-    cache with the tokens appended. Arguments and errors as in `run_model`; none of the taps reads.
-    """
-    _check_none_reads(taps, config, "hidden_states")
-    out = run_model(
-        params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, segment_ids_BT=segment_ids_BT,
-        positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
-    )  # fmt: skip
-    return out.hidden, out.cache
-
-
-def _check_none_reads(taps: Any, config: ModelConfig, function: str) -> None:
-    """Raises InputError where one of the taps reads."""
-    if taps is not None:
-        from .taps import check_none_reads  # optional: taps
-
-        check_none_reads(taps, config, function)
 
 
 @over_any_mesh
@@ -248,7 +217,7 @@ def embed_inputs(
     position_BT = from_B[:, None] + jnp.arange(T) if position_BT is None else position_BT
     angles = rotary_angles(config, position_BT, length_B)
     if embeddings_BTD is None:
-        embeddings_BTD = _embed(params, config, jnp.asarray(tokens_BT))
+        embeddings_BTD = embed_ids(params, config, jnp.asarray(tokens_BT))
     x_BTD = jnp.asarray(embeddings_BTD).astype(activation_dtype(params))
     of_layers = [LayerInputs()] * config.num_hidden_layers
     if config.hidden_size_per_layer_input:
@@ -267,45 +236,19 @@ def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> 
     """[B, T, P] of each layer (Gemma 3n, Gemma 4): of the token, and of its embedding by a matrix."""
     P = config.hidden_size_per_layer_input
     shape = *tokens_BT.shape, config.num_hidden_layers, P
-    of_token_BTLP = _embed(params, config, tokens_BT, "layer_embed", math.sqrt(P)).reshape(shape)
+    of_token_BTLP = embed_ids(params, config, tokens_BT, "layer_embed", math.sqrt(P)).reshape(shape)
     projected = linear(x_BTD, params["layer_proj"]) * config.hidden_size**-0.5
     inputs_BTLP = norm(projected.reshape(shape), params, "layer_input_norm", config) + of_token_BTLP
     inputs_BTLP = (inputs_BTLP * 2**-0.5).astype(x_BTD.dtype)
     return tuple(inputs_BTLP[:, :, layer] for layer in range(config.num_hidden_layers))
 
 
-@over_any_mesh
-def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
-    """Returns the final norm of the output of the last layer, [..., D], as `unembed` takes it. A tap of any
-    layer reads such a hidden state; `hidden_states` returns them normed.
-
-    Raises:
-        InputError: not an array, or one of another width.
-    """
-    check_params(params, config, stacked=True)
-    return last_norm(params, config, _checked_hidden(hidden, config))
-
-
 def last_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """`final_norm`, of arguments that need no check."""
+    """The final norm of the output of the last layer, [..., D], as `head_logits` takes it."""
     return norm(x, params, "final_norm", config)
 
 
-@over_any_mesh
-def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
-    """Embeddings as the first layer gets them: int32 [...] -> [..., D] in the dtype of the activations.
-
-    Raises:
-        InputError: not an integer array; outside a trace, an id beyond the vocabulary.
-    """
-    check_params(params, config, stacked=True)
-    if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise InputError(f"tokens must be an array of ids, got {format_value(tokens)}")
-    check_range("token id", tokens, 0, config.vocab_size - 1)
-    return _embed(params, config, jnp.asarray(tokens))
-
-
-def _embed(
+def embed_ids(
     params: Params, config: ModelConfig, token: jax.Array, name: str = "embed", scale: float | None = None
 ) -> jax.Array:
     """Embeddings [..., D] of ids [...], by the matrix of that name."""
@@ -322,7 +265,7 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         InputError: not an array, or one of another width.
     """
     check_params(params, config, stacked=True)
-    return head_logits(params, config, _checked_hidden(hidden, config))
+    return head_logits(params, config, checked_hidden(hidden, config))
 
 
 def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
@@ -331,7 +274,7 @@ def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.A
     return run("unembed", plain, static=dict(config=config), leaf=lm_head(params), hidden=hidden)
 
 
-def _checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
+def checked_hidden(hidden: Any, config: ModelConfig) -> jax.Array:
     """The hidden states [..., D]. Raises InputError where they are none."""
     if not isinstance(hidden, AnyArray) or hidden.shape[-1:] != (config.hidden_size,):
         raise InputError(

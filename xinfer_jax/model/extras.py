@@ -8,13 +8,6 @@ import jax.numpy as jnp
 from ..weights.params import Params
 
 
-class RowAdapters(NamedTuple):
-    """The low-rank adapters of one matrix [O, I], which rows choose from."""
-
-    a: jax.Array  # [N, R, I]; the last one is zeros
-    b: jax.Array  # [N, O, R], with the adapters' scales
-
-
 class Extras(NamedTuple):
     """What rows bring along next to their tokens: a pytree, an explicit argument of all that runs a model.
 
@@ -30,7 +23,11 @@ class Extras(NamedTuple):
 
     def adapted(self, params: Params) -> Params:
         """The parameters with the rows' adapters. The tree may be a part of the model's, with its layers."""
-        return _adapted(params, self.adapters, self.adapter_B) if self.adapters else params
+        if not self.adapters:
+            return params
+        from ..weights.adapted_weight import with_row_adapters  # optional: adapters
+
+        return with_row_adapters(params, self.adapters, self.adapter_B)
 
     def of_layers(self, layers: slice) -> "Extras":
         """What these layers take: their adapters and vectors."""
@@ -52,14 +49,3 @@ class Extras(NamedTuple):
 
 
 NO_EXTRAS = Extras()
-
-
-def _adapted(tree: Any, adapters: Any, adapter_B: Any) -> Any:
-    """The tree with an `AdaptedWeight` where there are `RowAdapters`."""
-    if isinstance(adapters, RowAdapters):
-        from ..weights.adapted_weight import AdaptedWeight  # optional: adapters
-
-        return AdaptedWeight(tree, adapters.a, adapters.b, adapter_B)
-    if isinstance(adapters, tuple):
-        return tuple(_adapted(*pair, adapter_B) for pair in zip(tree, adapters, strict=True))
-    return {**tree, **{name: _adapted(tree[name], of, adapter_B) for name, of in adapters.items()}}

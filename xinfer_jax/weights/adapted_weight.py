@@ -4,7 +4,7 @@ a tied model's matrix whose embedding and head have different adapters.
 
 import dataclasses
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -118,3 +118,19 @@ def _low_rank(x: jax.Array, a_RI: jax.Array, b_OR: jax.Array, scale: float) -> j
     """
     (a_RI, b_OR) = (m.astype(jnp.promote_types(m.dtype, x.dtype)) for m in (a_RI, b_OR))
     return float_product((float_product(x, a_RI) * scale).astype(x.dtype), b_OR)
+
+
+class RowAdapters(NamedTuple):
+    """The low-rank adapters of one matrix [O, I], which rows choose from."""
+
+    a: jax.Array  # [N, R, I]; the last one is zeros
+    b: jax.Array  # [N, O, R], with the adapters' scales
+
+
+def with_row_adapters(tree: Any, adapters: Any, adapter_B: Any) -> Any:
+    """The tree with an `AdaptedWeight` where there are `RowAdapters`."""
+    if isinstance(adapters, RowAdapters):
+        return AdaptedWeight(tree, adapters.a, adapters.b, adapter_B)
+    if isinstance(adapters, tuple):
+        return tuple(with_row_adapters(*pair, adapter_B) for pair in zip(tree, adapters, strict=True))
+    return {**tree, **{name: with_row_adapters(tree[name], of, adapter_B) for name, of in adapters.items()}}

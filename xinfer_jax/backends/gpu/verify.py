@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...generation.loop import Hidden, to_logits
-from ...generation.state import DecodeState, after_recording, ends_row, next_column
+from ...generation.state import DecodeState, after_recording, next_column
 from ...ops.forms import always
 from ...ops.operation import Call
 from ...sampling.logprobs import Alternatives, if_wanted, record_alternatives
@@ -82,7 +82,7 @@ def _count_appended(token_BT, draft_BT, state):
     count = draft_BT.shape[1]
     index_T = jnp.arange(count)
     token_BT = token_BT[:, :count]
-    goes_on_BT = (token_BT == draft_BT) & ~ends_row(token_BT, state.context.eos_BE)
+    goes_on_BT = (token_BT == draft_BT) & ~_ends_row(token_BT, state.context.eos_BE)
     goes_on_BT &= state.length_B[:, None] + index_T + 1 < state.limit_B[:, None]
     accepted_B = jnp.min(jnp.where(goes_on_BT, count, index_T), 1)
     return jnp.where(state.active_B, accepted_B + 1, 0)
@@ -120,7 +120,7 @@ def append_tokens(
     row_B1 = jnp.arange(len(token_BT))[:, None]
     last_B1 = jnp.maximum(count_B - 1, 0)[:, None]
     token_B = jnp.where(count_B > 0, jnp.take_along_axis(token_BT, last_B1, 1)[:, 0], state.token_B)
-    ends_B = jnp.take_along_axis(ends_row(token_BT, state.context.eos_BE), last_B1, 1)[:, 0]
+    ends_B = jnp.take_along_axis(_ends_row(token_BT, state.context.eos_BE), last_B1, 1)[:, 0]
     return dataclasses.replace(
         state,
         token_B=token_B,
@@ -129,6 +129,11 @@ def append_tokens(
         tokens_BT=jnp.asarray(state.tokens_BT).at[row_B1, column_BT].set(token_BT, mode="drop"),
         logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B1, column_BT].set(logprob_BT, mode="drop"),
     )
+
+
+def _ends_row(token_BT: jax.Array, eos_BE: jax.Array) -> jax.Array:
+    """bool [B, T]: whether a token ends its row."""
+    return jnp.any(token_BT[..., None] == eos_BE[:, None], -1)
 
 
 def _columns(state: DecodeState, count_B: jax.Array, size: int) -> jax.Array:

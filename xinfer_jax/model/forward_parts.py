@@ -1,0 +1,71 @@
+"""The parts of `forward` as public functions: `embed_tokens`, `hidden_states` and `final_norm`."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import check_range
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_value
+from ..ops.operation import over_any_mesh
+from ..weights.params import AnyArray, Params, check_params
+from .decoder import checked_hidden, embed_ids, last_norm, run_model
+from .taps import Taps, check_none_reads
+
+if TYPE_CHECKING:
+    from .decoder import MaybeCache
+
+
+def hidden_states(  # noqa: PLR0913  a public function
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: "MaybeCache" = None,  # type: ignore[assignment]
+    num_tokens_B: AnyArray | None = None,
+    *,
+    inputs_BTD: AnyArray | None = None,
+    segment_ids_BT: AnyArray | None = None,
+    positions_BT: AnyArray | None = None,
+    routes: AnyArray | None = None,
+    taps: Taps | None = None,
+    remat: Any = None,
+    impl: str | None = None,
+) -> "tuple[jax.Array, MaybeCache]":
+    """`forward` without its last step, `unembed`: hidden states after the final norm, [B, T, D]; and the
+    cache with the tokens appended. Arguments and errors as in `run_model`; none of the taps reads.
+    """
+    if taps is not None:
+        check_none_reads(taps, config, "hidden_states")
+    out = run_model(
+        params, config, tokens_BT, cache, num_tokens_B, inputs_BTD=inputs_BTD, segment_ids_BT=segment_ids_BT,
+        positions_BT=positions_BT, routes=routes, taps=taps, remat=remat, impl=impl,
+    )  # fmt: skip
+    return out.hidden, out.cache
+
+
+@over_any_mesh
+def final_norm(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
+    """Returns the final norm of the output of the last layer, [..., D], as `unembed` takes it. A tap of any
+    layer reads such a hidden state; `hidden_states` returns them normed.
+
+    Raises:
+        InputError: not an array, or one of another width.
+    """
+    check_params(params, config, stacked=True)
+    return last_norm(params, config, checked_hidden(hidden, config))
+
+
+@over_any_mesh
+def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
+    """Embeddings as the first layer gets them: int32 [...] -> [..., D] in the dtype of the activations.
+
+    Raises:
+        InputError: not an integer array; outside a trace, an id beyond the vocabulary.
+    """
+    check_params(params, config, stacked=True)
+    if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InputError(f"tokens must be an array of ids, got {format_value(tokens)}")
+    check_range("token id", tokens, 0, config.vocab_size - 1)
+    return embed_ids(params, config, jnp.asarray(tokens))
