@@ -31,8 +31,10 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
     """
     parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
     arrays = dict(logit_bias=bias_rows([*zip(*parts, strict=True)], batch, vocab_size))
-    for name, function in (("dry_sequence_breakers", listed_rows), ("bad_words_ids", bad_word_rows)):
-        arrays[name] = function(name, lists[name], batch, vocab_size)
+    for setting in LISTS:
+        rows_of = dict(texts=listed_rows, words=bad_word_rows).get(setting.kind)
+        if rows_of is not None:
+            arrays[setting.name] = rows_of(setting.name, lists[setting.name], batch, vocab_size)
     return arrays
 
 
