@@ -66,7 +66,7 @@ def decay_between(later: LogDecay, earlier: LogDecay) -> jax.Array:
     return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
 
-def system(  # noqa: PLR0913
+def system(
     keys_CC: jax.Array, queries_CC: jax.Array, total_C1: LogDecay, total_1C: LogDecay, beta_C1: jax.Array,
     offset: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip

@@ -34,7 +34,7 @@ class DraftCall(NamedTuple):
     steps: Any  # of the T tokens: the logarithm of the decay, and beta [B, N, T, 2]; 0 past the length
 
 
-def draft_call(  # noqa: PLR0913
+def draft_call(
     new: NewToken, weights: DeltaWeights, old: DeltaState, steps, accepted_B, start_B, num_tokens_B
 ) -> DraftCall:
     """The tokens in draft slots and those of the call [B, T, ...], side by side.

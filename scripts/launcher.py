@@ -8,7 +8,7 @@ from pathlib import Path
 
 from script_paths import ROOT, SCRIPTS
 
-from xinfer_jax.cli import process  # noqa: E402
+from xinfer_jax.cli import process
 
 STARTED = Path(sys.argv[0])
 

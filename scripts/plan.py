@@ -20,16 +20,16 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiles for devices but does not use them
 
-from absl import flags  # noqa: E402
-from bench.model_shapes import SHAPES, hf_config  # noqa: E402
-from goodput.device_times import KINDS, parse_devices  # noqa: E402
-from gpu import plan_estimates as estimates  # noqa: E402
-from gpu.card_specs import Card, Tpu  # noqa: E402
+from absl import flags
+from bench.model_shapes import SHAPES, hf_config
+from goodput.device_times import KINDS, parse_devices
+from gpu import plan_estimates as estimates
+from gpu.card_specs import Card, Tpu
 
-from xinfer_jax.checks import check_integer  # noqa: E402
-from xinfer_jax.families.reading import from_hf  # noqa: E402
-from xinfer_jax.plugins import names  # noqa: E402
-from xinfer_jax.weights.params import tree_bytes  # noqa: E402
+from xinfer_jax.checks import check_integer
+from xinfer_jax.families.reading import from_hf
+from xinfer_jax.plugins import names
+from xinfer_jax.weights.params import tree_bytes
 
 MODEL = flags.DEFINE_string(
     "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."

@@ -21,22 +21,22 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from absl import flags  # noqa: E402
-from bench.model_shapes import SHAPES, hf_config  # noqa: E402
-from gpu.card_specs import CARDS  # noqa: E402
-from gpu.programs import target_card, to_shapes  # noqa: E402
+import jax
+import jax.numpy as jnp
+from absl import flags
+from bench.model_shapes import SHAPES, hf_config
+from gpu.card_specs import CARDS
+from gpu.programs import target_card, to_shapes
 
-import xinfer_jax as xj  # noqa: E402
-from xinfer_jax.config.model_config import ModelConfig  # noqa: E402
-from xinfer_jax.config.run_config import DEFAULT  # noqa: E402
-from xinfer_jax.families.reading import from_hf  # noqa: E402
-from xinfer_jax.generation.scoring import MAX_LOGITS  # noqa: E402
-from xinfer_jax.model.decoder import Inputs, embed_inputs  # noqa: E402
-from xinfer_jax.model.decoder_layer import layer_kinds, run_layer  # noqa: E402
-from xinfer_jax.model.extras import NO_EXTRAS  # noqa: E402
-from xinfer_jax.weights.params import param_specs  # noqa: E402
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.config.run_config import DEFAULT
+from xinfer_jax.families.reading import from_hf
+from xinfer_jax.generation.scoring import MAX_LOGITS
+from xinfer_jax.model.decoder import Inputs, embed_inputs
+from xinfer_jax.model.decoder_layer import layer_kinds, run_layer
+from xinfer_jax.model.extras import NO_EXTRAS
+from xinfer_jax.weights.params import param_specs
 
 MODEL = flags.DEFINE_string("model", "qwen2.5-0.5b", f"A directory with config.json, or {', '.join(SHAPES)}.")
 TARGET = flags.DEFINE_enum("target", "cpu", ["cpu", *CARDS], "Device to compile for.")
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     print(json.dumps({"jax": jax.__version__, "dtype": dtype, **settings, **result}))
 
 
-def figures(  # noqa: PLR0913
+def figures(
     config: ModelConfig, dtype: str, target: str, rows: int, tokens: int, stacked: bool = True,
     remat: bool = True,
 ) -> dict[str, Any]:  # fmt: skip

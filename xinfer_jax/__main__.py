@@ -8,7 +8,7 @@ from importlib import import_module
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `run_interruptible` replaces it
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-from .cli.process import run_interruptible  # noqa: E402
+from .cli.process import run_interruptible
 
 
 def main() -> None:

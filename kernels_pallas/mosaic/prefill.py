@@ -148,7 +148,7 @@ def prefill_attention(  # noqa: PLR0913
     return out_BTNH[:, :T, :, :width]
 
 
-def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[Any, Any, bool]]:  # noqa: PLR0913
+def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[Any, Any, bool]]:
     """Ranges of blocks, and whether they need a mask: not those of which every query of the tile sees all
     keys, between the start of the window and the diagonal. position: of the tile's first query.
     """
@@ -165,7 +165,7 @@ def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[
     return [(begin, inner, True), (inner, outer, False), (outer, end, True)]
 
 
-def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:  # noqa: PLR0913
+def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:
     """The third warpgroup: loads the blocks of keys and values of one row and head into shared memory, each
     into a slot once the computing warpgroups have used it. Values outside `valid` become zeros.
     """

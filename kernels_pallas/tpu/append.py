@@ -69,7 +69,7 @@ def _append_prompts(  # noqa: PLR0913
     return q_BTNH, SideBySide(values, write(kv.scale, jnp.swapaxes(scale, 2, 3), tiling=tiling))
 
 
-def _write(old, new, *, start_B, count_B, table_BP, tiling: Tiling, interpret) -> jax.Array:  # noqa: PLR0913
+def _write(old, new, *, start_B, count_B, table_BP, tiling: Tiling, interpret) -> jax.Array:
     """`old` with the first count_B[b] tokens of `new` from position start_B[b] on. Their slots are on axis
     1 + `tiling.axis`: [P, K, S, X] and [B, K, T, X], or the scale and [B, K, 4, T].
     """

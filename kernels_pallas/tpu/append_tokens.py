@@ -221,7 +221,7 @@ def _compute(ref, settings: _Settings, a: Any) -> None:
             ref["new"][a, head, :, i * W : (i + 1) * W] = x
 
 
-def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | None) -> list[jax.Array]:  # noqa: PLR0913
+def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | None) -> list[jax.Array]:
     """float32 [R, W] of one or two heads each, after norm and RoPE, rounded to the dtype of the input."""
     H = settings.width
     x_ref = ref[name]

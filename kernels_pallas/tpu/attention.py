@@ -97,9 +97,7 @@ def prefill_attention(  # noqa: PLR0913
 decode_attention = prefill_attention  # of few tokens per row
 
 
-def _settings(  # noqa: PLR0913
-    q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, key_bias
-) -> Settings:
+def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, key_bias) -> Settings:
     B, T, N, H = q_BTNH.shape
     _, K, S, X = kv.values.shape
     positions = S if table_BP is None else S * table_BP.shape[1]

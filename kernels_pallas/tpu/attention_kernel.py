@@ -122,7 +122,7 @@ def _wait_copies(ref, settings: Settings, item: _Item, block, buffer) -> None:
     _for_each_copy(ref, settings, item, block, buffer, lambda copy: copy.wait())
 
 
-def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Callable) -> None:  # noqa: PLR0913
+def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Callable) -> None:
     """`do(copy)` for the copies of a block to a buffer."""
     chunks = settings.block // settings.chunk
 
@@ -133,7 +133,7 @@ def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Call
     lax.fori_loop(*_chunks(settings, item, block), of_chunk, None)
 
 
-def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[Any]:  # noqa: PLR0913
+def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[Any]:
     """The copies of one chunk of a row to its place among the chunks of a buffer."""
     size = settings.chunk
     owner = item.row
@@ -194,7 +194,7 @@ class _Step(NamedTuple):
         return pl.ds(pl.multiple_of(self.place * size, size), size)
 
 
-def _one_step(ref, settings: Settings, item: _Item, tile, buffer, step, place) -> None:  # noqa: PLR0913
+def _one_step(ref, settings: Settings, item: _Item, tile, buffer, step, place) -> None:
     """Adds the keys of one step to the softmax of each head. place: the step's number in the buffer."""
     size = settings.step
     position = step * size

@@ -57,7 +57,7 @@ def _width(outputs: int, size: int) -> int:
     return next((w for w in range(most, most // 2, -LANES) if outputs % w == 0), most)
 
 
-def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
+def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:
     """The expert and the part of gate and up. Those of the next tile are read during this one, so a tile that
     computes nothing keeps the last.
     """
@@ -68,7 +68,7 @@ def at_gate(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=No
     return expert, jnp.where(_is_idle(experts, counts, b, t, tiles), last, jnp.minimum(part, last))
 
 
-def at_down(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:  # noqa: PLR0913
+def at_down(settings: ExpertSettings, tiles: int, b, t, part, experts, counts=None) -> tuple[Any, Any]:
     """The expert and the part of down: while gate and up are computed still the last of the tile before."""
     at = b * tiles + t
     if settings.is_whole:

@@ -37,7 +37,7 @@ def column_of(row_1Q: jax.Array) -> jax.Array:
     return jnp.where(row == column, row_1Q, 0).sum(1, keepdims=True)
 
 
-def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) -> jax.Array:  # noqa: PLR0913
+def multiply(x: Any, values: Any, rows: int, axis: int, scales: Any, read: Any) -> jax.Array:
     """x · matrixᵀ, float32 [R, O]. x, values, scales: references to `rows_of_blocks` (without blocks to x),
     to a matrix whose inputs are that axis, and to memory for scales [Q, O] (None: there are no blocks).
     read: of a block of outputs the scales [Q, 1].

@@ -15,7 +15,7 @@ from . import streaming
 _NONE = 2**30  # no token
 
 
-def lm_head_argmax(  # noqa: PLR0913
+def lm_head_argmax(
     x_BD, weight_VD, scale_V=None, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
     """The greedy token and its log-probability, as in the reference, without logits in memory. x and weight

@@ -221,7 +221,7 @@ class Form:
             y_RO = lax.fori_loop(0, looped // _ROWS, add, y_RO, unroll=2 if self.kind == "mxfp4" else 1)
         return add_groups(looped, Q - looped, y_RO) if Q > looped else y_RO
 
-    def _add_groups(self, x, values_ref, of_groups, first: Any, size: int, y_RO: jax.Array) -> jax.Array:  # noqa: PLR0913
+    def _add_groups(self, x, values_ref, of_groups, first: Any, size: int, y_RO: jax.Array) -> jax.Array:
         """Adds the products of some groups, from the first on."""
         count = self._chunk // self.group
         for i, g in enumerate(range(0, size, count)):

@@ -66,7 +66,7 @@ class Step(NamedTuple):
     scratch: Any
 
 
-def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:  # noqa: PLR0913
+def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:
     forms = tuple(Form.of(matrix, x_MI.dtype, len(x_MI)) for matrix in matrices)
     size = sum(matrix.values.nbytes for matrix in matrices)
     is_resident = size <= RESIDENT_BYTES

@@ -57,7 +57,7 @@ def scale_tile(slots: int) -> int:
     return slots if slots % LANES else LANES
 
 
-def make_tiling(  # noqa: PLR0913
+def make_tiling(
     size: int, tokens: int, rows: int, kv: SideBySide, table_BP: Any, ring: bool, axis: int
 ) -> Tiling:
     """The tiling of an array for so many tokens of each row."""
@@ -144,7 +144,7 @@ def select_type(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def insert(tile_ref: Any, new: jax.Array, tile: Tile, tiling: Tiling, axis: int) -> None:  # noqa: PLR0913
+def insert(tile_ref: Any, new: jax.Array, tile: Tile, tiling: Tiling, axis: int) -> None:
     """Writes the new numbers of a tile, as far as the row writes there, over the old ones. axis: of slots,
     which the scale may have twice in a row.
     """

@@ -98,7 +98,7 @@ def _kernel(*refs, settings: _Settings):
         _rotate(ref["new_v"], new, ref["v"], place, [], 0)
 
 
-def _rotate(x_ref, source, out_ref, target, angles, pairs: int, heads: int = 1) -> None:  # noqa: PLR0913
+def _rotate(x_ref, source, out_ref, target, angles, pairs: int, heads: int = 1) -> None:
     """Stores the vectors of some heads, rotated by the angles of the first pairs of numbers.
 
     source, target: indices of x_ref and out_ref but for the columns; one of them is a vector of heads, of

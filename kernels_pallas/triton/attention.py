@@ -79,7 +79,7 @@ def _block_bytes(k: jax.Array | Levels, keys: int) -> int:
     return 2 * keys * sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(k))
 
 
-def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Settings:  # noqa: PLR0913
+def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Settings:
     k, _, table_BP, _ = layout
     B, T, N, H = q_BTNH.shape
     _, K, slots, columns = k.shape

@@ -77,7 +77,7 @@ def _kernel(eps: float, interpret: bool, *operands: Any) -> None:
         lax.fori_loop(*heads, clear, None)
 
 
-def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps: float, n) -> None:  # noqa: PLR0913
+def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps: float, n) -> None:
     """Result and state of value head n. of_key: query, key, and their product."""
     q_H, k_H, agreement = of_key
     H, Y = refs.old.state.shape[2:]
@@ -102,7 +102,7 @@ def _value_head(refs: _Refs, row, begins, convolve: Callable, of_key: tuple, eps
         refs.out[row, columns] = gated(x_C * factor, refs.new.z[row, columns], norm_C)
 
 
-def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, interpret: bool) -> jax.Array:  # noqa: PLR0913
+def _convolve(refs: _Refs, row, begins, i: int, n, first: int, width: int, interpret: bool) -> jax.Array:
     """silu of the convolution, float32, of some columns of head n of q, k or v; moves its inputs by one."""
     W, X = refs.old[i].shape[2:]
     columns = pl.ds(n * X + first, width)

@@ -89,7 +89,7 @@ def delta_prefill(
     return out, DeltaState._make([*inputs_after(before, new, num_tokens_B), state])
 
 
-def call_kernel(  # noqa: PLR0913
+def call_kernel(
     kernel: Callable, grid: tuple[int, ...], operands: Any, outs: Any, name: str, warps: int, interpret: bool,
     in_place: int = 0,
 ) -> Any:  # fmt: skip

@@ -152,7 +152,7 @@ def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return found(expert_X), found(first_X + tile_X * rows), found(stop_X)
 
 
-def _gate_up_kernel(  # noqa: PLR0913
+def _gate_up_kernel(
     *refs, sizes: _Sizes, U: int, outputs: int, activation: Callable, limit: float | None, interpret: bool
 ):
     start_ref, key_ref, x_ref, gate_ref, up_ref, *bias_refs, inner_ref = refs
@@ -194,9 +194,7 @@ def _down_kernel(*refs, sizes: _Sizes, outputs: int, interpret: bool):
         pltriton.store(out_ref.at[at], out_RD.astype(out_ref.dtype), mask=(row_R < stop)[:, None])
 
 
-def _products(  # noqa: PLR0913
-    x_ref, row_R, matrices, at, width: int, interpret: bool
-) -> Sequence[jax.Array]:
+def _products(x_ref, row_R, matrices, at, width: int, interpret: bool) -> Sequence[jax.Array]:
     """The rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
     if _is_grouped(matrices[0]):
         return expert_products(x_ref, row_R, matrices, at[0], Range(at[1], None), interpret)

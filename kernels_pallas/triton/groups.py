@@ -53,7 +53,7 @@ def count_runs(values: Any) -> int:
     return Q * Y // group_run(Y)
 
 
-def add_run(  # noqa: PLR0913
+def add_run(
     sums: Sequence[jax.Array], xs: Sequence[jax.Array], matrices: Sequence[Any], at: tuple, run: Run,
     out: Range, interpret: bool,
 ) -> list[jax.Array]:  # fmt: skip
@@ -81,7 +81,7 @@ def add_run(  # noqa: PLR0913
     return added
 
 
-def expert_products(  # noqa: PLR0913
+def expert_products(
     x_ref, row_R: jax.Array, matrices: Sequence[Any], expert: jax.Array, out: Range, interpret: bool
 ) -> list[jax.Array]:
     """The rows row_R of x times outputs of an expert's matrices in groups, float32 [R, O]."""

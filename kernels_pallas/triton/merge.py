@@ -12,9 +12,7 @@ from .parts import LOG2_E, LOWEST, tile_size
 _COLUMNS = 64  # of a program
 
 
-def merge_splits(  # noqa: PLR0913
-    out_BKRPH, lse_BKRP, sink_N, G: int, dtype, interpret: bool
-) -> jax.Array:
+def merge_splits(out_BKRPH, lse_BKRP, sink_N, G: int, dtype, interpret: bool) -> jax.Array:
     """The results of P splits as one, [B, K, R, H], in one kernel.
 
     Args:

@@ -137,7 +137,7 @@ def _kernel(x_ref, matrices, norm_ref, residual_ref, step_ref, *out_refs, settin
         tile -= tiles
 
 
-def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa: PLR0913
+def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):
     """One tile of outputs of a matrix, or of two with an activation. refs: the norm, the residual and the
     step; numbers: of the tile of outputs, of the block of rows, and of the split.
     """
@@ -175,7 +175,7 @@ def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa
     pltriton.store(out_ref.at[index], y_MO.astype(out_ref.dtype), mask=tile_mask(row, out))
 
 
-def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913
+def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):
     """The steps over the inputs of matrices [O, I], and the function of one step."""
     inputs = x_ref.shape[1]
     width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
@@ -203,7 +203,7 @@ def _int8_dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.int32)
 
 
-def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913
+def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):
     """The steps over the groups of packed matrices, and the function of one step, which reads some runs of
     bytes.
     """

@@ -8,9 +8,9 @@ from types import TracebackType
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from launcher import exit_with_error, start as start  # noqa: E402
+from launcher import exit_with_error, start as start
 
-from xinfer_jax.errors import InputError  # noqa: E402
+from xinfer_jax.errors import InputError
 
 _OF_TRAINING = ("optax", "orbax")  # packages of the extra `train`
 

@@ -206,7 +206,7 @@ def sampled_agreement(
 
 
 @jax.jit
-def _draw(logits_MV, token_M, key_M, position_M, sampling_M, near):  # noqa: PLR0913
+def _draw(logits_MV, token_M, key_M, position_M, sampling_M, near):
     """The tokens that are drawn from the logits, int32 [M], and whether rounding cannot have changed them."""
     V = logits_MV.shape[1]
     limit_M = near * jnp.abs(logits_MV).max(-1)

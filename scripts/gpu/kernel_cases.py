@@ -75,7 +75,7 @@ def _quantized_attention_cases(width: int, bits: int) -> Iterator[KernelCase]:
         yield _attention_case("triton", f"{width} int{bits} pages", T, width, "bfloat16", shapes, {})
 
 
-def _attention_case(  # noqa: PLR0913
+def _attention_case(
     impl: str, label: str, T: int, width: int, dtype: str, shapes: dict[str, Any], options: dict[str, Any]
 ) -> KernelCase:
     kernel = "prefill_attention" if T == 512 else "decode_attention"

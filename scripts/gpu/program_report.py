@@ -227,7 +227,7 @@ _TITLES = {
 }  # fmt: skip
 
 
-def report(  # noqa: PLR0913
+def report(
     full: ProgramJob, weights: str, program: str, card: Card | Tpu, folder: str,
     depths: Sequence[int] | None, devices: int = 1,
 ) -> dict[str, Any]:  # fmt: skip

@@ -162,7 +162,7 @@ def rewrite(saved, path, change):
     """The saved file with its parsed metadata and its tensors changed by a function."""
     with safetensors.safe_open(saved, "np") as file:
         metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     kept = json.loads(metadata["xinfer_jax"])
     text = change(kept, tensors)
     save_file(tensors, path, metadata=metadata | {"xinfer_jax": text or json.dumps(kept)})
@@ -253,7 +253,7 @@ def test_a_file_of_an_older_version_raises(model, saved, tmp_path):
     for leaf in (params["final_norm"], params["layers"][-1]["attn_norm"]):
         digest.update(np.asarray(leaf, np.float32).tobytes())
     with safetensors.safe_open(saved, "np") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     kept = {"tokens": TOKENS, "dtype": "float32", "capacity": CAPACITY, "reached": [5, 3]}
     metadata = {"xinfer_jax": json.dumps(kept), "model": digest.hexdigest()}
     save_file(tensors, tmp_path / "prefix", metadata=metadata)

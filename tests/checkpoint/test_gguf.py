@@ -15,7 +15,7 @@ from xinfer_jax.weights.mxfp4 import NUMBERS
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 pytest.importorskip("gguf")
-import gguf_files as files  # noqa: E402
+import gguf_files as files
 
 pytestmark = pytest.mark.oldest
 

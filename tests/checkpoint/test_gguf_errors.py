@@ -12,7 +12,7 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint import loading
 
 pytest.importorskip("gguf")
-import gguf_files as files  # noqa: E402
+import gguf_files as files
 
 pytestmark = pytest.mark.oldest
 

@@ -15,7 +15,7 @@ from xinfer_jax.formats.gguf_file import GgufFile, open_gguf
 from xinfer_jax.tokenization.gguf_tokenizer import _WORDS, read_gguf_tokenizer
 
 pytest.importorskip("gguf")
-import gguf_files as files  # noqa: E402
+import gguf_files as files
 
 pytestmark = pytest.mark.oldest
 

@@ -123,7 +123,7 @@ def test_decode_steps_of_a_model_are_those_of_xla(impl):
 def test_select_states_its_reasons():
     SD = jax.ShapeDtypeStruct
 
-    def select(impl, q=BF16, taps=BF16, N=32, H=128, Y=128):  # noqa: PLR0913
+    def select(impl, q=BF16, taps=BF16, N=32, H=128, Y=128):
         state = DeltaState(None, None, None, SD((2, N, H, Y), F32))
         return kernels_pallas.select("delta_step", impl, SD((2, 4 * H), q), SD((4 * H, 4), taps), state)
 

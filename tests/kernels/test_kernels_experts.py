@@ -198,7 +198,7 @@ def test_select_takes_triton_on_every_gpu(monkeypatch):
         ("tpu", "tpu", "tpu_custom_call", "TPU v6 lite", 1),
     ],
 )
-def test_layer_over_a_mesh_lowers(impl, platform, kernel, kind, calls):  # noqa: PLR0913
+def test_layer_over_a_mesh_lowers(impl, platform, kernel, kind, calls):
     """With the check of varying axes; a device runs its kernels, whatever it has to skip."""
     config, layer, x_BTD = layer_of("bfloat16", num_experts=8)
     layer = {name: layer[name] for name in ("router", "experts")}

@@ -27,7 +27,7 @@ def directory(model, tmp_path_factory):
     for seed, name in enumerate(("all/a", "all/b", "all/wide", "elsewhere")):
         rank = 8 if name == "all/wide" else 3
         adapter = xj.init_adapter(model.config, jax.random.key(seed), rank, ["q", "down"])
-        changed = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(9), x.shape), adapter)  # noqa: B023
+        changed = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(9), x.shape), adapter)
         xj.save_adapter(root / name, changed, model.config)
     os.symlink(root / "elsewhere", root / "all" / "link")
     (root / "all" / "large").mkdir()

@@ -78,7 +78,7 @@ def pop_stream_options(body: dict[str, Any]) -> StreamOptions:
     return StreamOptions(streamed, usage, usage and continuous, unknown)
 
 
-def parse_request_body(  # noqa: PLR0913  what a body depends on
+def parse_request_body(
     model: Model,
     kind: str,
     body: Mapping[str, Any],

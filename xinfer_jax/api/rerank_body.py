@@ -83,7 +83,7 @@ def score_list_name(data: bytes) -> str:
     return next((name for name in names if b'"%s"' % name.encode() in data), names[0])
 
 
-def _encode_pairs(  # noqa: PLR0913  what ids depend on
+def _encode_pairs(
     model: Model,
     fields: Fields,
     queries: tuple[str, Sequence[Any]],

@@ -98,7 +98,7 @@ def experts_by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelC
     return _for_each_tile(tiles, rows, step, start_MD)[0]
 
 
-def _add(total: jax.Array, index_C: jax.Array, new: jax.Array, tiles: Tiles, expert: Any, first: Any) -> Any:  # noqa: PLR0913
+def _add(total: jax.Array, index_C: jax.Array, new: jax.Array, tiles: Tiles, expert: Any, first: Any) -> Any:
     """total with the rows of a tile added where index_C says: on CPUs faster than to store the rows of all
     choices and to gather those of each token at the end.
     """
@@ -108,7 +108,7 @@ def _add(total: jax.Array, index_C: jax.Array, new: jax.Array, tiles: Tiles, exp
     return total.at[at_R].add(jnp.where(is_here, new, 0).astype(total.dtype))
 
 
-def _add_weighted(sum_MD: Any, out_RD: Any, weight_MU: Any, tiles: Tiles, expert: Any, first: Any) -> Any:  # noqa: PLR0913
+def _add_weighted(sum_MD: Any, out_RD: Any, weight_MU: Any, tiles: Tiles, expert: Any, first: Any) -> Any:
     """Adds the outputs of a tile with their weights."""
     choice_R = lax.dynamic_slice_in_dim(tiles.choice_C, first, len(out_RD))
     weight_R1 = weight_MU.reshape(-1)[choice_R][:, None]

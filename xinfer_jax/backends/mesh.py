@@ -123,7 +123,7 @@ def _vocabulary_specs(
     return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
 
 
-def summed_linear(  # noqa: PLR0913
+def summed_linear(
     x: jax.Array, leaf: Params, over: str, dtype: Any, residual: jax.Array | None, run_config: RunConfig
 ) -> jax.Array:
     """`model.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""

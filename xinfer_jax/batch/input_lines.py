@@ -29,7 +29,7 @@ class Line(NamedTuple):
     identity: int | str  # its custom_id, or its number
     api: bool = False  # it has the form of the OpenAI batch API
     kind: str = "plain"  # of its body, as in `parse_request_body`
-    body: dict[str, Any] = {}  # noqa: RUF012  never written to
+    body: dict[str, Any] = {}
     error: str = ""  # why it cannot be served; "": no error was found yet
 
 

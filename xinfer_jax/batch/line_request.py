@@ -52,7 +52,7 @@ class LineDefaults:
     escape_control_tokens: bool
 
     @staticmethod
-    def make(  # noqa: PLR0913  what a file has
+    def make(
         model: Model, options: Any, seed: int, raw: bool, system: Any, score: bool, escape: bool
     ) -> "LineDefaults":
         """Checks a caller's values. raw becomes True if the model has no chat template."""

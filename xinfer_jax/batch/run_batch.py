@@ -166,7 +166,7 @@ def _unfinished_lines(lines: Iterator[Line], finished: np.ndarray, i: int, n: in
 class _BatchRun:
     """Submits lines to an engine, a bounded number at a time, and writes the answers."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self, engine: AnyEngine, defaults: LineDefaults, output: ResumableOutput, in_order: bool,
         progress: bool, total: int | None, names: Sequence[str],
     ):  # fmt: skip

@@ -56,7 +56,7 @@ class _Calibration(NamedTuple):
         return x_BTI[np.nonzero(_is_token(x_BTI, self)[..., 0])]
 
 
-def awq_params(  # noqa: PLR0913
+def awq_params(
     params: Params,
     config: ModelConfig,
     token_rows: _TokenRows,

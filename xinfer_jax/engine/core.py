@@ -44,7 +44,7 @@ class EngineCore(WeightSwitch):
         adapter_paths: of the matrices that adapters may change.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         device: Device | Leader,
         scheduler: Scheduler,

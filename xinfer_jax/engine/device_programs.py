@@ -122,7 +122,9 @@ class EngineSteps(Strategy):
         return jnp.any(active_B) & ~(until_one_ends & jnp.any(active_before_B & ~active_B))
 
 
-def _decode_steps(params, strategy, extras, rows, caches: CacheArrays, call: DecodeCall, capacity, run_config):
+def _decode_steps(
+    params, strategy, extras, rows, caches: CacheArrays, call: DecodeCall, capacity, run_config
+):
     """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup; other
     rows stay as they are. strategy: `EngineSteps`.
     """

@@ -37,7 +37,14 @@ from .replay import AdapterVersions, replay_answer
 from .requests import Answer, Request
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
-from .shape import EngineSettings, EngineShape, check_host_pages, check_time_slice, engine_shape, page_settings
+from .shape import (
+    EngineSettings,
+    EngineShape,
+    check_host_pages,
+    check_time_slice,
+    engine_shape,
+    page_settings,
+)
 from .warm_up import create_device
 from .weight_updates import own_array, own_params
 
@@ -140,24 +147,28 @@ class Engine(EngineLoop):
         super().__init__()
         adapters, max_adapters, max_rank = adapter_sizes(model, adapters, max_adapters, max_rank)
         self.processors = HeldProcessors({} if processors is None else processors)
-        if prefill_devices is not None or decode_devices is not None:
-            shape_of_each = dict(
-                rows=rows, capacity=capacity, pages=pages, chunk=chunk, prefix_cache=prefix_cache,
-                time_slice=time_slice, draft=draft, draft_tokens=draft_tokens, cache_dtype=cache_dtype,
-                impl=impl, warm_up=warm_up, host_pages=host_pages, page_directory=page_directory,
-                page_directory_bytes=page_directory_bytes, routes=routes, max_adapters=max_adapters,
-                max_rank=max_rank, processors=processors, taps=taps,
-            )  # fmt: skip
-            create = partial(Engine, **shape_of_each)
-            self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
-            self.add_adapters(adapters)
-            return
-        self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
         settings = EngineSettings(
             rows=rows, capacity=capacity, pages=pages, chunk=chunk, draft=draft, draft_tokens=draft_tokens,
             cache_dtype=cache_dtype, impl=impl, role=role, routes=routes, max_adapters=max_adapters,
             max_rank=max_rank,
         )  # fmt: skip
+        if prefill_devices is not None or decode_devices is not None:
+            create = partial(
+                Engine,
+                **vars(settings),
+                prefix_cache=prefix_cache,
+                time_slice=time_slice,
+                warm_up=warm_up,
+                host_pages=host_pages,
+                page_directory=page_directory,
+                page_directory_bytes=page_directory_bytes,
+                processors=processors,
+                taps=taps,
+            )
+            self._dispatch(create_role_engines(create, model, prefill_devices, decode_devices), prefix_cache)
+            self.add_adapters(adapters)
+            return
+        self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
         shape = engine_shape(self.model, settings)
         host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
         time_slice = check_time_slice(time_slice)

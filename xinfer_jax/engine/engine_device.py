@@ -122,7 +122,7 @@ class Device:
         args = context.history_BS, context.position_B, self._shape.num_draft_tokens
         return np.asarray(self._run(programs.PROMPT_LOOKUP, *args))
 
-    def prefill(  # noqa: PLR0913
+    def prefill(
         self,
         slot: int,
         pages: list[int],
@@ -145,7 +145,7 @@ class Device:
         self._store(slot, out.cache, is_final)
         return out.hidden
 
-    def prefill_with_logprobs(  # noqa: PLR0913
+    def prefill_with_logprobs(
         self,
         slot: int,
         pages: list[int],

@@ -52,7 +52,7 @@ class Scheduler:
         time_slice: seconds; 0: there are no time slices.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True,
         host: HostTier | None = None, snapshots: PagePool | None = None, time_slice: float = 0.0,
     ):  # fmt: skip

@@ -38,7 +38,7 @@ _LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """The arguments of `Engine` that decide on its shape, as it documents them; `engine_shape` checks them."""
+    """The arguments of `Engine` that decide on its shape, which `engine_shape` checks."""
 
     rows: int
     capacity: int | None
@@ -84,7 +84,7 @@ class EngineShape:
 
 
 def engine_shape(model: Model, settings: EngineSettings) -> EngineShape:
-    """Returns the sizes of an engine of this model. Raises InputError for settings that no engine can have."""
+    """Returns the sizes of an engine. Raises InputError for settings that no engine can have."""
     config = model.config
     check_causal(config, "an engine")
     mesh = concrete_mesh_of(model.params)

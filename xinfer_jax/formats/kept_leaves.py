@@ -86,9 +86,7 @@ def _int8_struct(shape: Shape) -> Int8Weight:
     return Int8Weight(struct(shape, np.int8), struct(shape[:-1], np.float32))
 
 
-def groups_struct(  # noqa: PLR0913
-    bits: int, J: int, scale: Any, has_order: bool, has_offsets: bool, shape: Shape
-) -> Any:
+def groups_struct(bits: int, J: int, scale: Any, has_order: bool, has_offsets: bool, shape: Shape) -> Any:
     """The shapes and types of a `GroupedWeight`, or of those of experts; as of `grouped_struct`."""
     (*experts, outputs, inputs) = shape
     leaf = grouped_struct((outputs, inputs), bits, J, scale, has_order)
@@ -120,7 +118,7 @@ def _fill_int8(leaf: Any, part: ScaledTensor, first: int, at: slice) -> None:
     leaf.scale[to] = part.numbers.finite_per_row(part.numbers.scales, rows, column)[:, 0]
 
 
-def _fill_groups(  # noqa: PLR0913
+def _fill_groups(
     bits: int, J: int, order: np.ndarray | None, leaf: Any, part: ScaledTensor, first: int, at: slice
 ) -> None:
     rows = part.rows(at)

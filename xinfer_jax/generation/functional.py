@@ -362,9 +362,7 @@ def _decode_loop(params, plain, logits_BV, cache, rows: _LoopArrays, size, logpr
         from ..model.routes import free_routes  # optional: routes
 
         routes = [free_routes(plain.config, (B, size))]
-    state, cache, *routes = decode(
-        plain, (params, rows.extras), (state, cache, *routes), size, run_config
-    )
+    state, cache, *routes = decode(plain, (params, rows.extras), (state, cache, *routes), size, run_config)
     at_capacity_B = (limit_B < rows.limit) & ~state.finished_B & (state.length_B >= limit_B)
     results = state, cache, at_capacity_B, routes[0] if routes else None
     remedy = "compute the log-probabilities of its tokens by score"

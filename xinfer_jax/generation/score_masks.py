@@ -15,7 +15,7 @@ def are_tokens(ids: jax.Array, config: ModelConfig) -> jax.Array:
     return (ids >= 0) & (ids < config.vocab_size)
 
 
-def mask_scores(  # noqa: PLR0913
+def mask_scores(
     scores: Mapping[str, Any], config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: Any,
     segment_ids_BT: Any, reads_tokens: bool,
 ) -> dict[str, Any]:  # fmt: skip

@@ -171,9 +171,9 @@ def score(  # noqa: PLR0913  a public function
     temperature_B11 = None if is_one else jnp.asarray(temperature_B, jnp.float32).reshape(-1, 1, 1)
     run_config = RunConfig(impl, remat, return_routes=return_routes)
     inputs = Inputs(tokens_BT, num_tokens_B, inputs_BTD, segment_ids_BT, positions_BT)
-    given = _ScoreArrays(temperature_B11, reference, teacher_topk)
+    arrays = _ScoreArrays(temperature_B11, reference, teacher_topk)
     extras = Extras(routes=routes, taps=taps)
-    scores, used = _score(params, config, inputs, given, extras, entropy, chunk, run_config)
+    scores, used = _score(params, config, inputs, arrays, extras, entropy, chunk, run_config)
     if return_routes:
         scores = dataclasses.replace(scores, routes=used)
     is_more = entropy or return_routes or reference is not None or teacher_topk is not None
@@ -262,8 +262,8 @@ def score_completions(
 
 @partial(jax.jit, static_argnames=("config", "entropy", "chunk", "run_config"))
 @over_any_mesh
-def _score(params, config, inputs: Inputs, given: _ScoreArrays, extras, entropy, chunk, run_config):
-    temperature_B11, reference, teacher_topk = given
+def _score(params, config, inputs: Inputs, arrays: _ScoreArrays, extras, entropy, chunk, run_config):
+    temperature_B11, reference, teacher_topk = arrays
     tokens_BT = jnp.asarray(inputs.tokens_BT, jnp.int32)
     inputs = inputs._replace(tokens_BT=tokens_BT)
     out = apply_model(params, config, inputs, None, extras, run_config)

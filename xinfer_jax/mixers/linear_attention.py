@@ -78,7 +78,7 @@ def linear_attention(
     return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache
 
 
-def _mix(  # noqa: PLR0913
+def _mix(
     products: list[jax.Array],
     layer: Params,
     cache: Recurrent | None,
@@ -253,7 +253,7 @@ def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.
     return jnp.swapaxes(jnp.where(is_real_BT[..., None, None], steps_BTN2, 0), 1, 2)
 
 
-def _tokens(  # noqa: PLR0913
+def _tokens(
     layer: Params, config: ModelConfig, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array, first_BT=None
 ) -> _Tokens:
     """What the delta rule reads: inputs after the convolution and the model's activation, queries and keys of

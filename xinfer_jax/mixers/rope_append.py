@@ -25,7 +25,7 @@ def rotate(qkv: _QKV, norms: HeadNorms | None, angles: Any) -> _QKV:
     return apply_rope(q_BTNH, *angles), apply_rope(k_BTKH, *angles), v_BTKH
 
 
-def rotate_and_append(  # noqa: PLR0913
+def rotate_and_append(
     qkv: _QKV,
     norms: HeadNorms | None,
     angles: Any,
@@ -54,7 +54,7 @@ def norm_heads(qkv: _QKV, norms: HeadNorms | None) -> _QKV:
     return rms_norm(q_BTNH, q_H, *static), rms_norm(k_BTKH, k_H, *static), v_BTKH
 
 
-def plain_append(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):  # noqa: PLR0913
+def plain_append(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):
     """`rotate_and_append` in plain jnp. weights, norm: the parts of `HeadNorms`, or None."""
     q_BTNH, k_BTKH, v_BTKH = rotate(qkv, None if weights is None else (weights, norm), angles)
     return q_BTNH, kv.append(k_BTKH, v_BTKH, start_B, num_tokens_B)

@@ -31,11 +31,10 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
     """
     parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
     arrays = dict(logit_bias=bias_rows([*zip(*parts, strict=True)], batch, vocab_size))
-    functions = dict(texts=listed_rows, words=bad_word_rows)  # of settings of these kinds
     for setting in LISTS:
-        if setting.kind in functions:
-            values = lists[setting.name]
-            arrays[setting.name] = functions[setting.kind](setting.name, values, batch, vocab_size)
+        rows_of = dict(texts=listed_rows, words=bad_word_rows).get(setting.kind)
+        if rows_of is not None:
+            arrays[setting.name] = rows_of(setting.name, lists[setting.name], batch, vocab_size)
     return arrays
 
 

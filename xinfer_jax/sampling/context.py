@@ -71,7 +71,7 @@ def next_masks(bits: Any, count_B: jax.Array) -> Any:
     return jnp.take_along_axis(jnp.asarray(bits), index_BQ[..., None], 1)
 
 
-def init_context(  # noqa: PLR0913
+def init_context(
     sampling_B: SamplingConfig, position_B: Any, eos_BE: Any, seen_BV: Any, history_BS: Any = None,
     num_masks: int = 1, automata: Any = None,
 ) -> Context:  # fmt: skip

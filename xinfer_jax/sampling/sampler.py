@@ -143,7 +143,7 @@ def sample_rows(processed_BV, key_B, sampling_B, position_B):
     return lax.cond(jnp.all(valid_B), lambda: (token_B, taken()), from_all)
 
 
-def sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V):  # noqa: PLR0913
+def sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V):
     """A token of each row from its A largest logits; the largest of these, and the smallest and the largest
     that the row keeps, each [B, 1]; and the rows for which this is valid: those that keep no other token.
     """

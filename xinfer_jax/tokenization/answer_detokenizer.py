@@ -28,7 +28,7 @@ class AnswerDetokenizer:
         ended: no more text comes, as after a complete stop string.
     """
 
-    def __init__(  # noqa: PLR0913  what a text depends on
+    def __init__(
         self,
         tokenizer: Tokenizer,
         stops: Sequence[str],

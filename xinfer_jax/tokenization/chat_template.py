@@ -59,7 +59,7 @@ class _AddCounting(NodeTransformer):
     names end in "!".
     """
 
-    def visit_For(self, node: Any) -> nodes.Node:  # noqa: N802
+    def visit_For(self, node: Any) -> nodes.Node:
         count = nodes.Const(sum(1 for _ in node.find_all(nodes.Node)), lineno=node.lineno)
         spend = _apply_filter("spend_nodes!", count)
         self.generic_visit(node)
@@ -70,7 +70,7 @@ class _AddCounting(NodeTransformer):
 
     visit_Macro = visit_CallBlock = visit_For
 
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         return _apply_filter("slice!", node) if isinstance(node.arg, nodes.Slice) else node
 
@@ -168,7 +168,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.budget.spend_operator(operator, left, right)
         return self.budget.spend_result(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Counts a call of a function or a method."""
         receiver = getattr(__obj, "__self__", None)
         own = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}

@@ -86,7 +86,7 @@ def _python_call(node: ast.expr) -> dict[str, Any]:
 class _JSONWords(ast.NodeTransformer):
     """Replaces true, false and null by Python's values."""
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  the name that ast calls
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
 
 

@@ -84,7 +84,7 @@ def norm_before(tree: Params, name: str, config: ModelConfig) -> Norm:
     return Norm(tree[name], config.rms_norm_eps, config.norm_offset)
 
 
-def linear(  # noqa: PLR0913
+def linear(
     x: jax.Array,
     leaf: Params,
     out_dtype: jnp.dtype | None = None,
@@ -105,7 +105,7 @@ def linear(  # noqa: PLR0913
     return products(x, [leaf], residual=residual, dtype=dtype, run_config=run_config)[0]
 
 
-def products(  # noqa: PLR0913
+def products(
     x: jax.Array,
     leaves: list[Params],
     *,

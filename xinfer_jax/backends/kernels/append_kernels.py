@@ -51,7 +51,7 @@ def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     return kernels_pallas.select("rope_append", impl, q_BTNH, k, v).impl
 
 
-def _by_kernel(kernel: str, qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):  # noqa: PLR0913
+def _by_kernel(kernel: str, qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):
     arrays = (*qkv, *(angles or (None, None)), *kernel_arrays(kv), start_B, num_tokens_B)
     options = kv.kernel_options() | {"capacity": kv.capacity}
     if weights is not None:

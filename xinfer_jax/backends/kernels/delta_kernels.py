@@ -41,7 +41,7 @@ def delta_form(call: Call) -> Callable | None:
     return with_plain_derivative(call, chosen, partial(_by_kernel, name=name, run=run))
 
 
-def select_delta(  # noqa: PLR0913
+def select_delta(
     name: str, impl: str | None, q: Any, layer: Params, config: ModelConfig, cache: Recurrent
 ) -> kernels_pallas.Selection:
     """The implementation of the kernel of that name of a linear-attention layer; arrays may be shapes. A
@@ -64,7 +64,7 @@ def _kernel_state(cache: Recurrent) -> DeltaState:
     return DeltaState(q, k, v, cache.state)
 
 
-def _by_kernel(  # noqa: PLR0913
+def _by_kernel(
     products, layer: Params, cache: Recurrent, start_B, num_tokens_B, first_BT, name: str, run: Callable
 ) -> tuple[jax.Array, Recurrent]:
     weights = DeltaWeights(*(layer[f"conv_{name}"] for name in "qkv"), *(layer[name] for name in _OTHERS))
@@ -72,7 +72,7 @@ def _by_kernel(  # noqa: PLR0913
     return call(run, name, NewToken(*products), weights, cache, start_B, num_tokens_B)
 
 
-def _without_drafts(  # noqa: PLR0913
+def _without_drafts(
     run: Callable, name: str, new: NewToken, weights: DeltaWeights, cache: Recurrent, start_B, num_tokens_B
 ) -> tuple[jax.Array, Recurrent]:
     is_step = name == "delta_step"
@@ -81,7 +81,7 @@ def _without_drafts(  # noqa: PLR0913
     return out[:, None] if is_step else out, dataclasses.replace(cache, inputs=tuple(inputs), state=state)
 
 
-def _with_drafts(  # noqa: PLR0913
+def _with_drafts(
     run: Callable, name: str, new: NewToken, weights: DeltaWeights, cache: Recurrent, start_B, num_tokens_B
 ) -> tuple[jax.Array, Recurrent]:
     """Applies the draft tokens that were accepted, then those of the call; a prompt's by its own kernel."""

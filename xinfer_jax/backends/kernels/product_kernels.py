@@ -51,7 +51,7 @@ def products_form(call: Call) -> Callable | None:
     return partial(_in_parts, call.run_config, **call.static)
 
 
-def _in_parts(run_config: RunConfig, x, leaves, before, residual, activation, dtype):  # noqa: PLR0913
+def _in_parts(run_config: RunConfig, x, leaves, before, residual, activation, dtype):
     if before is not None:  # perhaps without its norm
         x = normalized(x, before)
         options: dict[str, Any] = dict(activation=activation, dtype=dtype)
@@ -210,7 +210,7 @@ def _layout(matrix: Any) -> tuple[Any, ...]:
     return values.shape, values.dtype, getattr(matrix, "has_blocks", False)
 
 
-def _run(kernel: str, x, leaves, before: Norm | None, residual, activation, dtype) -> list[jax.Array]:  # noqa: PLR0913
+def _run(kernel: str, x, leaves, before: Norm | None, residual, activation, dtype) -> list[jax.Array]:
     norm_weight = None if before is None else before.weight
     options: dict[str, Any] = dict(activation=activation, dtype=dtype, eps=0.0, offset=0.0)
     if before is not None:
