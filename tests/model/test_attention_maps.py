@@ -61,7 +61,7 @@ def test_weighted_values_are_what_attention_adds(name):
     config = cases.CASES[name].config
     params = cases.params_from(config, cases.random_tensors(config, 1))
     tokens_BT = np.random.RandomState(0).randint(3, config.vocab_size, (2, 11))
-    i = max(i for i in range(config.num_hidden_layers) if config.attention(i))
+    i = max(i for i in range(config.num_hidden_layers) if config.layers[i].attention)
     layer = params["layers"][i]
     layer = layer | dict(down=jax.tree.map(np.zeros_like, layer["down"]))
     params = params | dict(layers=(*params["layers"][:i], layer, *params["layers"][i + 1 :]))

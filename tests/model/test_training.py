@@ -121,7 +121,7 @@ def test_packed_queries_are_scaled_by_positions_in_their_texts():
     """As Ministral 3 does."""
     config = cases.Case(cases.CASES["ministral3-published"].hf | dict(num_hidden_layers=1)).config
     texts = TEXTS[2] * 2, TEXTS[0] * 3
-    beta, length = config.attention(0).query_scaling
+    beta, length = config.layers[0].attention.query_scaling
     assert beta and length < len(texts[1])
     params = cases.params_from(config, cases.random_tensors(config, 3))
     ids_1T = np.repeat(np.arange(2), [*map(len, texts)])[None]
