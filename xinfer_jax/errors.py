@@ -1,7 +1,6 @@
 """Exceptions for bad input, whose texts have the value and the remedy; how errors and reprs show values."""
 
 import dataclasses
-import json
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -65,9 +64,6 @@ def format_names(names: Iterable[object], most: int = 3) -> str:
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # that JSON does not escape
-
-
 class ShortRepr:
     """A dataclass whose `repr` has types and shapes of arrays, and length and first entry of tuples."""
 
@@ -98,8 +94,3 @@ def format_token_counts(lists: Sequence[Sequence[Any]], noun: str) -> str:
 def format_mib(count: int) -> str:
     """Returns a number of bytes in MiB."""
     return f"{count / 2**20:.1f} MiB" if count < 10 * 2**20 else f"{count / 2**20:.0f} MiB"
-
-
-def json_line(value: Any) -> str:
-    """JSON on one line also for readers that split lines as `str.splitlines` does."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)

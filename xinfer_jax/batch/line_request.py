@@ -17,11 +17,12 @@ from ..checks import check_integer
 from ..engine.engines import AnyEngine
 from ..engine.requests import Request
 from ..engine.submission import make_request
-from ..errors import InputError, format_value, json_line
+from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..text import checked_stop_strings
+from ..tool_calls.json_values import json_line
 from .input_lines import Line, identity_digest, sha256_int
 
 _MODEL_NOT_FOUND = "model_not_found"  # an error code of the OpenAI API

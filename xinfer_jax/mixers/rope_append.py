@@ -1,6 +1,5 @@
 """Norms and RoPE of new queries and keys, and the append of keys and values to a layer's cache."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -8,11 +7,10 @@ import jax
 from ..cache.contiguous import Contiguous
 from ..config.run_config import RunConfig
 from ..ops.operation import run
-from ..weights.layers import apply_rope, rms_norm
+from ..weights.layers import Norm, apply_rope, rms_norm
 
 _QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
-# RMS norms of each head: the weights for queries and keys; `eps` and `offset` of `rms_norm`.
-HeadNorms = tuple[tuple[jax.Array, jax.Array], tuple[float, float | None]]
+HeadNorms = tuple[Norm, Norm]  # of each head of queries and keys
 
 
 def rotate(qkv: _QKV, norms: HeadNorms | None, angles: Any) -> _QKV:
@@ -37,24 +35,21 @@ def rotate_and_append(
     """The queries after norm and RoPE, and the cache with the new keys and values. Arguments as in `rotate`
     and `Contiguous.append`.
     """
-    weights, static = norms or (None, None)
-    operands: dict[str, Any] = dict(qkv=qkv, weights=weights, angles=angles, kv=kv)
+    operands: dict[str, Any] = dict(qkv=qkv, norms=norms, angles=angles, kv=kv)
     operands |= dict(start_B=start_B, num_tokens_B=num_tokens_B)
-    return run(
-        "rope_append", partial(plain_append, norm=static), run_config, static=dict(norm=static), **operands
-    )
+    return run("rope_append", plain_append, run_config, **operands)
 
 
 def norm_heads(qkv: _QKV, norms: HeadNorms | None) -> _QKV:
     """Queries and keys after the norms of their heads."""
     if norms is None:
         return qkv
-    q_BTNH, k_BTKH, v_BTKH = qkv
-    (q_H, k_H), static = norms
-    return rms_norm(q_BTNH, q_H, *static), rms_norm(k_BTKH, k_H, *static), v_BTKH
+    pairs = zip(qkv[:2], norms, strict=True)
+    q_BTNH, k_BTKH = (rms_norm(x, norm.weight, norm.eps, norm.offset) for x, norm in pairs)
+    return q_BTNH, k_BTKH, qkv[2]
 
 
-def plain_append(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):
-    """`rotate_and_append` in plain jnp. weights, norm: the parts of `HeadNorms`, or None."""
-    q_BTNH, k_BTKH, v_BTKH = rotate(qkv, None if weights is None else (weights, norm), angles)
+def plain_append(qkv, norms, angles, kv: Contiguous, start_B, num_tokens_B):
+    """`rotate_and_append` in plain jnp."""
+    q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
     return q_BTNH, kv.append(k_BTKH, v_BTKH, start_B, num_tokens_B)

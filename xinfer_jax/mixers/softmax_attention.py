@@ -14,7 +14,7 @@ from ..cache.page_size import PAGE_SIZE
 from ..cache.ring import Ring, num_slots
 from ..cache.stored_kv import is_quantized_kv, pair_bytes, stores_side_by_side
 from ..config.run_config import RunConfig
-from ..weights.layers import Norm, apply_rope, joint_norms, linear, norm, products, rms_norm
+from ..weights.layers import Norm, apply_rope, joint_norms, linear, norm, norm_before, products, rms_norm
 from ..weights.param_specs import ParamSpec, dense, norm_spec, tensor
 from ..weights.params import Params
 from .attention import Scoring, VisibleKeys, attention
@@ -153,7 +153,7 @@ class SoftmaxAttention(Mixer):
         """The norms of each head of queries and keys; None: it has none."""
         if self.spec.qk_norm != "head":
             return None
-        return (params["q_norm"], params["k_norm"]), (self.config.rms_norm_eps, self.config.norm_offset)
+        return norm_before(params, "q_norm", self.config), norm_before(params, "k_norm", self.config)
 
     def scale_queries(self, q_BTNH: jax.Array, position_BT: jax.Array) -> jax.Array:
         """Queries with `AttentionSpec.query_scaling`."""

@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ..errors import format_message, json_line
+from ..errors import format_message
+from ..tool_calls.json_values import json_line
 
 _SLICE_BYTES = 2**16  # of a body that are sent at a time; the client must read each within the stall time
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 MAX_DEPTH = 100
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # that JSON does not escape
 
 
 def parse_json(text: str) -> Any:
@@ -49,3 +50,8 @@ def type_names(value: Any) -> set[str]:
     if isinstance(value, str):
         return {"string"}
     return {"object" if isinstance(value, dict) else "array"}
+
+
+def json_line(value: Any) -> str:
+    """JSON on one line also for readers that split lines as `str.splitlines` does."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)

@@ -10,7 +10,7 @@ import kernels_pallas
 
 from ...cache.contiguous import Contiguous
 from ...mixers.attention import ROW_QUERIES
-from ...mixers.rope_append import norm_heads, plain_append
+from ...mixers.rope_append import norm_heads
 from ...ops.forms import with_plain_derivative
 from ...ops.operation import Call
 from ...sharding import abstract_mesh_of
@@ -24,15 +24,12 @@ def append_form(call: Call) -> Callable | None:
     chosen = _select(call.operands["qkv"][0], call.operands["kv"], call.run_config.impl)
     if chosen == "xla":
         return None
-    norm = call.static["norm"]
-    by_kernel = partial(_by_kernel, chosen, norm=norm)
+    by_kernel = with_plain_derivative(call, chosen, partial(_by_kernel, chosen))
     if chosen in _TPU_IMPLS:
-        return with_plain_derivative(call, chosen, by_kernel)
-    without = call._replace(plain=partial(plain_append, norm=None))
+        return by_kernel
 
-    def after_norms(qkv: Any, weights: Any, **rest: Any) -> tuple[jax.Array, Contiguous]:
-        qkv = norm_heads(qkv, None if weights is None else (weights, norm))
-        return with_plain_derivative(without, chosen, by_kernel)(qkv=qkv, weights=None, **rest)
+    def after_norms(qkv: Any, norms: Any, **rest: Any) -> tuple[jax.Array, Contiguous]:
+        return by_kernel(qkv=norm_heads(qkv, norms), norms=None, **rest)
 
     return after_norms
 
@@ -51,10 +48,11 @@ def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     return kernels_pallas.select("rope_append", impl, q_BTNH, k, v).impl
 
 
-def _by_kernel(kernel: str, qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, norm):
+def _by_kernel(kernel: str, qkv, norms, angles, kv: Contiguous, start_B, num_tokens_B):
     arrays = (*qkv, *(angles or (None, None)), *kernel_arrays(kv), start_B, num_tokens_B)
     options = kv.kernel_options() | {"capacity": kv.capacity}
-    if weights is not None:
-        options["norms"] = kernels_pallas.HeadNorms(*weights, *norm)
+    if norms is not None:
+        of_q, of_k = norms
+        options["norms"] = kernels_pallas.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset)
     q_BTNH, k, v = kernels_pallas.run_kernel(kernel, "rope_append", *arrays, **options)
     return q_BTNH, with_kernel_arrays(kv, k, v)
