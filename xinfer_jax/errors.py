@@ -89,8 +89,3 @@ def format_token_counts(lists: Sequence[Sequence[Any]], noun: str) -> str:
     plural = "" if len(lists) == 1 else "s"
     tokens = "token" if sizes == [1] else "tokens"
     return f"{len(lists)} {noun}{plural} of {between} {tokens}"
-
-
-def format_mib(count: int) -> str:
-    """Returns a number of bytes in MiB."""
-    return f"{count / 2**20:.1f} MiB" if count < 10 * 2**20 else f"{count / 2**20:.0f} MiB"

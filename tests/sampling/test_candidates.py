@@ -222,11 +222,11 @@ def test_every_other_processor_leaves_the_common_branch():
     values = {name: 1 for name in names} | {"bad_words_ids": [[3]]}
     for name, value in values.items():
         rows = settings_per_row([xj.SamplingConfig(), xj.SamplingConfig(**{name: value})], 2, 70)
-        uses = sampler.uses_other_processors(rows, context_of(rows, 2, 70))
+        uses = gpu_sampler.uses_other_processors(rows, context_of(rows, 2, 70))
         np.testing.assert_array_equal(uses, [False, True], name)
     context = context_of(rows, 2, 70)
     context.allowed_bits[0, 0, 2] = 0
-    np.testing.assert_array_equal(sampler.uses_other_processors(rows, context), [True, True])
+    np.testing.assert_array_equal(gpu_sampler.uses_other_processors(rows, context), [True, True])
 
 
 @pytest.mark.full

@@ -18,6 +18,4 @@ reuse), `prefix_files` (its file).
   512 tokens is written before it attends, and `truncate` can go back by as many.
 - Quantized keys are stored without the model's bias, which is added when a block is read, so a large bias
   costs no precision. It stays in keys that a norm follows, or whose RoPE frequencies may still change.
-- A prefix belongs to one model: `fingerprint` hashes the config and some numbers of every array. A file is
-  not trusted: its metadata, and the shape and type of every tensor, are checked before they are read.
 """

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ..backends.cpu import cpu_features
 from ..config.model_config import ModelConfig
 from ..device import run_in_blocks
-from ..errors import InputError, format_mib, format_names
+from ..errors import InputError, format_names
 from ..families.conversion import check_leaves
 from ..families.naming import TIED, FileSpec, file_specs
 from ..families.skipped_tensors import unused_names
@@ -304,3 +304,8 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
             f" differs from {TIED[0]}: set tie_word_embeddings to false there to use both, or remove"
             f" {TIED[1]}"
         )
+
+
+def format_mib(count: int) -> str:
+    """Returns a number of bytes in MiB."""
+    return f"{count / 2**20:.1f} MiB" if count < 10 * 2**20 else f"{count / 2**20:.0f} MiB"

@@ -16,9 +16,9 @@ from ..adapters.peft_files import load_adapter
 from ..api.sampling_fields import ids_of_texts
 from ..backends.cpu import product_table
 from ..backends.kernel_report import kernels_used
-from ..checkpoint.loading import Checkpoint, Model
+from ..checkpoint.loading import Checkpoint, Model, format_mib
 from ..engine.controller import open_control_channel
-from ..errors import InputError, format_mib
+from ..errors import InputError
 from ..generation.beams import BeamSearchPlan, BeamSettings, beam_search
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions, default_capacity

@@ -1,8 +1,7 @@
 """Generation as a loop in plain Python: prefill, sample, decode step. Read this file first.
 
-`generate` does the same in compiled loops, with more options. The tests compare it, streams and engines with
-this loop. It works on any device and needs nothing of this package but the public functions, the rules of
-sampling, and the state of the rows.
+`generate` does the same in compiled loops, with more options. The tests compare
+streams and engines with this loop.
 
 ```
 prompts ─ pad on the right ─► tokens_BT ─ prefill ─► logits_BV, cache
@@ -12,9 +11,8 @@ tokens of the rows ◄─ state ◄─ sample and append ◄────┤
                         └─ token_B ─ decode_step ─► logits_BV, cache
 ```
 
-B is the rows, one for each prompt. T is the tokens of the longest prompt, V the vocabulary, and E the number
-of ids that end an answer. The cache has one `LayerCache` for each layer, and `length_B`, the tokens that each
-row has so far: the next token of a row has that position.
+B is the rows, one for each prompt, T the tokens of the longest prompt, V the vocabulary, and E the number of
+ids that end an answer.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ from ..sampling.sampler import sample_tokens
 from .executor import Executor, RunnableModel
 from .loop import to_logits
 from .state import DecodeState, RowProgress, sample_and_append
-from .strategies import Carry, Strategy, logits_at, one_token
+from .strategies import Carry, Strategy
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
 DraftFunction = Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -112,6 +112,16 @@ def last_and_draft_tokens(
     """The last token of each row, and its draft tokens, [B, 1 + count]; none of a row that has ended."""
     tokens_BT = jnp.concatenate([progress.token_B[:, None], draft_BT], 1)
     return Inputs(tokens_BT, tokens_BT.shape[1] * progress.active_B.astype(jnp.int32)), cache
+
+
+def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
+    """This token of each row."""
+    return Inputs(token_B[:, None], jnp.ones(token_B.shape[0], jnp.int32)), cache
+
+
+def logits_at(logits: jax.Array, position: int) -> jax.Array:
+    """[B, V] of logits [B, T, V]; logits [B, V] are of that position already."""
+    return logits if logits.ndim == 2 else logits[:, position]
 
 
 def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> tuple[Inputs, KVCache]:

@@ -81,13 +81,3 @@ class Plain(Strategy):
 def last_token(cache: KVCache, progress: RowProgress) -> tuple[Inputs, KVCache]:
     """The last token of each row; none of a row that has ended."""
     return Inputs(progress.token_B[:, None], progress.active_B.astype(jnp.int32)), cache
-
-
-def one_token(cache: KVCache, token_B: Any) -> tuple[Inputs, KVCache]:
-    """This token of each row."""
-    return Inputs(token_B[:, None], jnp.ones(token_B.shape[0], jnp.int32)), cache
-
-
-def logits_at(logits: jax.Array, position: int) -> jax.Array:
-    """[B, V] of logits [B, T, V]; logits [B, V] are of that position already."""
-    return logits if logits.ndim == 2 else logits[:, position]

@@ -10,5 +10,6 @@ finds; `layer_programs` are the programs, and which layers a program has; `layer
 - The layerwise executor cuts a prompt into equal chunks, so one width is compiled before the first token.
 - Greedy rows without processors have a program of their own, which compiles in a tenth of the sampler's time.
   What follows sampling (log-probabilities, end of a row) is one program for both.
+- The temporary memory of a program counts twice, because malloc may return it to the system after each one.
 - There is no list of programs: equal calls do one dry run, and the look-up takes 0.3 ms.
 """

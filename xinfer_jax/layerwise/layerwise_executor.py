@@ -31,6 +31,7 @@ from ..generation.state import DecodeState
 from ..generation.strategies import Carry, Strategy
 from ..model.decoder import Inputs, ModelOutput
 from ..model.decoder_layer import LayerGroup, all_layers
+from ..model.extras import Extras
 from ..model.routes import free_routes_of_layers
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params, activation_dtype
@@ -212,7 +213,7 @@ class LayerwiseExecutor:
         capacity = None if cache is None else cache.capacity
         caches: list = [None] * len(config.cached_mixers) if cache is None else list(cache.layers)
         embed_args = make_inputs, args, lengths, capacity
-        x_BTD, positions, inputs, lengths = self.run(EMBED, *outer, extras.of_outer(), *embed_args)
+        x_BTD, positions, inputs, lengths = self.run(EMBED, *outer, _of_outer(extras), *embed_args)
         if routes := cache and cache.routes:
             free = free_routes_of_layers(config, x_BTD.shape[:2])
             inputs = tuple(x._replace(route_BTU=y) for x, y in zip(inputs, free, strict=True))
@@ -239,6 +240,12 @@ class LayerwiseExecutor:
         if cache is not None:
             cache = dataclasses.replace(lengths, layers=tuple(caches), routes=routes)
         return x_BTD if prefills else logits_BTV, cache
+
+
+def _of_outer(extras: Extras) -> Extras:
+    """What the parts before the layers take: adapters."""
+    outer = {name: extras.adapters[name] for name in extras.adapters if name != "layers"}
+    return Extras(adapters=outer, adapter_B=extras.adapter_B if outer else None)
 
 
 def _own_caches(group: LayerGroup) -> tuple[LayerGroup, list[int]]:

@@ -34,11 +34,6 @@ class Extras(NamedTuple):
         adapters = {"layers": self.adapters["layers"][layers]} if "layers" in self.adapters else {}
         return self._replace(adapters=adapters, vectors=self.vectors[layers])
 
-    def of_outer(self) -> "Extras":
-        """What the parts before the layers take: adapters."""
-        outer = {name: self.adapters[name] for name in self.adapters if name != "layers"}
-        return Extras(adapters=outer, adapter_B=self.adapter_B if outer else None)
-
     def steered(self, x_BTD: jax.Array, layer: int) -> jax.Array:
         """The hidden states after a layer, with the rows' vectors."""
         if not self.vectors:

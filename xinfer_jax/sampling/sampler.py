@@ -197,16 +197,11 @@ def is_plain_greedy(sampling_B: SamplingConfig, context: Context | None = None) 
 def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) -> jax.Array:
     """Applies the processors that greedy rows have too: biases, penalties, forbidden tokens."""
     logits_BV = bias_and_repeat(logits_BV, sampling_B, context)
-    return _apply_used(_other_processors(sampling_B, context), logits_BV)
+    return _apply_used(skippable_processors(sampling_B, context), logits_BV)
 
 
-def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
-    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
-    none_B = jnp.zeros(context.position_B.shape[0], bool)
-    return sum((uses_B for uses_B, _ in _other_processors(sampling_B, context)), none_B)
-
-
-def _other_processors(sampling_B: SamplingConfig, context: Context) -> Skippable:
+def skippable_processors(sampling_B: SamplingConfig, context: Context) -> Skippable:
+    """The processors of `process_logits` that are not always applied, and which rows use each."""
     found: Skippable = []
     if has_all_settings(sampling_B):
         from .other_processors import other_processors  # optional: other settings

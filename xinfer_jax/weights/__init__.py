@@ -13,6 +13,4 @@ norms, RoPE, and products with leaves.
 - Matrices keep the checkpoint's layout [out, in]: nothing is transposed while loading, and the product of a
   single row reads each output's weights contiguously.
 - A matrix with a side of at most 64 has more scales: in so small a model many tokens are near ties.
-- Where each layer is a program of its own, its temporary memory counts twice, because malloc may return it
-  to the system after each program: temporaries are kept small.
 """

@@ -25,8 +25,8 @@ from ...sampling.sampler import (
     process_logits,
     sample_candidates,
     sample_rows,
+    skippable_processors,
     top_candidates,
-    uses_other_processors,
 )
 from ...sampling.sampling_config import SamplingConfig
 from ...sharding import abstract_mesh_of
@@ -212,3 +212,9 @@ def sampled_from_in_groups(
 def _process_and_sample(logits_BV, key_B, sampling_B, context):
     processed_BV = process_logits(logits_BV, sampling_B, context)
     return sample_rows(processed_BV, key_B, sampling_B, context.position_B)
+
+
+def uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
+    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
+    none_B = jnp.zeros(context.position_B.shape[0], bool)
+    return sum((uses_B for uses_B, _ in skippable_processors(sampling_B, context)), none_B)
