@@ -1,7 +1,6 @@
 """Generation as a loop in plain Python: prefill, sample, decode step. Read this file first.
 
-`generate` does the same in compiled loops, with more options. The tests compare
-streams and engines with this loop.
+`generate` does the same in compiled loops, with more options. Tests compare it, streams and engines with this.
 
 ```
 prompts ─ pad on the right ─► tokens_BT ─ prefill ─► logits_BV, cache
