@@ -1,6 +1,6 @@
 """Generation as a loop in plain Python: prefill, sample, decode step. Read this file first.
 
-`generate` does the same in compiled loops, with more options. Tests compare it, streams and engines with this.
+`generate` does the same in compiled loops, with more options. Tests compare streams and engines with this.
 
 ```
 prompts ─ pad on the right ─► tokens_BT ─ prefill ─► logits_BV, cache
