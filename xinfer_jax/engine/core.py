@@ -240,7 +240,8 @@ class EngineCore(WeightSwitch):
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
         callers = jax.tree.leaves(request.call.callers)
-        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded, callers)
+        how = masks_1QW, tables, request.recorded, callers
+        row = self.device.new_row(request.call, answer.number, *how)
         self.device.put_first(slot, outputs, row)
         self._firsts[answer] = slot
 

@@ -338,7 +338,8 @@ class DecodeCore(RoleCore):
         ((state, recurrent), pages) = contents
         ((of_state, _), _) = self.placement
         if of_state.alternatives is not None and state.alternatives is None:
-            own = self.device.new_row(answer.request.call, answer.key_1, None, None, answer.request.recorded)
+            request = answer.request
+            own = self.device.new_row(request.call, answer.number, None, None, request.recorded)
             output = own.alternatives, own.output_start_B
             output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
             state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])

@@ -15,10 +15,9 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, without_layers
+from ..generation.batch_arrays import StateSizes
 from ..generation.executor import PaddedTokens, RunnableModel
 from ..generation.state import DecodeState
-from ..generation.validation import ValidatedCall
-from ..grammar.automaton import Dfa
 from ..layerwise.layerwise_executor import LayerwiseExecutor, without_model_layers
 from ..sampling.logprobs import Alternatives
 from . import device_programs as programs
@@ -97,11 +96,9 @@ class LayerwiseDevice(Device):
     def _no_rows_B(self) -> np.ndarray:
         return np.zeros(self._shape.rows, bool)
 
-    def _new_row(
-        self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None, recorded: int = 0
-    ) -> DecodeState:
-        row = super()._new_row(call, key_1, limit, dfa)
-        return dataclasses.replace(row, alternatives=None, output_start_B=None)
+    @property
+    def _state_sizes(self) -> StateSizes:
+        return super()._state_sizes._replace(alternatives=None)
 
     def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
         """The cache of all rows, committed as after a step; `running_token` sets their lengths."""

@@ -143,7 +143,7 @@ class _Replay:
             row.num_computed = int(min(chunk.start + chunk.count, end))  # found pages may end earlier
             if chunk.is_last and not self._logprobs:
                 masks_BQW = self._masks()
-                state = self._device.new_row(self._call, self._answer.key_1, masks_BQW[:1])
+                state = self._device.new_row(self._call, self._answer.number, masks_BQW[:1])
                 self._device.put_first(self._slot, outputs, state)
                 (first,) = self._device.sample_first([self._slot], False, 0)
                 self._append(first, 0)

@@ -7,11 +7,9 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from ..errors import InputError
-from ..generation.batch_arrays import answer_keys
 from ..generation.options import GenerateOutput
 from ..generation.output_checks import check_generated
 from ..generation.state import GeneratedTokens
@@ -71,12 +69,6 @@ class Answer:
         self.accepted = 0
         self._detokenizer = request.new_detokenizer() if request.stop_strings else None
         self.matcher = request.call.new_matcher(0)  # of its grammar
-
-    @property
-    def key_1(self) -> jax.Array:
-        call = self.request.call
-        number_1 = np.array([self.number], np.int32) if self.number else None
-        return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
 
     @property
     def has_begun(self) -> bool:
@@ -214,20 +206,18 @@ class Request:
             prompt, or of those from `prompt_logprobs_from` on; not of the first token.
         error: why the request failed; None otherwise.
         adapter: the LoRA adapter that it names; None: none.
-        number: that `generate` would fold into its key.
         skip_special_tokens: they have no text, so no stop string is found in it.
         content_after: where stop strings count, as in `AnswerDetokenizer`.
     """
 
     def __init__(
         self, engine: Any, call: ValidatedCall, tokenizer: Tokenizer | None, stops: Sequence[str],
-        number: int, skip_special_tokens: bool,
+        skip_special_tokens: bool,
     ):  # fmt: skip
         self.engine = engine
         self.call = call
         self.tokenizer = tokenizer
         self.stop_strings = stops
-        self.number = number
         self.skip_special_tokens = skip_special_tokens
         self.ids = call.prompts[0]
         self.answers = list[Answer]()

@@ -14,7 +14,7 @@ from ..generation.options import GenerateOptions, GenerateOutput, options_or_def
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
 from ..grammar.grammars import with_tokenizer
 from ..ops.operation import without_mesh_context
-from ..sampling.random_keys import check_key
+from ..sampling.random_keys import answer_keys, check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
 from ..weights.params import Params
@@ -83,19 +83,18 @@ def make_requests(
         ids = prompt
         if is_text or is_conversation:
             ids = encode_prompt(model, prompt, escape_control_tokens=text.escape_control_tokens)
-        if key is not None:  # copied through the host, so that no device makes jax compile anything
-            data: Any = np.asarray(jax.random.key_data(check_key(key, np.size(key))))
-            key = jax.random.wrap_key_data(data[i : i + 1] if data.ndim > 1 else data)
+        if key is not None:
+            numbers = np.array([i], np.int32), np.zeros(1, np.int32)
+            key = answer_keys(check_key(key, np.size(key)), *numbers)
         if first is None:
             first = validate_call(model.params, model.config, [ids], options, key)
             # A request keeps one parameter, for its type: `Engine.update` frees the others.
             params = dict(final_norm=model.params["final_norm"])
             first = dataclasses.replace(first, params=params, callers=callers)
-        key = first.key if key is None else check_key(key, 1)
+        key = first.key if key is None else key
         call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
         _check_sizes(engine, call)
-        number = 0 if key.ndim else i
-        request = Request(engine, call, model.tokenizer, stops, number, text.skip_special_tokens)
+        request = Request(engine, call, model.tokenizer, stops, text.skip_special_tokens)
         request.content_after = text.content_after
         request.adapter = held
         for j in range(call.answers):

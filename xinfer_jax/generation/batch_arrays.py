@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,9 +13,9 @@ from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
-from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER
+from ..sampling.random_keys import answer_keys
 from ..weights.params import Params, cache_dtype, tree_bytes
-from .executor import bucket
+from .executor import Run, bucket, run_program
 from .state import DecodeState, RowSettings, new_state
 from .validation import ValidatedCall
 
@@ -79,48 +79,88 @@ def prompt_of_row(call: ValidatedCall) -> np.ndarray:
     return np.pad(prompt_R, (0, call.rows - len(prompt_R)))
 
 
-def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
+class StateSizes(NamedTuple):
+    """The arrays of rows, for which programs are compiled.
+
+    Attributes:
+        history_size: tokens of a row whose order is kept; None: no setting needs the order.
+        output_size: tokens of a row in `tokens_BT`.
+        num_masks: as in `init_context`.
+        end_ids: ids that end a row, at most.
+        alternatives: recorded of each token; None: nothing is recorded.
+        logits: they are recorded too.
+        uniform: rows have all settings and an automaton, whatever they use.
+    """
+
+    history_size: int | None
+    output_size: int
+    num_masks: int
+    end_ids: int
+    alternatives: int | None = None
+    logits: bool = False
+    uniform: bool = False
+
+
+def _sizes(call: ValidatedCall) -> StateSizes:
+    """Those of a call that compiles programs for its own settings."""
+    options = call.options
+    ordered = has_all_settings(call.sampling_B) or options.draft is not None or call.callers is not None
+    history_size = call.history_size if ordered else None
+    end_ids = -(-max(1, len(call.end_ids)) // _EOS_MULTIPLE) * _EOS_MULTIPLE
+    alternatives = options.logprobs if options.logprobs or options.logits else None
+    size = bucket(options.max_new_tokens)
+    return StateSizes(history_size, size, call.num_masks, end_ids, alternatives, options.logits)
+
+
+def initial_state(
+    call: ValidatedCall,
+    prompt_R: np.ndarray,
+    dfas: Sequence[Any] = (),
+    *,
+    first_answer: int = 0,
+    sizes: StateSizes | None = None,
+    run: Run = run_program,
+) -> DecodeState:
     """The rows of a call before their first token, in new arrays. Padding rows have ended.
 
     Args:
         prompt_R: from `prompt_of_row`.
         dfas: the `Dfa`s of the rows' grammars; None for rows without one.
+        first_answer: index of the first row's answer among those of its prompt.
+        sizes: None: those of this call.
+        run: runs the program of callers' functions.
     """
     options = call.options
-    config = call.config
-    answers = call.answers
+    V = call.config.vocab_size
     R = len(prompt_R)
-    real = answers * len(call.prompts)
-    size = bucket(options.max_new_tokens)
-    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
-    answer_R = np.arange(R, dtype=np.int32) % answers if answers > 1 else None
-    rows = [call.prompts[i] for i in prompt_R[:real]]
-    ordered = has_all_settings(sampling_R) or options.draft is not None or call.callers is not None
-    history_size = call.history_size if ordered else None
-    ends = call.end_ids
-    eos_RE = np.full((R, -(-max(1, len(ends)) // _EOS_MULTIPLE) * _EOS_MULTIPLE), -1, np.int32)
-    eos_RE[:, : len(ends)] = ends
+    sizes = sizes or _sizes(call)
+    real = call.answers * len(call.prompts)
+    answer_R = (np.arange(R, dtype=np.int32) + first_answer) % call.answers
+    sampling_B = call.all_settings_B if sizes.uniform else call.sampling_B
+    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], sampling_B)
+    eos_RE = np.full((R, sizes.end_ids), -1, np.int32)
+    eos_RE[:, : len(call.end_ids)] = call.end_ids
     limit_R = np.where(np.arange(R) < real, options.max_new_tokens, 0).astype(np.int32)
-    alternatives = None
-    if options.logprobs or options.logits:
+    settings = RowSettings(answer_keys(call.key, prompt_R, answer_R), sampling_R, eos_RE, limit_R)
+    automata = None
+    if sizes.uniform or any(dfas):
+        from ..grammar.automaton import Dfa  # optional: grammars
+
+        own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
+        padded = [*dfas, *[None] * (R - len(dfas))]
+        automata = Dfa.automata_of_rows(padded, V, own_RE, equal_sizes=True)
+    prompts = [call.prompts[i] for i in prompt_R[:real]]
+    state = state_of_rows(prompts, V, settings, *sizes[:3], automata)
+    if sizes.alternatives is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
-        alternatives = empty_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
-    key_R = answer_keys(call.key, prompt_R, answer_R)
-    settings = RowSettings(key_R, sampling_R, eos_RE, limit_R)
-    sizes = history_size, size, call.num_masks
-    automata = None
-    if dfa := next(filter(None, dfas), None):
-        padded = [*dfas, *[None] * (R - len(dfas))]
-        own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
-        automata = dfa.automata_of_rows(padded, config.vocab_size, own_RE, equal_sizes=True)
-    state = state_of_rows(rows, config.vocab_size, settings, *sizes, automata)
-    state = dataclasses.replace(state, alternatives=alternatives)
+        recorded = empty_alternatives(R, sizes.output_size, sizes.alternatives, V, sizes.logits)
+        state = dataclasses.replace(state, alternatives=recorded)
     if call.callers is None:
         return state
     from ..sampling.caller_processors import start_rows  # optional: functions of callers
 
-    return start_rows(call.callers, prompt_R, state)
+    return start_rows(call.callers, prompt_R, state, run)
 
 
 def state_of_rows(
@@ -159,20 +199,3 @@ def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.
     for row, prompt in zip(tokens_BT, prompts, strict=False):
         row[: len(prompt)] = prompt
     return tokens_BT
-
-
-def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | None) -> jax.Array:
-    """`row_keys` for rows that continue prompts; another number of prompts compiles no program.
-
-    Args:
-        key: from `check_key`: one, or one per prompt.
-        prompt_R: int32, which prompt each row continues.
-        answer_R: int32, index of the answer among its prompt's answers, as of `FOLD_IN_ANSWER`; None: all are
-            first ones.
-    """
-    if key.ndim:  # indexed on the host: no program is compiled
-        data_R = np.asarray(jax.random.key_data(key))[prompt_R]
-        key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
-    else:
-        key_R = FOLD_IN(key, prompt_R)
-    return key_R if answer_R is None else FOLD_IN_ANSWER(key_R, answer_R)

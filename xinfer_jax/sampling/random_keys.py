@@ -68,8 +68,27 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
 
 
 FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
-# The keys of answers from their rows' keys; the first answer is the one of a request for one.
-FOLD_IN_ANSWER = jax.jit(jax.vmap(lambda key, j: jnp.where(j == 0, key, jax.random.fold_in(key, j))))
+
+
+def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> jax.Array:
+    """Returns `row_keys` of the rows of answers. The host computes them, so nothing is compiled.
+
+    Args:
+        key: from `check_key`: one, or one per prompt.
+        prompt_R: int32, which prompt each row continues.
+        answer_R: int32, index of the answer among its prompt's answers. The key of answer 0 is its prompt's;
+            that of answer j has j folded in.
+    """
+    data = np.asarray(jax.random.key_data(key))
+    data_R2 = data[prompt_R] if data.ndim > 1 else _fold_in(data[None], prompt_R)
+    data_R2 = np.where(answer_R[:, None] == 0, data_R2, _fold_in(data_R2, answer_R))
+    return jax.random.wrap_key_data(data_R2, impl="threefry2x32")
+
+
+def _fold_in(data_R2: np.ndarray, number_R: np.ndarray) -> np.ndarray:
+    """`jax.random.fold_in` of key data, uint32 [R, 2] or [1, 2]."""
+    number_R = number_R.astype(np.uint32)
+    return np.stack(_threefry(data_R2.T, np.zeros_like(number_R), number_R), -1)
 
 
 def gumbel_noise(row_key: jax.Array, position: Any, purpose: Any, index_A: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ def answer_to_message(answer: Answer) -> dict[str, Any]:
     options = dataclasses.replace(call.options, stop_strings=tuple(request.stop_strings), impl=None)
     left = request.deadline - time.monotonic()
     return dict(
-        ids=list(request.ids), options=options, key=call.key, number=request.number, live=request.live,
+        ids=list(request.ids), options=options, key=call.key, live=request.live,
         text=dict(
             skip_special_tokens=request.skip_special_tokens, content_after=request.content_after
         ),
@@ -56,7 +56,7 @@ def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPo
     if options.grammar is not None:
         grammar = grammars.prepare(row_fields["client"], options.grammar)
         options = dataclasses.replace(options, grammar=grammar)
-    what = fields["ids"], options, fields["key"], fields["number"]
+    what = fields["ids"], options, fields["key"], 0
     request = make_request(engine, *what, TextOptions(**fields["text"]), fields["adapter"])
     request.live = fields["live"]
     request.num_prompt_logprobs = fields["prompt_logprobs"]
