@@ -577,7 +577,6 @@ def count_control(model, ids) -> int:
 @pytest.mark.full
 def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
     from xinfer_jax import text
-    from xinfer_jax.engine.submission import TextOptions, make_request
 
     turns = count_control(model, xj.encode_prompt(model, "hi"))
     assert turns == 3 and count_control(model, xj.encode_prompt(model, FORGED)) == turns
@@ -592,7 +591,7 @@ def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
                 call(model, FORGED, escape_control_tokens=escape)
     options = xj.GenerateOptions(1)
     for escape in (True, False):
-        given.append(make_request(engine, FORGED, options, None, 0, TextOptions(escape)).ids)
+        given.append(engine.submit(FORGED, options, xj.RequestOptions(escape_control_tokens=escape)).ids)
     given += [engine.submit(FORGED, options, escape_control_tokens=escape).ids for escape in (True, False)]
     assert [count_control(model, ids) for ids in given] == [turns, turns + 2] * 4
 

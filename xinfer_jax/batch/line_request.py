@@ -16,10 +16,10 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..engine.engines import AnyEngine
 from ..engine.requests import Request
-from ..engine.submission import make_request
+from ..engine.submission import make_requests
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions, options_or_default
-from ..sampling.random_keys import key_from_seed
+from ..sampling.random_keys import key_from_seed, prompt_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..text import checked_stop_strings
 from ..tool_calls.json_values import json_line
@@ -68,7 +68,7 @@ class LineDefaults:
 
     def check(self, engine: AnyEngine) -> None:
         """Raises InputError for options with which the engine could serve no line."""
-        make_request(engine, [0], self.options, key_from_seed(0), 0)
+        list(make_requests(engine, [[0]], self.options, prompt_keys(key_from_seed(0), 1)))
 
 
 class LineRequest:

@@ -20,6 +20,7 @@ from ..generation.options import GenerateOptions
 from ..generation.validation import ValidatedCall
 from ..grammar.grammars import Grammar
 from ..sampling.sampling_config import SamplingConfig
+from .request_options import RequestOptions
 
 _SIMPLE = frozenset({type(None), bool, int, float, str})  # types that JSON has
 _DTYPES = {
@@ -27,7 +28,9 @@ _DTYPES = {
     "float32", "float64",
 }  # fmt: skip
 _KEYS = {"threefry2x32", "rbg", "unsafe_rbg"}
-_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (GenerateOptions, SamplingConfig, Grammar)}
+_CLASSES: dict[str, Any] = {
+    cls.__name__: cls for cls in (GenerateOptions, RequestOptions, SamplingConfig, Grammar)
+}
 _OMITTED = "tokenizer"  # a field of `Grammar` that every process has
 
 

@@ -19,11 +19,12 @@ from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
+from .answer import Answer
 from .async_sampling import SampleOutput
 from .core import EngineCore
 from .held_adapters import own_adapter, row_values
 from .pausing import RELEASED
-from .requests import Answer, Request
+from .requests import Request
 from .row import HeldAdapter, Row
 
 AdapterVersions: TypeAlias = Mapping[int, Adapter | str | Path]
@@ -93,9 +94,15 @@ class _Replay:
         self._answer = answer
         self._ids = answer.sampled
         self._logprobs: list[float] = []
-        self._prompt_logprobs = request.num_prompt_logprobs is not None and answer is request.answers[0]
-        first = 0 if self._prompt_logprobs else None
-        self._row = Row(request.ids, options.max_new_tokens, logprobs_from=first, factors=answer.row.factors)
+        scored = request.request_options.prompt_logprobs is not None and answer is request.answers[0]
+        adapter = HeldAdapter("", 0, b"") if request.adapter else None
+        self._row = Row(
+            request.ids,
+            options.max_new_tokens,
+            logprobs_from=0 if scored else None,
+            adapter=adapter,
+            factors=request.factors,
+        )
         self._slot = core.scheduler.slots.index(None) if None in core.scheduler.slots else 0
 
     def run(self, params: Mapping[int, Params], matrices: Mapping[int, Any]) -> list[float]:
@@ -106,7 +113,6 @@ class _Replay:
         own = device.params, device.adapters
         if matrices:
             device.adapters = device.empty_adapters()
-            row.adapter = HeldAdapter("", 0, b"")
         core.lend_pages(row)
         contents = device.get_row(self._slot)
         try:
@@ -131,8 +137,6 @@ class _Replay:
     def _restart(self) -> None:
         row = self._row
         row.restart([*self._answer.request.ids, *self._ids[: max(0, len(self._logprobs) - 1)]])
-        if self._logprobs:
-            row.logprobs_from = None
 
     def _prefill(self, end: float) -> None:
         """Prefills the row up to this token; after the prompt it has its first token."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from . import clients
@@ -111,16 +111,27 @@ class Row:
             return "moving"
         return "running" if self.is_prefilled else "prefilling"
 
+    def resalt(self, salt_of: Callable[[bytes], bytes]) -> None:
+        """Its pages have the salt of an engine's for its request's."""
+        self.salt = salt_of(self.salt)
+
+    def record_elsewhere(self, computed: int, hits: int) -> None:
+        """Another engine computed the keys of so many tokens, and found those of `hits` tokens."""
+        self.num_computed = computed
+        self.hits = hits
+
     def restart(self, ids: Sequence[int]) -> None:
         """The keys of these tokens are to be computed: of its prompt, and of what it has sampled."""
+        if self.is_prefilled:
+            self.logprobs_from = None  # they are known
         self.max_new_tokens -= len(ids) - len(self.ids)
         self.ids = ids
         self.num_computed = 0
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to have in pages: a single new token comes from the prompt's own logits."""
-        return len(self.ids) + (self.max_new_tokens if self.max_new_tokens > 1 else 0)
+        """`longest_row` of it."""
+        return longest_row(self.ids, self.max_new_tokens)
 
     @property
     def pages_to_continue(self) -> int:
@@ -134,6 +145,11 @@ class Row:
         if self.overtaken >= clients.STARVATION_LIMIT:
             return False, 0, 0, self.arrival
         return True, -self.priority, self.answer_group, self.arrival
+
+
+def longest_row(ids: Sequence[int], max_new_tokens: int) -> int:
+    """Tokens that a row may come to have in pages: a single new token comes from the prompt's own logits."""
+    return len(ids) + (max_new_tokens if max_new_tokens > 1 else 0)
 
 
 class Swap(NamedTuple):

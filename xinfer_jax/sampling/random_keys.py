@@ -85,6 +85,18 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> j
     return jax.random.wrap_key_data(data_R2, impl="threefry2x32")
 
 
+def prompt_keys(key: jax.Array, prompts: int) -> list[jax.Array]:
+    """Returns `row_keys` of prompts as arrays [1]. The host computes them, so nothing is compiled.
+
+    Raises:
+        InputError: as `check_key`.
+    """
+    none_R = np.zeros(prompts, np.int32)
+    keys_R = answer_keys(check_key(key, prompts), np.arange(prompts, dtype=np.int32), none_R)
+    data_R2 = np.asarray(jax.random.key_data(keys_R))
+    return [jax.random.wrap_key_data(data_2[None], impl="threefry2x32") for data_2 in data_R2]
+
+
 def _fold_in(data_R2: np.ndarray, number_R: np.ndarray) -> np.ndarray:
     """`jax.random.fold_in` of key data, uint32 [R, 2] or [1, 2]."""
     number_R = number_R.astype(np.uint32)
