@@ -1,5 +1,5 @@
-"""The registries: families, layer caches, cache dtypes, kinds of RoPE and forms of operations; and the hooks
-of a platform.
+"""The registries (families, mixers, feed-forwards, routers, cache dtypes, RoPE types, forms of tool calls and
+of operations), and the hooks of a platform.
 
 The core asks `plugin(kind, name)` (`xinfer_jax/__init__.py`), which imports a module of this table when it is
 first used. Operations, dtypes and limits do without if there is no entry; what a config or an option asks for
