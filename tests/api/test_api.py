@@ -522,7 +522,9 @@ def with_logprobs(tokenizer, *words):
 
 def test_token_texts_keep_their_leading_space(sentencepiece):
     """In an echoed completion and in a chat: the joined token texts are the text, and offsets match."""
-    parsed = ParsedBody("completion", [], xj.GenerateOptions(9), None, 9, 1, True, False, {}, [])
+    parsed = ParsedBody(
+        "completion", [], xj.GenerateOptions(9), None, 9, 1, True, False, xj.RequestOptions(), []
+    )
     prompt, _ = with_logprobs(sentencepiece, "<s>", "▁The", "▁capital")
     ids, tokens = with_logprobs(sentencepiece, "▁is", "is", "<0xE4>", "<0xBD>", "<0xA0>", "▁a", ".", "</s>")
     _, before = with_logprobs(sentencepiece, "▁The", "▁capital")

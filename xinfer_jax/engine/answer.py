@@ -143,15 +143,9 @@ class Answer:
         processed: Sequence[float] = (),
         alternatives: Sequence[TokenLogprobs] = (),
     ) -> bool:
-        """Appends sampled tokens. Returns whether the answer has ended.
-
-        Args:
-            ids, logprobs: of the tokens.
-            finished: the last one is an EOS or stop id.
-            processed, alternatives: of the tokens, or none.
-
-        Raises:
-            InputError: numbers that are not finite, or a token that the grammar forbids.
+        """Appends sampled tokens with what is recorded of each; finished: the last is an EOS or stop id.
+        Returns whether the answer has ended. Raises InputError for numbers that are not finite, or a token
+        that the grammar forbids.
         """
         options = self.request.call.options
         self.processed += processed

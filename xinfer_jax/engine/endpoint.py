@@ -21,6 +21,7 @@ from .answer import Answer
 from .core import EngineCore
 from .device_programs import SampledTokens
 from .pages import PAGE_SIZE
+from .requests import Request
 from .row import Action, HeldAdapter, PrefillChunk, Row, Swap
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
@@ -71,7 +72,9 @@ class EngineEndpoint:
         if not self._engine.started:
             self._engine.__enter__()
         first = answer if self.role == "decode" else None
-        request = answer.request.copy_for(self._engine, answer.number, first)
+        old = answer.request
+        asked = old.request_options, old.adapter, old.factors
+        request = Request(self._engine, old.call, *asked, [answer.number], first)
         own = request.single_answer
         if first is not None:
             self._core.expect(own, lambda name, *args: self._emit(name, ticket, *args))

@@ -62,13 +62,8 @@ class RequestOptions:
     return_routes: bool = False
 
     def checked(self, has_routes: bool) -> "RequestOptions":
-        """Returns them with values of the types above, and with the time of arrival.
-
-        Args:
-            has_routes: the engine records routes.
-
-        Raises:
-            InputError: a value of another type or outside its range.
+        """Returns them with the types above and the time of arrival; has_routes: the engine records them.
+        Raises InputError.
         """
         values: dict[str, Any] = dict(priority=check_integer("priority", self.priority, -(2**31), 2**31))
         deadline = self.deadline

@@ -4,6 +4,7 @@ loop.
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from ..stats import GenerateStats, peak_bytes
 from ..tokenization.answer_detokenizer import AnswerDetokenizer
 from .answer import Answer
 from .request_options import RequestOptions
-from .row import HeldAdapter, Row, longest_row
+from .row import HeldAdapter, Row
 
 
 class Request:
@@ -26,12 +27,9 @@ class Request:
     Attributes:
         ids: the prompt.
         answers: `n` of them, or `best_of`.
-        call: the prompt with its checked options, its key, grammar and processors; of the parameters one, for
-            its type: `Engine.update` frees the others.
-        request_options: as checked.
-        adapter: the LoRA adapter that it names; None: none.
-        factors: of the engine's vectors; (): none.
-        deadline: when it ends with what it has, by time.monotonic().
+        call, request_options: what is asked for, after all checks.
+        adapter, factors: the LoRA adapter that it names, and those of the engine's vectors.
+        deadline: by time.monotonic().
         prompt_logprobs: with `prompt_logprobs` of `submit`: the model's log-probability of each token of the
             prompt, or of those from `prompt_logprobs_from` on; not of the first token.
         error: why the request failed; None otherwise.
@@ -47,13 +45,8 @@ class Request:
         numbers: Sequence[int] | None = None,
         first: Answer | None = None,
     ):
-        """Makes its answers, ready for the engine.
-
-        Args:
-            engine: that answers it, or one of several.
-            call, request_options, adapter, factors: as attributes.
-            numbers: of the answers that this engine computes; None: all.
-            first: another engine's answer with its first token, with which this engine goes on.
+        """numbers: of the answers that this engine computes; None: all. first: another engine's answer, which
+        has its first token.
         """
         self.engine = engine
         self.call = call
@@ -66,7 +59,6 @@ class Request:
         self.deadline = float("inf") if deadline is None else self.submitted + deadline
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: BaseException | None = None
-        self.cancelled = False
         self.times: dict[str, float] = {}  # "prefill": begin, "first": first token, "ended": end
         self.listeners: list[Callable[[], None]] = []  # called when it has new tokens, or has ended
         numbers = range(call.answers) if numbers is None else numbers
@@ -79,22 +71,22 @@ class Request:
         """The row of an answer. prefills: this engine prefills the prompt."""
         asked = self.request_options
         max_new_tokens = self.call.options.max_new_tokens
-        switch = self.engine.model.config.rope.switches_at
-        # Long factors of longrope have pages of their own. No text encodes to b"\xff".
-        side = b"" if switch is None or longest_row(self.ids, max_new_tokens) <= switch else b"\xff"
         scores = asked.prompt_logprobs is not None and number == 0 and prefills
-        return Row(
+        row = Row(
             self.ids,
             max_new_tokens,
             priority=asked.priority,
             answer_group=number // self.engine.rows,
-            salt=side + asked.salt.encode("utf-8", "surrogatepass"),
+            salt=asked.salt.encode("utf-8", "surrogatepass"),
             adapter=self.adapter,
             factors=self.factors,
             client=asked.client,
             logprobs_from=asked.prompt_logprobs_from if scores else None,
             share_answers=asked.share_answers,
         )
+        # Long factors of longrope have pages of their own. No text encodes to b"\xff".
+        is_long = row.longest > (self.engine.model.config.rope.switches_at or row.longest)
+        return dataclasses.replace(row, salt=b"\xff" + row.salt) if is_long else row
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.single_answer)
@@ -129,18 +121,12 @@ class Request:
         )
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
-    def copy_for(self, engine: Any, number: int, first: Answer | None) -> "Request":
-        """The request for another engine, of one of its answers. first: as of `Request`."""
-        asked = self.request_options, self.adapter, self.factors
-        return Request(engine, self.call, *asked, [number], first)
-
     def move_to(self, engine: Any) -> None:
         """The request was given to one of several engines, and not begun."""
         self.engine = engine
 
     def cancel(self) -> None:
         """Ends it at the engine's next step, with the finish_reason "cancelled"."""
-        self.cancelled = True
         self.engine.cancel(self)
 
     @property
@@ -187,9 +173,8 @@ class Request:
             answer.end("error")
         self.times.setdefault("ended", time.monotonic())  # last, as waiting threads then read the others
 
-    def updates(self, quiet: float | None = None) -> AsyncIterator[bool]:
-        """`request_updates` of this request."""
-        return request_updates([self], quiet)
+    def updates(self) -> AsyncIterator[bool]:
+        return request_updates([self])
 
     def notify(self) -> None:
         for listener in list(self.listeners):

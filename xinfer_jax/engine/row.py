@@ -130,8 +130,8 @@ class Row:
 
     @property
     def longest(self) -> int:
-        """`longest_row` of it."""
-        return longest_row(self.ids, self.max_new_tokens)
+        """Tokens that it may come to have in pages: a single new token comes from the prompt's own logits."""
+        return len(self.ids) + (self.max_new_tokens if self.max_new_tokens > 1 else 0)
 
     @property
     def pages_to_continue(self) -> int:
@@ -145,11 +145,6 @@ class Row:
         if self.overtaken >= clients.STARVATION_LIMIT:
             return False, 0, 0, self.arrival
         return True, -self.priority, self.answer_group, self.arrival
-
-
-def longest_row(ids: Sequence[int], max_new_tokens: int) -> int:
-    """Tokens that a row may come to have in pages: a single new token comes from the prompt's own logits."""
-    return len(ids) + (max_new_tokens if max_new_tokens > 1 else 0)
 
 
 class Swap(NamedTuple):

@@ -15,7 +15,7 @@ from ..generation.options import GenerateOptions, GenerateOutput, options_or_def
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
 from ..grammar.grammars import with_tokenizer
 from ..ops.operation import without_mesh_context
-from ..sampling.random_keys import prompt_keys
+from ..sampling.random_keys import answer_keys, check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
 from ..weights.params import Params
@@ -28,7 +28,7 @@ from .held_vectors import HeldVectors
 from .pausing import Pausing
 from .request_options import DEFAULT_REQUEST, RequestOptions
 from .requests import Request
-from .row import longest_row
+from .row import Row
 from .statistics import EngineStats, collect_stats
 from .weight_updates import update_engines
 
@@ -47,17 +47,8 @@ def make_requests(
     keys: Sequence[Any],
     request_options: RequestOptions = DEFAULT_REQUEST,
 ) -> Iterator[Request]:
-    """A request to an engine for each prompt and its key; all share the checked options and their arrays.
-
-    Args:
-        engine: an `Engine`, or what stands for several.
-        prompts: token ids, texts, or messages.
-        options: as of `submit`.
-        keys: one PRNG key for each prompt, which is its row's; None: none, for greedy answers.
-        request_options: of all.
-
-    Raises:
-        InputError: a request that can never be answered.
+    """A request to an engine for each prompt; all share the checked options and their arrays. keys: of each,
+    [1], into which no number is folded any more; or None, for greedy answers. Raises InputError.
     """
     model = engine.model
     request_options = request_options.checked(engine.routes)
@@ -107,7 +98,7 @@ def _checked_options(engine: Any, options: GenerateOptions) -> GenerateOptions:
 
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     options = call.options
-    total = longest_row(call.prompts[0], options.max_new_tokens)
+    total = Row(call.prompts[0], options.max_new_tokens).longest
     for name, count, limit in (
         ("logprobs", options.logprobs, MAX_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MAX_EOS_IDS),
@@ -140,6 +131,19 @@ def _per_prompt(name: str, given: Any, prompts: int) -> list[Any]:
     if len(each) != prompts:
         raise InputError(f"{len(each)} {name} for {prompts} prompts: give one, or one per prompt")
     return each
+
+
+def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
+    """The key of each prompt, uint32 [1, 2], or None. keys: as of `submit_many`."""
+    if keys is None or isinstance(keys, list | tuple):
+        return [key if key is None else _keys_of(key, 1)[0] for key in _per_prompt("keys", keys, prompts)]
+    return list(_keys_of(keys, prompts))
+
+
+def _keys_of(key: Any, prompts: int) -> np.ndarray:
+    """uint32 [prompts, 1, 2]: the keys that `generate` has for prompts. No program is compiled for them."""
+    numbers = np.arange(prompts), np.zeros(prompts, np.int32)
+    return answer_keys(check_key(key, prompts), *numbers)[:, None]
 
 
 class EngineBase(Pausing, AsyncSampling, AdapterCalls):
@@ -176,31 +180,46 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
     def submit_many(
         self,
         prompts: Sequence[Prompt | Sequence[int]],
-        options: GenerateOptions | None = None,
+        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
         request_options: RequestOptions | None = None,
         *,
-        keys: Sequence[jax.Array] | None = None,
+        keys: Any = None,
         **fields: Any,
     ) -> list[Request]:
         """Queues a request for each prompt, from any thread.
 
         Args:
             prompts: token ids, texts, or messages.
-            options: None: `GenerateOptions()`. Options of a whole engine (capacity, impl, cache_dtype, draft)
-                are rejected.
+            options: for all, or one per prompt; None: `GenerateOptions()`. Options of a whole engine
+                (capacity, impl, cache_dtype, draft) are rejected.
             request_options: how the engine serves them; None: `RequestOptions()`.
-            keys: of each prompt, as in `generate`.
-            fields: of `RequestOptions`, in place of those of `request_options`: `priority=3`.
+            keys: a list with the key of each prompt, as for `submit`; or the key of `generate`.
+            fields: of `RequestOptions`, in place of those of `request_options`: `priority=3`. The adapter may
+                be a list with one per prompt.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
         """
         self.check_open()
-        if keys is not None and len(keys) != len(prompts):
-            raise InputError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
+        if not is_sequence(prompts):
+            what = "a list of ids, texts or conversations"
+            raise InputError(f"prompts must be {what}, got {format_value(prompts)}")
         asked = dataclasses.replace(request_options or DEFAULT_REQUEST, **fields)
-        given = [None] * len(prompts) if keys is None else [prompt_keys(key, 1)[0] for key in keys]
-        requests = list(make_requests(self, prompts, options, given, asked))
+        prompt_keys = _prompt_keys(keys, len(prompts))
+        each = _per_prompt("options", options, len(prompts))
+        adapters = _per_prompt("adapters", asked.adapter, len(prompts))
+        requests = list[Request]()
+        try:
+            for _, alike in groupby(range(len(prompts)), lambda i: (id(each[i]), adapters[i])):
+                (first, *others) = alike
+                part = slice(first, first + 1 + len(others))
+                own = dataclasses.replace(asked, adapter=adapters[first])
+                for request in make_requests(self, prompts[part], each[first], prompt_keys[part], own):
+                    requests.append(request)
+        except InputError as error:
+            if len(prompts) > 1:
+                error.args = (format_message(f"prompt {len(requests)}: {error}"),)
+            raise
         self.enqueue(requests)
         return requests
 
@@ -209,37 +228,15 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         self,
         prompts: Sequence[Prompt | Sequence[int]],
         options: GenerateOptions | Sequence[GenerateOptions] | None = None,
+        request_options: RequestOptions | None = None,
         *,
         key: jax.Array | None = None,
-        escape_control_tokens: bool = True,
-        adapter: str | None | Sequence[str | None] = None,
+        **fields: Any,
     ) -> list[GenerateOutput]:
-        """Answers of many prompts in their order, equal to those of `xj.generate` with the same key. options:
-        for all, or one per prompt; escape_control_tokens: as in `encode_prompt`; adapter: as of `submit`, for
-        all, or one per prompt.
+        """Answers of many prompts in their order, equal to those of `xj.generate` with the same key. Other
+        arguments are as of `submit_many`.
         """
-        if not is_sequence(prompts):
-            raise InputError(
-                f"prompts must be a list of ids, texts or conversations, got {format_value(prompts)}"
-            )
-        self.check_open()
-        each = _per_prompt("options", options, len(prompts))
-        adapters = _per_prompt("adapters", adapter, len(prompts))
-        keys = [None] * len(prompts) if key is None else prompt_keys(key, len(prompts))
-        requests = list[Request]()
-        try:
-            for _, alike in groupby(range(len(prompts)), lambda i: (id(each[i]), adapters[i])):
-                (first, *others) = alike
-                end = first + 1 + len(others)
-                asked = RequestOptions(
-                    live=False, escape_control_tokens=escape_control_tokens, adapter=adapters[first]
-                )
-                made = make_requests(self, prompts[first:end], each[first], keys[first:end], asked)
-                for request in made:
-                    requests.append(request)
-        except InputError as error:
-            raise InputError(f"prompt {len(requests)}: {error}") from error
-        self.enqueue(requests)
+        requests = self.submit_many(prompts, options, request_options, keys=key, **dict(live=False) | fields)
         try:
             return [request.result() for request in requests]
         finally:

@@ -80,36 +80,25 @@ def prompt_of_row(call: ValidatedCall) -> np.ndarray:
 
 
 class StateSizes(NamedTuple):
-    """The arrays of rows, for which programs are compiled.
+    """Sizes of the arrays of rows, for which programs are compiled."""
 
-    Attributes:
-        history_size: tokens of a row whose order is kept; None: no setting needs the order.
-        output_size: tokens of a row in `tokens_BT`.
-        num_masks: as in `init_context`.
-        end_ids: ids that end a row, at most.
-        alternatives: recorded of each token; None: nothing is recorded.
-        logits: they are recorded too.
-        uniform: rows have all settings and an automaton, whatever they use.
-    """
-
-    history_size: int | None
-    output_size: int
-    num_masks: int
-    end_ids: int
-    alternatives: int | None = None
-    logits: bool = False
-    uniform: bool = False
+    history: int | None  # tokens of a row whose order is kept; None: no setting needs the order
+    output: int  # tokens of a row in `tokens_BT`
+    masks: int = 1  # `num_masks` of `init_context`
+    end_ids: int = _EOS_MULTIPLE  # that end a row, at most
+    alternatives: int | None = None  # recorded of each token; None: nothing is recorded
+    logits: bool = False  # they are recorded too
+    uniform: bool = False  # rows have all settings and an automaton, whatever they use
 
 
 def _sizes(call: ValidatedCall) -> StateSizes:
-    """Those of a call that compiles programs for its own settings."""
     options = call.options
     ordered = has_all_settings(call.sampling_B) or options.draft is not None or call.callers is not None
-    history_size = call.history_size if ordered else None
+    history = call.history_size if ordered else None
     end_ids = -(-max(1, len(call.end_ids)) // _EOS_MULTIPLE) * _EOS_MULTIPLE
     alternatives = options.logprobs if options.logprobs or options.logits else None
-    size = bucket(options.max_new_tokens)
-    return StateSizes(history_size, size, call.num_masks, end_ids, alternatives, options.logits)
+    output = bucket(options.max_new_tokens)
+    return StateSizes(history, output, call.num_masks, end_ids, alternatives, options.logits)
 
 
 def initial_state(
@@ -126,8 +115,8 @@ def initial_state(
     Args:
         prompt_R: from `prompt_of_row`.
         dfas: the `Dfa`s of the rows' grammars; None for rows without one.
-        first_answer: index of the first row's answer among those of its prompt.
-        sizes: None: those of this call.
+        first_answer: number of the first row's answer to its prompt.
+        sizes: None: those that the call needs.
         run: runs the program of callers' functions.
     """
     options = call.options
@@ -141,7 +130,8 @@ def initial_state(
     eos_RE = np.full((R, sizes.end_ids), -1, np.int32)
     eos_RE[:, : len(call.end_ids)] = call.end_ids
     limit_R = np.where(np.arange(R) < real, options.max_new_tokens, 0).astype(np.int32)
-    settings = RowSettings(answer_keys(call.key, prompt_R, answer_R), sampling_R, eos_RE, limit_R)
+    key_R = jax.random.wrap_key_data(answer_keys(call.key, prompt_R, answer_R), impl="threefry2x32")
+    settings = RowSettings(key_R, sampling_R, eos_RE, limit_R)
     automata = None
     if sizes.uniform or any(dfas):
         from ..grammar.automaton import Dfa  # optional: grammars
@@ -150,11 +140,11 @@ def initial_state(
         padded = [*dfas, *[None] * (R - len(dfas))]
         automata = Dfa.automata_of_rows(padded, V, own_RE, equal_sizes=True)
     prompts = [call.prompts[i] for i in prompt_R[:real]]
-    state = state_of_rows(prompts, V, settings, *sizes[:3], automata)
+    state = state_of_rows(prompts, V, settings, sizes, automata)
     if sizes.alternatives is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
-        recorded = empty_alternatives(R, sizes.output_size, sizes.alternatives, V, sizes.logits)
+        recorded = empty_alternatives(R, sizes.output, sizes.alternatives, V, sizes.logits)
         state = dataclasses.replace(state, alternatives=recorded)
     if call.callers is None:
         return state
@@ -167,19 +157,11 @@ def state_of_rows(
     prompts: Sequence[Sequence[int]],
     vocab_size: int,
     settings: RowSettings,
-    history_size: int | None,
-    output_size: int,
-    num_masks: int = 1,
+    sizes: StateSizes,
     automata: Any = None,
 ) -> DecodeState:
-    """Rows before their first token, in new arrays.
-
-    Args:
-        prompts: of the first rows; the others are padding.
-        settings: of all rows.
-        history_size: tokens of a row whose order is kept; None: no setting needs the order.
-        output_size: tokens of a row in `tokens_BT`.
-        num_masks, automata: as in `init_context`.
+    """Rows before their first token, in new arrays. prompts: of the first rows; the others are padding;
+    settings: of all rows; automata: as in `init_context`.
     """
     R = len(settings.limit_B)
     seen_RV = np.zeros((R, vocab_size), bool)
@@ -187,10 +169,10 @@ def state_of_rows(
     for row, prompt in enumerate(prompts):
         seen_RV[row, prompt] = True
         length_R[row] = len(prompt)
-    history_RS = None if history_size is None else token_matrix(prompts, R, history_size)
+    history_RS = None if sizes.history is None else token_matrix(prompts, R, sizes.history)
     tokens = seen_RV, history_RS
-    context = init_context(settings.sampling_B, length_R, settings.eos_BE, *tokens, num_masks, automata)
-    return new_state(settings.key_B, settings.sampling_B, settings.limit_B, context, output_size)
+    context = init_context(settings.sampling_B, length_R, settings.eos_BE, *tokens, sizes.masks, automata)
+    return new_state(settings.key_B, settings.sampling_B, settings.limit_B, context, sizes.output)
 
 
 def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:

@@ -70,37 +70,23 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
 FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
 
 
-def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> jax.Array:
-    """Returns `row_keys` of the rows of answers. The host computes them, so nothing is compiled.
+def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> np.ndarray:
+    """Returns the key data, uint32 [R, 2], of rows that answer prompts. No program is compiled for it.
 
     Args:
-        key: from `check_key`: one, or one per prompt.
-        prompt_R: int32, which prompt each row continues.
-        answer_R: int32, index of the answer among its prompt's answers. The key of answer 0 is its prompt's;
-            that of answer j has j folded in.
+        key: from `check_key`: one, into which the prompt's number is folded, or one per prompt.
+        prompt_R: int32, which prompt each row answers.
+        answer_R: int32, number of the answer to that prompt. It is folded in, except for 0.
     """
     data = np.asarray(jax.random.key_data(key))
     data_R2 = data[prompt_R] if data.ndim > 1 else _fold_in(data[None], prompt_R)
-    data_R2 = np.where(answer_R[:, None] == 0, data_R2, _fold_in(data_R2, answer_R))
-    return jax.random.wrap_key_data(data_R2, impl="threefry2x32")
-
-
-def prompt_keys(key: jax.Array, prompts: int) -> list[jax.Array]:
-    """Returns `row_keys` of prompts as arrays [1]. The host computes them, so nothing is compiled.
-
-    Raises:
-        InputError: as `check_key`.
-    """
-    none_R = np.zeros(prompts, np.int32)
-    keys_R = answer_keys(check_key(key, prompts), np.arange(prompts, dtype=np.int32), none_R)
-    data_R2 = np.asarray(jax.random.key_data(keys_R))
-    return [jax.random.wrap_key_data(data_2[None], impl="threefry2x32") for data_2 in data_R2]
+    return np.where(answer_R[:, None] == 0, data_R2, _fold_in(data_R2, answer_R))
 
 
 def _fold_in(data_R2: np.ndarray, number_R: np.ndarray) -> np.ndarray:
-    """`jax.random.fold_in` of key data, uint32 [R, 2] or [1, 2]."""
-    number_R = number_R.astype(np.uint32)
-    return np.stack(_threefry(data_R2.T, np.zeros_like(number_R), number_R), -1)
+    """`jax.random.fold_in` on the host. data_R2: uint32 [R, 2] or [1, 2]."""
+    words = _threefry(data_R2.T, np.zeros(len(number_R), np.uint32), number_R.astype(np.uint32))
+    return np.stack(words, -1)
 
 
 def gumbel_noise(row_key: jax.Array, position: Any, purpose: Any, index_A: jax.Array) -> jax.Array:
