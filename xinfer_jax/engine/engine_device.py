@@ -106,9 +106,9 @@ class Device:
         self, call: ValidatedCall, answer: int = 0, masks_1QW: Any = None, tables: Any = None,
         recorded: int = 0, callers: Sequence[np.ndarray] = (),
     ) -> DecodeState:  # fmt: skip
-        """A row before its first token. call: of one prompt; answer: its number; masks_1QW: uint32, tokens that
-        its grammar allows; tables: the arrays of its grammar's `Dfa`; recorded: `Request.recorded`;
-        callers: the leaves of its processors.
+        """A row before its first token. call, answer: of one prompt, and the number of its answer; masks_1QW:
+        uint32, the tokens that its grammar allows; tables: the arrays of its grammar's `Dfa`; recorded:
+        `Request.recorded`; callers: the leaves of its processors.
         """
         held = self._shape.processors
         call = dataclasses.replace(call, callers=held and held.of_row(callers))
