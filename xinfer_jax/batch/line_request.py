@@ -69,7 +69,7 @@ class LineDefaults:
 
     def check(self, engine: AnyEngine) -> None:
         """Raises InputError for options with which the engine could serve no line."""
-        list(make_requests(engine, [[0]], self.options, [key_from_seed(0)]))
+        list(make_requests(engine, [[0]], self.options, [key_from_seed(0)], RequestOptions()))
 
 
 class LineRequest:

@@ -28,6 +28,7 @@ from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
 from ..model.decoder import Inputs
 from ..model.extras import NO_EXTRAS
+from ..sampling.caller_processors import start_rows
 from ..sampling.context import ALL_BITS
 from ..sharding import REPLICATED, concrete_mesh_of
 from ..weights.params import Params
@@ -110,10 +111,10 @@ class Device:
         uint32, the tokens that its grammar allows; tables: the arrays of its grammar's `Dfa`; recorded:
         `Request.recorded`; callers: the leaves of its processors.
         """
-        held = self._shape.processors
-        call = dataclasses.replace(call, callers=held and held.of_row(callers))
         row = self._initial_row(call, answer, tables and Dfa(*tables), recorded)
-        return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        row = self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        held = self._shape.processors
+        return start_rows(held.of_row(callers), np.zeros(1, np.int32), row, self._run) if held else row
 
     def draft_tokens(self) -> np.ndarray:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
@@ -384,11 +385,10 @@ class Device:
     def _initial_row(
         self, call: ValidatedCall, answer: int = 0, dfa: Dfa | None = None, recorded: int = 0
     ) -> DecodeState:
-        """`new_row` before masks are set, in host memory."""
-        sizes = self._state_sizes
-        row = initial_state(
-            call, np.zeros(1, np.int32), [dfa], first_answer=answer, sizes=sizes, run=self._run
-        )
+        """`new_row` without masks and processors, in host memory."""
+        call = dataclasses.replace(call, callers=None)
+        at = np.zeros(1, np.int32)
+        row = initial_state(call, at, [dfa], first_answer=answer, sizes=self._state_sizes)
         if row.alternatives is None:
             return row
         alternatives = dataclasses.replace(row.alternatives, wanted_B=np.full(1, recorded > 0))

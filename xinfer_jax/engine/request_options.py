@@ -80,6 +80,3 @@ class RequestOptions:
         if self.received is None:
             values["received"] = time.monotonic()
         return dataclasses.replace(self, **values)
-
-
-DEFAULT_REQUEST: RequestOptions = RequestOptions()

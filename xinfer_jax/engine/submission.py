@@ -26,7 +26,7 @@ from .held_adapters import AdapterCalls
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
 from .pausing import Pausing
-from .request_options import DEFAULT_REQUEST, RequestOptions
+from .request_options import RequestOptions
 from .requests import Request
 from .row import Row
 from .statistics import EngineStats, collect_stats
@@ -45,7 +45,7 @@ def make_requests(
     prompts: Sequence[Any],
     options: GenerateOptions | None,
     keys: Sequence[Any],
-    request_options: RequestOptions = DEFAULT_REQUEST,
+    request_options: RequestOptions,
 ) -> Iterator[Request]:
     """A request to an engine for each prompt; all share the checked options and their arrays. keys: of each,
     [1], into which no number is folded any more; or None, for greedy answers. Raises InputError.
@@ -71,7 +71,7 @@ def make_requests(
             kept = dataclasses.replace(first.options, stop_strings=tuple(given.stop_strings))
             params = dict(final_norm=model.params["final_norm"])
             first = dataclasses.replace(first, params=params, options=kept, callers=callers)
-        key = first.key if key is None else key
+        key = first.key if key is None else check_key(key, 1)
         call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
         _check_sizes(engine, call)
         yield Request(engine, call, request_options, adapter, factors)
@@ -134,16 +134,14 @@ def _per_prompt(name: str, given: Any, prompts: int) -> list[Any]:
 
 
 def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
-    """The key of each prompt, uint32 [1, 2], or None. keys: as of `submit_many`."""
+    """The key of each prompt, uint32 [1, 2], or None; no program is compiled for it. keys: as of
+    `submit_many`.
+    """
     if keys is None or isinstance(keys, list | tuple):
-        return [key if key is None else _keys_of(key, 1)[0] for key in _per_prompt("keys", keys, prompts)]
-    return list(_keys_of(keys, prompts))
-
-
-def _keys_of(key: Any, prompts: int) -> np.ndarray:
-    """uint32 [prompts, 1, 2]: the keys that `generate` has for prompts. No program is compiled for them."""
+        each = _per_prompt("keys", keys, prompts)
+        return [key if key is None else _prompt_keys(key, 1)[0] for key in each]
     numbers = np.arange(prompts), np.zeros(prompts, np.int32)
-    return answer_keys(check_key(key, prompts), *numbers)[:, None]
+    return list(answer_keys(check_key(keys, prompts), *numbers)[:, None])
 
 
 class EngineBase(Pausing, AsyncSampling, AdapterCalls):
@@ -172,8 +170,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         """`submit_many` of one prompt, with the same arguments. Its tokens are those of
         `generate([ids], options, key=key)`.
         """
-        keys = None if key is None else [key]
-        (request,) = self.submit_many([prompt], options, request_options, keys=keys, **fields)
+        (request,) = self.submit_many([prompt], options, request_options, keys=[key], **fields)
         return request
 
     @without_mesh_context
@@ -204,7 +201,7 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
         if not is_sequence(prompts):
             what = "a list of ids, texts or conversations"
             raise InputError(f"prompts must be {what}, got {format_value(prompts)}")
-        asked = dataclasses.replace(request_options or DEFAULT_REQUEST, **fields)
+        asked = dataclasses.replace(request_options or RequestOptions(), **fields)
         prompt_keys = _prompt_keys(keys, len(prompts))
         each = _per_prompt("options", options, len(prompts))
         adapters = _per_prompt("adapters", asked.adapter, len(prompts))

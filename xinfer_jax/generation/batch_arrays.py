@@ -15,7 +15,7 @@ from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.random_keys import answer_keys
 from ..weights.params import Params, cache_dtype, tree_bytes
-from .executor import Run, bucket, run_program
+from .executor import bucket, run_program
 from .state import DecodeState, RowSettings, new_state
 from .validation import ValidatedCall
 
@@ -108,7 +108,6 @@ def initial_state(
     *,
     first_answer: int = 0,
     sizes: StateSizes | None = None,
-    run: Run = run_program,
 ) -> DecodeState:
     """The rows of a call before their first token, in new arrays. Padding rows have ended.
 
@@ -117,7 +116,6 @@ def initial_state(
         dfas: the `Dfa`s of the rows' grammars; None for rows without one.
         first_answer: number of the first row's answer to its prompt.
         sizes: None: those that the call needs.
-        run: runs the program of callers' functions.
     """
     options = call.options
     V = call.config.vocab_size
@@ -150,7 +148,7 @@ def initial_state(
         return state
     from ..sampling.caller_processors import start_rows  # optional: functions of callers
 
-    return start_rows(call.callers, prompt_R, state, run)
+    return start_rows(call.callers, prompt_R, state, run_program)
 
 
 def state_of_rows(
