@@ -93,8 +93,8 @@ def init_cache(
             rows over "data" if it has that axis.
 
     Raises:
-        InputError: batch or capacity below 1; a model without caches; too little memory; or, with rope type `dynamic` or
-            `longrope`, a capacity above the original maximum.
+        InputError: batch or capacity below 1; a model without caches; too little memory; or, with rope type
+            `dynamic` or `longrope`, a capacity above the original maximum.
     """
     check_causal(config, "a KV cache")
     if batch < 1 or capacity < 1:
