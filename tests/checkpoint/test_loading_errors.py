@@ -14,7 +14,7 @@ import tiny
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 

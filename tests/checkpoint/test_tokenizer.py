@@ -13,7 +13,7 @@ import xinfer_jax as xj
 from xinfer_jax.tokenization.detokenizer import IncrementalDetokenizer
 from xinfer_jax.tokenization.tokenizer import CHATML
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好"}]
 

@@ -13,7 +13,7 @@ import xinfer_jax as xj
 from xinfer_jax.text import encode_prompt
 from xinfer_jax.tokenization import tokenizer_limits
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 SMALL = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

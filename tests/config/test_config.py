@@ -11,7 +11,7 @@ from xinfer_jax.config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, 
 from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
 from xinfer_jax.families.reading import from_hf
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,

@@ -62,6 +62,7 @@ def test_separate_and_fused_matrices_load_alike(tmp_path, name, fused):
     assert_equal(opened.read().params, build(name)[1])
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "name, rows, fault",
     [
@@ -263,6 +264,7 @@ def test_an_expert_that_was_not_chosen_may_overflow():
     )
 
 
+@pytest.mark.unit
 def test_every_sparse_layer_has_a_router():
     config = xj.from_hf(cases.CASES["moe-defaults"].hf | dict(mlp_only_layers=[1]))
     assert ["router" in layer for layer in file_specs(config)["layers"]] == [True, False, True]
