@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`-m unit` imports the files with such tests only, as importing all files takes longer than the tests."""
+    """`-m unit` imports only the files with such tests: importing all files takes longer than the tests."""
     if config.option.markexpr == "unit" and collection_path.suffix == ".py":
         return "pytest.mark.unit" not in collection_path.read_text() or None
 

@@ -3,7 +3,6 @@ operation and in all that is built on them.
 """
 
 import functools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import tiny
 from jax.sharding import PartitionSpec
 from quick import full_except
 from safetensors.numpy import load_file
-from soak import engine_requests
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -172,17 +170,6 @@ def test_calls_and_prefix_files(model, tmp_path):
 
 
 @pytest.mark.full
-def test_beams(model):
-    def sequences():
-        beams = xj.beam_search(model.params, model.config, PROMPTS, num_beams=3, max_new_tokens=5)
-        return beams.sequences
-
-    on_cpu = sequences()
-    with ON_TPU():
-        assert sequences() == on_cpu
-
-
-@pytest.mark.full
 def test_a_request_gets_the_same_bits_alone_and_beside_others(model):
     with (
         ON_TPU(),
@@ -205,16 +192,3 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(model):
         assert_same(*first_two)
     for one, other in zip(alone, together, strict=True):
         assert one.tokens == other.tokens and one.logprobs == other.logprobs
-
-
-@pytest.mark.full
-def test_many_requests_get_the_bits_they_get_alone():
-    """As in `test_engine_bits.py`: rows are preempted, and their pages copied to the host and back."""
-    rng = random.Random(4)
-    shape = dict(rows=4, capacity=512, pages=9, chunk=128)
-    with ON_TPU():
-        small = engine_requests.random_model("gemma3", None)
-        asked = engine_requests.draw(rng, 512, 40, 200, shape)
-        found = engine_requests.check(small, asked, shape, rng, 0, 2, 2e-4)
-    assert (found["differ"], found["differ_from_generate"]) == (0, 0)
-    assert found["preemptions"] > 0

@@ -14,7 +14,6 @@ import xinfer_jax as xj
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.generation import batch_generator
 from xinfer_jax.generation.batch_arrays import initial_state
-from xinfer_jax.generation.functional import prefill_chunk_size
 from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.state import sample_and_append
 from xinfer_jax.generation.strategies import Plain
@@ -65,43 +64,12 @@ def test_any_number_of_rows_and_any_settings_compile_nothing_new(model):
     assert compiled == []
 
 
-def test_prefill_chunks_fit_the_cache(model):
-    chunks = {size: prefill_chunk_size(xj.init_cache(model.config, 2, size)) for size in (64, 4096)}
-    assert chunks == {64: 64, 4096: 512}
-    assert jax.jit(lambda: prefill_chunk_size(xj.init_cache(model.config, 2, 4096)))() == 512
-
-
 def test_the_number_of_beam_prompts_compiles_nothing_new(model):
     search = partial(xj.beam_search, model.params, model.config, num_beams=2, max_new_tokens=4)
     four = search(PROMPTS[:4])
     with compiling.events() as compiled:
         three = search(PROMPTS[:3])
     assert compiled == [] and three.sequences == four.sequences[:3]
-
-
-@pytest.mark.parametrize("rows", [1, 3, 5])
-def test_padding_rows_change_nothing(model, rows):
-    keys = jax.random.split(jax.random.key(1), 5)
-    settings = [WARM, xj.SamplingConfig(), xj.SamplingConfig(1.0, min_p=0.1), WARM, WARM][:rows]
-    out = xj.generate(
-        model.params, model.config, PROMPTS[:rows], options_of(sampling=settings), key=keys[:rows]
-    )
-    assert out.stats.rows == len(out.tokens) == rows
-    for i in range(rows):
-        alone = xj.generate(
-            model.params, model.config, [PROMPTS[i]], options_of(sampling=settings[i]), key=keys[i : i + 1]
-        )
-        assert out.tokens[i] == alone.tokens[0]
-
-
-def test_several_answers_per_prompt_equal_single_ones(model):
-    keys = jax.random.split(jax.random.key(1), 3)
-    several = xj.generate(model.params, model.config, PROMPTS[:3], options_of(n=3), key=keys)
-    assert len(several.tokens) == 9
-    for row in range(9):
-        key = keys[row // 3] if row % 3 == 0 else jax.random.fold_in(keys[row // 3], row % 3)
-        alone = xj.generate(model.params, model.config, [PROMPTS[row // 3]], options_of(), key=key[None])
-        assert several.tokens[row] == alone.tokens[0]
 
 
 FULL = dict(sampling=xj.SamplingConfig(0.9, min_p=0.02), logprobs=2)

@@ -130,20 +130,6 @@ def test_a_layer_equals_plain_jnp(impl, dtype):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), after, wanted)
 
 
-@pytest.mark.parametrize("impl", full_except((), EMULATED, soak=["interpret_tpu"]))  # test_engine_of_a_hybrid
-def test_prompts_of_a_model_are_those_of_xla(impl):
-    params = xj.init_params(HYBRID, jax.random.key(1), "float32")
-    tokens_BT = np.array(prompts(70, 70))
-
-    def logits(impl):
-        cache = xj.init_cache(HYBRID, 2, 128)
-        first_BV, cache = xj.prefill(params, HYBRID, tokens_BT, np.array([70, 9]), cache, impl=impl)
-        return np.stack([first_BV, xj.decode_step(params, HYBRID, np.full(2, 8), cache, impl="xla")[0]])
-
-    got, want = logits(impl), logits("xla")
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("drafting", [{}, dict(draft="lookup", draft_tokens=2)])
 def test_engine_of_a_hybrid(drafting):

@@ -15,7 +15,6 @@ from layer_changes import with_mixer
 import xinfer_jax as xj
 from xinfer_jax.config.layer_spec import LayerSpec
 from xinfer_jax.config.unsupported import check_supported
-from xinfer_jax.families.writing import to_hf
 from xinfer_jax.mixers.gated_delta import GatedDeltaSpec
 from xinfer_jax.mixers.short_conv import ShortConvSpec
 from xinfer_jax.weights.layout import is_divisible
@@ -90,21 +89,6 @@ def test_tokens_and_gradients(model, out):
 
 
 @pytest.mark.full
-def test_streams_and_beams(model, out):
-    params, config, prompts = model
-    streamed = [*xj.stream(params, config, prompts, OPTIONS)]
-    assert [[*row] for row in zip(*streamed, strict=True)] == out.tokens
-    prompts = prompts[:2]
-    beams = xj.beam_search(params, config, prompts, num_beams=3, length_penalty=0.0, max_new_tokens=NEW)
-    rows = [prompt + best for prompt, (best, *_) in zip(prompts, beams.sequences, strict=True)]
-    logprobs_BTV = np.asarray(jax.nn.log_softmax(forward(params, config, rows), -1))
-    for i, (prompt, (score, *_)) in enumerate(zip(prompts, beams.scores, strict=True)):
-        first = len(prompt)
-        exact = sum(logprobs_BTV[i, t - 1, rows[i][t]] for t in range(first, first + NEW))
-        np.testing.assert_allclose(score, exact, atol=1e-3)
-
-
-@pytest.mark.full
 def test_drafts_are_undone(model, out):
     params, config, prompts = model
     rows = [*zip(prompts, out.tokens, strict=True)]
@@ -149,11 +133,6 @@ def test_texts_of_one_row_do_not_see_each_other(model):
 
 
 # --- engines ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_engine_bits(model):
-    family_checks.check_engine_bits(model)
 
 
 @pytest.mark.full
@@ -210,24 +189,6 @@ def test_older_names_of_settings():
     assert xj.from_hf(CASE.hf | dict(block_ffn_dim_multiplier=None)).intermediate_size == 66
     attention = xj.from_hf(CASE.hf | dict(full_attn_idxs=None))
     assert [layer.attention is not None for layer in attention.layers] == [True] * 5
-
-
-@pytest.mark.parametrize("case", [CASE, BIAS], ids=["tied", "bias"])
-def test_saved_models_have_the_published_names(tmp_path, case):
-    config = case.config
-    assert xj.from_hf(to_hf(config)) == config
-    leaves = cases.random_tensors(config, 3)
-    stored = {name: np.ascontiguousarray(x) for name, x in cases.fuse_tensors(config, leaves).items()}
-    path = tiny.write(tmp_path / "published", case.hf, weights=stored, with_tokenizer=False)
-    loaded = xj.load_model(path, dtype="float32")
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, cases.params_from(config, leaves))
-    xj.save_model(tmp_path / "saved", loaded.params, loaded.config, like=path)
-    saved = xj.load_model(tmp_path / "saved", dtype="float32")
-    assert saved.config == config
-    jax.tree.map(np.testing.assert_array_equal, saved.params, loaded.params)
-    tensors = xj.params_to_tensors(loaded.params, config)
-    assert tensors.keys() == stored.keys()
-    jax.tree.map(np.testing.assert_array_equal, tensors, stored)
 
 
 def test_int8_matrices_and_what_stays_float(tmp_path):

@@ -247,21 +247,6 @@ def test_one_branch_draws_the_same_alone_and_beside_others():
             assert alone(*of_row)[0] == beside_others[0][i]
 
 
-@pytest.mark.full
-def test_frequencies_of_one_branch():
-    """Of the candidates of 5,000 logits, against the distribution."""
-    count = 4000
-    logits = np.tile(random_logits(1, V), (count, 1))
-    row = xj.SamplingConfig(1.3, 6)
-    drawn, _, taken = sampled([row] * count, logits, True)
-    probability = np.asarray(jax.nn.softmax(taken[0], -1), np.float64)
-    assert np.count_nonzero(probability) == 6
-    counted = np.bincount(drawn, minlength=V)
-    assert not counted[probability == 0].any()
-    expected = count * probability[probability > 0]
-    assert np.sum((counted[probability > 0] - expected) ** 2 / expected) < 25
-
-
 @pytest.mark.parametrize("sampling", [dict(temperature=0.8), dict(temperature=0.8, top_k=20, top_p=0.8)])
 def test_many_rows_of_a_device_trace_inside_shard_map(sampling):
     """More rows than a group, whose loops must start as arrays that vary over the mesh."""
