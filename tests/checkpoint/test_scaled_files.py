@@ -139,7 +139,8 @@ def test_fp8_of_every_family(tmp_path, name):
     assert_equal(xj.load_model(path, "float32"), equal_model(tmp_path / "b", hf, equal))
 
 
-@pytest.mark.parametrize("name", full_except(["qwen3-5-moe-no-shared"], W4A16))
+@pytest.mark.full
+@pytest.mark.parametrize("name", W4A16)
 def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
     hf = cases.CASES[name].hf | dict(num_hidden_layers=2)
     if "layer_types" in hf:
@@ -154,6 +155,7 @@ def test_w4a16_of_hybrids_and_mixtures(tmp_path, name):
     np.testing.assert_allclose(logits(model), logits(wanted), atol=1e-4, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [AWQ, GPTQ], ids=["awq", "gptq"])
 @pytest.mark.parametrize("name", ["moe-defaults", "qwen3-next-sparse-step", "phi3-defaults"])
 def test_awq_and_gptq_of_hybrids_mixtures_and_fused_matrices(tmp_path, name, settings):

@@ -60,6 +60,7 @@ def test_tensors_of_published_files_and_back(name):
     assert {name.replace("{}", "0") for _, name, *_ in names} <= tensors.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHERS)
 def test_under_jit_in_other_forms_and_dtypes(name):
     config, tensors, want = published(name)
@@ -208,6 +209,7 @@ def test_a_config_that_its_family_cannot_have_is_not_written():
         to_hf(dataclasses.replace(config, embed_scale=2.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, pattern", [("qwen2-gqa-tied-old", 1), ("gemma3-old", 0)])
 def test_stacked_layers(name, pattern):
     config, _, params = published(name)

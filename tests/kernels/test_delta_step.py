@@ -61,6 +61,7 @@ def test_which_state_is_on_the_chip():
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
 def test_another_row_changes_no_bit(impl):
     new, weights, old, start, count = arrays(*CASES["ragged"])
@@ -85,6 +86,7 @@ def test_any_shape(impl, request):
         assert_equals_reference(impl, args)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("impl", EMULATED)
 def test_a_layer_equals_plain_jnp(impl):
     """Between its products; rows without a token have another result, which nothing reads."""

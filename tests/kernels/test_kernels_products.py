@@ -174,6 +174,7 @@ def test_inputs_in_another_order():
     assert np.linalg.norm(got - want) <= 0.01 * np.linalg.norm(want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["mosaic", "triton"])
 def test_a_decode_step_has_four_products_in_a_layer(gpu, monkeypatch):
     monkeypatch.setattr(

@@ -77,11 +77,13 @@ def test_cached_equals_uncached_however_it_is_split(model):
     assert xj.truncate(cache, [0, 23, 77]).length_B.tolist() == [0, 23, 77]
 
 
+@pytest.mark.full
 def test_chunks_shorter_than_the_convolution():
     params, config, prompts = family_checks.small_model(BIAS)
     check_chunks(params, config, [prompts[0], prompts[1][:3]], (1, 3, 4, 5))
 
 
+@pytest.mark.full
 def test_tokens_and_gradients(model, out):
     """Those of the logits without a cache, and with draft tokens."""
     assert family_checks.check_tokens(model) == out.tokens
@@ -191,6 +193,7 @@ def test_older_names_of_settings():
     assert [layer.attention is not None for layer in attention.layers] == [True] * 5
 
 
+@pytest.mark.full
 def test_int8_matrices_and_what_stays_float(tmp_path):
     config = BIAS.config
     stored = cases.fuse_tensors(config, cases.random_tensors(config, 3))
@@ -257,6 +260,7 @@ def test_meshes_divide_groups_of_channels():
     assert three.cached_mixers[0].fits == ((2, 2, 27),)
 
 
+@pytest.mark.full
 def test_side_by_side_with_attention_and_another_state():
     """Its names are those of no other mixer, and a model has states of two kinds."""
     config = cases.CASES["qwen3-5-tied"].config

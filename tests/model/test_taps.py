@@ -54,6 +54,7 @@ def test_reads_are_the_residual_stream(model):
     )
 
 
+@pytest.mark.full
 def test_reads_after_attention(model):
     """The layer's MLP of what is read, in NumPy, gives the layer's output; with edits too."""
     params, config, tokens_BT = model
@@ -109,6 +110,7 @@ def test_gradients_of_a_steering_vector(model, key, remat):
     np.testing.assert_allclose(jax.vmap(loss)(many), [loss(v) for v in many], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_taps_with_a_cache_and_packing(model):
     """Of one token after the others: what the whole text gives."""
     params, config, tokens_BT = model
