@@ -75,7 +75,10 @@ ATTENTION = {
 
 
 # Other cases have windows of groups, rings of int8 with a bias, pages of int8 and sinks, and as many heads.
-AGAIN = ("group-4-window", "int8-ring", "int8-pages-sink-bf16", "nine-heads")
+AGAIN = (
+    "group-4-window", "int8-ring", "int8-pages-sink-bf16", "nine-heads", "two-blocks-of-pages",
+    "ring-width-256-bf16", "prompt-two-tiles-bf16", "bias-ring",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", full_except(["pages-sink"], ATTENTION, soak=AGAIN))
@@ -136,7 +139,9 @@ APPEND = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(["pages-17-tokens"], APPEND, soak=["one-token-int8"]))
+@pytest.mark.parametrize(
+    "name", full_except(["pages-17-tokens"], APPEND, soak=["one-token-int8", "many-rows", "norms-offset"])
+)
 def test_append(name):
     *case, options = APPEND[name]
     args, options = append_case(*case, **options)

@@ -20,8 +20,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full_except((), NAMES, soak=NAMES[1:4]))
 def test_they_are_those_of_transformers(name):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")

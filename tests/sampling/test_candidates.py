@@ -102,8 +102,8 @@ def test_typical_tokens_equal_those_of_sorting(forms):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", full_except([4097, 9973], [4096, 4097, 5000, 9973]))
-@pytest.mark.parametrize("count", full_except([1, 65], [1, 20, 65, 300]))
+@pytest.mark.parametrize("size", [4096, 4097, 9973])
+@pytest.mark.parametrize("count", [1, 65, 300])
 def test_largest_of_groups_equal_top_k(size, count):
     """Also in their order: the lowest index of equal ones first."""
     logits = jnp.asarray(random_logits(5, size))
