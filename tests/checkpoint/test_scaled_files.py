@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import parity_cases as cases
 import pytest
+import run_script
 import tiny
 from quantized_checkpoints import AWQ, GPTQ, pack_matrix
 from quick import full_except
@@ -299,6 +300,17 @@ def test_others_are_not_saved_in_their_format(tmp_path, name, hf):
     model = xj.load_model(path, "float32")
     with pytest.raises(xj.InputError, match="cannot be written in the format compressed-tensors"):
         xj.save_model(tmp_path / "b", model.params, model.config)
+
+
+@pytest.mark.full
+def test_quantize_writes_compressed_tensors(tmp_path):
+    done = run_script.run(
+        "quantize", f"--output={tmp_path}/w4", "--method=rtn", "--format=compressed-tensors"
+    )
+    assert done.returncode == 0, done.stderr
+    model = xj.load_model(tmp_path / "w4", "float32")
+    assert model.load_stats.dtype == "compressed-tensors"
+    assert isinstance(model.params["layers"][0]["q"]["weight"], GroupedWeight)
 
 
 WEIGHTS = dict(num_bits=4, type="int", strategy="group", group_size=32)

@@ -113,6 +113,11 @@ def test_the_number_of_keys_must_be_that_of_prompts(engine, keys):
         )
 
 
+def test_a_key_of_another_type_is_rejected(engine):
+    with pytest.raises(xj.InputError, match="key"):
+        engine.submit([1], xj.GenerateOptions(2), key=[1])
+
+
 def test_keys_of_prompts_compile_nothing(engine):
     keys = jax.random.split(jax.random.key(0), 7)
     with events() as seen:
@@ -159,6 +164,11 @@ def test_best_of_cancelled_answers(engine):
     assert request.result().finish_reason == ["cancelled"]
 
 
+def test_a_string_is_not_a_list_of_prompts(engine):
+    with pytest.raises(xj.InputError, match="list"):
+        engine.generate("hello", xj.GenerateOptions(1))
+
+
 def test_ttft_ends_when_the_host_has_the_token(engine, monkeypatch):
     """Not when the program was dispatched."""
     seen = []
@@ -173,6 +183,12 @@ def test_an_unknown_impl_is_rejected_before_tracing(model):
     with events() as seen, pytest.raises(xj.InputError, match="impl"):
         xj.Engine(model, rows=1, capacity=64, chunk=64, pages=3, impl="bogus")
     assert not seen
+
+
+def test_update_of_a_closed_engine_is_rejected(engine, model):
+    engine.close()
+    with pytest.raises(xj.InputError, match="closed"):
+        engine.update(model.params)
 
 
 def test_requests_of_one_token_do_not_delay_others(engine):

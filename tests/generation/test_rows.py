@@ -14,6 +14,7 @@ import xinfer_jax as xj
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.generation import batch_generator
 from xinfer_jax.generation.batch_arrays import initial_state
+from xinfer_jax.generation.functional import prefill_chunk_size
 from xinfer_jax.generation.loop import DECODE, PREFILL
 from xinfer_jax.generation.state import sample_and_append
 from xinfer_jax.generation.strategies import Plain
@@ -62,6 +63,12 @@ def test_any_number_of_rows_and_any_settings_compile_nothing_new(model):
         call(4, sampling=xj.SamplingConfig(presence_penalty=1.0, frequency_penalty=0.5, min_new_tokens=3))
         call(3, sampling=xj.SamplingConfig(allowed_token_ids=(5, 6), forbidden_token_ids=(7,)))
     assert compiled == []
+
+
+def test_prefill_chunks_fit_the_cache(model):
+    chunks = {size: prefill_chunk_size(xj.init_cache(model.config, 2, size)) for size in (64, 4096)}
+    assert chunks == {64: 64, 4096: 512}
+    assert jax.jit(lambda: prefill_chunk_size(xj.init_cache(model.config, 2, 4096)))() == 512
 
 
 def test_the_number_of_beam_prompts_compiles_nothing_new(model):
