@@ -139,6 +139,7 @@ def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, ca
     assert capfd.readouterr().err.count("page directory") == 1
 
 
+@pytest.mark.full
 def test_a_slow_file_delays_its_row_only(model, prompts, expected, tmp_path, monkeypatch):
     shape = SHAPE | dict(host_pages=40, page_directory=tmp_path / "pages")
     engine = xj.Engine(model, **shape)

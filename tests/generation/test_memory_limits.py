@@ -64,6 +64,7 @@ def test_a_call_that_needs_too_much_memory_raises(model, small, name):
     assert needed_bytes(lambda: CALLS[name](model)) > 2**34
 
 
+@pytest.mark.full
 def test_bytes_of_a_call(model, small):
     """A draft model has a cache too; so have each answer and each beam."""
     small(0)

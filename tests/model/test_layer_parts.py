@@ -118,6 +118,7 @@ def test_parts_say_what_they_do_not_support(feature, layers, part):
         check_supported(config, feature, "it is", "remedy")
 
 
+@pytest.mark.full
 def test_states_of_several_sizes():
     """Cached equals uncached, and an engine gives the tokens of `generate`."""
     wide = dataclasses.replace(DELTA, num_key_heads=1, value_head_dim=24, conv_kernel_dim=3)
@@ -140,6 +141,7 @@ def test_states_of_several_sizes():
     assert [request.result().tokens[0] for request in requests] == generated
 
 
+@pytest.mark.full
 def test_a_model_of_such_layers_generates_alike_in_all_ways():
     """Attention and a short convolution side by side, a layer without a mixer, one without a feed-forward."""
     conv = ShortConvSpec(3)

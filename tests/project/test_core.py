@@ -93,10 +93,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize(
-    "family",
-    full_except((), ALONE, soak=["llama"]),  # its path is a part of the others'
-)
+@pytest.mark.parametrize("family", full_except((), ALONE, soak=["llama", "gemma3_text"]))
 def test_core_runs_alone(family, tmp_path):
     """Where nothing else can be imported it gives the tokens of the library, and its logits. With nothing
     blocked the calls load the core, the table, and what the table names for this platform.
