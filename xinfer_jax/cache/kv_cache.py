@@ -94,14 +94,16 @@ def init_cache(
             rows over "data" if it has that axis.
 
     Raises:
-        InputError: batch or capacity below 1; too little memory; or, with rope type `dynamic` or
-            `longrope`, a capacity above the original maximum.
+        InputError: batch or capacity below 1; a model without caches; too little memory; or, with rope type
+            `dynamic` or `longrope`, a capacity above the original maximum.
     """
     check_causal(config, "a KV cache")
     if batch < 1 or capacity < 1:
         raise InputError(
             f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}"
         )
+    if not config.cached_mixers:
+        raise InputError("no layer of this model has a cache: call forward without one")
     if config.rope.rope_type == "dynamic" and capacity > config.max_position_embeddings:
         raise InputError(
             f"rope type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} tokens,"
