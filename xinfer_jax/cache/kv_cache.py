@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..checks import array_module, check_fits
+from ..checks import array_module
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, ShortRepr
+from ..memory_plan import MemoryPlan
 from ..modes import in_default_modes
 from .contiguous import Contiguous
 from .stored_kv import Stored, resolve_cache_dtype
@@ -122,11 +123,10 @@ def init_cache(
 
         mesh, fraction, replicated = cache_mesh(mesh)
     dtype = resolve_cache_dtype(dtype)
-    what = f"keys and values of {batch} rows of {capacity} tokens"
-    remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
     xp = array_module(batch)
-    if xp is np:  # else their size is not known
-        check_fits(int(fraction * cache_bytes(config, batch, capacity, dtype)), what, remedy)
+    if xp is np:  # else the size is not known
+        plan = MemoryPlan(dict(cache=cache_bytes(config, batch, capacity, dtype)), fraction)
+        plan.check("ask for less capacity, fewer rows, or a smaller cache dtype")
     layers = empty_layers(config, batch, capacity, dtype, mesh)
     has_limits = any(layer.limits for layer in layers)
     counts = (xp.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
