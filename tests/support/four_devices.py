@@ -276,7 +276,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
     report = run("two", 2)
     assert 0 < report["finished_before"] < 120 and report["generated_tokens"] > 0
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
-    monkeypatch.setattr(xj.engine.layerwise_device.LayerwiseDevice, "decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(xj.engine.engine_device.Device, "decode", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # no line is answered by it
         run("broken", 2)
     assert (tmp_path / "broken").read_bytes() == b""

@@ -6,8 +6,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import jax
-
 from .. import plugin
 from ..cache.kv_cache import KVCache
 from ..checks import is_traced
@@ -52,6 +50,7 @@ class Executor(Protocol):
     that compiles.
     """
 
+    host_steps: bool  # the host calls the programs of each step
     name: str
     about: str
     run_config: RunConfig
@@ -73,14 +72,25 @@ class Executor(Protocol):
         `prefill_width`.
         """
 
-    def hidden(self, model: RunnableModel, tokens: PaddedTokens) -> jax.Array:
-        """Hidden states of whole rows, [B, T, D], without a cache."""
+    def hidden(self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None) -> ModelOutput:
+        """What the model returns for each token of one chunk, hidden states [B, T, D]; without a cache of
+        whole rows.
+        """
 
     def logits(self, model: RunnableModel, outputs: Any) -> Any:
         """What `sample` and `search` take of the outputs of `prefill`."""
 
-    def decode(self, strategy: Any, constants: tuple, carry: tuple, steps: int) -> tuple:
-        """The carry after so many steps of the strategy, or fewer where all rows end."""
+    def decode(
+        self, strategy: Any, constants: tuple, carry: tuple, steps: Any, watched_B: Any = None
+    ) -> tuple:
+        """The carry after so many steps (int32) of the strategy, or fewer where all rows end, or one of those
+        of `watched_B`, bool.
+        """
+
+    def run_steps(self, function: Callable, static: Any, donated: Any, args: Any) -> Any:
+        """`function(executor, static, donated, args)`: one program of a traced executor, for each `static`,
+        which reuses the memory of `donated`.
+        """
 
     def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
         """The results of a strategy that runs from the logits of prompts to its end, in at most `steps`."""
@@ -103,8 +113,8 @@ class Executor(Protocol):
         """
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        """The state with the next token of each active row; and whether any row continues, where the host
-        runs the steps.
+        """The state with the next token of each active row; and which rows continue, if the host runs the
+        steps.
         """
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
@@ -117,6 +127,12 @@ class Executor(Protocol):
 
     def reorder_tail(self, cache: KVCache, index_B: Any, first: Any, count: int) -> KVCache:
         """`kv_cache.reorder_tail`."""
+
+
+def without_model_layers(model: RunnableModel) -> tuple[Params, ModelConfig]:
+    """The model with the parameters before and after the layers only."""
+    params, config, _ = model
+    return {**params, "layers": ((),) * config.num_hidden_layers}, config
 
 
 def decode_compiler_options() -> dict[str, Any] | None:
