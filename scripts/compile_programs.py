@@ -7,14 +7,12 @@ what they do.
     pip install 'jax[tpu]'                                # libtpu
     python scripts/compile_programs.py --target=v6e --model=qwen2.5-7b --rows=8 --program=decode,prefill
 
-Of one decode step, or one call of another program, it prints bytes in device memory, launched kernels,
-copies and gathers of whole weights or caches, loops of unknown trip count, predicates that the host waits
-for, temporaries and collectives: per layer, beside the layers, and for the model. Figures per layer are
-differences of two depths. `kernels` are all Pallas kernels, each alone: registers, spills, memory and
-instructions. Of a TPU it prints bytes of HBM, padding included, and an estimate of the time by kind of
-operation (`tpu/tpu_time.py` says how), too. Prints tables, and one JSON object as the last line. Exit code
-1: a kernel spills, or lacks the instructions for which it was written; 2: the plug-in, ptxas or libtpu is
-missing.
+Of one decode step, or one call of another program, it prints bytes in device memory, launched operations,
+copies and gathers of whole weights or caches, and temporaries: per layer, beside the layers, and for the
+model. Figures per layer are differences of two depths. Bytes of Pallas kernels are those that they have to
+move. `kernels` are all Pallas kernels, each alone: registers, spills, memory and instructions. Prints tables,
+and one JSON object as the last line. Exit code 1: a kernel spills, or lacks the instructions for which it was
+written; 2: the plug-in, ptxas or libtpu is missing.
 """
 
 from launcher import InputError, start
@@ -69,10 +67,7 @@ ADAPTERS = flags.DEFINE_integer(
     "adapters", 0, "LoRA adapters of all matrices in layers; row i has number i modulo these.", 0
 )
 RANK = flags.DEFINE_integer("rank", 16, "Of the adapters.", 1)
-DEVICES = flags.DEFINE_integer(
-    "devices", 1, "TPUs of a mesh that a model in an engine is sharded over; figures are those of one.", 1
-)
-VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes, or take longest.")
+VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes.")
 
 
 def main(argv: list[str]) -> None:
@@ -85,8 +80,8 @@ def main(argv: list[str]) -> None:
         results = [figures(program) for program in PROGRAM.value]
     finally:
         shutil.rmtree(DUMP)
-    kernels = [kernel for result in results for kernel in result.pop("compiled")]
-    given = (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH, ADAPTERS)
+    kernels = [kernel for result in results for kernel in result.pop("compiled", [])]
+    given = (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH, ADAPTERS)
     settings = {flag.name: flag.value for flag in given}
     programs = [result for result in results if result]
     print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
@@ -114,19 +109,15 @@ def figures(program: str) -> dict:
     if program == "kernels":
         print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
         return {"compiled": compile_kernels(TARGET.value, ONLY.value or [""], DUMP)}
-    if ADAPTERS.value and (program == "engine_prefill" or DEVICES.value > 1):
-        raise InputError("--adapters is for programs of all rows, on one device")
-    if DEVICES.value > 1 and TARGET.value not in TPUS:
-        raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
-    if DEVICES.value > 1 and not program.startswith("engine"):
-        raise InputError("--devices needs a program of an engine: engine_prefill or engine_decode")
+    if ADAPTERS.value and program == "engine_prefill":
+        raise InputError("--adapters is for programs of all rows")
     job = full_job()
     print(
-        f"\n{MODEL.value} for {DEVICES.value}x{TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
+        f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
         f" {job.rows} rows of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
     )
     card = (CARDS | TPUS)[TARGET.value]
-    result = report(job, WEIGHTS.value, program, card, DUMP, chosen_depths(), DEVICES.value)
+    result = report(job, WEIGHTS.value, program, card, chosen_depths())
     print_report(result, VERBOSE.value)
     return result
 
