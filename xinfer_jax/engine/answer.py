@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..generation.output_checks import check_generated
-from ..generation.state import GeneratedTokens
+from ..generation.state import SampledTokens
 from ..model.routes import routes_shape
 from ..sampling.logprobs import TokenLogprobs
 from .row import Row
@@ -171,7 +171,7 @@ class Answer:
 
     def _check_end(self, reason: str) -> bool:
         sampled = np.array([self.sampled]), np.array([self.logprobs]), np.array([len(self.sampled)])
-        check_generated(self.request.call, GeneratedTokens(*sampled, np.array([True])))
+        check_generated(self.request.call, SampledTokens(*sampled, np.array([True])))
         self.end(reason)
         return True
 
