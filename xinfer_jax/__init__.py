@@ -50,7 +50,7 @@ _EXPORTS = {
     "engine.async_sampling": ("SampleOutput",),
     "engine.engine": ("Engine",),
     "engine.engines": ("Engines",),
-    "engine.answer": ("Answer",),
+    "engine.answers": ("Answer",),
     "engine.request_options": ("RequestOptions",),
     "engine.requests": ("Request",),
     "engine.statistics": ("EngineStats",),

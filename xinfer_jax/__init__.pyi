@@ -21,7 +21,7 @@ from .checkpoint.saving import save_model as save_model
 from .config.model_config import ModelConfig as ModelConfig
 from .config.rope import RopeConfig as RopeConfig
 from .embedding import embed_texts as embed_texts
-from .engine.answer import Answer as Answer
+from .engine.answers import Answer as Answer
 from .engine.async_sampling import SampleOutput as SampleOutput
 from .engine.engine import Engine as Engine
 from .engine.engines import Engines as Engines

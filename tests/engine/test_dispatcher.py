@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.engine.answer import Answer, Progress
+from xinfer_jax.engine.answers import Answer, Progress
 from xinfer_jax.engine.dispatcher import Dispatcher
 from xinfer_jax.engine.endpoint import PREFILLED
 from xinfer_jax.engine.row import Row

@@ -127,7 +127,7 @@ def test_private_attributes_are_used_where_they_are_defined(name):
 
 def test_rows_and_requests_are_complete_when_they_are_made():
     """Only their own modules and the scheduler assign attributes of rows, answers and requests."""
-    own = ("answer", "requests", "row", "scheduler", "prefix_cache", "clients", "replay")
+    own = ("answers", "requests", "row", "scheduler", "prefix_cache", "clients", "replay")
     assigned = set()
     for name in {*MODULES} - {f"engine.{module}" for module in own}:
         path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")

@@ -7,7 +7,7 @@ what decodes, in which pages) and `pacing` (how much of both is in a step). On t
 `device_programs`, `held_processors` and `held_vectors` (of callers), `host_pages`, `adapter_stack`,
 `engine_device`, `warm_up` (when which programs are compiled); `messages` and
 `controller` let other processes repeat the calls of process 0, and `page_transfer` sends arrays to them. An
-engine: `request_options`, `answer`, `requests`, `statistics`, `page_files`, `page_tiers` (moves pages
+engine: `request_options`, `answers`, `requests`, `statistics`, `page_files`, `page_tiers` (moves pages
 between device, host memory and files), `weight_switch` and `core` (one step), `async_sampling`,
 `weight_updates` and `replay` (new weights, and what came from which), `held_adapters`, `pausing`,
 `submission` (checks), `engine_loop` (the queue, and the thread that takes the steps), `engine`. Several:

@@ -16,7 +16,7 @@ from ..grammar.matcher import Matcher
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import TokenLogprobs, token_logprob_rows
 from ..weights.params_like import is_deleted
-from .answer import Answer
+from .answers import Answer
 from .controller import Leader
 from .engine_device import Device
 from .pacing import Pacing

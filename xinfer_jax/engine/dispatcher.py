@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ..errors import InputError
-from .answer import Answer, Progress
+from .answers import Answer, Progress
 from .endpoint import PREFILLED
 from .pages import PAGE_SIZE
 from .requests import Request

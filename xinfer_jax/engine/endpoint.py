@@ -18,7 +18,7 @@ import jax
 from ..errors import InputError
 from ..generation.state import SampledTokens
 from ..weights.params import Params
-from .answer import Answer
+from .answers import Answer
 from .core import EngineCore
 from .pages import PAGE_SIZE
 from .requests import Request

@@ -20,7 +20,7 @@ from ..ops.operation import without_mesh_context
 from ..sampling.caller_processors import Processor
 from ..sharding import on_auto_mesh
 from ..weights.params import Params
-from .answer import Answer
+from .answers import Answer
 from .async_sampling import SampleOutput
 from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore

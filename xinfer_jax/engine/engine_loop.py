@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
-from .answer import Answer
+from .answers import Answer
 from .pausing import RUNNING
 from .requests import Request
 from .row import HeldAdapter

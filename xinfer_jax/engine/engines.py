@@ -12,7 +12,7 @@ from ..errors import InputError, format_value
 from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
-from .answer import Answer
+from .answers import Answer
 from .async_sampling import SampleOutput
 from .engine import Engine
 from .held_adapters import adapter_sizes

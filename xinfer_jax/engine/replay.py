@@ -20,7 +20,7 @@ from ..generation.state import SampledTokens
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
-from .answer import Answer
+from .answers import Answer
 from .async_sampling import SampleOutput
 from .core import EngineCore
 from .held_adapters import own_adapter, row_values

@@ -16,7 +16,7 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import min_tokens_of_row
 from ..stats import GenerateStats, peak_bytes
 from ..tokenization.answer_detokenizer import AnswerDetokenizer
-from .answer import Answer
+from .answers import Answer
 from .request_options import RequestOptions
 from .row import HeldAdapter, Row
 

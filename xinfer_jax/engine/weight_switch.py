@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import InputError
 from ..weights.params import Params
 from ..weights.params_like import is_deleted
-from .answer import Answer
+from .answers import Answer
 from .requests import Request
 from .row import HeldAdapter, Row
 from .scheduler import Scheduler

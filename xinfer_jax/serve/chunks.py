@@ -17,7 +17,7 @@ from ..api.responses import (
     prompt_text,
     usage_counts,
 )
-from ..engine.answer import Answer
+from ..engine.answers import Answer
 from ..engine.requests import Request, request_updates
 from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.answer_parser import AnswerDelta, reasoning_fields

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoint.loading import Model
 from ..cli.channel import Channel, Listener
-from ..engine.answer import Answer
+from ..engine.answers import Answer
 from ..engine.dispatcher import Dispatcher
 from ..engine.engine_loop import EngineLoop
 from ..engine.row import HeldAdapter

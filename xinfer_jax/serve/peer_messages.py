@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cli.channel import Channel
-from ..engine.answer import Answer, Progress
+from ..engine.answers import Answer, Progress
 from ..engine.messages import decode_message, encode_message
 from ..engine.submission import make_requests
 from ..errors import InputError, format_message

@@ -19,7 +19,7 @@ from .. import __version__
 from ..backends.cpu import cpu_features
 from ..cache.fingerprint import fingerprint
 from ..cli.channel import Channel, Receive
-from ..engine.answer import Progress
+from ..engine.answers import Progress
 from ..engine.engine import Engine
 from ..engine.host_tier import COPIED_PAGES
 from ..engine.page_transfer import PageTransfer
