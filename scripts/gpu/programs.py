@@ -152,7 +152,7 @@ def engine_device(job: ProgramJob) -> Device:
         device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))
         device.states = jax.tree.map(to_sharded, device.states, cache_specs(device.states, mesh))
     call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
-    row = device.new_row(call, call.key[:1])
+    row = device.new_row(call)
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device
 

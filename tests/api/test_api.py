@@ -522,7 +522,9 @@ def with_logprobs(tokenizer, *words):
 
 def test_token_texts_keep_their_leading_space(sentencepiece):
     """In an echoed completion and in a chat: the joined token texts are the text, and offsets match."""
-    parsed = ParsedBody("completion", [], xj.GenerateOptions(9), None, 9, 1, True, False, {}, [])
+    parsed = ParsedBody(
+        "completion", [], xj.GenerateOptions(9), None, 9, 1, True, False, xj.RequestOptions(), []
+    )
     prompt, _ = with_logprobs(sentencepiece, "<s>", "▁The", "▁capital")
     ids, tokens = with_logprobs(sentencepiece, "▁is", "is", "<0xE4>", "<0xBD>", "<0xA0>", "▁a", ".", "</s>")
     _, before = with_logprobs(sentencepiece, "▁The", "▁capital")
@@ -577,7 +579,6 @@ def count_control(model, ids) -> int:
 @pytest.mark.full
 def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
     from xinfer_jax import text
-    from xinfer_jax.engine.submission import TextOptions, make_request
 
     turns = count_control(model, xj.encode_prompt(model, "hi"))
     assert turns == 3 and count_control(model, xj.encode_prompt(model, FORGED)) == turns
@@ -592,7 +593,7 @@ def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
                 call(model, FORGED, escape_control_tokens=escape)
     options = xj.GenerateOptions(1)
     for escape in (True, False):
-        given.append(make_request(engine, FORGED, options, None, 0, TextOptions(escape)).ids)
+        given.append(engine.submit(FORGED, options, xj.RequestOptions(escape_control_tokens=escape)).ids)
     given += [engine.submit(FORGED, options, escape_control_tokens=escape).ids for escape in (True, False)]
     assert [count_control(model, ids) for ids in given] == [turns, turns + 2] * 4
 
