@@ -5,7 +5,7 @@ In the order to read: plain Python are `clients` (whose row goes first), `pages`
 answer, for the scheduler), `host_tier` (pages beyond the device), `prefix_cache`, `scheduler` (what prefills,
 what decodes, in which pages) and `pacing` (how much of both is in a step). On the device: `shape` (sizes),
 `device_programs`, `held_processors` and `held_vectors` (of callers), `host_pages`, `adapter_stack`,
-`engine_device`, `layerwise_device` (on a CPU), `warm_up` (when which programs are compiled); `messages` and
+`engine_device`, `warm_up` (when which programs are compiled); `messages` and
 `controller` let other processes repeat the calls of process 0, and `page_transfer` sends arrays to them. An
 engine: `requests`, `statistics`, `page_files`, `page_tiers` (moves pages between device, host memory and
 files), `weight_switch` and `core` (one step), `async_sampling`, `weight_updates` and `replay` (new weights,
