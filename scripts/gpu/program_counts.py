@@ -151,7 +151,8 @@ class ProgramCounter:
         read, written = operation_bytes(self._module, computation, instruction)
         if instruction.target in PALLAS and self._kernel_bytes:
             operands = [computation.by_name[name].arrays[0] for name in instruction.operands]
-            read, written = self._kernel_bytes(instruction, operands), 0.0
+            read = self._kernel_bytes(instruction, operands)
+            written = 0.0
         takes_time = bool(read + written or instruction.estimated_cycles)
         return Operation(
             instruction.name,
