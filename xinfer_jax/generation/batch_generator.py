@@ -14,7 +14,7 @@ from ..config.run_config import RunConfig
 from ..model.extras import Extras
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
-from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
+from .batch_arrays import generation_plan, initial_state, new_cache, pad_prompts, prompt_of_row
 from .executor import Executor, Run, RunnableModel, run_program
 from .executor_choice import compile_ahead, executor_class
 from .loop import TracedExecutor
@@ -48,13 +48,14 @@ class BatchGenerator:
         self.stats = GenerateStats(
             rows=len(self._row_prompts),
             prompt_tokens=sum(map(len, call.prompts)),
-            weight_bytes=tree_bytes(call.params),
+            weight_bytes=self._memory.parts["weights"],
             cache_bytes=0,
+            memory=self._memory,
             reused_tokens=int(self._num_cached_B.sum()),
         )
 
     def _prepare(self, call: ValidatedCall, decodes_whole: bool) -> None:
-        check_generation_memory(call, call.rows)
+        self._memory = generation_plan(call, call.rows)
         self._call = call
         self._decodes_whole = decodes_whole
         self._executor, self._decoder = self._executors()

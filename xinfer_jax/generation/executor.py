@@ -142,13 +142,17 @@ def decode_compiler_options() -> dict[str, Any] | None:
 
 
 def prefill_chunk_size(cache: KVCache) -> int:
-    """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
-    length_B = cache.length_B
+    """Tokens of a row in a prefill chunk: those of `device_chunk_size`, if the cache allows as many."""
+    return min(device_chunk_size(cache.length_B), cache.most_at_once)
+
+
+def device_chunk_size(length_B: Any) -> int:
+    """Tokens of a row in a prefill chunk, for the device, if it is known. length_B: an array of the rows."""
     of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
     of_all_rows = of_device(length_B) if of_device else _CHUNK
     rows = length_B.shape[0]  # it may be symbolic
     of_row = of_all_rows // next_power_of_two(rows) if isinstance(rows, int) else _CHUNK
-    return min(max(_CHUNK, of_row), cache.most_at_once)
+    return max(_CHUNK, of_row)
 
 
 def bucket(size: int) -> int:
