@@ -95,7 +95,7 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
     return tuple(layer for layer in cache.layers if not layer.has_keys)
 
 
-def sample_rows(
+def sample_one_token(
     executor: Executor, steps: RowSteps, rows: DecodeState, args: tuple[Any, RowsCall]
 ) -> tuple[DecodeState, SampledTokens]:
     """The rows of all slots after one token of the running ones, and this token. args: what `sample` takes,
@@ -145,7 +145,7 @@ def _end(
     drafts = () if counts is None else (counts.passes_B, counts.accepted_B)
     columns = state.tokens_BT, state.logprobs_BT
     out = SampledTokens(*columns, count_B, finished_B, state.alternatives, *drafts)
-    empty = dict(tokens_BT=rows.tokens_BT, logprobs_BT=rows.logprobs_BT)
+    empty: Any = dict(tokens_BT=rows.tokens_BT, logprobs_BT=rows.logprobs_BT)
     state = dataclasses.replace(state, alternatives=None, output_start_B=None, **empty)
     return _with_leaves(state, own), out
 

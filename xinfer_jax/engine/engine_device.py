@@ -190,7 +190,7 @@ class Device:
         executor = self._executor(greedy)
         outputs, self._first_outputs = self._first_outputs, None
         steps, call = self._rows_call(executor, slots, recorded)
-        self.rows, out = executor.run_steps(programs.sample_rows, steps, self.rows, (outputs, call))
+        self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, (outputs, call))
         return out if recorded else out._replace(alternatives=None)
 
     def decode(
