@@ -112,9 +112,8 @@ def _run(job: ProgramJob, program: str) -> None:
     cache = _cache(job, job.length - 1)
     if program != "verify":
         executor.decode(Plain(call.config), (job.params, NO_EXTRAS), (state, cache), np.int32(1))
-    zeros_B: Any = np.zeros(call.rows, np.int32)
     strategy = Speculative(call.config, prompt_lookup, call.num_draft_tokens)
-    counts = SpeculationState(None, zeros_B, zeros_B)
+    counts = SpeculationState.of_rows(call.rows)
     executor.decode(strategy, (job.params, NO_EXTRAS, None), (state, cache, counts), np.int32(1))
 
 

@@ -30,7 +30,9 @@ from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, wi
 from ..generation.executor_choice import executor_class
 from ..generation.loop import TracedExecutor
 from ..generation.options import GenerateOptions
+from ..generation.speculation import Speculative, prompt_lookup
 from ..generation.state import DecodeState, SampledTokens
+from ..generation.strategies import Plain
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
@@ -78,6 +80,8 @@ class Device:
         self._run = run
         self._dry_run = dry_run
         self._executor_class = executor_class(params)
+        drafts = shape.num_draft_tokens
+        self._strategy: Any = Speculative(config, prompt_lookup, drafts) if drafts else Plain(config)
         norm = params["final_norm"]
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
@@ -119,15 +123,13 @@ class Device:
         leaves of its processors.
         """
         row = self._initial_row(call, answer, tables and Dfa(*tables))
-        row = self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        row = self._put(row if masks_1QW is None else row.with_masks(masks_1QW))
         held = self._shape.processors
         return start_rows(held.of_row(callers), np.zeros(1, np.int32), row, self._run) if held else row
 
     def draft_tokens(self) -> np.ndarray:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
-        context = self.rows.context
-        args = context.history_BS, context.position_B, self._shape.num_draft_tokens
-        return np.asarray(self._run(programs.PROMPT_LOOKUP, *args))
+        return np.asarray(self._run(*self._strategy.draft_call(self.rows.context)))
 
     def prefill(
         self,
@@ -190,7 +192,7 @@ class Device:
         executor = self._executor(greedy)
         outputs, self._first_outputs = self._first_outputs, None
         steps, call = self._rows_call(executor, slots, recorded)
-        self.rows, out = executor.run_steps(programs.sample_rows, steps, self.rows, (outputs, call))
+        self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, (outputs, call))
         return out if recorded else out._replace(alternatives=None)
 
     def decode(
@@ -222,10 +224,9 @@ class Device:
         self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
     ) -> tuple[RowSteps, RowsCall]:
         """How the rows in these slots sample. A program of the whole model decides itself what to record."""
-        shape = self._shape
-        every_B = np.arange(shape.rows)
+        every_B = np.arange(self._shape.rows)
         most = max(recorded.values(), default=0) if executor.host_steps else 2
-        steps = RowSteps.of_engine(self.config, shape.num_draft_tokens, shape.capacity, most)
+        steps = RowSteps(self._strategy, self._shape.capacity, most)
         return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
 
     def _executor(self, greedy: bool = False) -> Executor:
@@ -246,7 +247,7 @@ class Device:
             masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW
             if isinstance(getattr(old, "sharding", None), NamedSharding) and old.is_fully_addressable:
                 masks_BQW = jax.device_put(masks_BQW, old.sharding)  # else another program is compiled
-            self.rows = _with_masks(self.rows, self._put(masks_BQW))
+            self.rows = self.rows.with_masks(self._put(masks_BQW))
         self._has_masks = has_masks
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
@@ -478,10 +479,6 @@ class Device:
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
         return table_BP
-
-
-def _with_masks(rows: DecodeState, masks_BQW: Any) -> DecodeState:
-    return dataclasses.replace(rows, context=dataclasses.replace(rows.context, allowed_bits=masks_BQW))
 
 
 class _Shards:
