@@ -23,6 +23,7 @@ from .config.rope import RopeConfig as RopeConfig
 from .embedding import embed_texts as embed_texts
 from .engine.async_sampling import SampleOutput as SampleOutput
 from .engine.engine import Engine as Engine
+from .engine.engine_options import EngineOptions as EngineOptions
 from .engine.engines import Engines as Engines
 from .engine.requests import Answer as Answer, Request as Request
 from .engine.statistics import EngineStats as EngineStats

@@ -210,7 +210,7 @@ def test_bad_calls(engine, model, adapters, tmp_path):
         (lambda: engine.generate([PROMPT], adapter=["a", "a"]), "2 adapters for 1"),
         (lambda: engine.generate([PROMPT], adapter=5), "no adapter is called 5"),
         (lambda: xj.Engine(model, **SHAPE | dict(max_rank=0)), "max_rank"),
-        (lambda: xj.Engine(model, **SHAPE, adapters=["a"]), "adapters must be a dict"),
+        (lambda: xj.Engine(model, **SHAPE, adapters=["a"]), "adapters of an engine must be a dict"),
         (lambda: xj.Engine(model, **SHAPE, adapters=dict(a=5)), "what load_adapter returns, got int"),
         (lambda: xj.Engine(model, rows=1, capacity=64).add_adapter("a", adapters[0]), "max_adapters"),
         (

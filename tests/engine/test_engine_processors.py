@@ -149,7 +149,7 @@ def test_arguments_are_those_of_the_call():
         ([PRESENCE], "processors of an engine must be a dict of names"),
         (np.zeros(2), "processors of an engine must be a dict of names"),
         (dict(a=(PRESENCE, np.array(2**40))), "arguments of the processor 'a' must be a pytree of numbers"),
-        ({"": (PRESENCE, 0.0)}, "a processor's name must be a text, got ''"),
+        ({"": (PRESENCE, 0.0)}, "the name of a processor must be a short text, got ''"),
         (
             dict(a=PRESENCE),
             "the processor 'a' must be .Processor, arguments of a request that gives none., got",

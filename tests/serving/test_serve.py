@@ -407,7 +407,7 @@ def test_malformed_requests_do_no_harm(server):
 @pytest.mark.full
 def test_many_clients_of_which_some_disconnect(model):
     log = []
-    settings = dataclasses.replace(server_requests.SETTINGS, shape=serving.SHAPE)
+    settings = dataclasses.replace(server_requests.SETTINGS, engine=xj.EngineOptions(**serving.SHAPE))
     service, port = server_requests.serve(model, settings, log)
     found = server_requests.crowd(port, 20, 6)
     assert (

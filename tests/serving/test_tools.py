@@ -29,7 +29,7 @@ def model(tmp_path_factory) -> xj.Model:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving.run_server(model, shape=SHAPE) as served:
+    with serving.run_server(model, engine=xj.EngineOptions(**SHAPE)) as served:
         yield served
 
 
@@ -59,7 +59,7 @@ def test_other_forms_of_calls(form, tmp_path):
     settings = dict(chat_template=tool_models.TEMPLATES[form]) if parts else tool_models.BRACKETS
     parts = parts or tool_models.BRACKET_PARTS
     own = xj.load_model(tool_models.write_calling_checkpoint(tmp_path, parts, **settings))
-    with serving.run_server(own, shape=SHAPE) as served:
+    with serving.run_server(own, engine=xj.EngineOptions(**SHAPE)) as served:
         (choice,) = served.ask("chat", messages=QUESTION, tools=TOOLS)["choices"]
         events = served.events("chat", messages=QUESTION, tools=TOOLS)
         (plain,) = served.ask("chat", messages=QUESTION)["choices"]
@@ -205,7 +205,7 @@ def test_a_conversation_with_qwens_tokenizer_and_template(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((QWEN / name).read_bytes())
     random = xj.load_model(tmp_path)
-    with serving.run_server(random, shape=SHAPE) as served:
+    with serving.run_server(random, engine=xj.EngineOptions(**SHAPE)) as served:
         messages = [dict(role="user", content="What is 1 + 2, and the weather in Oslo?")]
         called = list[str]()
         for tool in TOOLS:

@@ -338,7 +338,7 @@ def test_the_command_killed_and_started_again(model, checkpoint, tmp_path):
 def test_a_server_over_two_engines(model):
     pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
     serving = pytest.importorskip("serving")
-    with serving.run_server(model, shape=SHAPE | dict(data_parallel=2)) as server:
+    with serving.run_server(model, engine=xj.EngineOptions(**SHAPE), data_parallel=2) as server:
         first, second = server.engine.engines
         asked = dict(max_tokens=20, ignore_eos=True, return_token_ids=True)
         answers = [

@@ -64,6 +64,22 @@ class FlagParser:
     ) -> None:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
+    def add_option(self, field: Any, help: str) -> None:
+        """A field of `EngineOptions`, by its metadata."""
+        limits = {name: field.metadata[name] for name in ("least", "most") if name in field.metadata}
+        if isinstance(field.default, bool):
+            self.add_switch(field.name, help, field.default)
+        elif isinstance(field.default, float):
+            words = "from {least:g} to {most:g}".format(**limits)
+            is_valid = lambda x: limits["least"] <= x <= limits["most"]  # noqa: E731
+            self.add_number(field.name, help, is_valid, words, field.default)
+        elif limits:
+            self.add_integer(field.name, help, field.default, **limits)
+        elif choices := field.metadata.get("choices"):
+            self.add_choice(field.name, help, *choices, default=field.default)
+        else:
+            self.add_text(field.name, help, "give a value")
+
     def add_setting(self, setting: Setting) -> None:
         """A sampling setting; if it is not given its value is None, or [] of texts."""
         name = setting.field

@@ -10,7 +10,7 @@ dispatcher does not know any more is ignored.
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ import jax
 
 from ..errors import InputError
 from ..sampling.logprobs import TokenLogprobs
-from ..weights.params import Params
 from .core import EngineCore
 from .device_programs import SampledTokens
 from .pages import PAGE_SIZE
@@ -313,15 +312,11 @@ class DecodeCore(RoleCore):
                 self._outdated.add(answer)
         super().add(answers)
 
-    def switch(self, params: Params, version: int, recomputes: bool) -> None:
-        self._recomputes[None] = recomputes
-        super().switch(params, version, recomputes)
-
-    def switch_adapter(
-        self, adapter: HeldAdapter, matrices: Mapping[str, Any], version: int, recomputes: bool
+    def switch(
+        self, contents: Any, version: int, recomputes: bool, adapter: HeldAdapter | None = None
     ) -> None:
         self._recomputes[adapter] = recomputes
-        super().switch_adapter(adapter, matrices, version, recomputes)
+        super().switch(contents, version, recomputes, adapter)
 
     def _restart(self, answer: Answer) -> None:
         if answer.swapped is ELSEWHERE:

@@ -37,6 +37,7 @@ class EngineLoop(EngineBase):
     role: str | None = None
 
     def __init__(self) -> None:
+        super().__init__()
         self._condition = threading.Condition()  # is notified of all changes, and of new tokens
         self._unfinished: dict[Request, None] = {}  # in the order in which they came
         self._next_deadline = math.inf  # of these, or earlier
@@ -46,8 +47,6 @@ class EngineLoop(EngineBase):
         self._calls: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
-        self.updating = threading.Lock()  # one `update` at a time
-        self._adapters = {}
         self._stopping = 0  # callers of `without_steps` that wait for the end of a step
         self.error = None
         self.name = "the engine"
@@ -158,7 +157,7 @@ class EngineLoop(EngineBase):
             if time.monotonic() > end:
                 raise TimeoutError(f"no end after {timeout} seconds")
             self.step()
-            if self.phase != RUNNING:
+            if self.pausing.phase != RUNNING:
                 self._wait_for_work()
 
     @without_mesh_context
@@ -210,7 +209,7 @@ class EngineLoop(EngineBase):
         self._core.add(submitted)
         self._core.abort(cancelled, "cancelled")
         self._core.abort(late, "deadline")
-        if self.phase != RUNNING:
+        if self.pausing.phase != RUNNING:
             return False
         return self._core.step(lambda: bool(self._submitted))
 

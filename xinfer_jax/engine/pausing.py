@@ -1,6 +1,5 @@
 """`Pausing`: an engine stops between two steps, and lends the memory of its pages: to a trainer, say."""
 
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,21 +11,16 @@ RELEASED = "without pages"
 
 
 class Pausing:
-    """The methods of every engine that pause it, in the order in which they are called.
+    """Pauses an engine, or all that one stands for. Its methods are in the order in which they are called.
 
     Attributes:
         phase: "running", "paused", or "without pages".
     """
 
-    between_steps: Callable[[Callable[[], None]], None]
-    check_open: Callable[[], None]
-    phase = RUNNING
-    _core: Any  # of an engine that stands for itself
-
-    @property
-    def engines(self) -> Sequence[Any]:
-        """The engines that answer: this one."""
-        return (self,)
+    def __init__(self, owner: Any):
+        """owner: `Engine` or `Engines`."""
+        self._owner = owner
+        self.phase = RUNNING
 
     def pause(self) -> None:
         """Waits for the end of the current step; no other begins before `resume`. Requests are taken, and
@@ -61,24 +55,26 @@ class Pausing:
         self._change("restore_cache", RELEASED, PAUSED)
 
     def _change(self, name: str, before: str, after: str) -> None:
-        self.check_open()
+        owner = self._owner
+        owner.check_local("pages")
+        owner.check_open()
         self._check_phase(name, before)
-        if tuple(self.engines) == (self,):
-            self.between_steps(lambda: self._enter(name, before, after))
+        if tuple(owner.engines) == (owner,):
+            owner.between_steps(lambda: self._enter(name, before, after))
             return
         # After an error in one of them the call is repeated, for those that have not changed.
-        left = [engine for engine in self.engines if engine.phase != after]
+        left = [engine.pausing for engine in owner.engines if engine.pausing.phase != after]
         with ThreadPoolExecutor(max(1, len(left))) as pool:
-            list(pool.map(lambda engine: getattr(engine, name)(), left))
+            list(pool.map(lambda pausing: getattr(pausing, name)(), left))
         self.phase = after
 
     def _enter(self, name: str, before: str, after: str) -> None:
         """Between two steps."""
         self._check_phase(name, before)
         if after == RELEASED:
-            self._core.release_cache()
+            self._owner.core.release_cache()
         elif before == RELEASED:
-            self._core.device.restore_cache()
+            self._owner.core.device.restore_cache()
         self.phase = after
 
     def _check_phase(self, name: str, before: str) -> None:

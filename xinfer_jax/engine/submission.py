@@ -1,7 +1,9 @@
 """`submit` and `generate` of engines: prompts and options are checked, and become requests."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -17,18 +19,18 @@ from ..ops.operation import without_mesh_context
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
-from ..weights.params import Params
 from .async_sampling import AsyncSampling
 from .device_programs import MAX_LOGPROBS
 from .engine_device import MAX_EOS_IDS, MAX_STOP_IDS
-from .held_adapters import AdapterCalls
+from .held_adapters import HeldAdapters
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
 from .pausing import Pausing
 from .requests import Answer, Request
 from .row import Row
+from .shape import SIZES
 from .statistics import EngineStats, collect_stats
-from .weight_updates import update_engines
+from .weight_updates import WeightUpdates
 
 _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
@@ -71,7 +73,7 @@ def make_requests(
 ) -> Iterator[Request]:
     """`make_request` for each prompt and its key; all share the checked options and their arrays."""
     model = engine.model
-    held = None if adapter is None else engine.held_adapter(adapter)
+    held = None if adapter is None else engine.adapters.find(adapter)
     (options, stops) = _checked_options(engine, options)
     callers = None if options.processors is None else engine.processors.of_request(options.processors)
     factors = () if options.taps is None else engine.taps.of_request(options.taps)
@@ -158,19 +160,59 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
 
 
-class EngineBase(Pausing, AsyncSampling, AdapterCalls):
-    """The common methods of `Engine` and `Engines`."""
+class EngineBase:
+    """The common methods of `Engine` and `Engines`.
 
+    Attributes:
+        weights, adapters, pausing, sampling: parts, each with methods of its own.
+        updating: is held by a change of weights or adapters: there is one at a time.
+    """
+
+    shape: Any  # `EngineShape`
     error: BaseException | None = None
     name = "the engine"
-    routes = False  # it records them
-    processors = HeldProcessors({})
-    taps = HeldVectors({}, {}, None)
+    processors = HeldProcessors(None)
+    taps = HeldVectors(None, {}, None)
+    # Methods of the parts.
+    update = property(attrgetter("weights.update"))
+    version = property(attrgetter("weights.version"))
+    add_adapter = property(attrgetter("adapters.add"))
+    update_adapter = property(attrgetter("adapters.update"))
+    remove_adapter = property(attrgetter("adapters.remove"))
+    pause = property(attrgetter("pausing.pause"))
+    resume = property(attrgetter("pausing.resume"))
+    release_cache = property(attrgetter("pausing.release_cache"))
+    restore_cache = property(attrgetter("pausing.restore_cache"))
+    sample = property(attrgetter("sampling.sample"))
+
+    def __init__(self) -> None:
+        self.updating = threading.Lock()
+        self.weights = WeightUpdates(self)
+        self.adapters = HeldAdapters(self)
+        self.pausing = Pausing(self)
+        self.sampling = AsyncSampling(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns one of `SIZES` of the shape."""
+        if name not in SIZES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.shape, name)
+
+    @property
+    def engines(self) -> Sequence[Any]:
+        """The engines that answer: this one."""
+        return (self,)
 
     @property
     def missing(self) -> str:
         """What there is not, so that no request can be answered now; "": nothing."""
         return ""
+
+    def check_local(self, what: str) -> None:
+        """Raises InputError where the engines are in other processes, which keep their weights."""
+
+    def forget_prompts(self) -> None:
+        """After new weights: no engine has pages of earlier prompts."""
 
     def submit(
         self,
@@ -330,41 +372,6 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
             for request in requests:
                 if not request.ended:  # another one failed, or the caller was interrupted
                     request.cancel()
-
-    def update(
-        self,
-        params: Params,
-        *,
-        version: int | None = None,
-        mode: str = "continue",
-        cast: bool = True,
-        copy: bool = False,
-    ) -> None:
-        """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
-        any more. Several engines switch between the same steps, and several processes: process 0 calls it,
-        and each other one where its `follow` returns True, with the same arguments (version and mode are
-        those of process 0); what is wrong in one of them is raised in all, and nothing changes. An engine
-        whose weights were donated to another program answers again.
-
-        Args:
-            params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
-                engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
-                heads that it repeats and rows that pad its vocabulary may be missing.
-            version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
-            mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
-                answer starts until those that have are finished, then the weights are replaced. "abort": they
-                end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
-                on; where other devices prefill prompts, those that decode compile programs for that.
-            cast: floats of another type are cast. False: they are an error.
-            copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
-                donate them to a training step.
-
-        Raises:
-            InputError: leaves that are missing, unknown or misshapen, before anything changes; "wait" for
-                answers of a paused engine; other norms under int8 activations, while adapters are held; the
-                engine is closed.
-        """
-        update_engines(self, params, version, mode, cast, copy)
 
     @property
     def stats(self) -> EngineStats:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
-from ..weights.params import Params
 from ..weights.params_like import is_deleted
 from .requests import Answer, Request
 from .row import HeldAdapter, Row
@@ -48,32 +47,35 @@ class WeightSwitch(abc.ABC):
         """Whether all answers that had started when `hold` was called have ended."""
         return not any(answer.has_begun for answer in list(self._answers.values()))
 
-    def switch(self, params: Params, version: int, recomputes: bool) -> None:
-        """Replaces the parameters between two steps. Pages of earlier ones are not shared any more.
-        recomputes: rows compute their keys anew; else they go on with those that they have.
+    def switch(
+        self, contents: Any, version: int, recomputes: bool, adapter: HeldAdapter | None = None
+    ) -> None:
+        """Replaces the parameters between two steps, or an adapter, whose version and digest the caller then
+        sets. Pages of earlier contents are not shared any more.
+
+        Args:
+            contents: the parameters, or (a, b, scale) of each matrix of the adapter.
+            version: of these.
+            recomputes: rows compute their keys anew; else they go on with those that they have.
         """
         for row, answer in self._answers.items():
-            self._go_on(answer, recomputes, version)
-            self.scheduler.prefixes.release_host_pages(row)  # they are of earlier parameters
+            if adapter is None:
+                self._go_on(answer, recomputes, version)
+                self.scheduler.prefixes.release_host_pages(row)  # they are of earlier parameters
+            elif row.adapter is adapter:
+                self._go_on(answer, recomputes, self.version, version)
+                self.scheduler.forget_prompt(row)
+        if adapter is not None:
+            self.set_adapter(adapter.index, contents)
+            return
         self.scheduler.reset_prefix_cache()
-        self.device.params = params
+        self.device.params = contents
         self.version = version
 
     def set_adapter(self, index: int, matrices: Mapping[str, Any]) -> None:
         """Writes (a, b, scale) of each matrix of an adapter, between two steps."""
         for path in self.adapter_paths:
             self.device.set_adapter(index, path, *matrices.get(path, (None, None, 0.0)))
-
-    def switch_adapter(
-        self, adapter: HeldAdapter, matrices: Mapping[str, Any], version: int, recomputes: bool
-    ) -> None:
-        """`switch` of an adapter, for the rows that have it. The caller then sets its version and digest."""
-        for row, answer in self._answers.items():
-            if row.adapter is not adapter:
-                continue
-            self._go_on(answer, recomputes, self.version, version)
-            self.scheduler.forget_prompt(row)
-        self.set_adapter(adapter.index, matrices)
 
     def _go_on(
         self, answer: Answer, recomputes: bool, version: int, adapter_version: int | None = None
