@@ -66,17 +66,16 @@ class FlagParser:
 
     def add_option(self, field: Any, help: str) -> None:
         """A field of `EngineOptions`, by its metadata."""
-        limits = {name: field.metadata[name] for name in ("least", "most") if name in field.metadata}
+        limits = field.metadata
         if isinstance(field.default, bool):
             self.add_switch(field.name, help, field.default)
-        elif isinstance(field.default, float):
-            words = "from {least:g} to {most:g}".format(**limits)
-            is_valid = lambda x: limits["least"] <= x <= limits["most"]  # noqa: E731
-            self.add_number(field.name, help, is_valid, words, field.default)
-        elif limits:
-            self.add_integer(field.name, help, field.default, **limits)
-        elif choices := field.metadata.get("choices"):
-            self.add_choice(field.name, help, *choices, default=field.default)
+        elif "least" in limits:
+            least, most = limits["least"], limits.get("most", _LARGEST)
+            words = "a number" if isinstance(least, float) else "a whole number"
+            rule = type(least), lambda number: least <= number <= most
+            self._define(field.name, help, field.default, *rule, f"give {words} from {least:g} to {most}")
+        elif choices := limits.get("choices"):
+            self.add_choice(field.name, help, *choices)
         else:
             self.add_text(field.name, help, "give a value")
 

@@ -5,7 +5,7 @@ gives them to.
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
 from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
 from ..weights.params import Params
-from .async_sampling import SampleOutput
 from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore
 from .dispatcher import Dispatcher
@@ -31,8 +30,6 @@ from .held_vectors import HeldVectors
 from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
-from .replay import AdapterVersions, replay_answer
-from .requests import Answer, Request
 from .routing import close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import EngineShape, check_options, engine_shape, page_settings
@@ -177,31 +174,6 @@ class Engine(EngineLoop):
         if files:
             core.tiers.identify(page_settings(self.model.params, config, shape))
         return core
-
-    def replay(
-        self,
-        answer: Answer | Request | SampleOutput,
-        params: Mapping[int, Params],
-        adapters: AdapterVersions | None = None,
-    ) -> list[float]:
-        """Computes an answer again, with its own tokens, by the engine's programs. The result is `==`
-        `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
-
-        Args:
-            answer: that has ended, of an engine of this shape; or a request with one, or what `sample` gave.
-            params: of each version in `answer.switches`, as `update` takes them.
-            adapters: of each adapter_version there, as `add_adapter` takes them, for an answer with one.
-
-        Raises:
-            InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
-                prompts and answers are on meshes of other sizes, or in several processes.
-        """
-        if self.channel:
-            raise InputError("replay needs an engine of one process: make one of this shape")
-        if len({len(engine.model.params["final_norm"].devices()) for engine in self.engines}) > 1:
-            raise InputError("replay needs equal meshes for prompts and answers: make such an engine")
-        engine = self.engines[-1]  # of several one that decodes
-        return replay_answer(engine, engine.core, answer, params, adapters or {})
 
     def switch_params(self, params: Params, version: int, recomputes: bool) -> None:
         """Replaces the weights. The caller holds `without_steps`."""

@@ -107,13 +107,6 @@ class EngineLoop(EngineBase):
             self._step_lock.release()
             self.wake()
 
-    @without_mesh_context
-    def between_steps(self, function: Callable[[], None]) -> None:
-        """Calls a function when no step runs, or raises its error."""
-        with self.without_steps():
-            self.check_open()
-            function()
-
     @property
     def adapters_in_use(self) -> set[HeldAdapter]:
         """Those of unfinished requests."""

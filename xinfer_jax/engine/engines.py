@@ -5,19 +5,16 @@ submit ─► route: the engine with most of the prompt in its prefix cache, unl
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
 from ..checkpoint.loading import Model
 from ..errors import InputError
 from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
-from ..weights.params import Params
-from .async_sampling import SampleOutput
 from .engine import Engine, given_options
 from .engine_options import EngineOptions
-from .replay import AdapterVersions
-from .requests import Answer, Request
+from .requests import Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
 
@@ -72,17 +69,7 @@ class Engines(EngineBase):
         """The model, with the first engine's copy of the parameters."""
         return self.engines[0].model
 
-    def replay(
-        self,
-        answer: Answer | Request | SampleOutput,
-        params: Mapping[int, Params],
-        adapters: AdapterVersions | None = None,
-    ) -> list[float]:
-        """`Engine.replay`, in the first engine."""
-        return self.engines[0].replay(answer, params, adapters)
-
     def forget_prompts(self) -> None:
-        """After new weights: no engine has pages of earlier prompts."""
         self._router.given.clear()
 
     def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:

@@ -36,13 +36,6 @@ _PAGES_FRACTION = 0.5  # of the memory beside the weights
 _LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
 
 
-# Sizes that an engine has as attributes too.
-SIZES = (
-    "rows", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "routes",
-    "usable_capacity", "weight_bytes", "cache_bytes",
-)  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True)
 class EngineShape(EngineOptions):
     """The options of an engine with a value for each, and the sizes that follow from them and the model.

@@ -19,16 +19,17 @@ from ..ops.operation import without_mesh_context
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
-from .async_sampling import AsyncSampling
+from ..weights.params import Params
+from .async_sampling import AsyncSampling, SampleOutput
 from .device_programs import MAX_LOGPROBS
 from .engine_device import MAX_EOS_IDS, MAX_STOP_IDS
 from .held_adapters import HeldAdapters
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
 from .pausing import Pausing
+from .replay import AdapterVersions, replay_answer
 from .requests import Answer, Request
 from .row import Row
-from .shape import SIZES
 from .statistics import EngineStats, collect_stats
 from .weight_updates import WeightUpdates
 
@@ -193,8 +194,8 @@ class EngineBase:
         self.sampling = AsyncSampling(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns one of `SIZES` of the shape."""
-        if name not in SIZES:
+        """Returns a size: an attribute of the shape."""
+        if name == "shape" or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.shape, name)
 
@@ -373,6 +374,31 @@ class EngineBase:
                 if not request.ended:  # another one failed, or the caller was interrupted
                     request.cancel()
 
+    def replay(
+        self,
+        answer: Answer | Request | SampleOutput,
+        params: Mapping[int, Params],
+        adapters: AdapterVersions | None = None,
+    ) -> list[float]:
+        """Computes an answer again, with its own tokens, by the engine's programs. The result is `==`
+        `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
+
+        Args:
+            answer: that has ended, of an engine of this shape; or a request with one, or what `sample` gave.
+            params: of each version in `answer.switches`, as `update` takes them.
+            adapters: of each adapter_version there, as `add_adapter` takes them, for an answer with one.
+
+        Raises:
+            InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
+                prompts and answers are on meshes of other sizes, or in several processes.
+        """
+        engine = self.engines[-1]  # of several one that decodes
+        if engine.channel:
+            raise InputError("replay needs an engine of one process: make one of this shape")
+        if len({len(each.model.params["final_norm"].devices()) for each in self.engines}) > 1:
+            raise InputError("replay needs equal meshes for prompts and answers: make such an engine")
+        return replay_answer(engine, engine.core, answer, params, adapters or {})
+
     @property
     def stats(self) -> EngineStats:
         """What the engine does now and did so far."""
@@ -386,15 +412,8 @@ class EngineBase:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Ends the threads; unfinished requests get an error."""
-        raise NotImplementedError
-
     def check_open(self) -> None:
         for engine in (*self.engines, self):
             if engine.error is not None:
                 why = format_message(engine.error) or type(engine.error).__name__
                 raise InputError(f"{engine.name} is closed: {why}") from engine.error
-
-    def enqueue(self, requests: list[Request]) -> None:
-        raise NotImplementedError

@@ -3,7 +3,7 @@ them between the same steps.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from ..ops.operation import without_mesh_context
 from ..sharding import on_auto_mesh
 from ..weights.params import Params
 from ..weights.params_like import params_like
-from .pausing import RUNNING
+from .pausing import RUNNING, without_steps
 from .row import HeldAdapter
 
 MODES = ("continue", "wait", "abort", "recompute")
@@ -127,7 +127,7 @@ def switching(owner: Any, mode: str, adapter: HeldAdapter | None = None) -> Iter
     """Within the `with` block none of the engines takes a step; before it, "wait" lets answers end, and
     "abort" ends them. adapter: "abort" is for answers with it.
     """
-    with _drained(owner) if mode == "wait" else nullcontext(), _without_steps(owner):
+    with _drained(owner) if mode == "wait" else nullcontext(), without_steps(owner):
         owner.check_open()
         if mode == "abort":
             for loop in [owner] if owner.engines[0].role is not None else owner.engines:
@@ -140,7 +140,7 @@ def _drained(owner: Any) -> Iterator[None]:
     """Ends all answers that have begun, and starts no others within the `with` block."""
     cores = [engine.core for engine in owner.engines]
     try:
-        with _without_steps(owner):
+        with without_steps(owner):
             for core in cores:
                 core.hold(True)
         while not all(core.is_drained for core in cores):  # first where prompts are prefilled
@@ -170,13 +170,3 @@ def own_array(new: Any, old: Any = None, copy: bool = False) -> jax.Array:
     if old is None or not (new.committed or is_committed):
         return new
     return jax.device_put(new, old.sharding) if is_committed else jax.device_put(np.asarray(new))
-
-
-@contextmanager
-def _without_steps(owner: Any) -> Iterator[None]:
-    """Within the `with` block none of the engines takes a step, nor does who gives them requests."""
-    with ExitStack() as stack:
-        for loop in dict.fromkeys((owner, *owner.engines)):
-            if hasattr(loop, "without_steps"):
-                stack.enter_context(loop.without_steps())
-        yield
