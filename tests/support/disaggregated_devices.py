@@ -445,7 +445,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     with pytest.raises(xj.InputError, match="the decode process .* is gone"):
         request.result(60)
     assert front.missing == "no decode process is connected" and not front.alive
-    with pytest.raises(xj.InputError, match="is for engines of this process"):
+    with pytest.raises(xj.InputError, match="engines in other processes keep their pages"):
         front.pause()
     front.close()
     for connection in silent:
