@@ -1,4 +1,4 @@
-"""Parses the text of a compiled XLA module: computations, their instructions, shapes and source lines."""
+"""Parses the text of a compiled XLA module: computations, their instructions and shapes."""
 
 import dataclasses
 import functools
@@ -69,12 +69,6 @@ class Instruction:
         return _first(r'custom_call_target="([^"]*)"', self.attributes)
 
     @property
-    def operand_arrays(self) -> tuple[Array, ...]:
-        """The operands of a custom call."""
-        _, _, constraints = self.attributes.partition("operand_layout_constraints={")
-        return parse_arrays(constraints[: _closing("{" + constraints, "{}") - 2])
-
-    @property
     def trip_count(self) -> int | None:
         """Iterations of a loop; None: unknown."""
         count = _first(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
@@ -85,11 +79,6 @@ class Instruction:
         """Cycles of one run on a TPU, as XLA schedules it; None: the text does not say."""
         cycles = _first(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(cycles) if cycles else None
-
-    @property
-    def frame(self) -> int:
-        """The number of its stack frame; 0: none."""
-        return int(_first(r"stack_frame_id=(\d+)", self.attributes) or 0)
 
     def called(self, key: str) -> str:
         """The computation that this attribute names."""
@@ -129,7 +118,6 @@ class Module:
 
     computations: dict[str, Computation]
     entry: str
-    lines: dict[int, tuple[str, int]]  # stack frame -> file and line of the innermost call
 
 
 def element_bytes(dtype: str) -> float:
@@ -154,7 +142,7 @@ def parse_module(text: str) -> Module:
             name = ""
         elif name and (match := _LINE.match(line)):
             body.append(_parse_instruction(match))
-    return Module(computations, entry, _source_lines(text))
+    return Module(computations, entry)
 
 
 def _parse_instruction(match: re.Match[str]) -> Instruction:
@@ -183,32 +171,16 @@ def parse_arrays(shape: str) -> tuple[Array, ...]:
     )
 
 
-def _closing(text: str, pair: str = "()") -> int:
+def _closing(text: str) -> int:
     """The position behind the parenthesis that closes the first one."""
     depth = 0
     quoted = False
     for at, letter in enumerate(text):
         quoted ^= letter == '"'
-        depth += 0 if quoted else (letter == pair[0]) - (letter == pair[1])
+        depth += 0 if quoted else (letter == "(") - (letter == ")")
         if depth == 0:
             return at + 1
     return len(text)
-
-
-def _source_lines(text: str) -> dict[int, tuple[str, int]]:
-    """File and line of each stack frame, from the tables in front of the computations."""
-    files = dict(re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M))
-    locations = re.findall(
-        r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.M
-    )
-    places = {number: (files[file], int(line)) for number, file, line in locations}
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.M)
-    return {int(number): places[location] for number, location in frames if location in places}
-
-
-def _table(text: str, title: str) -> str:
-    _, found, rest = text.partition(f"\n{title}\n")
-    return rest.partition("\n\n")[0] if found else ""
 
 
 def _first(pattern: str, text: str) -> str:

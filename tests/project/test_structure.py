@@ -20,10 +20,11 @@ pytestmark = pytest.mark.oldest
 
 # A package, or a module at the top, imports only those that come before it.
 PACKAGES = (
-    "errors", "modes", "signing", "plugins", "checks", "device", "stats", "sharding", "config", "ops",
-    "weights", "cache", "mixers", "feed_forward", "model", "sampling", "generation", "backends", "layerwise",
-    "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint", "text", "embedding",
-    "reranking", "adapters", "compress", "engine", "api", "batch", "cli", "serve", "testing", "__main__",
+    "errors", "modes", "signing", "plugins", "checks", "device", "memory_plan", "stats", "sharding",
+    "config", "ops", "weights", "cache", "mixers", "feed_forward", "model", "sampling", "generation",
+    "backends", "layerwise", "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint",
+    "text", "embedding", "reranking", "adapters", "compress", "engine", "api", "batch", "cli", "serve",
+    "testing", "__main__",
 )  # fmt: skip
 LIBRARY = ROOT / "xinfer_jax"
 FORMATTED_BY_HAND = 136  # statements with `# fmt: skip`
@@ -122,6 +123,18 @@ def test_private_attributes_are_used_where_they_are_defined(name):
         elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
             used.append((ast.unparse(node.value), node.attr))
     assert not [x for x in used if x[0] not in ("self", "cls", "super()") and x[1] not in known]
+
+
+def test_rows_and_requests_are_complete_when_they_are_made():
+    """Only their own modules and the scheduler assign attributes of rows, answers and requests."""
+    own = ("answers", "requests", "row", "scheduler", "prefix_cache", "clients", "replay")
+    assigned = set()
+    for name in {*MODULES} - {f"engine.{module}" for module in own}:
+        path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                assigned.add((name, ast.unparse(node.value).split(".")[-1]))
+    assert not {pair for pair in assigned if pair[1] in ("row", "answer", "request")}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)

@@ -4,24 +4,25 @@ scheduler ─ actions ─► device ─ SampledTokens ─► answers; then the s
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..errors import InputError
+from ..generation.state import SampledTokens
 from ..grammar.matcher import Matcher
 from ..sampling.context import ALL_BITS
-from ..sampling.logprobs import token_logprob_rows
+from ..sampling.logprobs import TokenLogprobs, token_logprob_rows
 from ..weights.params_like import is_deleted
+from .answers import Answer
 from .controller import Leader
-from .device_programs import SampledTokens
 from .engine_device import Device
 from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers
-from .requests import Answer, Request
+from .requests import Request
 from .row import PLAIN, Action, LoadPages, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
@@ -65,13 +66,17 @@ class EngineCore(WeightSwitch):
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
-        self._firsts: dict[Answer, int] = {}  # whose prompt was prefilled in this step, and their slots
+        # Of preempted rows: the state (None: it has none yet), and the pages.
+        self._swapped: dict[Answer, Any] = {}
+        # Of rows that compute their keys anew: the state, with the old recurrent states.
+        self._restarted: dict[Answer, Any] = {}
+        self._firsts: dict[int, Answer] = {}  # of slots, whose prompts were prefilled in this step
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
-            answer.row.salt = self.tiers.salt(answer.row.salt)
+            answer.row.resalt(self.tiers.salt)
             if answer.row.num_computed:  # another engine prefilled it, maybe before the last switch
                 answer.record_version(self.version)
             self._answers[answer.row] = answer
@@ -140,7 +145,7 @@ class EngineCore(WeightSwitch):
     @property
     def _is_live(self) -> bool:
         """Whether a caller may stream a running row, and other requests may come meanwhile."""
-        return any(self._answers[row].request.live for row in self.scheduler.running)
+        return any(self._answers[row].request.request_options.live for row in self.scheduler.running)
 
     def _stages(self, answer: Answer) -> frozenset[str]:
         """The stages of `Device.stages` that an answer needs beside the first."""
@@ -151,7 +156,7 @@ class EngineCore(WeightSwitch):
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
-            "routes": answer.request.return_routes,
+            "routes": answer.request.request_options.return_routes,
             "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
         }
         return frozenset(name for name, needs in needed.items() if needs)
@@ -178,14 +183,13 @@ class EngineCore(WeightSwitch):
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
         has_state = answer.row.is_prefilled or self.shape.state_bytes
         row = self.device.get_row(swap.slot, True) if has_state else None
-        answer.swapped = row, self.device.copy_pages_out(swap.pages)
+        self._swapped[answer] = row, self.device.copy_pages_out(swap.pages)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
-        row, pages = answer.swapped
+        row, pages = self._swapped.pop(answer)
         self.device.copy_pages_in(swap.pages, pages)
         if row is not None:
             self.device.set_row(swap.slot, row)
-        answer.swapped = None
 
     def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
         row = chunk.row
@@ -196,15 +200,14 @@ class EngineCore(WeightSwitch):
         if row.logprobs_from is not None:
             logprobs_1T = np.asarray(alternatives.processed_BT)
             count_1 = np.array([len(targets)])
-            top = request.num_prompt_logprobs
+            top = request.request_options.prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
-            request.prompt_logprobs += tokens[max(0, row.logprobs_from - chunk.start - 1) :]
+            request.prompt_logprobs.extend(tokens[max(0, row.logprobs_from - chunk.start - 1) :])
         self._counters.prefill_tokens += chunk.count
         if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
-        if chunk.is_last and answer.state is not None:  # of a row that started anew
-            self.device.set_row(row.slot, answer.state, False)
-            answer.state = None
+        if chunk.is_last and answer in self._restarted:
+            self.device.set_row(row.slot, self._restarted.pop(answer), False)
         elif chunk.is_last:
             self._put_first(answer, outputs)
 
@@ -240,32 +243,27 @@ class EngineCore(WeightSwitch):
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
         callers = jax.tree.leaves(request.call.callers)
-        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded, callers)
+        row = self.device.new_row(request.call, answer.number, masks_1QW, tables, callers)
         self.device.put_first(slot, outputs, row)
-        self._firsts[answer] = slot
+        self._firsts[slot] = answer
 
     def _sample_firsts(self) -> None:
         """Samples the first tokens of the rows that were prefilled in this step, which decode from now on:
         together, since that takes as long as a step of all slots.
         """
-        firsts = {answer: slot for answer, slot in self._firsts.items() if answer.row in self._answers}
+        firsts = {slot: answer for slot, answer in self._firsts.items() if answer.row in self._answers}
         self._firsts = {}
         if not firsts:
             return
-        requests = dict.fromkeys(answer.request for answer in firsts)
-        greedy = all(request.call.greedy for request in requests)
-        recorded = max(request.recorded for request in requests)
-        outs = self.device.sample_first([*firsts.values()], greedy, recorded)
+        out = jax.device_get(self.device.sample_first([*firsts], *_sampling_of(firsts)))
         now = time.monotonic()
-        for answer, out in zip(firsts, outs, strict=True):
+        for answer in firsts.values():
             request = answer.request
             request.times.setdefault("first", now)
             if len(firsts) == 1 and answer is request.answers[0]:
                 seconds = now - request.times["prefill"]
                 self.tiers.note_prefill(len(request.ids) - answer.row.hits, seconds)
-            if answer.row in self._answers:  # it did not fail with another answer of its request
-                self._append(answer, out, 0)
-        self._notify(requests)
+        self._append_all(firsts, out)
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
         """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks
@@ -287,19 +285,16 @@ class EngineCore(WeightSwitch):
         answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
         pages = {slot: row.pages for slot, row in rows.items()}
-        asked = [answer.request for answer in answers.values()]
-        flags = all(request.call.greedy for request in asked), max(request.recorded for request in asked)
         variants = {slot: row.variant for slot, row in rows.items() if row.variant != PLAIN}
-        out = self.device.decode(pages, steps, until_one_ends, *flags, masks, variants)
-        out = jax.device_get(out)
-        self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
+        call = pages, steps, until_one_ends, *_sampling_of(answers), masks, variants
+        out = jax.device_get(self.device.decode(*call))
+        passes_B = out.count_B if out.passes_B is None else out.passes_B
+        self._pacing.record_decode(time.perf_counter() - began, int(passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
-            answer.passes += int(out.passes_B[slot])
-            answer.accepted += int(out.accepted_B[slot])
-            if answer.row in self._answers:  # it did not fail with another answer of its request
-                self._append(answer, out, slot)
-        self._notify({answer.request for answer in answers.values()})
+            if out.accepted_B is not None:
+                answer.count_passes(int(passes_B[slot]), int(out.accepted_B[slot]))
+        self._append_all(answers, out)
 
     def _late_rows(self) -> set[Row]:
         """The running rows whose masks are not computed yet. The others wait a moment for those whose last
@@ -341,23 +336,29 @@ class EngineCore(WeightSwitch):
                 self._fail(answer.request, error)
         return masks_BQW
 
+    def _append_all(self, answers: Mapping[int, Answer], out: SampledTokens) -> None:
+        """Appends the tokens of the rows in these slots, and notifies their requests."""
+        for slot, answer in answers.items():
+            if answer.row in self._answers:  # it did not fail with another answer of its request
+                self._append(answer, out, slot)
+        self._notify({answer.request for answer in answers.values()})
+
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
         """Appends a row's tokens to its answer. Returns whether the answer has ended."""
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
-        if request.recorded:
-            answer.processed += out.alternatives.processed_BT[slot, :count].tolist()
+        processed = out.alternatives.processed_BT[slot, :count].tolist() if request.recorded else ()
+        alternatives: Sequence[TokenLogprobs] = ()
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
-            of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
-            alternatives, tokens_1T, logprobs_1T, count_1 = of_row
-            (tokens,) = token_logprob_rows(alternatives, tokens_1T, logprobs_1T, count_1, top)
-            answer.alternatives += tokens
+            recorded, *of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
+            tokens_1T, logprobs_1T, count_1 = of_row
+            (alternatives,) = token_logprob_rows(recorded, tokens_1T, logprobs_1T, count_1, top)
         ids = out.tokens_BT[slot, :count].tolist()
         logprobs = out.logprobs_BT[slot, :count].tolist()
         try:
-            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]))
+            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]), processed, alternatives)
         except InputError as error:
             self._fail(request, error)
             return True
@@ -369,7 +370,7 @@ class EngineCore(WeightSwitch):
 
     def _fail(self, request: Request, error: BaseException) -> None:
         """Ends a request; other requests continue."""
-        request.error = error
+        request.fail(error)
         self._end_all(request, "error", valid=False)
         self._notify([request])
 
@@ -379,16 +380,25 @@ class EngineCore(WeightSwitch):
                 self._end(answer, reason, valid)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
-        answer.finish_reason = answer.finish_reason or reason
-        if answer.request.return_routes and answer.row.state in ("prefilling", "running"):
+        routes = None
+        if answer.request.request_options.return_routes and answer.row.state in ("prefilling", "running"):
             parts = jax.device_get(self.device.copy_routes(answer.row.pages))
             numbers = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-            answer.recorded_routes = numbers[: answer.row.num_computed]
-        answer.swapped = answer.state = None
+            routes = numbers[: answer.row.num_computed]
+        answer.end(reason, routes)
+        for kept in (self._swapped, self._restarted):
+            kept.pop(answer, None)
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row
             self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)
         del self._answers[answer.row]
+
+
+def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:
+    """`greedy` and `recorded` of `Device.decode`, for the rows in these slots."""
+    requests = {slot: answer.request for slot, answer in answers.items()}
+    recorded = {slot: request.recorded for slot, request in requests.items() if request.recorded}
+    return all(request.call.greedy for request in requests.values()), recorded
 
 
 def _with_masks(answers: Iterable[Answer]) -> list[Answer]:

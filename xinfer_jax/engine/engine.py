@@ -13,10 +13,9 @@ import jax
 
 from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
-from ..device import check_memory, host_memory_bytes
 from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
-from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
+from ..sharding import on_auto_mesh
 from ..weights.params import Params
 from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore
@@ -32,7 +31,7 @@ from .page_files import PageFiles
 from .pages import PagePool
 from .routing import close_engines, create_role_engines
 from .scheduler import Scheduler
-from .shape import EngineShape, check_options, engine_shape, page_settings
+from .shape import EngineShape, check_options, checked_memory_plan, engine_shape, page_settings
 from .warm_up import create_device
 from .weight_updates import own_array
 
@@ -49,6 +48,7 @@ class Engine(EngineLoop):
         role: as in `EngineOptions`.
         follower: in processes other than process 0.
         channel: to other processes; None: there are none.
+        memory: the bytes that it takes.
     """
 
     follower: Follower | None = None
@@ -88,7 +88,7 @@ class Engine(EngineLoop):
             shape = dataclasses.replace(shape, pages=self.channel.broadcast(shape.pages))
         self.shape = dataclasses.replace(shape, processors=self.processors or None, vectors=self.taps or None)
         self.role = options.role
-        self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
+        self.memory = checked_memory_plan(self.shape, self.model)
         directory = shape.page_directory
         if directory is not None and self.channel:
             raise InputError(
@@ -110,6 +110,7 @@ class Engine(EngineLoop):
         self.model = engines[0].model
         self.about = engines[0].about
         self.taps = engines[0].taps
+        self.memory = engines[0].memory
         self.shape = dataclasses.replace(
             engines[0].shape,
             rows=sum(engine.rows for engine in engines if engine.role == "decode"),
@@ -126,19 +127,6 @@ class Engine(EngineLoop):
         """The engines that answer: this one; with roles, those that prefill and then those that decode."""
         return self._roles or (self,)
 
-    def _check_memory(self, host_bytes: int, state_bytes: int) -> None:
-        mesh = concrete_mesh_of(self.model.params)
-        need = memory_fraction(mesh) * (self.weight_bytes + self.cache_bytes)
-        remedy = f"ask for fewer pages{', fewer rows' if state_bytes else ''}, or a smaller cache_dtype"
-        states = f", recurrent states of {self.rows} rows" if state_bytes else ""
-        check_memory(int(need), f"weights{states} and {self.pages} pages", remedy)
-        if host_bytes:
-            devices = self.model.params["final_norm"].sharding.addressable_devices
-            on_host = need if next(iter(devices)).platform == "cpu" else 0
-            own = host_bytes * (len(devices) / mesh.size if mesh else 1)  # of this process
-            what = f"{self.host_pages} host pages" + (", weights and pages" if on_host else "")
-            check_memory(int(own + on_host), what, "ask for fewer host_pages", host_memory_bytes())
-
     def _create_core(self, shape: EngineShape) -> EngineCore:
         """Compiles programs. Over several processes only process 0 takes requests."""
         config = self.model.config
@@ -147,12 +135,10 @@ class Engine(EngineLoop):
         is_busy = lambda: bool(unfinished)  # noqa: E731  (it must not keep the engine alive)
         device, self._warm_up = create_device(self.model.params, config, shape, shape.warm_up, is_busy)
         rest = "" if self._warm_up.complete else "; further programs compile in the background"
-        host_bytes = shape.host_pages * shape.page_bytes
-        beyond = f" + {shape.host_pages} host pages ({host_bytes / 2**20:.0f} MiB)" if host_bytes else ""
+        beyond = f" + {shape.host_pages} host pages" if shape.host_pages else ""
         self.about = (
-            f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}"
-            f" ({self.cache_bytes / 2**20:.0f} MiB){beyond},"
-            f" ready in {time.perf_counter() - began:.1f} s{rest}"
+            f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}{beyond}:"
+            f" {self.memory}, ready in {time.perf_counter() - began:.1f} s{rest}"
         )
         # In one write, as other engines may start at the same time.
         print(f"{self.about}\n", end="", file=sys.stderr)

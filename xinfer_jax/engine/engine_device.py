@@ -3,10 +3,17 @@ affects another.
 
 prefill chunk ─ prefill ─► pages; the last chunk's outputs, row ─ sample_first ─► rows, SampledTokens
 rows, pages ─ decode ─► rows, pages, SampledTokens
+
+On one CPU the host calls the programs of each step (`LayerwiseExecutor`): what it compiles does not grow with
+the layers, greedy rows need no sampler, and another model width compiles nothing. Every token of a row comes
+from the same programs, whatever is compiled already: an engine never switches to the loop over the whole
+model, whose steps are faster once it is compiled, since the last bits of log-probabilities would change. Only
+draft tokens need that loop.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,25 +25,25 @@ from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import PaddedTokens, Run, RunnableModel
+from ..generation.batch_arrays import StateSizes, initial_state, token_matrix
+from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, without_model_layers
 from ..generation.executor_choice import executor_class
+from ..generation.loop import TracedExecutor
 from ..generation.options import GenerateOptions
-from ..generation.state import DecodeState, RowSettings
+from ..generation.speculation import Speculative, prompt_lookup
+from ..generation.state import DecodeState, SampledTokens
+from ..generation.strategies import Plain
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
-from ..model.decoder import Inputs
 from ..model.extras import NO_EXTRAS
-from ..sampling.batched_settings import has_all_settings, settings_per_row
+from ..sampling.caller_processors import start_rows
 from ..sampling.context import ALL_BITS
-from ..sampling.logprobs import empty_alternatives
-from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER, key_from_seed
 from ..sharding import REPLICATED, concrete_mesh_of
 from ..weights.params import Params
 from . import device_programs as programs
 from .adapter_stack import AdapterStack
-from .device_programs import MAX_LOGPROBS, SampledTokens, cache_pools, cache_states, paged_cache
+from .device_programs import CacheArrays, RowsCall, RowSteps, cache_pools, cache_states, paged_cache
 from .held_processors import repeated
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
@@ -72,7 +79,9 @@ class Device:
         self._shape = shape
         self._run = run
         self._dry_run = dry_run
-        self._executor = executor_class(params)(RunConfig(shape.impl), run)
+        self._executor_class = executor_class(params)
+        drafts = shape.num_draft_tokens
+        self._strategy: Any = Speculative(config, prompt_lookup, drafts) if drafts else Plain(config)
         norm = params["final_norm"]
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
@@ -80,10 +89,11 @@ class Device:
         self.adapters = self.empty_adapters() if shape.max_adapters else None
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
-        row = self._new_row(*self._empty_call, limit=0)
+        row = self._initial_row(self._empty_call)
         rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
+        rows = dataclasses.replace(rows, limit_B=np.zeros(shape.rows, np.int32))
         self.rows: Any = self._put(shape.processors.with_rows(rows) if shape.processors else rows)
-        self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
+        self._first_outputs: Any = None  # of all slots, for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
 
     def adopt_params(self) -> None:
@@ -105,22 +115,21 @@ class Device:
         self.pools, self.states, self._snapshots = placed
 
     def new_row(
-        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None, recorded: int = 0,
+        self, call: ValidatedCall, answer: int = 0, masks_1QW: Any = None, tables: Any = None,
         callers: Sequence[np.ndarray] = (),
     ) -> DecodeState:  # fmt: skip
-        """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
-        arrays of its grammar's `Dfa`; recorded: `Request.recorded`; callers: the leaves of its processors.
+        """A row before its first token. call, answer: of one prompt, and the number of its answer; masks_1QW:
+        uint32, the tokens that its grammar allows; tables: the arrays of its grammar's `Dfa`; callers: the
+        leaves of its processors.
         """
-        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables), recorded)
-        row = self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        row = self._initial_row(call, answer, tables and Dfa(*tables))
+        row = self._put(row if masks_1QW is None else row.with_masks(masks_1QW))
         held = self._shape.processors
-        return held.start(self._run, row, callers) if held else row
+        return start_rows(held.of_row(callers), np.zeros(1, np.int32), row, self._run) if held else row
 
     def draft_tokens(self) -> np.ndarray:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
-        context = self.rows.context
-        args = context.history_BS, context.position_B, self._shape.num_draft_tokens
-        return np.asarray(self._run(programs.PROMPT_LOOKUP, *args))
+        return np.asarray(self._run(*self._strategy.draft_call(self.rows.context)))
 
     def prefill(
         self,
@@ -141,7 +150,7 @@ class Device:
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
-        out = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
+        out = self._executor().prefill(self._model_of([variant]), chunk, cache, width)
         self._store(slot, out.cache, is_final)
         return out.hidden
 
@@ -161,58 +170,75 @@ class Device:
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
         chunk = self._padded(ids, PAGE_SIZE)
-        alternatives, cache = self._prompt_logprobs(self._model_of([variant]), chunk, cache, target_T)
-        self._store(slot, cache)
-        return alternatives
-
-    def _prompt_logprobs(
-        self, model: RunnableModel, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
-    ) -> Any:
-        args = Inputs(*chunk), cache, target_T, RunConfig(self._shape.impl)
-        return self._run(programs.PROMPT_LOGPROBS, *model, *args)
+        out = self._executor().hidden(self._model_of([variant]), chunk, cache)
+        self._store(slot, out.cache)
+        outer = without_model_layers(self._model)
+        return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T)
 
     def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
-        """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
-        self._firsts[slot] = outputs, row
+        """Puts a row of `new_row` into a slot, for `sample_first`. outputs: of its last `prefill`."""
+        self._put_row(slot, row)
+        logits = self._executor().logits(self._model, outputs)
+        if self._first_outputs is None:
+            self._first_outputs = self._run(programs.REPEAT_ROW, logits, self._shape.rows)
+        else:
+            args = self._first_outputs, np.int32(slot), logits
+            self._first_outputs = self._run(programs.SET_ROW, *args)
 
-    def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
-        """Puts rows of `put_first` into these slots, and samples their first tokens; on the host, each row's
-        apart. greedy: they use no sampling setting; recorded: the most `Request.recorded` of any.
+    def sample_first(self, slots: Sequence[int], greedy: bool, recorded: Mapping[int, int]) -> SampledTokens:
+        """Samples the first tokens of the rows that `put_first` put into these slots. greedy: they use no
+        sampling setting; recorded: `Request.recorded` of the slots, where it is not 0.
         """
-        firsts, self._firsts = self._firsts, {}
-        outs = []
-        for slot in slots:
-            outputs, row = firsts[slot]
-            logits = self._executor.logits(self._model, outputs)
-            state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
-            row, out = self._run(programs.TAKE_OUTPUT, state)
-            self._put_row(slot, row)
-            outs.append(out)
-        return outs if self._dry_run else jax.device_get(outs)
+        executor = self._executor(greedy)
+        outputs, self._first_outputs = self._first_outputs, None
+        steps, call = self._rows_call(executor, slots, recorded)
+        self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, (outputs, call))
+        return out if recorded else out._replace(alternatives=None)
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        recorded: int, masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
+        recorded: Mapping[int, int], masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
         ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
-        `sample_first`, of all these rows, the most of any. masks_BQW: uint32, the tokens that each row may
-        sample in one step; None: all. variants: of the slots that have one.
+        `sample_first`. masks_BQW: uint32, the tokens that each row may sample in one step; None: all.
+        variants: of the slots that have one.
         """
         self._set_masks(masks_BQW)
-        shape = self._shape
-        table_BP = self._block_table(pages, shape.rows)
-        running_B = np.isin(np.arange(shape.rows), [*pages])
-        model = self._model_of_slots(variants)
-        strategy = programs.EngineSteps(model.config, shape.num_draft_tokens)
-        caches = programs.CacheArrays(self.pools, self.states)
-        call = programs.DecodeCall(table_BP, running_B, np.int32(steps), np.bool_(until_one_ends))
-        args = model.params, strategy, model.extras, self.rows, caches, call
-        out: Any
-        self.rows, self.pools, self.states, out = self._run(
-            programs.DECODE_STEPS, *args, shape.capacity, RunConfig(shape.impl)
+        executor = self._decoder(greedy)
+        row_steps, call = self._rows_call(executor, [*pages], recorded)
+        table_BP = self._block_table(pages, self._shape.rows)
+        call = call._replace(
+            tables=tuple(self._put(table_BP) for _ in (self.pools if executor.host_steps else [None])),
+            steps=np.int32(steps),
+            watched_B=call.running_B & until_one_ends,
         )
+        model = self._model_of_slots(variants)
+        arrays = self.rows, CacheArrays(self.pools, self.states)
+        args = model.params, model.extras, call
+        self.rows, caches, out = executor.run_steps(programs.decode_rows, row_steps, arrays, args)
+        self.pools, self.states = caches
         return out if recorded else out._replace(alternatives=None)
+
+    def _rows_call(
+        self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
+    ) -> tuple[RowSteps, RowsCall]:
+        """How the rows in these slots sample. A program of the whole model decides itself what to record."""
+        every_B = np.arange(self._shape.rows)
+        most = max(recorded.values(), default=0) if executor.host_steps else 2
+        steps = RowSteps(self._strategy, self._shape.capacity, most)
+        return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
+
+    def _executor(self, greedy: bool = False) -> Executor:
+        """What prefills prompts and samples first tokens. greedy: the rows use no sampling setting."""
+        executor: Executor = self._executor_class(RunConfig(self._shape.impl), self._run, greedy)
+        return executor
+
+    def _decoder(self, greedy: bool) -> Executor:
+        """What decodes: draft tokens need the loop over the whole model."""
+        if self._shape.num_draft_tokens:
+            return TracedExecutor(RunConfig(self._shape.impl), self._run)
+        return self._executor(greedy)
 
     def _set_masks(self, masks_BQW: Any) -> None:
         """Rows keep masks until the next call."""
@@ -221,7 +247,7 @@ class Device:
             masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW
             if isinstance(getattr(old, "sharding", None), NamedSharding) and old.is_fully_addressable:
                 masks_BQW = jax.device_put(masks_BQW, old.sharding)  # else another program is compiled
-            self.rows = _with_masks(self.rows, self._put(masks_BQW))
+            self.rows = self.rows.with_masks(self._put(masks_BQW))
         self._has_masks = has_masks
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
@@ -293,39 +319,41 @@ class Device:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
         first one runs what a short greedy request needs. No program of the other role is among them.
         """
-        stages: dict[str, Callable[[], Any]] = {
-            "greedy": self._run_short_request,
-            "rare": self._run_rare_calls,
-        }
+        stages: dict[str, Callable[[], Any]] = {"greedy": partial(self._run_short_request, True)}
+        host_steps = self._executor().host_steps
+        if host_steps:  # which have other programs for sampled rows, and for what is recorded
+            stages["sampled"] = partial(self._run_short_request, False)
+        stages["rare"] = self._run_rare_calls
         if self.adapters:
             stages["adapters"] = self._run_set_adapter
         if self._shape.num_routes:
             stages["routes"] = lambda: self.copy_routes([0])
-        if self._shape.role == "decode":
-            return stages
-        chunk = [0] * self._shape.chunk
-        return stages | {
-            "chunk": lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True),
-            "prompt_logprobs": lambda: self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0]),
-        }
+        if self._shape.role != "decode":
+            chunk = [0] * self._shape.chunk
+            stages["chunk"] = lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True)
+            args = 0, self._all_pages, [0], 0, 1, [0]
+            stages["prompt_logprobs"] = lambda: self.prefill_with_logprobs(*args)
+        if host_steps:
+            stages["processed"] = partial(self._run_recorded, 1)
+            stages["logprobs"] = partial(self._run_recorded, 2)
+        return stages
 
-    def _run_short_request(self, greedy: bool = True, recorded: int = 0) -> None:
+    def _run_recorded(self, level: int) -> None:
+        for greedy in (True, False):
+            self._run_short_request(greedy, {0: level})
+
+    def _run_short_request(self, greedy: bool, recorded: Mapping[int, int] | None = None) -> None:
         role = self._shape.role
+        recorded = recorded or {}
         if role != "prefill":  # first: it compiles longest
-            self._run_decode(greedy, recorded)
+            self.decode({0: self._all_pages}, 1, False, greedy, recorded)
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
-            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._run_first(outputs, self.new_row(*self._empty_call), greedy, recorded)
+            for _ in range(2):  # the second one of a step runs another program
+                self.put_first(0, outputs, self.new_row(self._empty_call))
+            self.sample_first([0], greedy, recorded)
         if role is not None:
             self._run_moves()
-
-    def _run_decode(self, greedy: bool, recorded: int) -> None:
-        self.decode({0: self._all_pages}, 1, False, greedy, recorded)
-
-    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
-        self.put_first(0, outputs, row)
-        self.sample_first([0], greedy, recorded)
 
     def _run_moves(self) -> None:
         """What a row needs that moves between engines."""
@@ -337,10 +365,7 @@ class Device:
             self.set_adapter(0, path, None, None, 0.0)
 
     def _run_rare_calls(self) -> None:
-        """What preempted rows need, and the keys of several answers."""
-        if self._shape.role != "decode":
-            key_1 = self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._run(FOLD_IN_ANSWER, key_1, np.zeros(1, np.int32))
+        """What preempted rows need."""
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
         if self._shape.snapshots:
@@ -375,32 +400,17 @@ class Device:
         return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 
     @property
-    def _empty_call(self) -> tuple[ValidatedCall, Any]:
-        """A call with default settings, and its key."""
-        call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
-        return call, call.key
+    def _empty_call(self) -> ValidatedCall:
+        """A call with default settings."""
+        return validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
 
-    def _new_row(
-        self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None, recorded: int = 0
-    ) -> DecodeState:
-        """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
-        options = call.options
-        V = self.config.vocab_size
-        sampling_1 = call.sampling_B  # else lists of ids would be checked and converted for each answer
-        if sampling_1 is None or not has_all_settings(sampling_1):
-            sampling_1 = settings_per_row(options.sampling, 1, V, all_settings=True)
-        sampling_1 = jax.tree.map(np.array, sampling_1)
-        eos_1E = np.full((1, MAX_EOS_IDS + MAX_STOP_IDS), -1, np.int32)
-        eos_1E[0, : len(call.end_ids)] = call.end_ids
-        limit_1 = np.full(1, limit, np.int32)
-        sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
-        own_1E = eos_1E[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
-        automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
-        settings = RowSettings(key_1, sampling_1, eos_1E, limit_1)
-        state = state_of_rows(call.prompts, V, settings, *sizes, automata)
-        alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
-        alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, recorded > 0))
-        return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
+    def _initial_row(self, call: ValidatedCall, answer: int = 0, dfa: Dfa | None = None) -> DecodeState:
+        """`new_row` without masks and processors, in host memory."""
+        shape = self._shape
+        masks = 1 + shape.num_draft_tokens
+        sizes = StateSizes(shape.capacity, 0, masks, MAX_EOS_IDS + MAX_STOP_IDS, uniform=True)
+        call = dataclasses.replace(call, callers=None)
+        return initial_state(call, np.zeros(1, np.int32), [dfa], first_answer=answer, sizes=sizes)
 
     def _empty_cache(self) -> tuple[Any, Any, Any]:
         """Pages, recurrent states and snapshots."""
@@ -433,9 +443,10 @@ class Device:
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
         """The cache of the row in a slot that holds so many tokens."""
-        layers = self.pools, self._states_of(slot), self._block_table({0: pages}, 1)
-        counts = (np.array([count], np.int32) for count in (length, longest))
-        return paged_cache(self.config, *layers, self._shape.capacity, *counts)
+        caches = CacheArrays(self.pools, self._states_of(slot))
+        lengths = *(np.array([count], np.int32) for count in (length, longest)), np.zeros(1, bool)
+        tables = [self._block_table({0: pages}, 1)]
+        return paged_cache(self.config, caches, tables, self._shape.capacity, lengths)
 
     def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
         """Keeps what a program wrote into a cache of `_cache`."""
@@ -468,10 +479,6 @@ class Device:
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
         return table_BP
-
-
-def _with_masks(rows: DecodeState, masks_BQW: Any) -> DecodeState:
-    return dataclasses.replace(rows, context=dataclasses.replace(rows.context, allowed_bits=masks_BQW))
 
 
 class _Shards:

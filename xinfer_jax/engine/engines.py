@@ -114,7 +114,7 @@ class Engines(EngineBase):
                 engine = self._router.route(request.answers[0].row, order, candidates)
                 loads[engine] += len(request.answers)
                 routed[engine].append(request)
-                request.engine = engine
+                request.move_to(engine)
                 request.listeners.append(self._updated.set)
             for engine, own in routed.items():
                 engine.enqueue(own)

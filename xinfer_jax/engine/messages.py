@@ -20,6 +20,7 @@ from ..generation.options import GenerateOptions
 from ..generation.validation import ValidatedCall
 from ..grammar.grammars import Grammar
 from ..sampling.sampling_config import SamplingConfig
+from .request_options import RequestOptions
 
 _SIMPLE = frozenset({type(None), bool, int, float, str})  # types that JSON has
 _DTYPES = {
@@ -27,7 +28,9 @@ _DTYPES = {
     "float32", "float64",
 }  # fmt: skip
 _KEYS = {"threefry2x32", "rbg", "unsafe_rbg"}
-_CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (GenerateOptions, SamplingConfig, Grammar)}
+_CLASSES: dict[str, Any] = {
+    cls.__name__: cls for cls in (GenerateOptions, RequestOptions, SamplingConfig, Grammar)
+}
 _OMITTED = "tokenizer"  # a field of `Grammar` that every process has
 
 
@@ -60,7 +63,8 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, ResultReference):
         return {"kept": value.number}
     if isinstance(value, ValidatedCall):
-        return {"call": [value.prompts, _to_json(dataclasses.replace(value.options, grammar=None))]}
+        options = dataclasses.replace(value.options, grammar=None)
+        return {"call": [value.prompts, _to_json(options), _to_json(value.key)]}
     if (name := type(value).__name__) in _CLASSES:
         defaults = vars(type(value))
         given = {field: x for field, x in vars(value).items() if x is not defaults.get(field)}
@@ -99,9 +103,10 @@ def _from_json(value: Any, config: ModelConfig | None) -> Any:
     if kind == "call":
         if config is None:
             raise ValueError("a call needs the model's configuration")
-        prompts, options = content
-        nothing: Any = None  # the key is sent beside the call, and every process has the other arrays
-        return ValidatedCall({}, config, prompts, _from_json(options, config), nothing, nothing)
+        prompts, options, key = content
+        nothing: Any = None  # follows from the options
+        decoded = _from_json(options, config), nothing, _from_json(key, config)
+        return ValidatedCall({}, config, prompts, *decoded)
     fields = {name: _from_json(x, config) for name, x in content.items() if name != _OMITTED}
     return _CLASSES[kind](**fields)
 

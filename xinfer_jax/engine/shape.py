@@ -20,8 +20,9 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
-from ..device import cpu_count, memory_bytes
+from ..device import cpu_count, host_memory_bytes, memory_bytes
 from ..errors import InputError, format_value
+from ..memory_plan import MemoryPlan, program_parts
 from ..model.routes import routes_shape
 from ..ops.operation import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
@@ -71,7 +72,21 @@ class EngineShape(EngineOptions):
 
     @property
     def cache_bytes(self) -> int:
+        """Bytes of all pages, recurrent states and their snapshots."""
         return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
+
+    def memory_plan(self, params: Params, config: ModelConfig) -> MemoryPlan:
+        """The bytes of an engine of this shape."""
+        vectors = len(self.vectors) if self.vectors else 0
+        parts = dict(
+            weights=tree_bytes(params),
+            pages=self.pages * self.page_bytes,
+            states=(self.rows + self.snapshots) * self.state_bytes,
+            adapters=self.adapter_bytes,
+            vectors=4 * vectors * config.num_hidden_layers * config.hidden_size,
+            **program_parts(config, self.chunk, self.rows, 18),
+        )
+        return MemoryPlan(parts, memory_fraction(concrete_mesh_of(params)))
 
     @property
     def usable_capacity(self) -> int:
@@ -121,21 +136,37 @@ def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
     num_adapters = options.max_adapters or 0
     sizes: dict[str, Any] = dict(
         capacity=check_capacity(config, options.capacity),
+        pages=options.pages or 0,
         cache_dtype=default_cache_dtype(model.params) if dtype is None else resolve_cache_dtype(dtype),
         state_bytes=of_state,
         snapshots=max(_LEAST_SNAPSHOTS, rows) if of_state and options.prefix_cache else 0,
         num_routes=math.prod(routes_shape(config)) if options.routes else 0,
         adapter_bytes=(num_adapters + 1) * _adapter_bytes(model, options.max_rank) if num_adapters else 0,
     )
+    sizes["page_bytes"] = (
+        cache_bytes(config, 1, PAGE_SIZE, sizes["cache_dtype"])
+        - of_state
+        + 2 * PAGE_SIZE * sizes["num_routes"]
+    )
+    sizes["weight_bytes"] = tree_bytes(model.params) + sizes["adapter_bytes"]
     shape = EngineShape(**vars(options) | sizes)
-    page_bytes = cache_bytes(config, 1, PAGE_SIZE, shape.cache_dtype) - of_state
-    page_bytes += 2 * PAGE_SIZE * shape.num_routes
-    pages = options.pages
-    if pages is None:
-        others = (rows + shape.snapshots) * of_state + shape.adapter_bytes
-        pages = _default_pages(model.params, rows, num_pages_for(shape.capacity), page_bytes, others)
-    weight_bytes = tree_bytes(model.params) + shape.adapter_bytes
-    return dataclasses.replace(shape, page_bytes=page_bytes, pages=pages, weight_bytes=weight_bytes)
+    return shape if shape.pages else dataclasses.replace(shape, pages=_default_pages(shape, model))
+
+
+def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
+    """`EngineShape.memory_plan`. Raises InputError if it exceeds the memory of a device or of the host."""
+    plan = shape.memory_plan(model.params, model.config)
+    rows = ", fewer rows" if shape.state_bytes else ""
+    plan.check(f"ask for fewer pages{rows}, or a smaller cache_dtype")
+    if shape.host_pages:
+        mesh = concrete_mesh_of(model.params)
+        devices = model.params["final_norm"].sharding.addressable_devices
+        part = len(devices) / mesh.size if mesh else 1  # of this process
+        host = {"host pages": int(part * shape.host_pages * shape.page_bytes)}
+        if next(iter(devices)).platform == "cpu":
+            host["weights and pages"] = plan.total
+        MemoryPlan(host).check("ask for fewer host_pages", host_memory_bytes())
+    return plan
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
@@ -201,14 +232,15 @@ def _adapter_bytes(model: Model, rank: Any) -> int:
     return sum(rank * sum(spec.shape) * itemsize for spec in row_matrices(model.config).values())
 
 
-def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int, other_bytes: int) -> int:
-    """Half of the memory beside weights and what else there is; at least what one row fills, at most twice
-    what all fill. other_bytes: of recurrent states, snapshots of them, and adapters.
+def _default_pages(shape: EngineShape, model: Model) -> int:
+    """Half of the memory that the other parts of the plan leave; at least what one row fills, at most twice
+    what all fill. shape: without pages.
     """
-    devices = params["final_norm"].sharding.addressable_devices
+    plan = shape.memory_plan(model.params, model.config)
+    devices = model.params["final_norm"].sharding.addressable_devices
     # On a CPU all devices have one memory, and others may have their engines.
     part = len(devices) / jax.local_device_count() if next(iter(devices)).platform == "cpu" else 1
-    own = memory_fraction(concrete_mesh_of(params))  # of weights and pages, on each device
-    left = max(0, part * memory_bytes() - own * (tree_bytes(params) + other_bytes))
-    affordable = int(_PAGES_FRACTION * left / (own * max(1, page_bytes)))
-    return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))
+    left = max(0, part * memory_bytes() - plan.total)
+    affordable = int(_PAGES_FRACTION * left / (plan.fraction * max(1, shape.page_bytes)))
+    pages_per_row = num_pages_for(shape.capacity)
+    return max(pages_per_row + 1, min(2 * shape.rows * pages_per_row + 1, affordable))

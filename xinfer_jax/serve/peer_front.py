@@ -13,9 +13,9 @@ from typing import Any
 
 from ..checkpoint.loading import Model
 from ..cli.channel import Channel, Listener
+from ..engine.answers import Answer
 from ..engine.dispatcher import Dispatcher
 from ..engine.engine_loop import EngineLoop
-from ..engine.requests import Answer
 from ..engine.row import HeldAdapter
 from ..engine.statistics import EngineStats, collect_stats
 from ..errors import InputError

@@ -19,7 +19,7 @@ from .. import __version__
 from ..backends.cpu import cpu_features
 from ..cache.fingerprint import fingerprint
 from ..cli.channel import Channel, Receive
-from ..engine.endpoint import Progress
+from ..engine.answers import Progress
 from ..engine.engine import Engine
 from ..engine.host_tier import COPIED_PAGES
 from ..engine.page_transfer import PageTransfer
@@ -99,7 +99,7 @@ class PeerWorker:
 
     # --- messages of the front process --------------------------------------------------------------------
 
-    def _submit(self, ticket: int, fields: dict[str, Any]) -> None:
+    def _submit(self, ticket: int, fields: list[Any]) -> None:
         try:
             answer = answer_from_message(fields, self._engine, self._grammars)
         except InputError as error:
