@@ -70,7 +70,8 @@ class FlagParser:
         if isinstance(field.default, bool):
             self.add_switch(field.name, help, field.default)
         elif "least" in limits:
-            least, most = limits["least"], limits.get("most", _LARGEST)
+            least = limits["least"]
+            most = limits.get("most", _LARGEST)
             words = "a number" if isinstance(least, float) else "a whole number"
             rule = type(least), lambda number: least <= number <= most
             self._define(field.name, help, field.default, *rule, f"give {words} from {least:g} to {most}")
