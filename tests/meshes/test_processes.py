@@ -399,7 +399,7 @@ SAVING = """
 import sys
 import jax
 import xinfer_jax as xj
-from xinfer_jax.checkpoint import tensor_files
+from xinfer_jax.formats import tensor_files
 
 address, number, source, target = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(number))
