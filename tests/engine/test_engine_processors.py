@@ -93,7 +93,7 @@ def test_a_preempted_row_keeps_its_state(engine):
     alone = answer(submit(engine, NAMED[1]))
     rows = [submit(engine, NAMED[1]) for _ in range(3)]
     while min(len(row.answers[0].sampled) for row in rows) < 4:
-        engine._core._pacing.step_seconds = 0.1
+        engine.core._pacing.step_seconds = 0.1
         engine.step()
     before = engine.stats.preemptions
     urgent = submit(engine, NAMED[4], priority=16)

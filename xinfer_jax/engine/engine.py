@@ -95,7 +95,7 @@ class Engine(EngineLoop):
                 "page_directory does not go with a model over several processes: leave it out, host_pages do"
             )
         self._files = None if directory is None else PageFiles(directory, shape.page_directory_bytes)
-        self._core = self._create_core(self.shape)
+        self.core = self._create_core(self.shape)
 
     def _dispatch(self, model: Model, options: EngineOptions) -> None:
         """Creates engines with roles, and gives requests to them."""
@@ -106,7 +106,7 @@ class Engine(EngineLoop):
             self.call_soon(partial(getattr(dispatcher, name), *args))
 
         self._roles = engines
-        self._core = dispatcher
+        self.core = dispatcher
         self.model = engines[0].model
         self.about = engines[0].about
         self.taps = engines[0].taps
@@ -120,7 +120,7 @@ class Engine(EngineLoop):
 
     def endpoint(self, emit: Callable[..., None]) -> EngineEndpoint:
         """This engine, which has a role, for a `Dispatcher`. emit: takes its events."""
-        return EngineEndpoint(self, self._core, emit)
+        return EngineEndpoint(self, self.core, emit)
 
     @property
     def engines(self) -> Sequence["Engine"]:
@@ -163,7 +163,7 @@ class Engine(EngineLoop):
 
     def switch_params(self, params: Params, version: int, recomputes: bool) -> None:
         """Replaces the weights. The caller holds `without_steps`."""
-        self.core.switch(params, version, recomputes)
+        self.core.weights.switch(params, version, recomputes)
         self.model = dataclasses.replace(self.model, params=params)
         if self._files:
             self.core.tiers.identify(page_settings(params, self.model.config, self.shape))
@@ -175,13 +175,13 @@ class Engine(EngineLoop):
 
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` but for the times."""
-        counts = self._core.scheduler.counts() | self.counters.sums
+        counts = self.core.scheduler.counts() | self.counters.sums
         warm_up = self._warm_up
         return counts | dict(
-            waiting=counts["waiting"] + len(self._submitted) + self._core.num_held,
+            waiting=counts["waiting"] + len(self._submitted) + self.core.num_held,
             programs=warm_up.compiler.num_compiled,
             warming_up=int(not warm_up.complete),
-            waiting_for_programs=self._core.num_held,
+            waiting_for_programs=self.core.num_held,
         )
 
     @property
@@ -200,8 +200,8 @@ class Engine(EngineLoop):
             return
         self._warm_up.stop()
         super().close()
-        if isinstance(self._core.device, Leader):
-            self._core.device.close()
+        if isinstance(self.core.device, Leader):
+            self.core.device.close()
 
     @without_mesh_context
     def follow(self) -> bool:
@@ -212,7 +212,7 @@ class Engine(EngineLoop):
         if not self.follower:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
         updates = self.follower.run()
-        self.model = dataclasses.replace(self.model, params=self._core.device.params)
+        self.model = dataclasses.replace(self.model, params=self.core.device.params)
         return updates
 
 

@@ -180,7 +180,7 @@ class HeldAdapters(HeldTable[HeldAdapter]):
         matrices = row_values(contents)
         with switching(self._owner, mode, held):
             for engine in self._owner.engines:
-                engine.core.switch(matrices, version, mode == "recompute", held)
+                engine.core.weights.switch(matrices, version, mode == "recompute", held)
             held.version = version
             held.digest = adapter_digest(contents)
 

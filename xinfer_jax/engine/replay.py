@@ -123,7 +123,7 @@ class _Replay:
             for switch, (computed, sampled) in zip(switches, ends, strict=True):
                 device.params = params[switch.version]
                 if matrices:
-                    core.set_adapter(0, matrices[switch.adapter_version])
+                    core.weights.set_adapter(0, matrices[switch.adapter_version])
                 if switch.recomputed:
                     self._restart()
                 self._prefill(computed)

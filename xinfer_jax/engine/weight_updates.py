@@ -31,7 +31,7 @@ class WeightUpdates:
     @property
     def version(self) -> int:
         """Of the weights: that of the last `update`."""
-        version: int = self._owner.engines[0].core.version
+        version: int = self._owner.engines[0].core.weights.version
         return version
 
     @without_mesh_context

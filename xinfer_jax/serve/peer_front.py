@@ -75,7 +75,7 @@ class PeerEngines(EngineLoop):
         self.model = model
         self.impl = None
         self._log = log
-        self._core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)
+        self.core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)
         self._about: dict[str, Any] = {}  # sizes of the first of the processes that are connected
         self._past: list[Peer] = []
         self.__enter__()
