@@ -1,10 +1,16 @@
-"""`MemoryPlan` against `memory_analysis` of the programs of a call: never below, and at most 15% above."""
+"""`MemoryPlan` against `memory_analysis` of the programs of a call and of an engine: never below, and at most
+15% above.
+"""
 
 import jax
 import pytest
 
 import xinfer_jax as xj
+from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.engine.engine_device import Device
+from xinfer_jax.engine.engine_options import EngineOptions
+from xinfer_jax.engine.shape import engine_shape
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.batch_arrays import (
     generation_plan,
@@ -80,6 +86,23 @@ def test_plan_of_a_call_bounds_what_its_programs_need(name, rows, tokens, monkey
     out = executor.prefill(RunnableModel(params, config), prompts, cache)
     state, _ = executor.sample(out.hidden, initial_state(call, prompt_of_row(call)))
     executor.decode(Plain(config), (params, NO_EXTRAS), (state, out.cache), 2)
+    assert recorder.most <= plan.total <= 1.15 * recorder.most, (plan.total / recorder.most, str(plan))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in MODELS])
+def test_plan_of_an_engine_bounds_what_its_programs_need(name, monkeypatch):
+    """Prefill of a chunk, and decoding, each of the whole model."""
+    hf, dtype, quantize = MODELS[name]
+    config = from_hf(hf)
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), dtype, quantize))
+    options = EngineOptions(rows=32, capacity=1024, chunk=128, pages=32 * 1024 // PAGE_SIZE + 1)
+    shape = engine_shape(xj.Model(params, config), options)
+    plan = shape.memory_plan(params, config)
+    monkeypatch.setattr("xinfer_jax.engine.engine_device.executor_class", lambda _: TracedExecutor)
+    recorder = _Recorder()
+    device = Device(params, config, shape, recorder, dry_run=True)
+    device.stages()["greedy"]()
+    device.prefill(0, [0] * (1024 // PAGE_SIZE), [0] * 128, 0, 1024, True)
     assert recorder.most <= plan.total <= 1.15 * recorder.most, (plan.total / recorder.most, str(plan))
 
 

@@ -22,6 +22,7 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..device import cpu_count, host_memory_bytes, memory_bytes
 from ..errors import InputError, format_value
+from ..grammar.token_automaton import MAX_ENTRIES
 from ..memory_plan import MemoryPlan, program_parts
 from ..model.routes import routes_shape
 from ..ops.operation import check_impl
@@ -29,7 +30,9 @@ from ..sharding import MODEL, concrete_mesh_of, memory_fraction
 from ..weights.adapted_weight import AdaptedWeight
 from ..weights.params import Params, activation_dtype, cache_dtype as default_cache_dtype, tree_bytes
 from ..weights.quantized_weight import is_quantized
+from .device_programs import MAX_LOGPROBS
 from .engine_options import EngineOptions
+from .pacing import MAX_DECODE_TOKENS
 from .pages import num_pages_for, usable_capacity
 
 _DEFAULT_CAPACITY = 4096
@@ -78,12 +81,14 @@ class EngineShape(EngineOptions):
     def memory_plan(self, params: Params, config: ModelConfig) -> MemoryPlan:
         """The bytes of an engine of this shape."""
         vectors = len(self.vectors) if self.vectors else 0
+        row = 2 * MAX_ENTRIES + 4 * self.capacity + MAX_DECODE_TOKENS * (12 + 16 * MAX_LOGPROBS)
         parts = dict(
             weights=tree_bytes(params),
             pages=self.pages * self.page_bytes,
             states=(self.rows + self.snapshots) * self.state_bytes,
             adapters=self.adapter_bytes,
             vectors=4 * vectors * config.num_hidden_layers * config.hidden_size,
+            rows=self.rows * row,  # the table of a grammar, the tokens so far, and what a call returns
             **program_parts(config, self.chunk, self.rows, 18),
         )
         return MemoryPlan(parts, memory_fraction(concrete_mesh_of(params)))
