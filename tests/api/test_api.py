@@ -373,7 +373,7 @@ def test_lists_of_ids_are_converted_once_for_all_answers(model, engine, monkeypa
     threads = []
 
     def convert(sampling, *args, **options):
-        if sampling.dry_multiplier == 0.8:  # the engine's own calls, for programs that it compiles, have others
+        if sampling.dry_multiplier == 0.8:  # that of other calls, which compile programs, is 0
             threads.append(threading.current_thread())
         return settings_per_row(sampling, *args, **options)
 
