@@ -423,11 +423,11 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
         worker._transfer._server = None  # pages go through the host
     assert all(map(engine_requests.same_outcome, found(), expected))
     decoding._receive(10**6, ["part", 0, False, np.zeros(3, np.uint8)])  # of a row that has ended
-    scheduler = decoding._engine.core.scheduler
-    scheduler.capacity = 64
+    shape = decoding._engine.shape
+    decoding._engine.shape = dataclasses.replace(shape, capacity=64)
     with pytest.raises(xj.InputError, match="exceeds the 64 that a row"):
         front.submit(prompt(9, 60), options(400)).result(60)
-    scheduler.capacity = SHAPE["capacity"]
+    decoding._engine.shape = shape
     request = front.submit(prompt(9, 60), options(400))
     assert len(list(itertools.islice(request, 3))) == 3
     decoding._channel._connection.shutdown(socket.SHUT_RDWR)

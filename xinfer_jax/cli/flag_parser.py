@@ -72,9 +72,11 @@ class FlagParser:
         elif "least" in limits:
             least = limits["least"]
             most = limits.get("most", _LARGEST)
-            words = "a number" if isinstance(least, float) else "a whole number"
-            rule = type(least), lambda number: least <= number <= most
-            self._define(field.name, help, field.default, *rule, f"give {words} from {least:g} to {most}")
+            if isinstance(least, int):
+                self.add_integer(field.name, help, field.default, least, most)
+            else:
+                words = f"from {least:g} to {most:g}"
+                self.add_number(field.name, help, lambda x: least <= x <= most, words, field.default)
         elif choices := limits.get("choices"):
             self.add_choice(field.name, help, *choices)
         else:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint.loading import Model
@@ -73,10 +74,10 @@ class PeerEngines(EngineLoop):
         """Accepts processes from now on. model: without weights; listening: where they connect."""
         super().__init__()
         self.model = model
-        self.impl = None
         self._log = log
         self.core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)
-        self._about: dict[str, Any] = {}  # sizes of the first of the processes that are connected
+        # Also sizes of the first of the processes that are connected.
+        self.shape = SimpleNamespace(impl=None, routes=False)
         self._past: list[Peer] = []
         self.__enter__()
         self._listener = Listener(listening, secret, self._receive)
@@ -94,12 +95,8 @@ class PeerEngines(EngineLoop):
     @property
     def usable_capacity(self) -> int:
         """Tokens of a prompt and its answer together that every process can hold."""
-        return min(peer["usable_capacity"] for peer in ([p.about for p in self.engines] or [self._about]))
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("num_draft_tokens", "weight_bytes", "cache_bytes"):
-            raise AttributeError(name)
-        return self._about[name]
+        least = self.shape.usable_capacity
+        return min((peer.about["usable_capacity"] for peer in self.engines), default=least)
 
     @property
     def missing(self) -> str:
@@ -183,8 +180,9 @@ class PeerEngines(EngineLoop):
                 self._log(f"the {peer.name} was rejected: {text}")
                 peer.message("reject", text)
                 return
-        self._about = self._about if others else about
-        held = self._about["adapters"].items()
+        if not others:
+            vars(self.shape).update(about)
+        held = self.shape.adapters.items()
         adapters = {name: HeldAdapter(name, i, bytes.fromhex(digest)) for name, (i, digest) in held}
         self.adapters.replace_all(adapters)
         self._dispatcher.endpoints.append(peer)

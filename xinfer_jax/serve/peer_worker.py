@@ -199,7 +199,7 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
         capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.num_draft_tokens,
         cache_dtype=engine.shape.cache_dtype, page_bytes=engine.shape.page_bytes,
-        devices=mesh.size if mesh else 1, adapters=[engine.adapters, engine.shape.max_rank],
+        devices=mesh.size if mesh else 1, adapters=[dict(engine.adapters), engine.shape.max_rank],
     )  # fmt: skip
     own = {name: getattr(engine, name) for name in ("rows", "pages", "usable_capacity", "num_draft_tokens")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
