@@ -115,7 +115,7 @@ def test_nan_ends_its_own_request(engine):
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        (dict(other=1), "no processor is called 'other': the engine has presence, noise"),
+        (dict(other=1), "no processor is called 'other': the engine has noise, presence"),
         ([(PRESENCE, 1.0)], "processors of a request must be arguments by name"),
         (
             dict(presence="x"),
