@@ -8,11 +8,11 @@ from typing import Any
 
 from ..errors import InputError
 from ..plugins import names
+from ..processes.launcher import distributed_args
 from ..sampling.settings import SETTINGS
 from .flag_parser import FlagParser
 from .process import command_main
-from .process_group import define_processes
-from .supervisor import distributed_args, supervise
+from .process_group import define_processes, supervise
 from .terminal import status
 
 PARSER = FlagParser(

@@ -1,34 +1,25 @@
-"""What the front process and the processes that prefill or decode tell each other about answers."""
+"""What the front process and the processes that prefill or decode tell each other: requests with an `Answer`
+go to a process, and events with its `Progress` come back.
+"""
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from ..cli.channel import Channel
 from ..engine.endpoint import Progress
-from ..engine.messages import decode_message, encode_message
 from ..engine.requests import Answer, Switch
 from ..engine.submission import TextOptions, make_request
-from ..errors import InputError, format_message
 from ..grammar.pool import GrammarPool
+from ..processes.codec import register
 from ..sampling.logprobs import TokenLogprobs
 
+REQUESTS = {"submit", "send", "receive", "release", "forget", "drop"}  # methods of `EngineEndpoint`
+EVENTS = {"progress", "pull", "pages", "arrived", "invalid"}  # methods of `Dispatcher`
 _ROW_FIELDS = ("priority", "answer_group", "client", "logprobs_from", "share_answers", "hits")
 
 
-def send_message(channel: Channel, name: str, *args: Any) -> None:
-    """Sends a named message with arguments that `engine.messages` can encode."""
-    channel.send(message=encode_message([name, *args]).decode())
-
-
-def received_message(message: dict[str, Any]) -> list[Any]:
-    """The name and arguments of what `send_message` sent, of the dict that a channel received."""
-    return decode_message(message["message"].encode())
-
-
-def answer_to_message(answer: Answer) -> dict[str, Any]:
-    """What a process needs to make the same answer, with what has been sampled of it."""
+def _encode_answer(answer: Answer) -> dict[str, Any]:
+    """Returns what a process needs to make the same answer, with what has been sampled of it."""
     request = answer.request
     call = request.call
     row = answer.row
@@ -50,7 +41,9 @@ def answer_to_message(answer: Answer) -> dict[str, Any]:
 
 
 def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPool) -> Answer:
-    """The answer, of a request to this engine; InputError where it cannot answer it."""
+    """Returns the answer of these fields, of a request to this engine. Raises InputError if it cannot answer
+    the request.
+    """
     options = fields["options"]
     row_fields = fields["row"]
     if options.grammar is not None:
@@ -65,29 +58,16 @@ def answer_from_message(fields: dict[str, Any], engine: Any, grammars: GrammarPo
         request.deadline = request.submitted + fields["seconds"]
     answer = request.answers[fields["answer"]]
     answer.row = dataclasses.replace(answer.row, salt=bytes.fromhex(fields["salt"]), **row_fields)
-    (answer.sampled, answer.logprobs, answer.processed, alternatives) = fields["sampled"]
-    answer.alternatives = _logprobs(alternatives)
+    (answer.sampled, answer.logprobs, answer.processed, answer.alternatives) = fields["sampled"]
     answer.switches = [Switch(*switch) for switch in fields["switches"]]
     return answer
 
 
-def progress_to_message(new: Progress) -> list[Any]:
-    """The fields of `Progress`; an error as text."""
-    error = new.error and (format_message(new.error) or type(new.error).__name__)
-    return [*new._replace(error=None)[:-1], error]
+def _decode_logprobs(data: list[Any]) -> TokenLogprobs:
+    token, logprob, processed, *tops = data
+    return TokenLogprobs(token, logprob, processed, *([(i, x) for i, x in top] for top in tops))
 
 
-def progress_from_message(fields: Sequence[Any]) -> Progress:
-    """What another process has sent."""
-    new = Progress(*fields)
-    error = None if new.error is None else InputError(str(new.error))
-    of_prompt = _logprobs(new.prompt_logprobs)
-    return new._replace(alternatives=_logprobs(new.alternatives), prompt_logprobs=of_prompt, error=error)
-
-
-def _logprobs(each: Sequence[Any]) -> list[TokenLogprobs]:
-    found = []
-    for token, logprob, processed, *tops in each:
-        pairs = [[(i, x) for i, x in alternatives] for alternatives in tops]
-        found.append(TokenLogprobs(token, logprob, processed, *pairs))
-    return found
+register(Answer, _encode_answer, dict)
+register(Progress, list, lambda data: Progress(*data))
+register(TokenLogprobs, list, _decode_logprobs)
