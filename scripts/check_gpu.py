@@ -37,7 +37,6 @@ SECTIONS = (  # most important first; the limits up to `verified` add up to 9 mi
     Section("triton", 80),
     Section("odd", 80),
     Section("bundled", 60, TEXT),
-    Section("layers", 60, MODEL),
     Section("tune", 90),
 )
 PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin nvidia-cudnn-cu13 nvidia-cudnn-cu12".split()

@@ -25,7 +25,6 @@ SECTIONS = (  # most important first; the limits up to `verified` add up to 9 mi
     Section("windows", 80, MODEL),  # from here on: in the time that the others leave
     Section("seven_b", 160, MODEL),
     Section("bundled", 60, TEXT),
-    Section("layers", 60, MODEL),
 )
 
 if __name__ == "__main__":

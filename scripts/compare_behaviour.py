@@ -1,12 +1,14 @@
-"""Compares the behaviour of the library before and after a change. It runs no model.
+"""Compares the behaviour of the library before and after a change.
 
 For every parity case it compares trees of parameters, bytes of caches, pages of engines, kernels, saved
 files, and the results or errors of calls that a model may not support. It also compares the public API, and
-the kernels of real shapes.
+the kernels of real shapes. None of these runs a model. Traces are of engines that run: what the scheduler
+did in each step, and the answers with their versions and log-probabilities (behaviour/traces.py).
 
 `python scripts/compare_behaviour.py --base=main` compares the working tree with a commit. The exit code is 1
 if a record differs. `--record=FILE` writes the records of the commit as JSON. `--cases=NAME` compares one
-case of tests/support/parity_cases.py. Repeat the flag for several cases.
+case of tests/support/parity_cases.py. Repeat the flag for several cases. `--part=traces` compares the traces
+alone, in five minutes of CPU time, and `--part=records` everything else.
 
 Not recorded: results of compiled programs (`compare_programs.py` and tests/model/test_golden.py have them),
 calls that need a tokenizer, checks of a request to a running engine, and GGUF, MLX and bitsandbytes files.
@@ -16,7 +18,6 @@ from launcher import InputError, start
 
 # isort: split
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,7 @@ from script_paths import ROOT
 
 _BASE = flags.DEFINE_string("base", "HEAD", "The commit to compare the working tree with.")
 _RECORD = flags.DEFINE_string("record", None, "A file to which the records of the commit are written.")
+_PARTS = flags.DEFINE_multi_enum("part", ["records", "traces"], ["records", "traces"], "What is compared.")
 _CASES = flags.DEFINE_multi_string("cases", [], "Parity cases; repeat the flag for several; default: all.")
 # Parity cases that are also saved with widths at which quantized groups and blocks are whole.
 WIDE = (
@@ -98,11 +100,11 @@ def write_quantized(folder: Path) -> None:
         scaled.checkpoint(folder / name, hf, settings, encode)
 
 
-def records_of(checkouts: list[Path], work: Path) -> list[dict[str, Any]]:
-    """Returns the records of each checkout. They are made at the same time."""
-    outs = [work / f"{i}.json" for i in range(len(checkouts))]
+def records_of(part: str, checkouts: list[Path], work: Path) -> list[dict[str, Any]]:
+    """Returns a part of the records of each checkout. They are made at the same time."""
+    outs = [work / f"{part} {i}.json" for i in range(len(checkouts))]
     started = [
-        start_in(checkout, "behaviour/records.py", [out, work], SETTINGS)
+        start_in(checkout, f"behaviour/{part}.py", [out, work], SETTINGS)
         for checkout, out in zip(checkouts, outs, strict=True)
     ]
     failed = [process.wait() for process in started]
@@ -145,11 +147,17 @@ def main(argv: list[str]) -> int:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        write_checkpoints(work, _CASES.value)
+        before: dict[str, Any] = {}
+        after: dict[str, Any] = {}
+        if "records" in _PARTS.value:
+            write_checkpoints(work, _CASES.value)
         with checkout_of(_BASE.value, work / "base") as base:
-            before, after = records_of([base, ROOT], work)
+            for part in _PARTS.value:
+                of_base, of_tree = records_of(part, [base, ROOT], work)
+                before |= of_base
+                after |= of_tree
         if _RECORD.value:
-            shutil.copy(work / "0.json", _RECORD.value)
+            Path(_RECORD.value).write_text(json.dumps(before, indent=1), encoding="utf-8")
     return 1 if report(before, after) else 0
 
 

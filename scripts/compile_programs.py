@@ -7,14 +7,11 @@ what they do.
     pip install 'jax[tpu]'                                # libtpu
     python scripts/compile_programs.py --target=v6e --model=qwen2.5-7b --rows=8 --program=decode,prefill
 
-Of one decode step, or one call of another program, it prints bytes in device memory, launched kernels,
-copies and gathers of whole weights or caches, loops of unknown trip count, predicates that the host waits
-for, temporaries and collectives: per layer, beside the layers, and for the model. Figures per layer are
-differences of two depths. `kernels` are all Pallas kernels, each alone: registers, spills, memory and
-instructions. Of a TPU it prints bytes of HBM, padding included, and an estimate of the time by kind of
-operation (`tpu/tpu_time.py` says how), too. Prints tables, and one JSON object as the last line. Exit code
-1: a kernel spills, or lacks the instructions for which it was written; 2: the plug-in, ptxas or libtpu is
-missing.
+Of one decode step, or one call of another program, it prints bytes in device memory, launched operations,
+copies and gathers of whole weights or caches, and temporaries: per layer, beside the layers, and for the
+model. Figures per layer are differences of two depths. Bytes of Pallas kernels are those that they have to
+move. `kernels` are all Pallas kernels, each compiled alone. Prints tables, and one JSON object as the last
+line. Exit code 2: the plug-in, ptxas or libtpu is missing.
 """
 
 from launcher import InputError, start
@@ -24,25 +21,22 @@ import json
 import os
 import shutil
 import sys
-import tempfile
+from pathlib import Path
 
-from gpu.machine_code import dump_settings, find_ptxas, ptxas_version
+os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported
 
-DUMP = tempfile.mkdtemp()
-os.environ |= {"JAX_PLATFORMS": "cpu"} | dump_settings(DUMP)  # before jax is imported
+import jax
+from absl import flags
+from bench.model_shapes import SHAPES, hf_config
+from gpu import plan_estimates as estimates
+from gpu.card_specs import CARDS, TPUS
+from gpu.compile_kernels import compile_kernels
+from gpu.program_report import print_report, report
+from gpu.programs import PROGRAMS, ProgramJob
 
-import jax  # noqa: E402
-from absl import flags  # noqa: E402
-from bench.model_shapes import SHAPES, hf_config  # noqa: E402
-from gpu import plan_estimates as estimates  # noqa: E402
-from gpu.card_specs import CARDS, TPUS  # noqa: E402
-from gpu.compile_kernels import compile_kernels  # noqa: E402
-from gpu.program_report import print_report, report  # noqa: E402
-from gpu.programs import PROGRAMS, ProgramJob  # noqa: E402
-
-from xinfer_jax.cache.stored_kv import resolve_cache_dtype  # noqa: E402
-from xinfer_jax.checks import check_integer  # noqa: E402
-from xinfer_jax.families.reading import from_hf  # noqa: E402
+from xinfer_jax.cache.stored_kv import resolve_cache_dtype
+from xinfer_jax.checks import check_integer
+from xinfer_jax.families.reading import from_hf
 
 TARGET = flags.DEFINE_enum("target", "h200", [*CARDS, *TPUS], "GPU or TPU to compile for.")
 MODEL = flags.DEFINE_string(
@@ -69,10 +63,7 @@ ADAPTERS = flags.DEFINE_integer(
     "adapters", 0, "LoRA adapters of all matrices in layers; row i has number i modulo these.", 0
 )
 RANK = flags.DEFINE_integer("rank", 16, "Of the adapters.", 1)
-DEVICES = flags.DEFINE_integer(
-    "devices", 1, "TPUs of a mesh that a model in an engine is sharded over; figures are those of one.", 1
-)
-VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes, or take longest.")
+VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes.")
 
 
 def main(argv: list[str]) -> None:
@@ -81,23 +72,18 @@ def main(argv: list[str]) -> None:
     if jax.__version_info__ < (0, 12):
         raise InputError(f"jax {jax.__version__} does not compile all programs without a device: needs 0.12")
     check_target()
-    try:
-        results = [figures(program) for program in PROGRAM.value]
-    finally:
-        shutil.rmtree(DUMP)
-    kernels = [kernel for result in results for kernel in result.pop("compiled")]
-    given = (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH, ADAPTERS)
+    results = [figures(program) for program in PROGRAM.value]
+    given = (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH, ADAPTERS)
     settings = {flag.name: flag.value for flag in given}
-    programs = [result for result in results if result]
-    print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
-    sys.exit(int(any(kernel["spill_bytes"] or not kernel.get("as_written", True) for kernel in kernels)))
+    print(json.dumps({"jax": jax.__version__, **settings, "programs": results}))
 
 
 def check_target() -> None:
     """Raises an `InputError` if this machine cannot compile for --target."""
     if TARGET.value in TPUS and "kernels" in PROGRAM.value:
         raise InputError("--program=kernels compiles kernels for GPUs only: name a program")
-    if TARGET.value in CARDS and not find_ptxas():
+    wheels = (path for folder in sys.path for path in Path(folder).glob("nvidia/cu*/bin/ptxas"))
+    if TARGET.value in CARDS and not (shutil.which("ptxas") or any(wheels)):
         raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
     plugin = "libtpu" if TARGET.value in TPUS else "CUDA plug-in"
     extra = "tpu" if TARGET.value in TPUS else "cuda13-local"
@@ -112,21 +98,16 @@ def check_target() -> None:
 def figures(program: str) -> dict:
     """Compiles, prints and returns the figures of a program."""
     if program == "kernels":
-        print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
-        return {"compiled": compile_kernels(TARGET.value, ONLY.value or [""], DUMP)}
-    if ADAPTERS.value and (program == "engine_prefill" or DEVICES.value > 1):
-        raise InputError("--adapters is for programs of all rows, on one device")
-    if DEVICES.value > 1 and TARGET.value not in TPUS:
-        raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
-    if DEVICES.value > 1 and not program.startswith("engine"):
-        raise InputError("--devices needs a program of an engine: engine_prefill or engine_decode")
+        return {"program": program, "compiled": compile_kernels(TARGET.value, ONLY.value or [""])}
+    if ADAPTERS.value and program == "engine_prefill":
+        raise InputError("--adapters is for programs of all rows")
     job = full_job()
     print(
-        f"\n{MODEL.value} for {DEVICES.value}x{TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
+        f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
         f" {job.rows} rows of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
     )
     card = (CARDS | TPUS)[TARGET.value]
-    result = report(job, WEIGHTS.value, program, card, DUMP, chosen_depths(), DEVICES.value)
+    result = report(job, WEIGHTS.value, program, card, chosen_depths())
     print_report(result, VERBOSE.value)
     return result
 

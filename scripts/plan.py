@@ -1,13 +1,13 @@
-"""Estimates what a model needs on GPUs or TPUs that this machine need not have: bytes on each device, whether
-it fits, and lower bounds of the times.
+"""Estimates what a model needs on GPUs or TPUs that this machine need not have: bytes on each device, and
+whether it fits.
 
     python scripts/plan.py --model=qwen2.5-72b --devices=8xh200 --context=32768 --rows=64 --weights=int8
 
 The model is a built-in shape or a directory with config.json. It runs in an engine over a mesh of the
-devices, with all rows full. Times are computed from bytes and FLOP at the rates of data sheets. Temporaries
-are those of the engine's programs, compiled for such devices. That needs no GPU and no driver, only jax's
-CUDA plug-in: `pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc`; for TPUs, as in
-`--devices=8xv5e`, `pip install 'jax[tpu]'`. Two devices of tpu7x are a chip.
+devices, with all rows full. Temporaries are those of the engine's programs, compiled for such devices. That
+needs no GPU and no driver, only jax's CUDA plug-in: `pip install jax-cuda13-plugin jax-cuda13-pjrt
+nvidia-cuda-nvcc`; for TPUs, as in `--devices=8xv5e`, `pip install 'jax[tpu]'`. Two devices of tpu7x are a
+chip.
 """
 
 from launcher import InputError, start
@@ -22,15 +22,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiles for devices but does n
 
 from absl import flags
 from bench.model_shapes import SHAPES, hf_config
-from goodput.device_times import KINDS, parse_devices
 from gpu import plan_estimates as estimates
-from gpu.card_specs import Card, Tpu
+from gpu.card_specs import CARDS, TPUS, Card, Tpu
 
 from xinfer_jax.checks import check_integer
 from xinfer_jax.families.reading import from_hf
 from xinfer_jax.plugins import names
-from xinfer_jax.weights.params import tree_bytes
 
+KINDS: dict[str, Card | Tpu] = {**CARDS, **TPUS}
 MODEL = flags.DEFINE_string(
     "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."
 )
@@ -59,14 +58,7 @@ FRACTION = flags.DEFINE_float(
     0,
     1,
 )
-OVERRIDES = {
-    field: flags.DEFINE_float(field, None, f"Overrides the data sheet: {what}.", 1e-3)
-    for field, what in dict(
-        memory_gib="GiB", memory_gbs="GB/s of the memory", link_gbs="GB/s to others, in each direction",
-        tflops="TFLOP/s in bfloat16", float32_tflops="TFLOP/s in float32",
-        round_us="microseconds of the smallest all-reduce",
-    ).items()
-}  # fmt: skip
+MEMORY = flags.DEFINE_float("memory_gib", None, "GiB of a device; default: the data sheet's.", 1e-3)
 GIB = 2**30
 
 
@@ -83,20 +75,19 @@ def main(argv: list[str]) -> None:
         f"{name}: {estimates.num_weights(config) / 1e9:,.2f} billion weights in {job.weights};"
         f" {job.rows} rows of {job.context:,} tokens, {job.pages:,} pages in {kv}"
     )
-    print(
-        f"{DEVICES.value}, each {usable_memory(card) / GIB:.0f} GiB ({memory_fraction(card):.0%} of"
-        f" {card.memory_gib:g}), {card.memory_gbs:,.0f} GB/s, {card.tflops:,.0f} TFLOP/s,"
-        f" links {card.link_gbs:,.0f} GB/s"
-    )
+    usable = f"{usable_memory(card) / GIB:.0f} GiB ({memory_fraction(card):.0%} of {card.memory_gib:g})"
+    print(f"{DEVICES.value}, each {usable}")
     print_memory(job, n, devices, card)
-    print_times(job, n, card)
 
 
 def machine() -> tuple[int, Card | Tpu]:
     """The number of devices, and their data sheet."""
-    count, card = parse_devices(DEVICES.value)
-    overrides = {field: flag.value for field, flag in OVERRIDES.items() if flag.value is not None}
-    return count, dataclasses.replace(card, **overrides)
+    match = re.fullmatch(r"(\d+)x(\w+)", DEVICES.value)
+    if not match or match[2] not in KINDS or not 1 <= int(match[1]) <= estimates.MOST_DEVICES:
+        known = f"1 to {estimates.MOST_DEVICES} of {', '.join(KINDS)}"
+        raise InputError(f"--devices takes {known}, as in 8xh200: got {DEVICES.value!r}")
+    card = KINDS[match[2]]
+    return int(match[1]), dataclasses.replace(card, memory_gib=MEMORY.value or card.memory_gib)
 
 
 def mesh(job: estimates.Job, devices: int, name: str) -> int:
@@ -157,29 +148,6 @@ def print_memory(job: estimates.Job, n: int, devices: int, card: Card | Tpu) -> 
     else:
         more = f", {devices // smallest} such engines on {devices} devices" if smallest < devices else ""
         print(f"The smallest mesh on which it fits: model={smallest}{more}")
-
-
-def print_times(job: estimates.Job, n: int, card: Card | Tpu) -> None:
-    """Prints the lower bounds of the times."""
-    print(f"\nmodel={n}, ms at least          memory  compute    links    total      tok/s")
-    for label, limit, tokens in (
-        (f"decode step of {job.rows} rows", estimates.decode_limits, job.rows),
-        (f"prefill of {job.context:,} tokens", estimates.prefill_limits, job.context),
-    ):
-        limits = limit(job, n, card)
-        times = limits.memory, limits.compute, limits.links, limits.total
-        print(f"{label:28}{''.join(f'{1e3 * t:9,.1f}' for t in times)}{tokens / limits.total:11,.0f}")
-    if dequantized := estimates.dequantized_bytes(job, n):
-        ms = 1e3 * dequantized / card.memory_gbs / 1e9
-        print(f"memory: {ms:.1f} ms a pass dequantize {job.weights} to bfloat16 in memory before the matmuls")
-    if estimates.expert_fraction(job.config, job.chunk) == 1 and job.config.num_experts:
-        times = job.config.num_experts // job.config.num_experts_per_tok
-        print(f"compute: in prefill every expert computes every token, {times} times the routed work")
-    if n == 1:
-        return
-    for count, x in estimates.all_reduces(job, 1):
-        total = f"{count * tree_bytes(x) / 2**20:.2f} MiB per token"
-        print(f"all-reduces: {count} per pass of [tokens, {x.shape[1]}] {x.dtype.name}, {total}")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,9 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 from soak import update_runs
-from soak.engine_requests import draw, outcome
+from soak.engine_requests import draw, outcome, processors_and_taps
 
 import xinfer_jax as xj
 
@@ -64,7 +62,8 @@ def main(argv: list[str]) -> int:
     contents = [jax.tree.map(lambda x: x + 0.05, adapter) for adapter in contents]  # b is zero until then
     names = [f"adapter {i}" for i in range(ADAPTERS.value)]
     shape |= dict(adapters=dict(zip(names, contents, strict=True)), max_adapters=2 * ADAPTERS.value)
-    with xj.Engine(model, **shape, **of_callers(model.config), warm_up=True) as engine:
+    own = processors_and_taps(model.config) if CALLERS.value else {}
+    with xj.Engine(model, **shape, **own, warm_up=True) as engine:
 
         def record_compilation(event: str, _: float, **__: object) -> None:
             if "/core/compile/" in event:
@@ -97,29 +96,6 @@ def main(argv: list[str]) -> int:
         json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
     )
     return int(grown >= MOST.value or lost > 0 or bool(compiled))
-
-
-def of_callers(config: xj.ModelConfig) -> dict:
-    """With --callers, arguments of an engine: a processor with a state, one that draws, and a vector."""
-    if not CALLERS.value:
-        return {}
-
-    def count(state, token_B, context):
-        return state | dict(count=state["count"].at[jnp.arange(len(token_B)), token_B].add(1))
-
-    def add_noise(by_B, logits_BV, context):
-        return logits_BV + by_B[:, None] * jax.vmap(lambda k: jax.random.normal(k, logits_BV.shape[1:]))(
-            context.key_B
-        )
-
-    less = xj.Processor(
-        lambda by_B, context: dict(by=by_B, count=jnp.zeros(context.seen_BV.shape, jnp.int32)),
-        lambda state, logits_BV, context: logits_BV - state["by"][:, None] * state["count"],
-        count,
-    )
-    noise = xj.Processor(None, add_noise, last=True)
-    vector = np.random.default_rng(0).standard_normal(config.hidden_size)
-    return dict(processors=dict(less=(less, 0.0), noise=(noise, 0.0)), taps=dict(up={0: vector, 1: vector}))
 
 
 def draw_callers(rng: random.Random) -> dict:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 # Programs that several files, workers or processes need are compiled once in a session.
@@ -32,6 +33,16 @@ for module in (stats, precompile):
     module.release_free_memory = lambda: None
 
 LEFT_OUT = pytest.StashKey[int]()
+compilations = 0  # so far, in the thread that runs the tests
+
+
+def _count_compilations(event, duration, **_):
+    global compilations
+    if event == "/jax/core/compile/backend_compile_duration":
+        compilations += threading.current_thread() is threading.main_thread()
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilations)
 
 
 def pytest_addoption(parser):
@@ -56,6 +67,28 @@ def pytest_collection_modifyitems(config, items):
         config.workeroutput["left_out"] = len(left_out)
     else:
         config.stash[LEFT_OUT] = len(left_out)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m unit` imports only the files with such tests: importing all files takes longer than the tests."""
+    if config.option.markexpr == "unit" and collection_path.suffix == ".py":
+        return "pytest.mark.unit" not in collection_path.read_text() or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Notes the programs so far, before fixtures of a test compile others."""
+    item.compilations = compilations
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a test that is marked `unit` and compiles a program."""
+    result = yield
+    compiled = compilations - item.compilations
+    assert not (compiled and item.get_closest_marker("unit")), f"a unit test compiled {compiled} programs"
+    return result
 
 
 def pytest_collection_finish():

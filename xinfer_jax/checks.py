@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import plugin
 from .errors import InputError, format_value
 
 _TEXT = str | bytes | bytearray | memoryview
@@ -109,14 +108,6 @@ def check_range(name: str, values: Any, least: int, most: int) -> None:
     values = np.asarray(values)
     if np.any(bad := (values < least) | (values > most)):
         raise InputError(f"{name} {values[bad][0]} is outside {least} … {most}")
-
-
-def check_fits(size: int, what: str, remedy: str) -> None:
-    """Raises InputError where `what` needs more bytes than the device has, as far as that is known; remedy:
-    the end of the error.
-    """
-    if (check_memory := plugin("device", "memory")) is not None:
-        check_memory(size, what, remedy)
 
 
 def _index(value: Any) -> int | None:

@@ -212,7 +212,7 @@ def hidden_states_of(
     executor = executor_class(model.params)(DEFAULT)
     for batch in _batches([min(bucket(len(row)), limit) for row in rows]):
         inputs = pad_prompts([rows[i] for i in batch], limit, next_power_of_two(len(batch)))
-        yield batch, executor.hidden(tree, inputs), inputs[1]
+        yield batch, executor.hidden(tree, inputs).hidden, inputs[1]
 
 
 def check_finite(name: str, vectors_ND: np.ndarray, model: Model) -> None:

@@ -1,5 +1,5 @@
-"""The registries: families, layer caches, cache dtypes, kinds of RoPE and forms of operations; and the hooks
-of a platform.
+"""The registries (families, mixers, feed-forwards, routers, cache dtypes, RoPE types, forms of tool calls and
+of operations), and the hooks of a platform.
 
 The core asks `plugin(kind, name)` (`xinfer_jax/__init__.py`), which imports a module of this table when it is
 first used. Operations, dtypes and limits do without if there is no entry; what a config or an option asks for
@@ -140,6 +140,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
+_HOOKS = {"compiler", "device", "executor", "mesh", "operation"}  # of a platform: kinds that are no registry
 _REGISTERED: dict[tuple[str, str], Any] = {}
 
 
@@ -154,14 +155,14 @@ def register(kind: str, name: str, entry: Any) -> None:
 
     Args:
         kind: the registry, for example "family", "cache dtype" or "rope": the first strings of the keys of
-            `plugins.TABLE`.
+            `plugins.TABLE`, except the hooks of a platform.
         name: by which it is found: the `model_type` of a family, the `rope_type` of scaled RoPE.
         entry: an object like the entries of that registry.
 
     Raises:
         InputError: there is no such registry, or it has the name already.
     """
-    kinds = sorted({of_kind for of_kind, _ in TABLE})
+    kinds = sorted({of_kind for of_kind, _ in TABLE} - _HOOKS)
     if kind not in kinds:
         raise InputError(f"there is no registry {format_value(kind)}: use one of {', '.join(kinds)}")
     if not isinstance(name, str) or not name:

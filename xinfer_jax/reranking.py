@@ -15,7 +15,7 @@ from .config.unsupported import check_causal
 from .embedding import check_finite, check_texts, hidden_states_of, kept_tokens
 from .errors import ContextLengthError, InputError, format_value
 from .generation.loop import last_hidden
-from .model.decoder import head_logits
+from .model.decoder import unembed
 from .modes import in_default_modes
 from .tokenization.conversation import check_text_length
 from .tokenization.escaping import encode_wrapped
@@ -162,5 +162,5 @@ def _answer_logits(
     params: Params, config: ModelConfig, hidden_BTD: jax.Array, num_tokens_B: jax.Array, ids: jax.Array
 ) -> jax.Array:
     """float32 [B, A]: the logits of these tokens after each row."""
-    logits_BV = head_logits(params, config, last_hidden(hidden_BTD, num_tokens_B))
+    logits_BV = unembed(params, config, last_hidden(hidden_BTD, num_tokens_B))
     return logits_BV[:, ids].astype(jnp.float32)

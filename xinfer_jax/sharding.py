@@ -79,12 +79,12 @@ def row_axis(mesh: Any, rows: int) -> str | None:
 
 def cache_specs(tree: Any, mesh: Any, rows: str | None = None) -> Any:
     """Returns the PartitionSpecs of a cache or of parts of it: all are sharded by rows, on axis 0, over this
-    mesh axis; those of several axes also by heads, on axis 1.
+    mesh axis; those of at least three axes also by heads, on axis 1. Block tables have two.
     """
     rules = dict(RULES, rows=rows)
 
     def of(x: Any) -> PartitionSpec:
-        axes = ("rows", "kv_heads", None, None)[: x.ndim]
+        axes = ("rows", "kv_heads", None, None)[: x.ndim] if x.ndim > 2 else ("rows",)
         return partition_spec(axes, x.shape[: len(axes)], mesh, rules)
 
     return jax.tree.map(of, tree)

@@ -8,6 +8,7 @@ import time
 import jax
 
 from . import plugin
+from .memory_plan import MemoryPlan
 
 
 @dataclasses.dataclass
@@ -33,6 +34,7 @@ class GenerateStats:
         acceptance: acceptance rate of each row's draft tokens; None: no drafts.
         passes: forward passes of the model for each row; None: no drafts.
         peak_bytes: peak memory: of the process on CPU, of the device elsewhere.
+        memory: the bytes that were planned; None: of a request to an engine, whose `memory` it is.
     """
 
     rows: int
@@ -50,6 +52,7 @@ class GenerateStats:
     acceptance: list[float] | None = None
     passes: list[int] | None = None
     peak_bytes: int = 0
+    memory: MemoryPlan | None = None
 
     @property
     def decode_tokens(self) -> int:

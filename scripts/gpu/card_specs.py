@@ -1,14 +1,7 @@
 """Data sheets of GPUs and TPUs, and their descriptions with which XLA compiles on a machine without them.
 
-TPUs: memory, bandwidth, bfloat16 and int8 rates and links are those of Google's pages on v5e, v5p, v6e and
-TPU7x ("System architecture", per chip). A link's figure there is of both directions: here it is halved. A
-chip of TPU7x is two devices, each with half of the chip's figures; the two cores of a v5p chip are one
-device.
-
-No page states the clock. It is computed: the bfloat16 rate by the FLOP that the matrix units do in a cycle
-(v5e 4 units of 128 x 128, v5p 8 of them, v6e and a device of TPU7x four times 256 x 256). XLA's own schedule
-of a product of 4,096 x 4,096 matrices reaches 97%, 96%, 87% and 81% of that many per cycle, so its cycles are
-of this clock. What is computed from these figures is an estimate.
+Of TPUs the memory is that of Google's pages on v5e, v5p, v6e and TPU7x ("System architecture", per chip). A
+chip of TPU7x is two devices, each with half of its memory; the two cores of a v5p chip are one device.
 """
 
 import dataclasses
@@ -21,7 +14,7 @@ from jax.experimental import topologies
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The data sheet of a GPU; rates without sparsity."""
+    """The data sheet of a GPU."""
 
     name: str
     capability: tuple[int, int]
@@ -31,10 +24,6 @@ class Card:
     ghz: float
     memory_gib: float  # usable by a program
     memory_gbs: float
-    link_gbs: float  # to other GPUs, in each direction
-    tflops: float  # bfloat16 matmuls
-    float32_tflops: float
-    round_us: float = 0  # latency of an all-reduce; not measured
 
     platform = "cuda"
 
@@ -67,13 +56,13 @@ class Card:
 
 
 CARDS = {
-    "b200": Card("NVIDIA B200", (10, 0), 148, 232448, 126, 1.96, 179, 8000, 900, 2250, 75),
-    "h200": Card("NVIDIA H200", (9, 0), 132, 232448, 50, 1.98, 140, 4800, 450, 989, 67),
-    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 50, 1.98, 79, 3350, 450, 989, 67),
-    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 40, 1.41, 79, 2039, 300, 312, 19.5),
-    "l40s": Card("NVIDIA L40S", (8, 9), 142, 101376, 96, 2.52, 44, 864, 32, 362, 91.6),
-    "l4": Card("NVIDIA L4", (8, 9), 58, 101376, 48, 2.04, 22, 300, 32, 121, 30.3),
-    "rtx4090": Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 72, 2.52, 23, 1008, 32, 165, 82.6),
+    "b200": Card("NVIDIA B200", (10, 0), 148, 232448, 126, 1.96, 179, 8000),
+    "h200": Card("NVIDIA H200", (9, 0), 132, 232448, 50, 1.98, 140, 4800),
+    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 50, 1.98, 79, 3350),
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 40, 1.41, 79, 2039),
+    "l40s": Card("NVIDIA L40S", (8, 9), 142, 101376, 96, 2.52, 44, 864),
+    "l4": Card("NVIDIA L4", (8, 9), 58, 101376, 48, 2.04, 22, 300),
+    "rtx4090": Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 72, 2.52, 23, 1008),
 }
 
 
@@ -93,15 +82,7 @@ class Tpu:
     name: str  # jax's device_kind
     topology: str  # one chip, with {} for its name
     memory_gib: float
-    memory_gbs: float
-    link_gbs: float  # all links, in each direction
-    tflops: float  # bfloat16 matmuls
-    int8_tops: float
-    float32_tflops: float  # in full precision: six products of bfloat16
-    ghz: float
     vmem_mib: int
-    matrix_size: int  # of its matrix units, rows and columns
-    round_us: float = 0  # latency of an all-reduce; not measured
 
     platform = "tpu"
     capability = (0, 0)
@@ -129,8 +110,8 @@ class Tpu:
 
 
 TPUS = {
-    "v5e": Tpu("TPU v5 lite", "v5e:1x1", 16, 819, 200, 197, 393, 197 / 6, 1.50, 128, 128),
-    "v5p": Tpu("TPU v5", "v5p:1x1x1", 95, 2765, 600, 459, 918, 459 / 6, 1.75, 128, 128),
-    "v6e": Tpu("TPU v6 lite", "v6e:1x1", 32, 1640, 400, 918, 1836, 918 / 6, 1.75, 128, 256),
-    "tpu7x": Tpu("TPU7x", "tpu7x:1x1x1", 96, 3690, 300, 1153.5, 1153.5, 1153.5 / 6, 2.20, 64, 256),
+    "v5e": Tpu("TPU v5 lite", "v5e:1x1", 16, 128),
+    "v5p": Tpu("TPU v5", "v5p:1x1x1", 95, 128),
+    "v6e": Tpu("TPU v6 lite", "v6e:1x1", 32, 128),
+    "tpu7x": Tpu("TPU7x", "tpu7x:1x1x1", 96, 64),
 }

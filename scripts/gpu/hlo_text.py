@@ -1,4 +1,4 @@
-"""Parses the text of a compiled XLA module: computations, their instructions, shapes and source lines."""
+"""Parses the text of a compiled XLA module: computations, their instructions and shapes."""
 
 import dataclasses
 import functools
@@ -86,11 +86,6 @@ class Instruction:
         cycles = _first(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(cycles) if cycles else None
 
-    @property
-    def frame(self) -> int:
-        """The number of its stack frame; 0: none."""
-        return int(_first(r"stack_frame_id=(\d+)", self.attributes) or 0)
-
     def called(self, key: str) -> str:
         """The computation that this attribute names."""
         return _first(rf"\b{key}=%?([\w.\-]+)", self.attributes)
@@ -129,7 +124,6 @@ class Module:
 
     computations: dict[str, Computation]
     entry: str
-    lines: dict[int, tuple[str, int]]  # stack frame -> file and line of the innermost call
 
 
 def element_bytes(dtype: str) -> float:
@@ -154,7 +148,7 @@ def parse_module(text: str) -> Module:
             name = ""
         elif name and (match := _LINE.match(line)):
             body.append(_parse_instruction(match))
-    return Module(computations, entry, _source_lines(text))
+    return Module(computations, entry)
 
 
 def _parse_instruction(match: re.Match[str]) -> Instruction:
@@ -193,22 +187,6 @@ def _closing(text: str, pair: str = "()") -> int:
         if depth == 0:
             return at + 1
     return len(text)
-
-
-def _source_lines(text: str) -> dict[int, tuple[str, int]]:
-    """File and line of each stack frame, from the tables in front of the computations."""
-    files = dict(re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M))
-    locations = re.findall(
-        r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.M
-    )
-    places = {number: (files[file], int(line)) for number, file, line in locations}
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.M)
-    return {int(number): places[location] for number, location in frames if location in places}
-
-
-def _table(text: str, title: str) -> str:
-    _, found, rest = text.partition(f"\n{title}\n")
-    return rest.partition("\n\n")[0] if found else ""
 
 
 def _first(pattern: str, text: str) -> str:

@@ -27,7 +27,6 @@ class KernelCase(NamedTuple):
     """One call of a kernel, on shapes."""
 
     name: str
-    impl: str | None  # whose tensor instructions the kernel was written for; None: it has no products
     function: Callable
     shapes: Any
 
@@ -85,27 +84,27 @@ def _attention_case(
         run = partial(kernels_pallas.run_kernel, impl, kernel, scale=width**-0.5, **options)
         return run(q_BTNH, **arrays)
 
-    return KernelCase(f"{impl} {kernel} {label}{many}", impl, call, (SD((4, T, _N, width), dtype), shapes))
+    return KernelCase(f"{impl} {kernel} {label}{many}", call, (SD((4, T, _N, width), dtype), shapes))
 
 
 def _greedy_cases(impl: str) -> Iterator[KernelCase]:
     run = partial(kernels_pallas.run_kernel, impl)
     for dtype in ("float32", "bfloat16"):
-        yield KernelCase(f"{impl} argmax {dtype}", None, partial(run, "argmax"), (SD((4, _V), dtype),))
+        yield KernelCase(f"{impl} argmax {dtype}", partial(run, "argmax"), (SD((4, _V), dtype),))
     for rows, variant, extra in ((1, "", {}), (32, "", {}), (32, " cap", dict(soft_cap=30.0))):
         shapes = SD((rows, _D), "bfloat16"), SD((_V, _D), "bfloat16")
         name = f"{impl} lm_head_argmax {rows} rows{variant}"
-        yield KernelCase(name, impl, partial(run, "lm_head_argmax", **extra), shapes)
+        yield KernelCase(name, partial(run, "lm_head_argmax", **extra), shapes)
     if impl != "triton":
         return
     for rows in (1, 32, 64):
         shapes = SD((rows, _D), "bfloat16"), SD((_V, _D), "int8"), SD((_V,), "float32")
         name = f"{impl} int8_head_argmax {rows} rows"
-        yield KernelCase(name, impl, partial(run, "int8_head_argmax"), shapes)
+        yield KernelCase(name, partial(run, "int8_head_argmax"), shapes)
     of_rows = SD((4, _V), "float32"), SD((4,), "float32"), SD((4, _V), "bool")
     bias = SD((4, _V), "float32"), SD((4,), "bool")
     for name, shapes in (("", of_rows), (" bias", (*of_rows, *bias))):
-        yield KernelCase(f"{impl} summarize_logits{name}", None, partial(run, "summarize_logits"), shapes)
+        yield KernelCase(f"{impl} summarize_logits{name}", partial(run, "summarize_logits"), shapes)
 
 
 def _expert_cases() -> Iterator[KernelCase]:
@@ -114,7 +113,7 @@ def _expert_cases() -> Iterator[KernelCase]:
         gate = SD((128, 768, 2048), dtype)
         choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
         shapes = SD((tokens, 2048), dtype), *choices, gate, gate, SD((128, 2048, 768), dtype)
-        yield KernelCase(f"triton gated_experts {tokens} tokens {dtype}", "triton", run, shapes)
+        yield KernelCase(f"triton gated_experts {tokens} tokens {dtype}", run, shapes)
     biases = SD((32, 2880), "bfloat16"), SD((32, 2880), "bfloat16"), SD((32, 2880), "bfloat16")
     packed = Mxfp4(SD((32, 90, 16, 2880), jnp.uint8), SD((32, 90, 2880), jnp.uint8))
     for kind, matrix in (("biases", SD((32, 2880, 2880), "bfloat16")), ("mxfp4", packed)):
@@ -122,7 +121,7 @@ def _expert_cases() -> Iterator[KernelCase]:
             choices = SD((tokens, 4), jnp.float32), SD((tokens, 4), jnp.int32)
             shapes = SD((tokens, 2880), "bfloat16"), *choices, *(matrix,) * 3, *biases
             name = f"triton gated_experts {tokens} tokens {kind}"
-            yield KernelCase(name, "triton", partial(run, limit=7.0), shapes)
+            yield KernelCase(name, partial(run, limit=7.0), shapes)
     for kind in ("int8", "int4", "fp8"):
         gate, down = (
             jax.tree.map(lambda x: SD((128, *x.shape), x.dtype), _matrix(kind, *shape))
@@ -137,7 +136,7 @@ def _expert_cases() -> Iterator[KernelCase]:
         ):
             choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
             shapes = SD((tokens, 2048), dtype), *choices, gate, gate, down
-            yield KernelCase(f"triton gated_experts {tokens} tokens {kind} {dtype}", "triton", run, shapes)
+            yield KernelCase(f"triton gated_experts {tokens} tokens {kind} {dtype}", run, shapes)
 
 
 def _product_cases() -> Iterator[KernelCase]:
@@ -150,18 +149,18 @@ def _product_cases() -> Iterator[KernelCase]:
             down = SD((rows, _F), "bfloat16"), [_matrix(kind, _D, _F)], None, SD((rows, _D), "bfloat16")
             up = (x_MI, gated, norm_I) if rows <= 64 else (x_MI, gated)
             name = f"triton product {kind} {rows} rows"
-            yield KernelCase(f"{name} gate, up", "triton", partial(run, activation="silu", eps=1e-6), up)
-            yield KernelCase(f"{name} down", "triton", run, down)
+            yield KernelCase(f"{name} gate, up", partial(run, activation="silu", eps=1e-6), up)
+            yield KernelCase(f"{name} down", run, down)
             if rows in (8, 64):
                 adapters = RowAdapters(
                     SD((5, 16, _D), "bfloat16"), SD((5, _F, 16), "bfloat16"), SD((rows,), jnp.int32), 1.0
                 )
                 gated = [matrix._replace(adapters=adapters) for matrix in gated]
                 up = (x_MI, gated, norm_I)
-                yield KernelCase(f"{name} adapters", "triton", partial(run, activation="silu", eps=1e-6), up)
+                yield KernelCase(f"{name} adapters", partial(run, activation="silu", eps=1e-6), up)
 
     ragged = SD((8, 300), "float16"), [_matrix("fp8", 200, 300)]
-    yield KernelCase("triton product fp8 ragged", "triton", run, ragged)
+    yield KernelCase("triton product fp8 ragged", run, ragged)
 
 
 def _append_cases() -> Iterator[KernelCase]:
@@ -187,7 +186,7 @@ def _append_cases() -> Iterator[KernelCase]:
             caches = [SD(shape, dtype), *(Levels(x, SD((*shape[:3], 2), jnp.float16)) for x in levels)]
             for kind, cache in zip(("", " int8", " int4"), caches, strict=True):
                 shapes = (*new, *angles, cache, cache, *numbers, *table)
-                yield KernelCase(f"triton rope_append {name}{kind}{layout}", None, call, shapes)
+                yield KernelCase(f"triton rope_append {name}{kind}{layout}", call, shapes)
 
 
 def _delta_cases() -> Iterator[KernelCase]:
@@ -219,7 +218,7 @@ def _delta_cases() -> Iterator[KernelCase]:
             numbers = [SD((rows, N, T, 2), "float32"), *numbers, numbers[0]]
             run = partial(run, holds=True)
         name = f"triton {kernel} {rows} rows, {N} heads of {H} and {Y} {dtype}"
-        yield KernelCase(name, None, run, (new, weights, old, *numbers))
+        yield KernelCase(name, run, (new, weights, old, *numbers))
 
 
 def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:

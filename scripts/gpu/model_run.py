@@ -28,12 +28,7 @@ def settings(name: str, **changes: Any) -> dict[str, Any]:
 
 
 class ModelRun:
-    """One model in one format, with `checking_params`.
-
-    Attributes:
-        counts: what was counted in compiled programs, by program: "decode", "sampled", "verify". `measure`
-            prints it beside the time of that program by kernels.
-    """
+    """One model in one format, with `checking_params`."""
 
     def __init__(
         self,
@@ -56,7 +51,6 @@ class ModelRun:
         self.kernels = kernels or emulated(plan)
         self.prompt, self.new = (40, 40) if plan.tiny else (512, 128)
         self.params = cache(self._params)
-        self.counts: dict[str, dict[str, Any]] = {}
 
     def _params(self) -> Any:
         return checking_params(self.config, jax.random.key(0, impl="rbg"), self.dtype, self.quantize)
@@ -93,8 +87,6 @@ class ModelRun:
         flop = prefill_work(self.config, bytes_per_pass(self.params()), [self.prompt] * rows).flop
         program = "sampled" if "sampling" in options else "verify" if "draft" in options else "decode"
         more = {"acceptance": statistics.fmean(stats[-1].acceptance)} if program == "verify" else {}
-        if impl is None and program in self.counts:
-            more["counts"] = self.counts[program]
         return {
             "decode_tok/s": rate,
             "TPOT_ms": 1e3 * step,

@@ -1,12 +1,9 @@
 """Sections of check_gpu.py for whole models: logits of kernels and XLA along forced tokens, generation end to
-end, windows, the bundled checkpoint, and what a decode step launches.
+end, windows, and the bundled checkpoint.
 """
 
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,67 +13,11 @@ import numpy as np
 
 import xinfer_jax as xj
 from gpu.agreement import forced, greedy_agreement
-from gpu.hlo_text import parse_module
 from gpu.model_run import SMALL, ModelRun, settings
-from gpu.program_counts import ProgramCounter
 from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
-
-
-def layers(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases that count the operations of a compiled decode step per layer, and time them."""
-    name = "tiny" if plan.tiny else "0.5b"
-    for impl in (None, "xla"):
-        yield Case(f"{name}, {impl or 'kernels'}: compiled", partial(per_layer, plan, name, impl))
-    yield Case(f"{name}: profile", partial(profile, plan, name), {"optional": True})
-
-
-def per_layer(plan: SimpleNamespace, name: str, impl: str | None) -> dict[str, Any]:
-    """The operations per layer of a compiled decode step by kind, from programs that differ by two layers."""
-    few, more = (_operations(ModelRun(plan, settings(name, num_hidden_layers=n)), impl) for n in (1, 3))
-    layer = {kind: n / 2 for kind, n in (more - few).items()}
-    return {
-        "per_layer": sum(layer.values()),
-        "kinds": layer,
-        "beside_layers": sum((few - Counter(layer)).values()),
-    }
-
-
-def _operations(run: ModelRun, impl: str | None) -> Counter:
-    params = jax.eval_shape(run._params)
-    kv_cache = jax.eval_shape(lambda: xj.init_cache(run.config, 1, 1024, run.dtype))
-
-    def step(params, token_B, kv_cache):
-        return xj.decode_step(params, run.config, token_B, kv_cache, impl=impl or run.kernels)
-
-    token_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    text = jax.jit(step, donate_argnums=2).lower(params, token_B, kv_cache).compile().as_text()
-    by_kind = ProgramCounter(parse_module(text)).of_call().by_kind
-    return Counter({kind: times for kind, (times, _, _) in by_kind.items()})
-
-
-def profile(plan: SimpleNamespace, name: str) -> dict[str, Any]:
-    """The operations of one generation of one row, sorted by their total time."""
-    run = ModelRun(plan, settings(name))
-    run.generate(1, None)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run.generate(1, None)
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(file))
-        counts = Counter()
-        times = Counter()
-        device, lines = {"cuda": ("/device:GPU", "Stream"), "tpu": ("/device:TPU", "XLA Ops")}[plan.platform]
-        devices = (plane for plane in data.planes if plane.name.startswith(device))
-        streams = (line for plane in devices for line in plane.lines if line.name.startswith(lines))
-        for event in (event for stream in streams for event in stream.events):
-            counts[event.name] += 1
-            times[event.name] += event.duration_ns / 1e6
-    top = {name[:60]: f"{counts[name]} in {ms:.3f} ms" for name, ms in times.most_common(15)}
-    return {"launches_per_step": sum(counts.values()) / run.new, "busy_ms": sum(times.values()), "top": top}
-
 
 _MIDDLE = dict(vocab_size=32001, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4)
 _MIDDLE |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192)
@@ -89,17 +30,10 @@ def end_to_end(name: str) -> Callable[[SimpleNamespace], Iterator[Case]]:
 
     def cases(plan: SimpleNamespace) -> Iterator[Case]:
         yield from limit_cases(plan)
-        shape = "tiny" if plan.tiny else name
-        run = ModelRun(plan, settings(shape))
-
-        def count() -> dict[str, Any]:
-            run.counts["decode"] = per_layer(plan, shape, None)
-            return run.counts["decode"]
-
+        run = ModelRun(plan, settings("tiny" if plan.tiny else name))
         counts = (1,) if plan.tiny else (1, 32)
         kinds = [(rows, impl) for impl in (None, "xla") for rows in counts]
         yield Case(f"{name}, logits against XLA", run.agreement)
-        yield Case(f"{name}, operations of a decode step", count, {"optional": True})
         yield Case("parallel compilation", partial(run.compile_in_parallel, kinds), {"optional": True})
         for rows, impl in kinds:
             yield Case(f"{name}, {rows} rows, {impl or 'kernels'}", partial(run.measure, rows, impl))
@@ -182,5 +116,4 @@ SECTIONS = {
     "seven_b": end_to_end("7b"),
     "windows": windows,
     "bundled": bundled,
-    "layers": layers,
 }

@@ -11,9 +11,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tpu.tile_bytes import box_bytes, is_in_hbm, is_whole_rows, parse_layout, stored_bytes
-
 from gpu.hlo_text import Array, Computation, Instruction, Module
+from gpu.tile_bytes import box_bytes, is_in_hbm, is_whole_rows, parse_layout, stored_bytes
 
 PALLAS = {  # targets of custom calls
     "mosaic_gpu_v2": "mosaic", "mosaic_gpu": "mosaic", "__gpu$xla.gpu.triton": "triton",

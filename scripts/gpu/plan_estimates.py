@@ -1,5 +1,5 @@
-"""Estimates what a model needs on each device of a mesh `model=n`: bytes by formula, lower bounds of times,
-and temporaries of its programs, compiled for GPUs or TPUs that this machine need not have.
+"""Estimates what a model needs on each device of a mesh `model=n`: bytes by formula, and temporaries of its
+programs, compiled for GPUs or TPUs that this machine need not have.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench.model_work import attention_mixers, bytes_per_pass, decode_work, expert_fraction, prefill_work
+from bench.model_work import attention_mixers
 from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
@@ -84,19 +84,6 @@ class DeviceBytes:
         return self.weights + self.pages + (self.temporaries or 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Lower bounds of the seconds of a pass. Memory and compute overlap; communication follows."""
-
-    memory: float
-    compute: float
-    links: float
-
-    @property
-    def total(self) -> float:
-        return max(self.memory, self.compute) + self.links
-
-
 # --- sharding of the model ----------------------------------------------------------------------------------
 
 
@@ -153,25 +140,12 @@ def device_weights(job: Job, n: int) -> Params:
     return jax.tree.map(struct, param_specs(job.config))
 
 
-def dequantized_bytes(job: Job, n: int) -> int:
-    """Bytes that each device writes and reads again in a pass to dequantize weights: on a GPU, XLA
-    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul. Kernels read MXFP4
-    and FP8.
-    """
-    if job.weights in ("mxfp4", "fp8"):
-        return 0
-    leaves = jax.tree.leaves(device_weights(job, n))
-    return sum(
-        2 * 2 * 2 * x.size for x in leaves if x.dtype == jnp.uint8 and x.ndim >= 3
-    )  # two values in a byte
-
-
 def num_weights(config: ModelConfig) -> int:
     """Number of weights."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
 
 
-# --- memory and communication of a device -------------------------------------------------------------------
+# --- memory of a device -------------------------------------------------------------------------------------
 
 
 def device_bytes(job: Job, n: int, card: Card | Tpu | None = None) -> DeviceBytes:
@@ -197,66 +171,6 @@ def smallest_mesh(job: Job, memory: float, card: Card | Tpu | None = None) -> in
         if card is None or device_bytes(job, n, card).total <= memory:
             return n
     return None
-
-
-def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]:
-    """The all-reduces of a pass over this many tokens, as (count, array). Those of one number per row after
-    the layers are left out.
-    """
-    config = job.config
-    layers = job.config.num_hidden_layers
-    struct = jax.ShapeDtypeStruct
-    experts = (layer.experts for layer in config.layers if layer.experts)
-    shared = sum(x.shared_intermediate_size > 0 for x in experts)
-    reduced = [(2 * layers + shared + 1, struct((tokens, config.hidden_size), job.dtype))]
-    if joint := sum(mixer.spec.qk_norm == "joint" for mixer in attention_mixers(config)):
-        reduced.append((joint, struct((tokens, 2), jnp.float32)))
-    return reduced
-
-
-# --- lower bounds of times ----------------------------------------------------------------------------------
-
-
-def decode_limits(job: Job, n: int, card: Card | Tpu) -> Limits:
-    """Limits of a decode step of all rows."""
-    flop = decode_work(job.config, 0, 0, [job.context - 1] * job.rows, 1).flop
-    moved = weight_bytes(job, n, job.rows) + job.rows * kv_bytes(job, n, job.context)
-    return pass_limits(job, n, card, 1, job.rows, moved, flop)
-
-
-def prefill_limits(job: Job, n: int, card: Card | Tpu) -> Limits:
-    """Limits of the prefill, in chunks, of a prompt as long as a row."""
-    flop = prefill_work(job.config, 0, [job.context]).flop
-    ends = range(job.chunk, job.context + job.chunk, job.chunk)
-    moved = sum(weight_bytes(job, n, job.chunk) + kv_bytes(job, n, min(end, job.context)) for end in ends)
-    return pass_limits(job, n, card, len(ends), job.context, moved, flop)
-
-
-def pass_limits(
-    job: Job, n: int, card: Card | Tpu, passes: int, tokens: int, moved: float, flop: float
-) -> Limits:
-    """Limits of so many passes over so many tokens in all, that move these bytes on each device."""
-    reduced = all_reduces(job, tokens)
-    sent = 2 * (n - 1) / n * sum(count * tree_bytes(x) for count, x in reduced)  # by each device of a ring
-    latency = passes * sum(count for count, _ in reduced) * card.round_us / 1e6 if n > 1 else 0
-    rate = card.float32_tflops if job.weights == "float32" else card.tflops
-    return Limits(moved / card.memory_gbs / 1e9, flop / n / rate / 1e12, sent / card.link_gbs / 1e9 + latency)
-
-
-@functools.lru_cache
-def weight_bytes(job: Job, n: int, tokens: int) -> float:
-    """Bytes of weights that each device reads, and writes to dequantize, in a pass over this many tokens."""
-    params = device_weights(job, n)
-    experts = tree_bytes([layer.get("experts", ()) for layer in params["layers"]])
-    used = bytes_per_pass(params) - (1 - expert_fraction(job.config, tokens)) * experts
-    return used + dequantized_bytes(job, n)
-
-
-def kv_bytes(job: Job, n: int, length: int) -> int:
-    """Bytes of keys, values and states that a row of this length reads, on each device."""
-    config = with_repeated_kv_heads(job.config, n)
-    keys = visible_kv_bytes(config, job.kv, length, n)
-    return keys + 2 * state_bytes(config) // n  # a step reads and writes the state
 
 
 def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> int:

@@ -102,7 +102,7 @@ def _run(job: ProgramJob, program: str) -> None:
             device.prefill(0, pages, [0] * job.chunk, start, job.capacity, True)
         used = num_pages_for(job.length)
         tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
-        device.decode(tables, 1, False, not job.sampled, False)
+        device.decode(tables, 1, False, not job.sampled, {})
     call = _generate_call(job, program)
     executor = TracedExecutor(RunConfig(), _stop)
     if program == "prefill":
@@ -111,11 +111,11 @@ def _run(job: ProgramJob, program: str) -> None:
     state = _after_first_token(initial_state(call, prompt_of_row(call)))
     cache = _cache(job, job.length - 1)
     if program != "verify":
-        executor.decode(Plain(call.config), (job.params, NO_EXTRAS), (state, cache), 1)
+        executor.decode(Plain(call.config), (job.params, NO_EXTRAS), (state, cache), np.int32(1))
     zeros_B: Any = np.zeros(call.rows, np.int32)
     strategy = Speculative(call.config, prompt_lookup, call.num_draft_tokens)
     counts = SpeculationState(None, zeros_B, zeros_B)
-    executor.decode(strategy, (job.params, NO_EXTRAS, None), (state, cache, counts), 1)
+    executor.decode(strategy, (job.params, NO_EXTRAS, None), (state, cache, counts), np.int32(1))
 
 
 def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
@@ -171,8 +171,7 @@ def _after_first_token(state: DecodeState) -> DecodeState:
     position_B: Any = np.asarray(context.position_B) + 1
     ones_B: Any = np.ones_like(position_B)
     context = dataclasses.replace(context, position_B=position_B, num_generated_B=ones_B)
-    output_start_B = None if state.output_start_B is None else ones_B
-    return dataclasses.replace(state, context=context, output_start_B=output_start_B)
+    return dataclasses.replace(state, context=context)
 
 
 def with_held_adapters(job: ProgramJob) -> ProgramJob:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import xinfer_jax as xj
@@ -28,7 +29,12 @@ SHAPES = dict(
     ),
     qwen3_moe=_SMALL
     | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
-)
+    qwen3_5=_SMALL
+    | dict(
+        model_type="qwen3_5_text", linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, linear_conv_kernel_dim=4, full_attention_interval=2,
+    ),
+)  # fmt: skip
 _SETTINGS: tuple[dict, ...] = (
     {},
     {},
@@ -61,6 +67,27 @@ def random_model(family: str, quantize: str | None) -> xj.Model:
     config = from_hf(SHAPES[family])
     params = xj.init_params(config, jax.random.key(0), "float32", quantize)
     return xj.Model(params, config)
+
+
+def processors_and_taps(config: xj.ModelConfig) -> dict[str, Any]:
+    """Arguments of an engine: a processor with a state, one that draws, and a vector."""
+
+    def count(state, token_B, context):
+        return state | dict(count=state["count"].at[jnp.arange(len(token_B)), token_B].add(1))
+
+    def add_noise(by_B, logits_BV, context):
+        return logits_BV + by_B[:, None] * jax.vmap(lambda k: jax.random.normal(k, logits_BV.shape[1:]))(
+            context.key_B
+        )
+
+    less = xj.Processor(
+        lambda by_B, context: dict(by=by_B, count=jnp.zeros(context.seen_BV.shape, jnp.int32)),
+        lambda state, logits_BV, context: logits_BV - state["by"][:, None] * state["count"],
+        count,
+    )
+    noise = xj.Processor(None, add_noise, last=True)
+    vector = np.random.default_rng(0).standard_normal(config.hidden_size)
+    return dict(processors=dict(less=(less, 0.0), noise=(noise, 0.0)), taps=dict(up={0: vector, 1: vector}))
 
 
 def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) -> list[RandomRequest]:

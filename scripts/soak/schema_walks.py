@@ -11,7 +11,7 @@ import llguidance
 import numpy as np
 
 import xinfer_jax as xj
-from soak.grammar_inputs import SchemaInputs
+from soak import grammar_inputs
 from xinfer_jax.errors import InputError
 
 _END = 256
@@ -41,11 +41,9 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
     """Draws schemas and answers to each, and validates those that end: how many schemas were served, and how
     many answers ended. Raises InputError for an answer that is not valid for its schema.
     """
-    inputs = SchemaInputs(seed)
     served = 0
     ended = 0
-    for i in range(count):
-        schema = inputs.schema()
+    for i, schema in enumerate(grammar_inputs.schemas(count, seed, hard=True)):
         try:
             source = xj.json_schema(schema).source
         except InputError:

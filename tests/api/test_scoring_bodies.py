@@ -12,7 +12,7 @@ from xinfer_jax.api.rerank_body import parse_pairs_body, parse_rerank_body, scor
 from xinfer_jax.checkpoint.embedding_modules import EmbeddingModules
 from xinfer_jax.reranking import RerankEncoder
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 
 @pytest.fixture(scope="module")

@@ -131,25 +131,6 @@ def test_cache_bytes_and_top_1_agreement(model, talks, dtype, most, agree):
 
 
 @pytest.mark.full
-def test_gear_has_two_thirds_of_the_error_of_int4(shallow, talks):
-    """The relative error of keys and values is at least a third less than with int4."""
-    tokens_BT, num_tokens_B, _ = talks
-    model = shallow
-    (first,) = model.params["layers"]  # its keys are stored without their bias
-    params = model.params | {"layers": (first | {"k": first["k"] | {"bias": 0 * first["k"]["bias"]}},)}
-    caches = [xj.init_cache(model.config, 8, 256, kind) for kind in ("float32", *BITS)]
-    caches = [xj.prefill(params, model.config, tokens_BT, num_tokens_B, cache)[1] for cache in caches]
-    T = int(num_tokens_B.min())
-    exact, *quantized = ([dequantize_kv(x)[:, :, :T] for x in (cache.k[0], cache.v[0])] for cache in caches)
-    errors = [
-        np.mean([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(kind, exact, strict=True)])
-        for kind in quantized
-    ]
-    print("relative error of int8, int4, gear:", errors)
-    assert 2 * errors[0] < errors[2] < errors[1] * 2 / 3
-
-
-@pytest.mark.full
 def test_few_tokens_span_few_directions():
     """The other directions are zeros: rounding noise would choose them differently in each batch."""
     x = np.random.RandomState(0).standard_normal((1, 1, 8, 16)).astype(np.float32)
@@ -186,23 +167,6 @@ def test_gear_rows_do_not_depend_on_the_batch(small_model):
     assert np.abs(found[0]).max() > 1
     for logits_V in found[1:]:
         np.testing.assert_allclose(logits_V, found[0], atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "dtype", full_except((), ["int8", "int4", "gear", "float8_e4m3fn"], soak=["int4", "float8_e4m3fn"])
-)
-def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
-    model = shallow
-    keys = jax.random.split(jax.random.key(3), 2)
-    options = xj.GenerateOptions(10, xj.SamplingConfig(temperature=0.8), (), cache_dtype=dtype)
-    batch = xj.generate(model.params, model.config, PROMPTS, options, key=keys)
-    assert (
-        batch.stats.cache_bytes
-        < xj.generate(model.params, model.config, PROMPTS, xj.GenerateOptions(10)).stats.cache_bytes / 2
-    )
-    for i in range(2):
-        steps = xj.stream(model.params, model.config, PROMPTS[i : i + 1], options, key=keys[i : i + 1])
-        assert [ids[0] for ids in steps] == batch.tokens[i]
 
 
 @pytest.mark.parametrize(

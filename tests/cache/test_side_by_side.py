@@ -3,7 +3,6 @@ operation and in all that is built on them.
 """
 
 import functools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import tiny
 from jax.sharding import PartitionSpec
 from quick import full_except
 from safetensors.numpy import load_file
-from soak import engine_requests
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -70,8 +68,8 @@ def assert_equal_layers(layer, plain, length_B):
         assert_same(*(get_blocks(x, width, row, length_B) for x in (layer, plain)))
 
 
-@pytest.mark.parametrize("kind", [Contiguous, Ring, Paged])
-@pytest.mark.parametrize("dtype", full_except(["float32"], ["float32", "bfloat16", "float16", "int8"]))
+@pytest.mark.parametrize("kind", full_except([Contiguous], [Contiguous, Ring, Paged]))
+@pytest.mark.parametrize("dtype", full_except(["int8"], ["float32", "bfloat16", "int8"], soak=["bfloat16"]))
 def test_operations_of_layers(kind, dtype):
     layers = [make_layer(kind, dtype, side_by_side) for side_by_side in (True, False)]
     length_B = jnp.zeros(B, jnp.int32)
@@ -98,6 +96,7 @@ def test_operations_of_layers(kind, dtype):
     assert_equal_layers(*(make_layer(kind, dtype, x).fill(*on_host) for x in (True, False)), length_B)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_pages_of_a_prefill_chunk(dtype):
     layers = []
@@ -172,17 +171,6 @@ def test_calls_and_prefix_files(model, tmp_path):
 
 
 @pytest.mark.full
-def test_beams(model):
-    def sequences():
-        beams = xj.beam_search(model.params, model.config, PROMPTS, num_beams=3, max_new_tokens=5)
-        return beams.sequences
-
-    on_cpu = sequences()
-    with ON_TPU():
-        assert sequences() == on_cpu
-
-
-@pytest.mark.full
 def test_a_request_gets_the_same_bits_alone_and_beside_others(model):
     with (
         ON_TPU(),
@@ -205,16 +193,3 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(model):
         assert_same(*first_two)
     for one, other in zip(alone, together, strict=True):
         assert one.tokens == other.tokens and one.logprobs == other.logprobs
-
-
-@pytest.mark.full
-def test_many_requests_get_the_bits_they_get_alone():
-    """As in `test_engine_bits.py`: rows are preempted, and their pages copied to the host and back."""
-    rng = random.Random(4)
-    shape = dict(rows=4, capacity=512, pages=9, chunk=128)
-    with ON_TPU():
-        small = engine_requests.random_model("gemma3", None)
-        asked = engine_requests.draw(rng, 512, 40, 200, shape)
-        found = engine_requests.check(small, asked, shape, rng, 0, 2, 2e-4)
-    assert (found["differ"], found["differ_from_generate"]) == (0, 0)
-    assert found["preemptions"] > 0

@@ -179,34 +179,3 @@ def test_int8_in_another_layout(tmp_path):
     path, _ = checkpoint(tmp_path, HF, LLM_INT8, int8, **changed)
     with pytest.raises(xj.InputError, match="q_proj.weight_format is another layout than rows"):
         xj.load_model(path, "float32")
-
-
-@pytest.mark.full
-def test_transformers_own_files(tmp_path):
-    """What transformers writes on a CPU: the weights are those that its dequantize() returns, if blocks are
-    within rows. If they cross rows, the CPU's kernel of bitsandbytes 0.50 takes another block's scale.
-    """
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("bitsandbytes")
-    hf = HF | dict(hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=2)
-    source = write(tmp_path / "float", hf, float_tensors(hf))
-    for i, given in enumerate(
-        (
-            dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
-            dict(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
-            dict(load_in_8bit=True),
-        )
-    ):
-        config = transformers.BitsAndBytesConfig(**given)
-        how = dict(dtype=torch.bfloat16, quantization_config=config)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, **how)
-        model.save_pretrained(tmp_path / f"bnb{i}")
-        found = xj.load_model(tmp_path / f"bnb{i}", "float32")
-        model.dequantize(torch.float32).float().save_pretrained(tmp_path / f"equal{i}")
-        wanted = xj.load_model(tmp_path / f"equal{i}", "float32")
-        for x, y in zip(
-            jax.tree.leaves(found.params, is_leaf=is_quantized), jax.tree.leaves(wanted.params), strict=True
-        ):
-            x = x.dequantize() if is_quantized(x) else x
-            np.testing.assert_allclose(x, y, 0 if "load_in_4bit" in given else 2**-22, 0)

@@ -11,7 +11,7 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.tokenization.chat_template import render
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好"}]
 

@@ -14,7 +14,7 @@ from xinfer_jax.checkpoint import loading
 pytest.importorskip("gguf")
 import gguf_files as files
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 FLOAT = np.zeros((4, 32), np.float32)
 WORDS = {

@@ -32,6 +32,7 @@ def constants(keys=gguf.Keys):
             yield value
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_key_of_the_format_has_a_role(arch):
     keys = [key.format(arch=arch, **OTHERS) for key in constants()]
@@ -65,6 +66,7 @@ def another(key, value):
     return [7] * 4 if isinstance(value, list) else value + 3
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", files.CONFIGS)
 def test_keys_that_are_read_change_the_model(tmp_path, name):
     """Another value makes another model, or is an error; required keys are needed."""
@@ -94,6 +96,7 @@ NEUTRAL = {
 }  # fmt: skip
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("key", NEUTRAL)
 def test_a_key_that_is_not_supported_is_named(tmp_path, key):
     """At the value at which it does nothing it is read past."""
@@ -105,6 +108,7 @@ def test_a_key_that_is_not_supported_is_named(tmp_path, key):
         opened(file, **{f"qwen3moe.{key}": other})
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gemma3"])
 def test_keys_of_another_converter(tmp_path, name):
     """Ollama writes these beside the keys of llama.cpp, from the same checkpoints."""
@@ -136,6 +140,7 @@ ERRORS = {
 }  # fmt: skip
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(tmp_path, name):
     (changes, message) = ERRORS[name]
@@ -144,6 +149,7 @@ def test_errors(tmp_path, name):
         opened(open_gguf(tmp_path / "x.gguf"), **changes)
 
 
+@pytest.mark.unit
 def test_absent_keys_have_the_defaults_of_the_format(tmp_path):
     """Not those of a family in transformers: Qwen3's heads are 128 wide, and Qwen2 has 32 of keys."""
     for name in ("qwen2", "qwen3"):
@@ -166,6 +172,7 @@ SCALINGS = {  # of each case the metadata, the type and factor of RoPE, and the 
 }  # fmt: skip
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rope_scaling_is_that_of_llama_cpp(tmp_path, name):
     (changes, wanted) = SCALINGS[name]
@@ -179,6 +186,7 @@ def test_rope_scaling_is_that_of_llama_cpp(tmp_path, name):
         assert rope["original_max_position_embeddings"] == config["max_position_embeddings"]
 
 
+@pytest.mark.unit
 def test_divisors_beside_a_scaling_are_an_error(tmp_path):
     files.write(tmp_path / "x.gguf", "llama")
     with pytest.raises(xj.InputError, match="rope.scaling.type linear with factor 2.0 is not supported for"):

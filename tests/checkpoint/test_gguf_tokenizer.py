@@ -17,7 +17,7 @@ from xinfer_jax.tokenization.gguf_tokenizer import _WORDS, read_gguf_tokenizer
 pytest.importorskip("gguf")
 import gguf_files as files
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 QWEN = DATA / "qwen2.5-0.5b-instruct"
 LETTERS = [*map(chr, (*range(32, 127), 9, 10, 13, 0xE9, 0x301, 0x4E2D, 0x1F600, 0x915, 0x94D, 0x627, 0xA0))]
@@ -208,6 +208,7 @@ def test_a_template_with_named_tokens():
     assert_same_ids(found, tiny.tokenizer(), ["the thing and the end", "<|im_start|>x", "你🚀"])
 
 
+@pytest.mark.full
 def test_a_large_vocabulary_opens_within_seconds(tmp_path):
     """250,000 tokens with scores, whose merges are found; in seconds of the processor."""
     letters = np.random.default_rng(1).integers(97, 123, (249_000, 7), np.uint8)

@@ -6,7 +6,6 @@ import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
-from quick import full_except
 from scaled_checkpoints import integers, w4
 from test_scaled_files import checkpoint, logits
 
@@ -27,7 +26,8 @@ def write(path, kind):
     return tiny.write(path, mxfp4_checkpoints.HF, weights=mxfp4_checkpoints.tensors(), with_tokenizer=False)
 
 
-@pytest.mark.parametrize("kind", full_except(["mxfp4"], ["mxfp4", "int4"]))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["mxfp4", "int4"])
 def test_files_and_results_are_those_without_padding(tmp_path, kind):
     path = write(tmp_path / "from", kind)
     usual = xj.load_model(path, "float32")

@@ -12,7 +12,7 @@ from xinfer_jax.tokenization.response_template import parse_response_template
 from xinfer_jax.tokenization.template_splitter import TemplateSplitter
 from xinfer_jax.tokenization.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 ADD = ("add", dict(a=1, b=2))
 OSLO = ("weather", dict(city="Oslo"))

@@ -15,7 +15,7 @@ from xinfer_jax.tokenization.template_tools import TemplateTools
 from xinfer_jax.tokenization.tokenizer import Tokenizer
 from xinfer_jax.tool_calls.gemma_call import GEMMA_TOKENS
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 QWEN = DATA / "qwen2.5-0.5b-instruct"
 QUESTION = [dict(role="user", content="1 + 2?")]

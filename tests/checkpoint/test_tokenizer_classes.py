@@ -17,7 +17,7 @@ import xinfer_jax as xj
 from xinfer_jax.tokenization import tokenizer_classes
 from xinfer_jax.tokenization.tokenizer_classes import tokenizer_class
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 LLAMA = dict(model_type="llama")
 TEXT = "  Ab<s>a b"

@@ -60,6 +60,7 @@ def test_tensors_of_published_files_and_back(name):
     assert {name.replace("{}", "0") for _, name, *_ in names} <= tensors.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHERS)
 def test_under_jit_in_other_forms_and_dtypes(name):
     config, tensors, want = published(name)
@@ -124,6 +125,7 @@ def test_all_faults_are_one_error():
         xj.params_to_tensors({**params, "layers": (layer, *params["layers"][1:])}, config)
 
 
+@pytest.mark.unit
 def test_what_is_no_array_of_floats():
     config, tensors, params = published("qwen2-gqa-tied-old")
     norm = {"model.norm.weight": np.ones(config.hidden_size, np.int32)}
@@ -164,6 +166,7 @@ def test_what_has_no_tensors():
         xj.params_to_tensors(quantized, config)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", cases.CASES)
 def test_config_json_is_written(name):
     config = cases.CASES[name].config
@@ -186,6 +189,7 @@ def neutral(hf: dict) -> Iterator[dict]:
 FAMILIES = {case.hf["model_type"]: name for name, case in cases.CASES.items()}
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", sorted({*FAMILIES.values(), *OTHERS, "llama-yarn-mscale", "olmo3-yarn-old"}))
 def test_config_json_is_written_with_numbers_at_neutral_values(name):
     """A factor of yarn and longrope that is 1 is not the ratio of their lengths."""
@@ -198,12 +202,14 @@ def test_config_json_is_written_with_numbers_at_neutral_values(name):
         assert xj.from_hf(to_hf(config)) == config
 
 
+@pytest.mark.unit
 def test_a_config_that_its_family_cannot_have_is_not_written():
     config = cases.CASES["llama3-new"].config
     with pytest.raises(xj.InputError, match="a llama model has no place for its embed_scale"):
         to_hf(dataclasses.replace(config, embed_scale=2.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, pattern", [("qwen2-gqa-tied-old", 1), ("gemma3-old", 0)])
 def test_stacked_layers(name, pattern):
     config, _, params = published(name)

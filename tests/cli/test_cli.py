@@ -169,6 +169,7 @@ def test_verbose_prints_the_kernels_and_what_is_not_read(command, good, ask, tmp
     kernels = "prefill_attention, decode_attention, argmax, product, lm_head_argmax"
     assert (code, out, err.splitlines()[0]) == (0, ANSWER + "\n", f"xla (requested by name): {kernels}")
     assert err.splitlines()[1].startswith("layer by layer: ")
+    assert re.fullmatch(r"planned memory: weights \(.* MiB\) \+ cache \(.* MiB\) \+ .*", err.splitlines()[-1])
     assert err.count(f"{path}: tensors that are not read: model.visual.* (2), mtp.* (1)\n") == 1
     assert "not read" not in command(f"--model={path}", ASK, "--impl=xla")[2]
     assert ask("--impl=xla")["stats"]["kernels"] == dict.fromkeys(kernels.split(", "), "xla")

@@ -1,7 +1,6 @@
 """Errors of the command line: one line on standard error, exit code 2; and interrupts."""
 
 import io
-import json
 import math
 import re
 import subprocess
@@ -9,7 +8,6 @@ import sys
 
 import jax
 import pytest
-import tiny
 from paths import ROOT
 from tiny import ASK
 
@@ -201,11 +199,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         cli.main(["xinfer-jax", "--compilation_cache=", "--prompt=x"])
 
 
-@pytest.mark.parametrize("stdin", ["", "\n \n"], ids=["empty", "blank"])
-def test_empty_standard_input_is_an_error(command, good, stdin):
-    assert "the prompt is empty" in error_line(command(f"--model={good}", stdin=stdin))
-
-
 def test_endless_standard_input_is_an_error(capsys, monkeypatch):
     class Endless(io.StringIO):
         def read(self, size=-1):
@@ -228,81 +221,6 @@ def test_standard_input_that_is_closed_or_not_text_is_an_error(capsys, monkeypat
         )
 
 
-def _remove(name):
-    return lambda path: (path / name).unlink()
-
-
-def cut(name):
-    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:-10])
-
-
-def _config(**changes):
-    return lambda path: tiny.write_json(
-        path / "config.json", json.loads((path / "config.json").read_text()) | changes
-    )
-
-
-def _generation(**settings):
-    return lambda path: tiny.write_json(path / "generation_config.json", settings)
-
-
-BAD_CHECKPOINTS = {
-    # name: (change of a good checkpoint, part of the error line)
-    "no-config": (_remove("config.json"), "holds no config.json"),
-    "config-cut": (cut("config.json"), "config.json is not readable JSON"),
-    "unknown-model-type": (_config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
-    "quantized": (_config(quantization_config=dict(quant_method="hqq")), "'hqq' is not supported"),
-    "wrong-shapes": (_config(intermediate_size=49), "has shape .* the config asks for"),
-    "weights-cut": (cut("model.safetensors"), "model.safetensors is truncated"),
-    "no-weights": (_remove("model.safetensors"), "holds neither model.safetensors nor"),
-    "absent-shard": (
-        lambda path: (
-            _remove("model.safetensors")(path),
-            tiny.write_json(
-                path / "model.safetensors.index.json",
-                {"weight_map": {tiny.EMBED: "model-00001-of-00002.safetensors"}},
-            ),
-        ),
-        "absent: model-00001-of-00002.safetensors",
-    ),
-    "no-tokenizer": (_remove("tokenizer.json"), "no tokenizer.json"),
-    "tokenizer-cut": (cut("tokenizer.json"), "not a readable tokenizer"),
-    "template-broken": (
-        lambda path: tiny.write_json(
-            path / "tokenizer_config.json", {"chat_template": "{{ raise_exception('not\nso') }}"}
-        ),
-        "chat template .* not so",
-    ),
-    "generation-config-cut": (
-        lambda path: (path / "generation_config.json").write_text("{"),
-        "generation_config.json is not readable JSON",
-    ),
-    "generation-config-beams": (_generation(num_beams=4), "num_beams=4"),
-    "generation-config-temperature": (
-        _generation(do_sample=True, temperature="hot"),
-        "temperature must be .* got 'hot'",
-    ),
-    "context-too-short": (_config(max_position_embeddings=32), "exceeds the model's context limit 32"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_CHECKPOINTS)
-def test_a_bad_checkpoint_exits_with_one_line(command, tmp_path, name):
-    spoil, message = BAD_CHECKPOINTS[name]
-    spoil(tiny.write(tmp_path, generation_config={}))
-    assert re.search(message, error_line(command(f"--model={tmp_path}", ASK)))
-
-
-@pytest.mark.parametrize("name", ["/no/such/directory", "nowhere", ""])
-def test_a_missing_checkpoint_exits_with_one_line(command, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    error_line(command(f"--model={name}", ASK))
-
-
-def test_an_empty_model_directory_is_an_error(command, tmp_path):
-    assert f"{tmp_path} holds no config.json" in error_line(command(f"--model={tmp_path}", ASK))
-
-
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -322,12 +240,6 @@ def test_an_empty_model_directory_is_an_error(command, tmp_path):
 def test_bad_prompts_are_rejected_before_tracing(command, good, monkeypatch, args, message):
     monkeypatch.setattr(answer, "load_and_compile", lambda *_: pytest.fail("weights were read"))
     assert re.search(message, error_line(command(f"--model={good}", *args)))
-
-
-def test_a_token_outside_the_vocabulary_is_an_error(command, tmp_path):
-    hf = tiny.CONFIG | dict(vocab_size=200)
-    tiny.write(tmp_path, hf)
-    assert "outside the vocabulary of 200" in error_line(command(f"--model={tmp_path}", ASK))
 
 
 def test_ctrl_c_exits_with_130(command, good, monkeypatch):

@@ -165,19 +165,6 @@ def test_bad_arguments_of_awq_raise(rows, quantize, group, named):
         awq.awq_params(params_from(config, random_tensors(config, seed=3)), config, rows, quantize, group)
 
 
-def test_bad_activations_raise_as_in_the_script():
-    config = CASES["llama2-mha-old"].config
-    params = params_from(config, random_tensors(config, seed=3))
-    for options, named in (
-        (("int8", 16, "int8"), "group=16 with quantize='int8', activations='int8'"),
-        (("int8", None, "int4"), "activations='int4' is not supported"),
-    ):
-        with pytest.raises(xj.InputError, match=named):
-            awq.awq_params(params, config, [[1, 2]], *options)
-        with pytest.raises(xj.InputError, match=named):
-            awq.quantized_params(params, *options)
-
-
 # --- loss of trained models ---------------------------------------------------------------------------------
 
 
@@ -301,18 +288,3 @@ def test_script_writes_a_checkpoint(tmp_path, method):
     loaded = xj.load_model(tmp_path / "out", dtype="float32")
     assert loaded.params["layers"][0]["q"]["weight"].group == 16
     assert loaded.tokenizer.eos_token_ids == xj.load_model(source).tokenizer.eos_token_ids
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "flags, named",
-    [(["--quantize=int3"], "int3"), (["--method=gptq"], "gptq"), (["--group=7"], "group=7"),
-     (["--activations=int8", "--quantize=int8", "--group=8"], "group=8 with quantize='int8'"),
-     (["--activations=int8", "--format=compressed-tensors"], "--quantize=int4 without --activations"),
-     (["--nonsense"], "nonsense"),
-     (["extra"], "extra"), (["--eval=/nowhere.txt", "--method=rtn"], "nowhere"),
-     (["--model=/nowhere"], "nowhere")],
-)  # fmt: skip
-def test_script_rejects_bad_flags_in_one_line(flags, named):
-    done = quantize(*flags)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and named in done.stderr, done.stderr

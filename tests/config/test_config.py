@@ -11,7 +11,7 @@ from xinfer_jax.config.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, 
 from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
 from xinfer_jax.families.reading import from_hf
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,
@@ -66,43 +66,22 @@ _GEMMA = dict(
 FAMILIES = {
     # name: (config.json, fields that differ from `PLAIN`)
     "qwen2": (hf("qwen2"), dict(qkv_bias=True)),
-    "qwen2-windows-unused": (
-        hf("qwen2", use_sliding_window=False, sliding_window=8, max_window_layers=1),
-        dict(qkv_bias=True),
-    ),
     "qwen2-late-windows": (
         hf("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
         dict(qkv_bias=True, layer_windows=(None, 8, 8, 8)),
-    ),
-    "qwen2-all-windows": (
-        hf("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0),
-        dict(qkv_bias=True, layer_windows=(8, 8, 8, 8)),
     ),
     "qwen2-layer-types": (
         hf("qwen2", use_sliding_window=True, sliding_window=8, layer_types=[_S, _F, _S, _F]),
         dict(qkv_bias=True, layer_windows=(8, None, 8, None)),
     ),
-    "qwen2-all-full-types": (hf("qwen2", sliding_window=None, layer_types=[_F] * 4), dict(qkv_bias=True)),
     "qwen3": (hf("qwen3"), dict(qk_norm=True, head_dim=128)),
-    "qwen3-head-dim-bias": (
-        hf("qwen3", head_dim=16, attention_bias=True),
-        dict(qk_norm=True, head_dim=16, qkv_bias=True, o_bias=True),
-    ),
-    "qwen3-late-windows": (
-        hf("qwen3", head_dim=8, use_sliding_window=True, sliding_window=8, max_window_layers=3),
-        dict(qk_norm=True, layer_windows=(None, None, None, 8)),
-    ),
     "llama": (hf("llama"), {}),
-    "llama-attention-bias": (hf("llama", attention_bias=True), dict(qkv_bias=True, o_bias=True)),
     "llama-mlp-bias": (hf("llama", mlp_bias=True), dict(mlp_bias=True)),
-    "llama-mha": (without("num_key_value_heads", "llama"), dict(num_key_value_heads=6)),
     "llama-mqa-tied": (
         hf("llama", num_key_value_heads=1, tie_word_embeddings=True),
         dict(num_key_value_heads=1, tie_word_embeddings=True),
     ),
     "llama-head-dim": (hf("llama", head_dim=20), dict(head_dim=20)),
-    "llama-null-head-dim": (hf("llama", head_dim=None), {}),
-    "mistral-no-window": (hf("mistral", sliding_window=None), {}),
     "mistral-window": (hf("mistral", sliding_window=16), dict(layer_windows=(16,) * 4)),
     "mistral-default-window": (hf("mistral"), dict(layer_windows=(4096,) * 4)),
     "smollm3": (
@@ -112,17 +91,6 @@ FAMILIES = {
     "smollm3-interval": (
         hf("smollm3", no_rope_layer_interval=2, tie_word_embeddings=False, rope_theta=1e4),
         dict(layer_rope=(True, False, True, False)),
-    ),
-    "smollm3-explicit": (
-        hf(
-            "smollm3",
-            no_rope_layers=[0, 1, 1, 0],
-            attention_bias=True,
-            mlp_bias=True,
-            tie_word_embeddings=False,
-            rope_theta=1e4,
-        ),
-        dict(layer_rope=(False, True, True, False), qkv_bias=True, o_bias=True, mlp_bias=True),
     ),
     "smollm3-window-on-nope-layers": (
         hf(
@@ -139,17 +107,6 @@ FAMILIES = {
         hf("qwen3_moe", head_dim=16, num_experts=8, num_experts_per_tok=2),
         dict(_MOE, head_dim=16),
     ),
-    "qwen3-moe-newer-name-null-list": (
-        hf(
-            "qwen3_moe",
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            mlp_only_layers=None,
-            norm_topk_prob=True,
-            attention_bias=True,
-        ),
-        dict(_MOE, norm_topk_prob=True, qkv_bias=True, o_bias=True),
-    ),
     "qwen3-moe-some-dense": (
         hf(
             "qwen3_moe",
@@ -160,10 +117,6 @@ FAMILIES = {
             moe_intermediate_size=16,
         ),
         dict(_MOE, layer_experts=(False, False, False, True), moe_intermediate_size=16),
-    ),
-    "qwen3-moe-windows": (
-        hf("qwen3_moe", num_experts=8, num_experts_per_tok=2, use_sliding_window=True, sliding_window=8),
-        dict(_MOE, layer_windows=(8,) * 4),
     ),
     "olmo2": (
         hf("olmo2"),
@@ -191,17 +144,6 @@ FAMILIES = {
         dict(_GEMMA, num_attention_heads=8, num_key_value_heads=4, head_dim=256, layer_windows=(8, None) * 2)
         | dict(query_pre_attn_scalar=256, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     ),
-    "gemma2-no-caps": (
-        hf(
-            "gemma2",
-            head_dim=8,
-            attn_logit_softcapping=None,
-            final_logit_softcapping=None,
-            query_pre_attn_scalar=24,
-            attention_bias=True,
-        ),
-        dict(_GEMMA, layer_windows=(4096, None) * 2, query_pre_attn_scalar=24, qkv_bias=True, o_bias=True),
-    ),
     "gemma3": (
         hf("gemma3_text", head_dim=8, sliding_window=8, sliding_window_pattern=3, query_pre_attn_scalar=8),
         dict(
@@ -213,26 +155,11 @@ FAMILIES = {
         )
         | dict(sliding_rope=RopeConfig()),
     ),
-    "gemma3-scaled": (
-        hf(
-            "gemma3_text",
-            head_dim=8,
-            rope_theta=1e5,
-            rope_local_base_freq=5e3,
-            rope_scaling=dict(rope_type="linear", factor=8.0),
-        ),
-        dict(_GEMMA, qk_norm=True, layer_windows=(4096,) * 4, query_pre_attn_scalar=256)
-        | dict(rope=RopeConfig("linear", 1e5, 8.0), sliding_rope=RopeConfig(rope_theta=5e3)),
-    ),
     "bitnet": (
         without("hidden_act", "bitnet") | dict(attention_bias=True),
         dict(sub_norm=True, hidden_act="relu2", qkv_bias=True, o_bias=True, rope=RopeConfig(rope_theta=5e5)),
     ),
     "phi3": (without("num_key_value_heads", "phi3"), dict(num_key_value_heads=6)),
-    "phi3-partial-window": (
-        hf("phi3", partial_rotary_factor=0.5, sliding_window=9),
-        dict(rope=RopeConfig(partial_rotary_factor=0.5), layer_windows=(9,) * 4),
-    ),
     "phi3-longrope": (
         hf("phi3", rope_scaling=_LONG, original_max_position_embeddings=128),
         dict(
@@ -443,9 +370,6 @@ REJECTED = {
         "llama3.*'low_freq_factor'",
     ),
     "rope-factor-string": (hf(rope_scaling=dict(type="linear", factor="2")), "factor.*'2'"),
-    "rope-length-string": (hf(rope_scaling=dict(type="yarn", original_max_position_embeddings="64")),
-        "original_max_position.*'64'"),
-    "rope-theta-string": (hf(rope_theta="1e6"), "rope_theta.*'1e6'"),
     "rope-theta-zero": (hf(rope_theta=0), "rope_theta.*0"),
     "partial-rotary": (hf(partial_rotary_factor=0.5), "partial_rotary_factor"),
     "partial-rotary-new-place": (hf(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.25)),
@@ -454,8 +378,6 @@ REJECTED = {
         "long_factor has 2 entries.*4"),
     "rope-longrope-no-list": (hf("phi3", rope_scaling=dict(_LONG, short_factor=None)),
         "short_factor must be a list"),
-    "rope-longrope-string": (hf("phi3", rope_scaling=dict(_LONG, short_factor=[1, "2", 3, 4])),
-        "short_factor.*'2'"),
     "phi3-linear": (hf("phi3", rope_scaling=dict(type="linear", factor=2.0)), "rope type 'linear'"),
     "phi3-odd-part": (hf("phi3", partial_rotary_factor=0.4), "partial_rotary_factor 0.4 rotates 3 of 8"),
     "phi3-more-than-all": (hf("phi3", partial_rotary_factor=1.5), "partial_rotary_factor 1.5"),
@@ -463,7 +385,6 @@ REJECTED = {
     "moe-layer-types": (hf("qwen3_moe", layer_types=[_F, _S, _F, _S]), "layer_types"),
     "moe-more-chosen-than-there-are": (hf("qwen3_moe", num_experts=4, num_experts_per_tok=5),
         "num_experts_per_tok 5 is above 4"),
-    "moe-no-experts": (hf("qwen3_moe", num_experts=0), "num_experts.*0"),
     "moe-norm-string": (hf("qwen3_moe", norm_topk_prob="true"), "norm_topk_prob must be true or false"),
     "moe-dense-layers-number": (hf("qwen3_moe", mlp_only_layers=3), "mlp_only_layers.*3"),
     "olmo3-other-theta": (hf("olmo3", rope_theta=1e4), "rope_theta 10000.0.*olmo3.*rope_parameters"),
@@ -477,41 +398,26 @@ REJECTED = {
     "gemma2-cap-zero": (hf("gemma2", attn_logit_softcapping=0), "attn_logit_softcapping.*0"),
     "gemma3-attention-cap": (hf("gemma3_text", attn_logit_softcapping=50.0),
         "attn_logit_softcapping 50.0.*gemma3_text"),
-    "gemma3-pattern-zero": (hf("gemma3_text", sliding_window_pattern=0), "sliding_window_pattern.*0"),
     "gemma3-with-images": (hf("gemma3"), "text_config of model_type 'gemma3'"),
     "type-of-text-is-a-list": (hf("gemma3", text_config=dict(model_type=["a"])), "model_type .'a'. is not"),
     "layer-types-unknown": (hf(layer_types=[_F, "chunked_attention", _F, _F]), "chunked_attention"),
     "layer-types-linear": (hf("qwen3", layer_types=["linear_attention"] * 4), "linear_attention"),
     "layer-types-too-few": (hf(layer_types=[_F, _F]), "layer_types.*4 layers"),
-    "layer-types-a-string": (hf(layer_types=_F), "layer_types"),
     "layer-types-slide-without-window": (hf(layer_types=[_F, _S, _F, _S], sliding_window=8),
         "sliding_attention.*use_sliding_window"),
     "layer-types-slide-null-window": (hf(layer_types=[_S] * 4, use_sliding_window=True, sliding_window=None),
         "sliding_attention"),
     "mistral-layer-types": (hf("mistral", sliding_window=8, layer_types=[_F, _S, _F, _S]), "layer_types"),
-    "window-string": (hf("mistral", sliding_window="8"), "sliding_window.*'8'"),
     "window-zero": (hf("mistral", sliding_window=0), "sliding_window.*0"),
-    "window-negative": (hf(use_sliding_window=True, sliding_window=-1), "sliding_window.*-1"),
     "max-window-layers-null": (hf(use_sliding_window=True, sliding_window=8, max_window_layers=None),
         "max_window_layers.*None"),
-    "max-window-layers-string": (hf(use_sliding_window=True, sliding_window=8, max_window_layers="2"),
-        "max_window_layers.*'2'"),
     "no-rope-too-few": (hf("smollm3", no_rope_layers=[1, 0]), "no_rope_layers"),
-    "no-rope-interval-zero": (hf("smollm3", no_rope_layer_interval=0), "no_rope_layer_interval"),
     "hidden-size-string": (hf(hidden_size="64"), "hidden_size must be a number above 0, got '64'"),
-    "hidden-size-fraction": (hf(hidden_size=48.5), "hidden_size must be an integer, got 48.5"),
-    "hidden-size-bool": (hf(hidden_size=True), "hidden_size.*True"),
-    "layers-negative": (hf(num_hidden_layers=-4), "num_hidden_layers.*-4"),
-    "heads-zero": (hf(num_attention_heads=0), "num_attention_heads.*0"),
-    "eps-string": (hf(rms_norm_eps="1e-6"), "rms_norm_eps.*'1e-6'"),
-    "eps-nan": (hf(rms_norm_eps=math.nan), "rms_norm_eps.*nan"),
     "tie-string": (hf(tie_word_embeddings="true"), "tie_word_embeddings must be true or false, got 'true'"),
     "bias-number": (hf("llama", attention_bias=1), "attention_bias must be true or false, got 1"),
-    "use-window-string": (hf(use_sliding_window="false"), "use_sliding_window must be true or false"),
     "odd-head-dim": (hf(head_dim=15), "head_dim 15 is odd"),
     "odd-head-dim-derived": (hf(hidden_size=42), "head_dim 7 is odd"),
     "kv-heads-do-not-divide": (hf(num_key_value_heads=4), "num_attention_heads 6.*num_key_value_heads 4"),
-    "kv-heads-above-heads": (hf(num_key_value_heads=12), "num_attention_heads 6.*num_key_value_heads 12"),
     "hidden-size-not-divisible": (hf("llama", hidden_size=50), "hidden_size 50.*num_attention_heads 6"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import test_config
 import xinfer_jax as xj
 from xinfer_jax.families.reading import from_hf
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 BAD = (
     math.nan, math.inf, -math.inf, 0, -0.0, -1, -1e-9, 1e-300, 1e300, True, False, "", "4", "abc", [], [4],

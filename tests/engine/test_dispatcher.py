@@ -9,7 +9,7 @@ from xinfer_jax.engine.dispatcher import Dispatcher
 from xinfer_jax.engine.endpoint import PREFILLED, Progress
 from xinfer_jax.engine.row import Row
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 
 class Fake(SimpleNamespace):

@@ -151,7 +151,7 @@ def test_the_host_has_no_view_of_donated_rows(engine):
     device = engine._core.device
     engine.submit([5, 6, 7], xj.GenerateOptions(30, **NO_END)).result()
     with engine._step_lock:
-        out = device.decode({0: [1]}, 1, False, True, True)
+        out = device.decode({0: [1]}, 1, False, True, {0: 1})
         kept = {
             leaf.unsafe_buffer_pointer()
             for leaf in jax.tree.leaves(device.rows)
@@ -161,7 +161,7 @@ def test_the_host_has_no_view_of_donated_rows(engine):
         views = jax.tree.map(np.asarray, out)
         copies = jax.tree.map(np.copy, views)
         before = device.pools[0][0]
-        device.decode({0: [1]}, 1, False, True, True)
+        device.decode({0: [1]}, 1, False, True, {0: 1})
         assert before.is_deleted(), "a view kept the pool from being donated"
         assert all(map(np.array_equal, jax.tree.leaves(views), jax.tree.leaves(copies)))
 
@@ -175,7 +175,7 @@ def test_rows_that_are_preempted_before_their_first_token(engine, monkeypatch):
     preempted = []
 
     def preempt_or_schedule(now):
-        for answer in core._firsts:
+        for answer in core._firsts.values():
             if answer not in preempted:
                 preempted.append(answer)
                 return [core.scheduler._preempt(answer.row)]

@@ -202,7 +202,7 @@ def test_states_may_be_keys_of_any_kind():
     assert jax.random.key_data(keys_B).tolist() == jax.random.key_data(key_1).tolist() * 2
 
 
-@pytest.mark.parametrize("draft", full_except((), ["lookup", "itself"]))
+@pytest.mark.parametrize("draft", full_except((), ["lookup", "itself"], soak=["itself"]))
 def test_states_follow_drafts(model, draft):
     """The state after each accepted token, in `generate` and in an engine, is that of plain decoding."""
     want = {i: generated(model, NAMED[i]) for i in (1, 4)}

@@ -14,8 +14,13 @@ pytestmark = pytest.mark.newest
 OPTIONS = xj.GenerateOptions(40, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name, how", [(NAMES[0], dict(draft="lookup")), (NAMES[1], {})])
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        pytest.param(NAMES[0], dict(draft="lookup"), marks=pytest.mark.full),
+        pytest.param(NAMES[1], {}, marks=pytest.mark.soak),
+    ],
+)
 def test_answers_have_the_routes_of_their_tokens(name, how):
     """Prompts of several chunks that begin alike, in so few pages that rows are preempted; log-probabilities
     of a prompt; several answers.

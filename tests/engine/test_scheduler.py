@@ -15,7 +15,7 @@ from xinfer_jax.engine.host_tier import HostTier
 from xinfer_jax.engine.row import LoadPages, PrefillChunk, ReadPages, Row, SavePages, Swap
 from xinfer_jax.engine.scheduler import Scheduler
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 PAGE_SIZE = 4
 CHUNK = 12

@@ -127,6 +127,7 @@ def test_abort(engine, versions):
     assert {*submit(engine, [4] * 9).result().token_versions[0]} == {1}
 
 
+@pytest.mark.full
 def test_paused_engines_switch_too(engine, versions):
     """With their pages in host memory: rows go on with them, or compute them anew."""
     requests = [start(engine, [4] * 90, 3)]
@@ -179,6 +180,7 @@ def test_containers_and_dtypes(engine, model, versions):
     assert engine.model.params is own
 
 
+@pytest.mark.full
 def test_donated_parameters(engine, model, versions):
     mine = jax.tree.map(jax.numpy.array, versions[1])
     engine.update(mine, copy=True)
@@ -198,6 +200,7 @@ def test_donated_parameters(engine, model, versions):
     assert start(engine, [4] * 9, 3).result().logprobs == expected
 
 
+@pytest.mark.full
 def test_an_int8_engine_quantizes(model, versions):
     """As it loads a model."""
     quantized = [engine_requests.random_model("qwen2", "int8") for _ in range(2)]
@@ -234,6 +237,7 @@ def test_quantizing_on_an_accelerator(model, monkeypatch):
         assert program.memory_analysis().temp_size_in_bytes < 2**20 * 5  # of 16 MiB in float32
 
 
+@pytest.mark.full
 def test_parameters_like_others(model):
     """Groups of int4, key heads that a mesh repeats, and a format that floats do not have."""
     int4 = engine_requests.random_model("qwen2", "int4").params
@@ -251,6 +255,7 @@ def test_parameters_like_others(model):
     assert found.shape == wide["layers"][0]["k"]["weight"].shape == (64, 64)
 
 
+@pytest.mark.full
 def test_threads_and_host_pages(model, versions):
     """With a thread, in so few pages that rows are preempted, and pages in host memory."""
     with xj.Engine(model, **SHAPE | dict(pages=9, chunk=64), host_pages=20) as engine:

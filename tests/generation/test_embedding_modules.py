@@ -196,6 +196,7 @@ def test_shorter_vectors_are_normalized_again(tmp_path):
             xj.embed_texts(model, ids, dimensions=size)
 
 
+@pytest.mark.full
 def test_a_model_that_sees_later_tokens_is_not_sampled(tmp_path):
     """Its vectors depend on all tokens of a text, and on no padding; they have gradients."""
     model = xj.load_model(write(tmp_path, dict(pooling_mode_cls_token=True), config=GEMMA), "float32")

@@ -134,16 +134,6 @@ def test_what_overflows_float16_names_another_dtype(params):
 
 
 @pytest.mark.full
-def test_the_command_line_exits_with_2_for_values_that_are_not_finite(command, tmp_path):
-    hf = tiny.CONFIG | dict(num_hidden_layers=1)
-    weights = tiny.tensors(hf)
-    weights["model.norm.weight"][:] = np.nan
-    path = tiny.write(tmp_path / "nan", hf, weights=weights)
-    code, out, err = command(tiny.ASK, f"--model={path}", "--raw", "--max_tokens=2", "--nouse_cache")
-    assert (code, out) == (2, "") and "row 0, step 0" in err and err.count("\n") == 1
-
-
-@pytest.mark.full
 def test_a_cache_that_overflowed_is_an_error(params):
     prefix = run(params, keep_prefix=True).prefix
     cache = dataclasses.replace(prefix.cache, overflow_B=jnp.array([True]))
@@ -258,13 +248,6 @@ BAD_PROMPTS = (
 def test_bad_prompts_raise(params, prompts):
     with pytest.raises(xj.InputError, match="prompt"):
         run(params, prompts)
-
-
-@pytest.mark.parametrize("options", [{}, {"n": 1}, 5, xj.GenerateOptions], ids=repr)
-def test_options_of_another_type_raise(params, options):
-    for door in (xj.generate, xj.stream):
-        with pytest.raises(xj.InputError, match="options must be GenerateOptions"):
-            door(params, CONFIG, [PROMPT], options)
 
 
 BAD_KEYS = (

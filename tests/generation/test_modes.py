@@ -246,9 +246,7 @@ CALLS = dict(
 )
 
 
-@pytest.mark.parametrize(
-    "mode", full_except(["strict"], MODES, soak=[mode for mode in MODES if "strict" not in mode])
-)
+@pytest.mark.parametrize("mode", full_except(["strict"], MODES, soak={*MODES} - {"strict"}))
 @pytest.mark.parametrize("name", full_except(["greedy"], CALLS))
 def test_calls_that_run(models, name, mode, request):
     given = request.getfixturevalue("text_models") if name in ("engine", "files", "texts") else models

@@ -79,31 +79,6 @@ def test_the_number_of_beam_prompts_compiles_nothing_new(model):
     assert compiled == [] and three.sequences == four.sequences[:3]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5])
-def test_padding_rows_change_nothing(model, rows):
-    keys = jax.random.split(jax.random.key(1), 5)
-    settings = [WARM, xj.SamplingConfig(), xj.SamplingConfig(1.0, min_p=0.1), WARM, WARM][:rows]
-    out = xj.generate(
-        model.params, model.config, PROMPTS[:rows], options_of(sampling=settings), key=keys[:rows]
-    )
-    assert out.stats.rows == len(out.tokens) == rows
-    for i in range(rows):
-        alone = xj.generate(
-            model.params, model.config, [PROMPTS[i]], options_of(sampling=settings[i]), key=keys[i : i + 1]
-        )
-        assert out.tokens[i] == alone.tokens[0]
-
-
-def test_several_answers_per_prompt_equal_single_ones(model):
-    keys = jax.random.split(jax.random.key(1), 3)
-    several = xj.generate(model.params, model.config, PROMPTS[:3], options_of(n=3), key=keys)
-    assert len(several.tokens) == 9
-    for row in range(9):
-        key = keys[row // 3] if row % 3 == 0 else jax.random.fold_in(keys[row // 3], row % 3)
-        alone = xj.generate(model.params, model.config, [PROMPTS[row // 3]], options_of(), key=key[None])
-        assert several.tokens[row] == alone.tokens[0]
-
-
 FULL = dict(sampling=xj.SamplingConfig(0.9, min_p=0.02), logprobs=2)
 
 

@@ -361,41 +361,6 @@ def test_script_scores_every_token_once(bundled, tmp_path, window, stride, lengt
     np.testing.assert_allclose(report["bits_per_byte"], -logprobs.sum() / np.log(2) / scored_bytes, rtol=1e-5)
 
 
-@pytest.mark.full
-def test_script_takes_a_directory_and_narrow_weights(tmp_path):
-    source = tiny.write(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("the thing and the other, and another one", encoding="utf-8")
-    done = perplexity(f"--model={source}", f"--text={tmp_path / 'text.txt'}", "--quantize=int8")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert (
-        report["weights"] == "int8"
-        and report["perplexity"] > 1
-        and f"perplexity {report['perplexity']:.4f}" in done.stdout
-    )
-
-
-@pytest.mark.parametrize(
-    "flags, named",
-    [([], "--text"), (["--text=/nowhere.txt"], "nowhere"),
-     (["--text=README.md", "--stride=8", "--window=8"], "--stride=8"),
-     (["--text=README.md", "--window=4096"], "--window=4096"),
-     (["--text=README.md", "--quantize=int3"], "int3"),
-     (["--text=README.md", "--model=/nowhere"], "nowhere"),
-     (["--text=xinfer_jax/assets/model.safetensors"], "utf-8"),
-     (["--nonsense"], "nonsense"), (["extra"], "extra")],
-)  # fmt: skip
-def test_the_script_reports_bad_flags_in_one_line(flags, named):
-    done = perplexity(*flags)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and named in done.stderr, done.stderr
-
-
-def test_the_script_rejects_a_text_of_one_token(tmp_path):
-    (tmp_path / "text.txt").write_text("the", encoding="utf-8")
-    done = perplexity(f"--text={tmp_path / 'text.txt'}")
-    assert done.returncode == 2 and "has 1 tokens" in done.stderr
-
-
 SHORT = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=64, num_hidden_layers=1,
     num_attention_heads=2, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,

@@ -93,13 +93,6 @@ def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, dr
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_quantized_weights(quantize):
-    model = tiny.shallow_model(quantize=quantize)
-    assert run(model, draft="lookup").tokens == run(model).tokens
-
-
-@pytest.mark.full
 def test_sampled_tokens_follow_the_distribution(model, drafts):
     """The second token's frequencies over many keys, given the first: those of the model's own softmax."""
     rows = 512

@@ -35,7 +35,7 @@ def allows(found, text):
 
 
 def test_random_answers_to_random_schemas_are_valid():
-    """`soak_grammar.py` has the full size. Without `served_schema` a tenth of these answers are not valid."""
+    """Without `served_schema` a tenth of these answers are not valid."""
     counts = schema_walks.walk_schemas(100, 4)
     print(counts)
     assert counts["served"] > 60 and counts["ended"] > 250

@@ -49,7 +49,9 @@ PREFILL = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(["pages-sink"], PREFILL))
+@pytest.mark.parametrize(
+    "name", full_except(["pages-sink"], PREFILL, soak=["group-7-f16", "keys-past-length-bf16"])
+)
 def test_prefill_attention(name):
     *shape, start, length, options = (*PREFILL[name], {})[:9]
     args, options = attention_case(*shape, start, length, **options)
@@ -86,7 +88,9 @@ DECODE = {
 }
 
 
-@pytest.mark.parametrize("name", full_except(["pages-int4-bias-sink"], DECODE))
+@pytest.mark.parametrize(
+    "name", full_except(["pages-int4-bias-sink"], DECODE, soak=["group-4-width-16-window", "two-tiles"])
+)
 def test_decode_attention(name):
     *shape, start, length, options = copy.deepcopy((*DECODE[name], {})[:9])
     splits = {"splits": options["splits"]} if "splits" in options else {}

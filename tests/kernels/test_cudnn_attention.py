@@ -113,6 +113,7 @@ def test_not_for_packed_rows_nor_caches():
         assert (run.call_args and run.call_args.args[0]) == want
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("manual", [None, {"data"}, {"data", "model"}])
 def test_meshes(on_hopper, manual):
     """Rows are divided over all devices of a mesh, or in a `shard_map` over all its axes by the caller."""
@@ -136,6 +137,7 @@ def test_meshes(on_hopper, manual):
     assert found == ([True, False] if manual is None else [len(manual) == 2 and is_new] * 2)
 
 
+@pytest.mark.full
 def test_calls_in_the_gradient_of_score(on_hopper):
     config = xj.from_hf(QWEN | dict(head_dim=16, num_hidden_layers=1))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))

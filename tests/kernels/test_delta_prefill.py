@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from delta_cases import BF16, EMULATED, F32, HYBRID, arrays, delta_call, run_delta
 from quick import full_except
-from small_models import prompts
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -128,36 +127,6 @@ def test_a_layer_equals_plain_jnp(impl, dtype):
     out, want = (np.asarray(x, np.float32)[is_real] for x in (out, want))
     np.testing.assert_allclose(out, want, rtol=limit, atol=limit)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), after, wanted)
-
-
-@pytest.mark.parametrize("impl", full_except((), EMULATED, soak=["interpret_tpu"]))  # test_engine_of_a_hybrid
-def test_prompts_of_a_model_are_those_of_xla(impl):
-    params = xj.init_params(HYBRID, jax.random.key(1), "float32")
-    tokens_BT = np.array(prompts(70, 70))
-
-    def logits(impl):
-        cache = xj.init_cache(HYBRID, 2, 128)
-        first_BV, cache = xj.prefill(params, HYBRID, tokens_BT, np.array([70, 9]), cache, impl=impl)
-        return np.stack([first_BV, xj.decode_step(params, HYBRID, np.full(2, 8), cache, impl="xla")[0]])
-
-    got, want = logits(impl), logits("xla")
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("drafting", [{}, dict(draft="lookup", draft_tokens=2)])
-def test_engine_of_a_hybrid(drafting):
-    """Greedy tokens are those of plain jnp, of prompts longer than a chunk."""
-    params = xj.init_params(HYBRID, jax.random.key(1), "float32")
-    asked = prompts(3, 70)
-    want = xj.generate(params, HYBRID, asked, xj.GenerateOptions(3, capacity=128)).tokens
-    settings = dict(rows=2, capacity=128, chunk=64, impl="interpret_tpu") | drafting
-    with (
-        kernels_pallas.assume_device(None, "a TPU", platform="tpu"),
-        xj.Engine(xj.Model(params, HYBRID), **settings) as engine,
-    ):
-        requests = [engine.submit(prompt, xj.GenerateOptions(3)) for prompt in asked]
-        assert [request.result().tokens[0] for request in requests] == want
 
 
 def test_which_prompts_have_the_kernel():

@@ -6,25 +6,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import mxfp4_checkpoints
 import numpy as np
 import pytest
 from quick import full_except
 from random_matrices import BF16, FP8, INT4, matrix
-from small_models import prompts
 from test_kernels_experts import layer_of
 
 import kernels_pallas
-import xinfer_jax as xj
 from kernels_pallas import Mxfp4, reference, tpu
 from kernels_pallas.mxfp4 import dequantize_mxfp4, values_for_tpu, values_from_tpu
 from kernels_pallas.tpu import expert_blocks
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.families.reading import from_hf
 from xinfer_jax.feed_forward.experts import mixture_of_experts
-from xinfer_jax.weights.mxfp4 import Mxfp4Weight
-from xinfer_jax.weights.padded_weight import PaddedWeight
-from xinfer_jax.weights.quantization import device_form
 
 pytestmark = pytest.mark.newest
 F32 = jnp.float32
@@ -167,31 +160,3 @@ def test_layer_on_a_tpu_equals_that_of_xla():
     run = jax.jit(partial(mixture_of_experts, config=config), static_argnames="run_config")
     got, want = (run(x_BTD, layer, run_config=RunConfig(impl)) for impl in ("interpret_tpu", "xla"))
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
-
-
-@pytest.mark.full
-def test_engine_with_experts_in_mxfp4():
-    """gpt-oss, 128 experts whose outputs fill no tiles: greedy tokens are those of plain jnp."""
-    sizes = dict(num_local_experts=128, intermediate_size=192, vocab_size=256)
-    sizes |= dict(head_dim=64, num_attention_heads=2, num_key_value_heads=1)
-    layers = dict(num_hidden_layers=1, layer_types=["sliding_attention"])
-    config = from_hf(mxfp4_checkpoints.HF | sizes | layers)
-    params = xj.init_params(config, jax.random.key(1), "bfloat16")
-    draws = np.random.default_rng(0)
-    for leaf in params["layers"][0]["experts"].values():
-        packed = mxfp4_of_file(draws, *leaf["weight"].shape)
-        leaf["weight"] = Mxfp4Weight(packed.values, packed.scale)
-    asked = prompts(3, 5)
-    options = xj.GenerateOptions(3, capacity=64)
-    want = xj.generate(params, config, asked, options).tokens
-    with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
-        for leaf in params["layers"][0]["experts"].values():
-            leaf["weight"] = device_form(leaf["weight"])
-            assert isinstance(leaf["weight"], PaddedWeight)
-    settings = dict(rows=2, capacity=64, chunk=64, cache_dtype="bfloat16", impl="interpret_tpu")
-    with (
-        kernels_pallas.assume_device(None, "a TPU", platform="tpu"),
-        xj.Engine(xj.Model(params, config), **settings) as engine,
-    ):
-        requests = [engine.submit(prompt, xj.GenerateOptions(3)) for prompt in asked]
-        assert [request.result().tokens[0] for request in requests] == want

@@ -88,29 +88,6 @@ def test_kernels_support_soft_caps():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen2", "windows-nope-untied"])
-def test_tokens_equal_those_of_xla(name):
-    """A greedy batch, which never writes logits, and a mixed batch, which does: two calls of the same
-    programs.
-    """
-    params, config = build(name)
-    mixed = [xj.SamplingConfig(), xj.SamplingConfig(0.8, 20, 0.9)]
-    for sampling in ([xj.SamplingConfig()] * 2, mixed):
-        outs = [
-            xj.generate(
-                params,
-                config,
-                prompts(13, 5),
-                xj.GenerateOptions(10, sampling, impl=impl),
-                key=jax.random.key(3),
-            )
-            for impl in ("xla", "interpret")
-        ]
-        assert outs[0].tokens == outs[1].tokens
-        np.testing.assert_allclose(*(np.array(out.logprobs) for out in outs), atol=1e-4)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("window", [None, 4])
 def test_gradient_through_a_kernel_is_that_of_xla(window):
     q, k, v = arrays((2, 9, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
@@ -135,52 +112,6 @@ def test_gradient_through_a_kernel_is_that_of_xla(window):
         strict=True,
     ):
         np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-@pytest.mark.full
-def test_gradient_of_a_decode_step_through_a_kernel():
-    """With a cache the loops of plain jnp follow the length and have no gradient. That of the kernel is the
-    gradient of the query's row alone.
-    """
-    q, k, v = arrays((2, 1, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    length = jnp.array([9, 6])
-
-    def loss(q, k, v):
-        return jnp.sum(
-            attention(
-                q,
-                uncached_kv(k, v),
-                VisibleKeys(length - 1, length),
-                Scoring(0.3),
-                run_config=RunConfig("interpret"),
-            )
-            ** 2
-        )
-
-    def oracle(q, k, v):
-        return jnp.sum(kernels_pallas.reference.decode_attention(q, k, v, length - 1, length, scale=0.3) ** 2)
-
-    for got, want in zip(*(jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (loss, oracle)), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-@pytest.mark.full
-def test_vmap_of_attention_by_kernel_equals_a_loop():
-    q, k, v = arrays((3, 1, 5, 4, 16), (3, 1, 2, 40, 16), (3, 1, 2, 40, 16))
-    start = jnp.array([[0], [7], [30]])
-
-    def one(q, k, v, start):
-        return attention(
-            q,
-            uncached_kv(k, v),
-            VisibleKeys(start, start + 5),
-            Scoring(0.25),
-            run_config=RunConfig("interpret"),
-        )
-
-    mapped = jax.vmap(one)(q, k, v, start)
-    for i in range(3):
-        np.testing.assert_allclose(mapped[i], one(q[i], k[i], v[i], start[i]), atol=1e-6)
 
 
 def decode_programs(dtype="bfloat16"):

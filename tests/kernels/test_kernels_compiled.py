@@ -1,11 +1,10 @@
-"""Every kernel compiled to machine code for GPUs that are not present: no register spills; tensor cores and
-bulk copies are used. And what adapters of rows read there.
-"""
+"""Kernels compiled to machine code for GPUs that are not present."""
 
 import importlib.util
 
 import compiled_programs
 import pytest
+from quick import full_except
 
 pytestmark = [pytest.mark.full, pytest.mark.newest]
 
@@ -39,21 +38,9 @@ KERNELS = {
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
-@pytest.mark.parametrize("gpu", KERNELS)
-def test_kernels_compile_without_spills(gpu):
+@pytest.mark.parametrize("gpu", full_except((), KERNELS, soak=["rtx4090"]))
+def test_kernels_compile(gpu):
     only = ",".join(KERNELS[gpu])
-    kernels = compiled_programs.run("--program=kernels", f"--target={gpu}", f"--only={only}")["kernels"]
+    (found,) = compiled_programs.run("--program=kernels", f"--target={gpu}", f"--only={only}")["programs"]
     for name in KERNELS[gpu]:
-        assert any(name in kernel["kernel"] for kernel in kernels), name
-    # Two programs share the 228 KiB of a multiprocessor, each with a KiB of the system's.
-    for kernel in kernels:
-        if kernel["shared_bytes"] and "prefill" not in kernel["kernel"] and "256" not in kernel["kernel"]:
-            assert kernel["shared_bytes"] < 115_000, kernel
-
-
-@pytest.mark.parametrize("target, package", (("h200", "jax_plugins"), ("v6e", "libtpu")))
-def test_adapters_of_rows_are_read_once(target, package):
-    if not importlib.util.find_spec(package):
-        pytest.skip(f"{package} is not installed")
-    for case, ratio in compiled_programs.run_support("adapter_bytes", target).items():
-        assert 0.9 < ratio <= 1.1, (case, ratio)
+        assert any(name in kernel for kernel in found["compiled"]), name

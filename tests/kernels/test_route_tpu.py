@@ -2,6 +2,7 @@
 layer's own operations.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -113,6 +114,10 @@ def test_what_it_takes():
     assert chosen(given=jnp.zeros((64, 1, 2), int)) == "xla"  # routes of another model
     assert chosen(x_BTD.astype(BF16)) == "xla"  # with matrices of float32
     assert chosen(impl="interpret") == "xla"  # a GPU
+    scaled = dataclasses.replace(config.experts.router, per_expert_scale=True)
+    experts = dataclasses.replace(config.experts, router=scaled)
+    layers = tuple(dataclasses.replace(x, feed_forward=experts) if x.experts else x for x in config.layers)
+    assert chosen(config=dataclasses.replace(config, layers=layers)) == "xla"
     config, layer = model("gemma4-experts")  # with a norm of its own
     assert chosen(layer=layer, config=config) == "xla"
     config, _ = model(NAME)

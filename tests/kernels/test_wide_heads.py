@@ -2,7 +2,6 @@
 against their references over random shapes, emulated, and a model of which an engine runs on them.
 """
 
-import contextlib
 from functools import partial
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import BF16, F32, PAGE, attention_case
-from small_models import QWEN, prompts
+from small_models import QWEN
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -136,31 +135,6 @@ HF = QWEN | dict(model_type="gemma4_text", num_attention_heads=2, head_dim=64, g
 HF |= dict(num_key_value_heads=2, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=9)
 HF |= dict(layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0)
 GEMMA4 = from_hf(HF)
-SHARED = dict(layer_types=[*HF["layer_types"], "full_attention"], num_hidden_layers=3, num_kv_shared_layers=1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("impl", EMULATED)
-def test_tokens_of_an_engine_are_those_of_xla(impl, request):
-    """Of requests that it answers together, one longer than the window; with `--soak` by draft tokens, with a
-    layer that uses the keys of another one.
-    """
-    soaks = request.config.getoption("soak")
-    if impl == "interpret" and not soaks:
-        pytest.skip("--soak runs it")
-    config = from_hf(HF | SHARED) if soaks else GEMMA4
-    params = xj.init_params(config, jax.random.key(1), "float32")
-    params = jax.tree.map(lambda x: np.float32(2.5) * x if x.ndim > 1 else x, params)
-    asked = prompts(3, 20)
-    want = xj.generate(params, config, asked, xj.GenerateOptions(4, capacity=64)).tokens
-    tpu = kernels_pallas.assume_device(None, "a TPU", platform="tpu")
-    settings = dict(rows=2, capacity=64, chunk=64, impl=impl, draft="lookup" if soaks else None)
-    with (
-        tpu if impl == "interpret_tpu" else contextlib.nullcontext(),
-        xj.Engine(xj.Model(params, config), **settings) as engine,
-    ):
-        requests = [engine.submit(prompt, xj.GenerateOptions(4)) for prompt in asked]
-        assert [request.result().tokens[0] for request in requests] == want
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from run_script import run_on_devices
 from small_models import QWEN
 
 import xinfer_jax as xj
+from xinfer_jax.cache.paged import Paged
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.sharding import partition_spec
+from xinfer_jax.sharding import cache_specs, partition_spec
 from xinfer_jax.weights.layout import layer_partition_specs
 
 pytestmark = pytest.mark.oldest
@@ -109,6 +110,16 @@ def test_explicit_axes_outside_a_trace(mesh, how):
         "remat": lambda x: xj.forward(explicit, CONFIG, x, remat="layer")[0],
     }[how]
     np.testing.assert_allclose(call(tokens_BT), want, atol=1e-5)
+
+
+def test_block_tables_are_not_divided(mesh):
+    """Keys, values and states of three or more axes are divided by heads; tables and counts are not."""
+    pool = np.zeros((4, 2, 64, 8), np.float32)
+    paged = Paged(pool, pool, None, 128, np.zeros((3, 2), np.int32))
+    specs = cache_specs((paged, np.zeros((3, 2, 4)), np.zeros(3)), mesh)
+    assert specs[0].table_BP == PartitionSpec(None)
+    assert specs[0].k == specs[0].v == PartitionSpec(None, "model", None, None)
+    assert specs[1:] == (PartitionSpec(None, "model", None), PartitionSpec(None))
 
 
 def test_shardings_of_parameters(mesh):

@@ -36,8 +36,8 @@ def training(config):
     return run
 
 
-@pytest.mark.parametrize("name", full_except(["llama"], MODELS))
-@pytest.mark.parametrize("of", full_except([training], [rollout, training]))
+@pytest.mark.parametrize("name", full_except((), MODELS, soak=NAMES[:2]))
+@pytest.mark.parametrize("of", [rollout, training])
 def test_symbolic_rows_and_tokens(name, of):
     """The tokens, and logits to rounding, of a program for these sizes: here experts and blocks of keys take
     the form that serves every size.

@@ -13,7 +13,6 @@ import parity_cases as cases
 import pytest
 import routed_engines
 import tiny
-from layer_changes import with_experts
 from safetensors.numpy import load_file
 
 import xinfer_jax as xj
@@ -114,28 +113,6 @@ def test_choices_and_weights_by_numpy(family):
     np.testing.assert_allclose(np.take_along_axis(weight_MU, order, -1), want[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(scoring_func="softmax"),
-        dict(correction_bias=False),
-        dict(n_group=1, topk_group=1),
-        dict(topk_group=3),
-        dict(group_score="max"),
-        dict(masked_score=0.0),
-    ],
-)
-def test_each_setting_changes_choices(change):
-    """Also the mask, since some sums of score and bias are negative."""
-    spec = GroupedTopkSpec(n_group=4, topk_group=2)
-    router, params, x_BTD = router_and_params(spec)
-    other = router_and_params(dataclasses.replace(spec, **change))[0]
-    assert (router.choose(params, x_BTD)[1] != other.choose(params, x_BTD)[1]).any()
-    weights, experts = router.choose(params, x_BTD)
-    assert not (experts // 4 == np.asarray(experts // 4)[:, :1]).all()  # of several groups
-    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
-
-
 def test_given_experts_have_their_own_scores():
     """A token with -1 has those of the router."""
     router, params, x_BTD = router_and_params(SPECS["deepseek_v3"])
@@ -175,25 +152,6 @@ def test_a_router_in_bfloat16_would_choose_others(tmp_path):
     assert 0.001 < changed_M.mean() < 0.1 and weight_MU.dtype == jnp.float32
 
 
-def test_choices_in_bfloat16_are_those_of_transformers(tmp_path):
-    torch = pytest.importorskip("torch", reason="the comparison needs torch: pip install -e '.[parity]'")
-    transformers = pytest.importorskip("transformers")
-    path = tiny.write(tmp_path, CASE.hf, weights=published(), with_tokenizer=False)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    ours = xj.load_model(path, "bfloat16")
-    gate = theirs.model.layers[2].mlp.gate
-    assert gate.weight.dtype == gate.e_score_correction_bias.dtype == torch.float32
-    x_MD = jax.random.normal(jax.random.key(0), (500, ours.config.hidden_size), BF16)
-    with torch.no_grad():
-        _, weights, experts = gate(torch.tensor(np.asarray(x_MD, np.float32)).bfloat16())
-    router = GroupedTopkRouter(ours.config, ours.config.experts)
-    weight_MU, expert_MU = map(np.asarray, router.choose(ours.params["layers"][2]["router"], x_MD[None]))
-    orders = expert_MU.argsort(-1), experts.numpy().argsort(-1)
-    np.testing.assert_array_equal(np.sort(expert_MU), np.sort(experts.numpy()))
-    ours_MU, theirs_MU = map(np.take_along_axis, (weight_MU, weights.numpy()), orders, (-1, -1))
-    np.testing.assert_allclose(ours_MU, theirs_MU, rtol=1e-5)
-
-
 # --- the model ----------------------------------------------------------------------------------------------
 
 
@@ -225,17 +183,6 @@ def test_gradients_of_every_leaf(model):
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         is_bias = "correction_bias" in jax.tree_util.keystr(path)
         assert np.isfinite(slope).all() and bool(np.abs(slope).max() > 0) != is_bias, path
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_logits_by_kernels_are_those_of_xla(model):  # whose matrices are multiples of 16
-    config = with_experts(model[1], intermediate_size=32)
-    params = xj.init_params(config, jax.random.key(0), "float32")
-    used = xj.kernels_used(params, config, "interpret")
-    assert used["gated_experts"].impl == "interpret"
-    got, want = (xj.forward(params, config, TOKENS, impl=impl)[0] for impl in ("interpret", "xla"))
-    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_the_kernel_before_experts_serves_softmax_alone(model):

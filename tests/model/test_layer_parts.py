@@ -55,6 +55,14 @@ def test_a_layer_has_the_parameters_of_its_parts_and_norms_around_them():
     assert mlp < found[3] and {"attn_norm", "A_log", "conv_q", "gated_norm"} < found[3]
 
 
+def test_a_model_without_mixers_has_no_cache():
+    config = with_layers(LayerSpec((), MlpSpec()))
+    params = xj.init_params(config, jax.random.key(0))
+    assert xj.forward(params, config, np.ones((1, 3), np.int32))[0].shape == (1, 3, config.vocab_size)
+    with pytest.raises(xj.InputError, match="no layer of this model has a cache: call forward"):
+        xj.init_cache(config)
+
+
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_specs_say_what_a_router_and_a_shared_expert_have(is_gated):
     router = SoftmaxRouterSpec(input_scale=True, per_expert_scale=is_gated)
@@ -110,6 +118,7 @@ def test_parts_say_what_they_do_not_support(feature, layers, part):
         check_supported(config, feature, "it is", "remedy")
 
 
+@pytest.mark.full
 def test_states_of_several_sizes():
     """Cached equals uncached, and an engine gives the tokens of `generate`."""
     wide = dataclasses.replace(DELTA, num_key_heads=1, value_head_dim=24, conv_kernel_dim=3)
@@ -132,6 +141,7 @@ def test_states_of_several_sizes():
     assert [request.result().tokens[0] for request in requests] == generated
 
 
+@pytest.mark.full
 def test_a_model_of_such_layers_generates_alike_in_all_ways():
     """Attention and a short convolution side by side, a layer without a mixer, one without a feed-forward."""
     conv = ShortConvSpec(3)

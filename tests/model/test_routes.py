@@ -39,7 +39,7 @@ def mixtures(config):
     return sum(layer.experts is not None for layer in config.layers)
 
 
-@pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES, soak=NAMES[1:2]))
+@pytest.fixture(scope="module", params=full_except(NAMES[:1], NAMES, soak=NAMES[1:3]))
 def model(request):
     return build(request.param)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
 import pytest
-from quick import full_except
 from small_models import build, prompts
 
 import xinfer_jax as xj
@@ -54,6 +53,7 @@ def test_reads_are_the_residual_stream(model):
     )
 
 
+@pytest.mark.full
 def test_reads_after_attention(model):
     """The layer's MLP of what is read, in NumPy, gives the layer's output; with edits too."""
     params, config, tokens_BT = model
@@ -109,6 +109,7 @@ def test_gradients_of_a_steering_vector(model, key, remat):
     np.testing.assert_allclose(jax.vmap(loss)(many), [loss(v) for v in many], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_taps_with_a_cache_and_packing(model):
     """Of one token after the others: what the whole text gives."""
     params, config, tokens_BT = model
@@ -289,9 +290,8 @@ def test_a_tap_has_a_function(how):
         xj.Tap(**how)
 
 
-@pytest.mark.parametrize(
-    "name", full_except((), ["mixtral-old", "qwen3-next-sparse-step"], soak=["mixtral-old"])
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["mixtral-old", "qwen3-next-sparse-step"])
 def test_taps_beside_routes(name):
     """Of mixtures, in the loop and in a prompt of several chunks: those of `forward`."""
     config = cases.CASES[name].config

@@ -117,6 +117,7 @@ def test_packed_texts_are_the_texts_alone(model):
     assert_close(got, want, 1e-4)  # sums over tokens in another order; 4.5e-5 with jax 0.12
 
 
+@pytest.mark.full
 def test_packed_queries_are_scaled_by_positions_in_their_texts():
     """As Ministral 3 does."""
     config = cases.Case(cases.CASES["ministral3-published"].hf | dict(num_hidden_layers=1)).config
@@ -226,6 +227,7 @@ def test_a_loss_of_ones_own_by_parts():
     assert_close(parts, whole)
 
 
+@pytest.mark.full
 def test_what_does_not_go_together():
     config = cases.CASES["qwen2-gqa-tied-old"].config
     params = cases.params_from(config, cases.random_tensors(config, 3))
@@ -280,6 +282,7 @@ def test_gradients_through_a_cache():
     assert_close(*gradients, 3e-5)
 
 
+@pytest.mark.full
 def test_loops_that_end_with_their_rows_have_no_gradient():
     config = xj.from_hf(QWEN | dict(num_hidden_layers=1))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "float32"))
@@ -305,6 +308,7 @@ def test_loops_that_end_with_their_rows_have_no_gradient():
     jax.eval_shape(jax.grad(partial(decoded, score=xj.score)), params)  # tokens are no function of params
 
 
+@pytest.mark.full
 def test_final_norm_decides_the_dtype_of_activations():
     """A float32 tree that is cast under jit has float32 gradients, near those in float32."""
     config = xj.from_hf(QWEN | dict(num_hidden_layers=1))

@@ -5,7 +5,7 @@ import pytest
 from xinfer_jax import InputError
 from xinfer_jax.errors import format_names
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import pytest
 import run_script
 from paths import ROOT, SCRIPTS
+from quick import full_except
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
@@ -176,7 +177,7 @@ def test_every_example_is_tested_and_in_the_readme():
     assert re.findall(r"\| `(\w+)\.py` \|", readme) == NAMES
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", full_except((), CHECKS, soak=["adapter_grpo"]))  # as grpo, adapter_sft
 def test_example_runs(name):
     if name == "call_functions":
         pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")

@@ -49,6 +49,7 @@ print(json.dumps(sorted(found)))
 """
 
 
+@pytest.mark.full
 @pytest.mark.oldest
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="list comprehensions are no frames from 3.12 on")
 def test_frames_from_generate_to_a_product(tmp_path):

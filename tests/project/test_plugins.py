@@ -46,6 +46,7 @@ def test_a_registered_kind_of_rope_turns_queries_and_keys(registries):
     "kind, name, message",
     [
         ("familie", "own", "there is no registry 'familie': use one of"),
+        ("device", "memory of mine", "there is no registry 'device'"),
         ("family", "qwen2", "the registry 'family' has 'qwen2' already: choose another name"),
         ("family", 3, "the name of an entry must be a text, got 3"),
     ],

@@ -63,7 +63,8 @@ def same(one, other):
     np.testing.assert_allclose(one.logprobs_BT, other.logprobs_BT, rtol=1e-6)
 
 
-@pytest.mark.parametrize("sampling", full_except([SAMPLED], [SAMPLED, xj.SamplingConfig()]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("sampling", [SAMPLED, xj.SamplingConfig()], ids=["sampled", "greedy"])
 def test_processors_equal_settings(decode, sampling):
     bias_BV = np.random.RandomState(0).standard_normal((B, V)).astype(np.float32) * 3
     bias = {i: float(bias_BV[0, i]) for i in range(V)}

@@ -102,8 +102,8 @@ def test_typical_tokens_equal_those_of_sorting(forms):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", full_except([4097, 9973], [4096, 4097, 5000, 9973]))
-@pytest.mark.parametrize("count", full_except([1, 65], [1, 20, 65, 300]))
+@pytest.mark.parametrize("size", [4096, 4097, 9973])
+@pytest.mark.parametrize("count", [1, 65, 300])
 def test_largest_of_groups_equal_top_k(size, count):
     """Also in their order: the lowest index of equal ones first."""
     logits = jnp.asarray(random_logits(5, size))
@@ -245,21 +245,6 @@ def test_one_branch_draws_the_same_alone_and_beside_others():
         for i in range(len(rows)):
             of_row = jax.tree.map(lambda x, i=i: x[i : i + 1], (logits[:-1], keys, settings, context))
             assert alone(*of_row)[0] == beside_others[0][i]
-
-
-@pytest.mark.full
-def test_frequencies_of_one_branch():
-    """Of the candidates of 5,000 logits, against the distribution."""
-    count = 4000
-    logits = np.tile(random_logits(1, V), (count, 1))
-    row = xj.SamplingConfig(1.3, 6)
-    drawn, _, taken = sampled([row] * count, logits, True)
-    probability = np.asarray(jax.nn.softmax(taken[0], -1), np.float64)
-    assert np.count_nonzero(probability) == 6
-    counted = np.bincount(drawn, minlength=V)
-    assert not counted[probability == 0].any()
-    expected = count * probability[probability > 0]
-    assert np.sum((counted[probability > 0] - expected) ** 2 / expected) < 25
 
 
 @pytest.mark.parametrize("sampling", [dict(temperature=0.8), dict(temperature=0.8, top_k=20, top_p=0.8)])

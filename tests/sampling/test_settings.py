@@ -43,6 +43,7 @@ def listed(*texts: str) -> list[int]:
     return [i for i in range(tokenizer.get_vocab_size()) if any(x in tokenizer.decode([i]) for x in texts)]
 
 
+@pytest.mark.full
 def test_rows_and_processors(found):
     assert found["rows"] == dict(
         toy_boost=["float32", [2]], toy_places=["int32", [2]], toy_switch=["bool", [2]],
@@ -58,6 +59,7 @@ def test_rows_and_processors(found):
     assert {*found["tokens"][0]} <= {*listed("an", "in")}
 
 
+@pytest.mark.full
 def test_bodies(found):
     texts = listed("an", "in")
     assert found["body"] == dict(toy_boost=1, toy_places=2, toy_switch=True, toy_texts=texts)
@@ -73,6 +75,7 @@ def test_bodies(found):
     assert unknown is None  # `toy_places` is nobody's field
 
 
+@pytest.mark.full
 def test_flags(found):
     texts = listed("an", "in")
     assert found["flags"] == dict(toy_boost=0.5, toy_places=4, toy_switch=True, toy_texts=texts)
@@ -83,6 +86,7 @@ def test_flags(found):
     assert found["help"] == [True] * 4
 
 
+@pytest.mark.full
 def test_generation_config(found):
     wanted = dict(toy_boost=0, toy_places=3, toy_switch=True, toy_texts=None)
     assert found["generation_config"] == wanted | dict(toy_boost=0.5)
@@ -92,6 +96,7 @@ def test_generation_config(found):
     assert large.startswith("toy_boost must be from 0 (off) to 1")
 
 
+@pytest.mark.full
 def test_beams(found):
     assert found["beams"] == "toy_boost does not combine with beams: leave it out"
     assert found["some_beams"] is None

@@ -1,29 +1,19 @@
-"""scripts/compile_programs.py for TPUs: bytes of layouts and operations, times, what kernels move, and that
-the counts of a small configuration stay.
+"""scripts/compile_programs.py for TPUs: bytes of layouts and operations, and that the counts of a small
+configuration stay.
 """
 
 import compiled_programs
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from gpu.card_specs import TPUS
 from gpu.hlo_text import parse_arrays, parse_module
-from gpu.kernel_refs import UncountableError
-from gpu.known_values import Evaluator, Observer, known_leaf
-from gpu.program_counts import Choices, ProgramCounter
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from tpu.kernel_dma import KernelWork, kernel_work
-from tpu.tile_bytes import box_bytes, is_in_hbm, stored_bytes
-from tpu.tpu_time import kernel_seconds
+from gpu.program_counts import ProgramCounter
+from gpu.tile_bytes import box_bytes, is_in_hbm, stored_bytes
 
 import kernels_pallas
 
 V6E = TPUS["v6e"]
 # Upper bounds for two layers of the 0.5B shape, eight rows, bfloat16. Lower them when the program does less.
 MOST_BYTES = 1.02  # of HBM, by those that a step has to move
-MOST_TIME = 1.3  # by the time of reading those
 
 
 @pytest.mark.parametrize(
@@ -143,17 +133,12 @@ ROWS = 8 * 128 * 4
 CACHE = 8 * 2 * 4096 * 64 * 2
 
 
-class Trips(Choices):
-    def trips(self, loop):
-        return 5
-
-
 def operations(counts):
     return {operation.name: operation for operation in counts.operations}
 
 
 def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
-    counts = ProgramCounter(parse_module(TEXT), Trips(), V6E).of_call()
+    counts = ProgramCounter(parse_module(TEXT), trips=5, is_tpu=True).of_call()
     found = operations(counts)
     moved = {name: (o.read, o.written) for name, o in found.items()}
     assert moved["copy-start.1"] == (WEIGHTS, 0)
@@ -164,127 +149,11 @@ def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
     assert moved["row"] == moved["nested"] == moved["viewed"] == (ROWS, 0)
     assert moved["written"] == (0, ROWS)
     assert sum(o.times for o in counts.operations if o.name == "row") == 3 + 5
-    assert not counts.unknown_loops
-    assert ProgramCounter(parse_module(TEXT), tpu=V6E).of_call().unknown_loops == ["loop"]
-    assert found["product"].kind == "product"
-    assert [array.size for array in found["relaid"].copied] == [CACHE // 2]
-    assert not found["copy-start.1"].copied and not found["appended"].copied
-
-
-def test_time_is_that_of_cycles_or_of_hbm_and_copies_run_beside():
-    found = operations(ProgramCounter(parse_module(TEXT), Trips(), V6E).of_call())
-    reading = WEIGHTS / V6E.memory_gbs / 1e9
-    assert found["product"].seconds == pytest.approx(reading)  # 175 cycles are 0.1 us
-    assert found["copy-done.1"].seconds == pytest.approx(reading)  # the product left no bandwidth for it
-    assert found["relaid"].seconds == pytest.approx(1e-3)
-    assert found["slice-done.1"].seconds == pytest.approx(reading / 4)
-    step, around = ProgramCounter(parse_module(TEXT), tpu=V6E).step_and_around()
+    step, around = ProgramCounter(parse_module(TEXT), is_tpu=True).step_and_around()
     assert step.bytes == 2 * ROWS
     assert around.bytes > 3 * CACHE and "relaid" in operations(around)
-
-
-BESIDE = """HloModule jit_g, is_scheduled=true
-
-%sum_of (q: f32[8,1024]) -> f32[8,1024] {
-  %q = f32[8,1024]{1,0:T(8,128)} parameter(0)
-  ROOT %sum = f32[8,1024]{1,0:T(8,128)} all-reduce(%q), to_apply=%add, backend_config={"window_config":{"estimated_cycles":"9223372036854775807"}}
-}, execution_thread="sparsecore"
-
-ENTRY %main (a: f32[8,1024]) -> f32[8,1024] {
-  %a = f32[8,1024]{1,0:T(8,128)} parameter(0)
-  %start = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%sum_of
-  %goes_on = ((f32[8,1024]{1,0:T(8,128)}), f32[8,1024]{1,0:T(8,128)}) call-update(%start, %a)
-  ROOT %done = f32[8,1024]{1,0:T(8,128)} call-done(%goes_on)
-}
-"""  # noqa: E501
-
-
-def test_what_sparse_cores_do_runs_beside():
-    tpu = TPUS["tpu7x"]
-    counts = ProgramCounter(parse_module(BESIDE), tpu=tpu, devices=8).of_call()
-    size = 8 * 1024 * 4
-    assert counts.collectives == {"all-reduce": 1, "all-reduce bytes": size}
-    seconds = size * 7 / 8 * 2 / tpu.link_gbs / 1e9
-    assert operations(counts)["sum"].seconds == 0
-    assert counts.seconds == pytest.approx(seconds)  # nothing else runs: it is waited for
-
-
-def work_of(function, *args):
-    """`kernel_work` of the one kernel that a function calls; NumPy arrays are known."""
-    found = []
-
-    class Kernels(Observer):
-        def on_kernel(self, place, equation, values):
-            found.append(kernel_work(equation, values))
-
-    Evaluator(Kernels()).closed(jax.make_jaxpr(function)(*args), [known_leaf(x) for x in args], ())
-    return found[0]
-
-
-def kernel_call(steps, dynamic_rows=None):
-    """A kernel that copies 64 rows of x for each of the first `count` grid steps and multiplies them."""
-
-    def kernel(count_ref, x_hbm, w_ref, o_ref, x_vmem, semaphore):
-        step = pl.program_id(0)
-
-        @pl.when(step < count_ref[0])
-        def _():
-            rows = 64 if dynamic_rows is None else dynamic_rows(count_ref)
-            copy = pltpu.make_async_copy(x_hbm.at[step, pl.ds(0, rows)], x_vmem.at[pl.ds(0, rows)], semaphore)
-            copy.start()
-            copy.wait()
-            o_ref[...] = jnp.dot(x_vmem[...], w_ref[...], preferred_element_type=jnp.float32)
-
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((steps * 64, 128), jnp.float32),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(steps,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec((128, 128), lambda i, n: (0, 0))],
-            out_specs=pl.BlockSpec((64, 128), lambda i, n: (i, 0)),
-            scratch_shapes=[pltpu.VMEM((64, 128), jnp.bfloat16), pltpu.SemaphoreType.DMA],
-        ),
-    )
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels are other primitives before jax 0.12")
-@pytest.mark.newest
-def test_kernels_move_blocks_once_and_copies_as_their_scalars_say():
-    x = jax.ShapeDtypeStruct((4, 256, 128), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
-    for count in (0, 3):
-        work = work_of(kernel_call(4), np.array([count], np.int32), x, w)
-        fields = len(KernelWork._fields)
-        assert work[fields:] == (4, count * 64 * 128 * 2, 128 * 128 * 2, 4 * 64 * 128 * 4)
-        done = KernelWork(*work[:fields])
-        flop = count * 2 * 128 * 128 * 128  # of 64 rows a product takes as long as of 128
-        assert done == (flop, 0, 4 * flop, 0, 0, 4)  # half of the depth and of the outputs of a large unit
-    with pytest.raises(UncountableError):
-        unknown = jax.ShapeDtypeStruct((1,), jnp.int32)
-        work_of(kernel_call(4, lambda ref: pl.multiple_of(ref[0], 8)), unknown, x, w)
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels are other primitives before jax 0.12")
-@pytest.mark.newest
-def test_vector_operations_are_counted_by_registers():
-    def kernel(x_ref, o_ref):
-        o_ref[...] = jnp.exp(x_ref[...] + 1).sum(1, keepdims=True)
-
-    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((9, 1), jnp.float32))
-    work = work_of(call, jax.ShapeDtypeStruct((9, 200), jnp.float32))
-    assert work[:6] == (0, 0, 0, 0, (1 + 4 + 1) * 4, 1)  # a sum, exp and the sum of four registers
-
-
-def test_time_of_a_kernel_is_that_of_copies_or_of_arithmetic():
-    start = 2100 / V6E.ghz / 1e9
-    step = 0.35e-6
-    none = KernelWork(0, 0, 0, 0, 0, 10)
-    assert kernel_seconds(none, V6E, 1e-3) == pytest.approx(start + 1e-3 + step)  # all but the last step's
-    products = KernelWork(0, 0, V6E.tflops * 1e9, 0, 0, 10)
-    assert kernel_seconds(products, V6E, 1e-4) == pytest.approx(start + 1e-5 + 1e-3 + 10 * step)
-    vectors = KernelWork(0, 0, 0, 0, 4 * V6E.ghz * 1e6, 1)
-    assert kernel_seconds(vectors, V6E, 1e-4) == pytest.approx(start + 1e-4 + 1e-3 + step)
+    assert [array.size for array in found["relaid"].copied] == [CACHE // 2]
+    assert not found["copy-start.1"].copied and not found["appended"].copied
 
 
 @pytest.mark.full
@@ -294,12 +163,9 @@ def test_counts_of_a_tpu_program_stay():
     (decode,) = counted["programs"]
     whole = decode["whole"]
     assert whole["copies"] == whole["around_copies"] == 0, decode["copied"]
-    assert whole["unknown_loops"] == 0 and not decode["unknown_branches"]
-    assert decode["declared"] == {}, "a kernel could not be counted"
     # Of a layer the append, attention and four products; the greedy token.
-    assert decode["kinds"]["Pallas"]["times"] == 2 * 6 + 1
+    assert sum(decode["kernels"].values()) == 2 * 6 + 1, decode["kernels"]
     assert 0.8 < decode["ratio"] < MOST_BYTES  # VMEM may hold some weights of so few layers
-    assert 1 < decode["time_ratio"] < MOST_TIME
 
 
 def test_selection_for_a_tpu_that_is_not_here():

@@ -131,51 +131,6 @@ def test_markdown_of_any_text_is_fast(browser, stub):
 
 
 @CHROMIUM
-def test_markdown_of_repeated_characters_is_fast(browser, stub):
-    browser.open(stub.address)
-    show = """
-        const [begins, characters, ends, count] = arguments, slow = [];
-        for (const begin of begins) for (const character of characters) for (const end of ends) {
-            const began = performance.now();
-            showMarkdown(document.createElement("div"), begin + character.repeat(count) + end);
-            const took = performance.now() - began;
-            if (took > 2000) return [begin, character, end, took];
-        }
-        return null;
-    """
-    begins = "", "a ", "# a", "```", "~~~", "- ", "> ", "**a", "`a", "[a](https://"
-    for begin in begins:
-        found = browser.script(show, [begin], " `~*_#>-+=|[]()<\\.:!1a", ["", "b", "`"], 20_000)
-        assert not found, found
-    found = browser.script(show, ["```", "~~~"], " ~a", ["`"], 200_000)  # no code begins there
-    assert not found, found
-
-
-@CHROMIUM
-def test_page_scrolls_to_the_newest_text(browser, stub):
-    stub.text = "word " * 300
-    stub.pause = 0.005
-    browser.set_window(360)
-    browser.open(stub.address)
-    gap = "(log => log.scrollHeight - log.scrollTop - log.clientHeight)($('conversation'))"
-    for _ in range(2):
-        browser.send("Say much.")
-        assert browser.script(f"return {gap} < 5 && $('conversation').scrollTop > 0")
-    browser.script("$('conversation').scrollTop -= 20")  # like the first step of a mouse wheel
-    browser.wait_for("!follow")
-    browser.send("And more.", wait=False)
-    browser.wait_for(f"{LAST}.querySelector('.text').textContent.length > 20")
-    assert browser.script(f"return {gap} < 60")  # a new question scrolls to its answer
-    browser.script("$('conversation').scrollTop = 0")
-    browser.wait_for("running === null")
-    assert browser.script(
-        "return $('conversation').scrollTop === 0"
-    )  # the page does not scroll while the user reads above
-    browser.script("$('conversation').scrollTop = 1e6")
-    browser.take_screenshots("long")
-
-
-@CHROMIUM
 def test_page_asks_for_a_key_and_loses_nothing(browser, stub):
     browser.open(stub.address)
     stub.key = "secret"
@@ -300,20 +255,3 @@ def test_error_is_shown_with_its_message(browser, stub):
     browser.send("Anybody?")
     assert "does not answer" in browser.script(f"return {LAST}.querySelector('.error').textContent")
     stub.__init__()
-
-
-@CHROMIUM
-def test_base_model_continues_the_text(browser, stub):
-    stub.template = None
-    stub.text = " Paris **and"
-    browser.open(stub.address)
-    browser.send("The capital of France is")
-    assert browser.script(f"return {LAST}.querySelector('.text').textContent") == " Paris **and"
-    path, body = stub.requests[-1]
-    assert (path, body["prompt"]) == ("/v1/completions", "The capital of France is")
-    assert body["max_tokens"] > 16
-    browser.script(f"{LAST}.querySelector('.tools').children[2].click()")  # Continue
-    browser.wait_for("running === null")
-    assert stub.requests[-1][1]["prompt"] == "The capital of France is Paris **and"
-    assert browser.script("return conversation[0].text") == " Paris **and" * 2
-    browser.take_screenshots("base")

@@ -35,19 +35,19 @@ MODELS = {
 # Model, rows, tokens of a row, where the cache is, its dtype: each width, place, dtype and kind of call.
 CASES = [
     ("0.5B", 64, 1, "pages", BF16),
-    ("0.5B", 1, 512, "contiguous", BF16),
     ("7B", 64, 17, "pages", BF16),
     ("7B", 8, 1, "contiguous", INT8),
-    ("7B", 8, 2, "contiguous", F32),
     ("7B", 1, 2048, "pages", BF16),
     ("gemma3", 64, 5, "ring", INT8),
-    ("gemma3", 1, 512, "ring", BF16),
     ("gemma4", 64, 17, "pages", BF16),
-    ("gemma4", 8, 1, "pages", INT8),
     ("gemma4", 1, 2048, "contiguous", INT8),
     ("MHA", 8, 1, "pages", BF16),
 ]
 MORE = [
+    ("7B", 8, 2, "contiguous", F32),
+    ("gemma3", 1, 512, "ring", BF16),
+    ("gemma4", 8, 1, "pages", INT8),
+    ("0.5B", 1, 512, "contiguous", BF16),
     ("0.5B", 8, 1, "pages", BF16),
     ("0.5B", 64, 1, "contiguous", INT8),
     ("7B", 8, 1, "contiguous", BF16),
@@ -244,11 +244,13 @@ EXPERTS = [
     (64, 8, 128, 768, 2048, "int8"),
     (8, 8, 128, 704, 2816, "int4"),
     (8, 8, 128, 768, 2048, "fp8"),
+    (8, 4, 128, 2880, 2880, "mxfp4"),
+    (8, 4, 32, 2880, 2880, "int4"),
+]
+MORE_EXPERTS = [
     (8, 8, 128, 704, 2816, "bfloat16"),
     (8, 4, 32, 2880, 2880, "bfloat16"),
-    (8, 4, 128, 2880, 2880, "mxfp4"),
     (1024, 4, 128, 2880, 2880, "mxfp4"),
-    (8, 4, 32, 2880, 2880, "int4"),
 ]
 
 
@@ -345,7 +347,7 @@ def compile_all(device, tpu: str) -> int:
     kinds = [
         ("product", compile_product, PRODUCTS),
         ("route", compile_route, ROUTES),
-        ("experts", compile_experts, EXPERTS),
+        ("experts", compile_experts, EXPERTS + MORE_EXPERTS * more),
         ("embedding", compile_embedding, EMBEDDINGS),
         ("delta_step", compile_delta_step, DELTA_STEPS),
         ("delta_prefill", compile_delta_prompts, DELTA_PROMPTS + MORE_PROMPTS * more),

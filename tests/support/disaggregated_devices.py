@@ -174,17 +174,6 @@ def test_routes_move_with_their_pages():
         assert (late.result().routes[0] == -1).all()
 
 
-def test_update_changes_both_sides(apart, model):
-    ids = [prompt(20 + i, 70) for i in range(2)]
-    before = apart.generate(ids, options(8))
-    apart.update(jax.tree.map(lambda x: x * 1.5, model.params))
-    after = apart.generate(ids, options(8))
-    apart.update(model.params)
-    again = apart.generate(ids, options(8))
-    tokens = [[out.tokens for out in outs] for outs in (before, after, again)]
-    assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
-
-
 def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
     """Both switch between the same steps, so that no version follows a later one; "wait" mixes none."""
     start = apart.version

@@ -76,7 +76,7 @@ def template(source: Any) -> dict[str, Any]:
     return {"tokenizer_config.json": {"chat_template": source}}
 
 
-NUMBERS = (math.nan, math.inf, -1, 0, "4", True, [4], 10**30, 2**63)
+NUMBERS = (math.nan, "4", 10**30)
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
@@ -341,17 +341,6 @@ QUANTIZED = {
             f"method {method!r}": ("quant_method", dict(quant_method=method))
             for method in ("hqq", "", None, 1, ["awq"], {"a": 1}, "x" * 5000)
         },
-        "desc_act text": ("desc_act", _GPTQ | dict(desc_act="false")),
-        "desc_act number": ("desc_act", _GPTQ | dict(desc_act=2)),
-        "dynamic": ("dynamic", _GPTQ | dict(dynamic={"+:.*": {"bits": 3}})),
-        "dynamic list": ("dynamic", _GPTQ | dict(dynamic=["x"])),
-        "version": ("version", _AWQ | dict(version="gemv")),
-        "version number": ("version", _AWQ | dict(version=5)),
-        "8-bit awq": ("bits", _AWQ | dict(bits=8)),
-        "without zeros": ("zero_point", _AWQ | dict(zero_point=False)),
-        "layout": ("checkpoint_format", _GPTQ | dict(checkpoint_format="marlin")),
-        "marlin": ("is_marlin", _GPTQ | dict(is_marlin_format=True)),
-        "words": ("pack_dtype", _GPTQ | dict(pack_dtype="int16")),
         **{
             f"blocks {block!r}": ("weight_block_size", dict(quant_method="fp8", weight_block_size=block))
             for block in (0, [0, 1], [128], "128", {}, [1.5, 2], True)
@@ -471,78 +460,15 @@ TOKENIZERS = {
     "template empty text": Case("no tokens|empty", files=template("{{ '' }}")),
     "template file latin-1": Case("template", files={"chat_template.jinja": b"\xff"}),
     "template file broken": Case("template", files={"chat_template.jinja": b"{% if %}"}),
-    **{
-        f"template bomb {name}": Case("template", files=template(source))
-        for name, source in {
-            "product": "{{ 'a' * 10**10 }}",
-            "power": "{{ 10**(10**9) }}",
-            "format": "{{ '%10000000000d' % 1 }}",
-            "ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "ljust": "{{ 'a'.ljust(10**10) }}",
-            "center": "{{ 'a'|center(10**10) }}",
-            "lipsum": "{{ lipsum(100000) }}",
-            "indent": "{{ ('a\n' * 1000)|indent(10**9) }}",
-            "doubling": "{% set n = namespace(x='a') %}"
-            "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-        }.items()
-    },
+    "template bomb": Case("template", files=template("{{ 'a' * 10**10 }}")),
 }
 
 FLAGS = {
     " ".join(args)[:60]: Case(pattern, args=args)
     for pattern, *args in [
-        *[
-            ("temperature", f"--temperature={x}")
-            for x in ("nan", "inf", "-inf", "-1", "hot", "", "1e999", "1e39", "0x1", "1,5")
-        ],
-        *[("top_k", f"--top_k={x}") for x in ("-1", "1.5", "1e3", "x", "", str(2**31), str(10**30), "True")],
-        *[("top_p", f"--top_p={x}") for x in ("nan", "0", "-0.1", "1.1", "inf", "x")],
-        *[
-            ("repetition_penalty", f"--repetition_penalty={x}")
-            for x in ("0", "-1", "nan", "1e300", "1e-300", "x")
-        ],
-        *[("min_p", f"--min_p={x}") for x in ("-0.1", "1.1", "nan")],
-        *[("typical_p", f"--typical_p={x}") for x in ("0", "1.1", "nan")],
-        *[("presence_penalty", f"--presence_penalty={x}") for x in ("nan", "inf", "1e39", "x")],
-        *[("frequency_penalty", f"--frequency_penalty={x}") for x in ("nan", "-inf")],
-        *[("no_repeat_ngram_size", f"--no_repeat_ngram_size={x}") for x in ("-1", "1.5", str(2**31))],
-        *[("min_(new_)?tokens", f"--min_tokens={x}") for x in ("-1", "x", str(2**31))],
-        *[
-            ("max_(new_)?tokens", f"--max_tokens={x}")
-            for x in ("0", "-5", "1.5", "x", "", "nan", "257", str(2**31), str(10**30))
-        ],
-        *[("seed", f"--seed={x}") for x in ("-1", "x", "1.5", str(2**32), str(10**30))],
-        *[("logprobs", f"--logprobs={x}") for x in ("-1", "289", "x", str(10**30))],
-        *[("num_beams|rows", f"--num_beams={x}") for x in ("0", "-1", "x", "1.5", str(10**30))],
-        *[
-            ("draft_tokens", "--draft=lookup", f"--draft_tokens={x}")
-            for x in ("0", "-1", "x", "100000", str(10**30))
-        ],
-        *[("dtype", f"--dtype={x}") for x in ("int8", "float64", "", "x" * 5000, "\x1b[2J")],
-        *[("quantize", f"--quantize={x}") for x in ("int3", "", "awq", "INT8")],
-        *[("cache_dtype|dtype", f"--cache_dtype={x}") for x in ("int3", "float64", "x")],
-        *[("impl", f"--impl={x}") for x in ("fast", "", "XLA")],
-        *[("output", f"--output={x}") for x in ("xml", "", "JSON")],
-        *[("generation_config|boolean", f"--generation_config={x}") for x in ("maybe", "2")],
-        ("length_penalty", "--num_beams=2", "--length_penalty=nan"),
-        ("length_penalty", "--num_beams=2", "--length_penalty=x"),
-        ("early_stopping", "--num_beams=2", "--early_stopping=maybe"),
-        ("num_beams", "--num_beams=2", "--draft=lookup"),
-        ("num_beams", "--num_beams=2", "--stop=x"),
-        ("num_beams", "--num_beams=2", "--logprobs=1"),
-        ("num_beams", "--num_beams=2", "--nouse_cache"),
-        ("num_beams", "--length_penalty=2"),
-        ("cache", "--nouse_cache", "--draft=lookup"),
-        ("cache", "--nouse_cache", "--cache_dtype=int8"),
-        ("raw", "--raw", "--system=x"),
-        ("stop", "--stop="),
         ("nope", "--nope"),
         ("nope", "--nope=1"),
         ("nope", "-nope"),
-        ("x", "-x"),
-        ("extra", "extra"),
-        ("nonsense", "--nonsense" + "x" * 5000),
         ("x1b", "--\x1b[2Jnope"),
         ("model", "--model=/no/such"),
         ("config.json|model", "--model="),

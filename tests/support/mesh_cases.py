@@ -819,6 +819,9 @@ def explicit_axes() -> None:
             assert_close(again_BV, logits_BV, 1e-4)
             alone = xj.forward(explicit, config, TOKENS)[0]  # outside a trace
             assert_close(alone[0, -1], logits_BV[0], 1e-4)
+            hidden_BTD, _ = xj.hidden_states(explicit, config, TOKENS)
+            again_BTV = xj.map_logits(explicit, config, hidden_BTD, lambda logits_BTV: logits_BTV)
+            assert_close(again_BTV, alone, 1e-4)
     specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec("data"))
     with jax.set_mesh(mesh):  # "model" stays Explicit in the shard_map
         explicit = jax.device_put(params, xj.shardings(config, mesh))

@@ -17,7 +17,7 @@ from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS
 from xinfer_jax.tool_calls.tool_call_form import tool_call_form, tool_call_forms
 from xinfer_jax.tool_calls.tool_messages import check_tools, parameter_schemas
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 FORMATS = [form.name for form in tool_call_forms()]
 

@@ -6,7 +6,7 @@ import pytest
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 
 def tool(name: str, **properties) -> dict:

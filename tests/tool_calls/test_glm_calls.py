@@ -10,7 +10,7 @@ import xinfer_jax as xj
 from xinfer_jax.tokenization.template_tools import TemplateTools, find_template_tools
 from xinfer_jax.tool_calls.tool_call_form import tool_call_form
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 TOOLS = [
     tool("add", a=dict(type="integer"), b=dict(type=["number", "null"]), tags=dict(type="array"), any={}),

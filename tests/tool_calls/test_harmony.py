@@ -12,7 +12,7 @@ from xinfer_jax.tokenization.tokenizer import CHATML, Tokenizer
 from xinfer_jax.tool_calls.harmony import CONTROL_TOKENS, last_header
 from xinfer_jax.tool_calls.tool_messages import template_message
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 TOOLS = [
     dict(type="function", function=dict(name=name, description=name, parameters=dict(type="object")))

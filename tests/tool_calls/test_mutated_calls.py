@@ -15,7 +15,7 @@ from xinfer_jax.tokenization.response_template import parse_response_template
 from xinfer_jax.tokenization.template_splitter import TemplateSplitter
 from xinfer_jax.tool_calls.tool_call_form import TOOL_CALLS, tool_call_forms
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 FORMATS = [form.name for form in tool_call_forms()]
 

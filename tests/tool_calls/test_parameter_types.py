@@ -6,7 +6,7 @@ import xinfer_jax as xj
 from xinfer_jax.tool_calls.json_values import json_text, parse_json
 from xinfer_jax.tool_calls.parameter_types import Parameters
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 DEFS = {
     "Text": dict(type="string"),

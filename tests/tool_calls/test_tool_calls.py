@@ -10,7 +10,7 @@ import xinfer_jax as xj
 from xinfer_jax.tool_calls.json_scanner import JSONObjectScanner
 from xinfer_jax.tool_calls.tool_call_form import tool_call_forms
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 FORMATS = [form.name for form in tool_call_forms()]
 
@@ -207,6 +207,7 @@ def test_arguments_arrive_while_they_are_generated():
         assert sum(count > 0 for count in after) > 12
 
 
+@pytest.mark.full
 def test_time_is_linear_in_the_text():
     part = '<tool_call>{"name": "add", "arguments": {"a": "</tool_call><function=add><parameter=a>'
     started = time.monotonic()

@@ -126,7 +126,7 @@ def _vocabulary_specs(
 def summed_linear(
     x: jax.Array, leaf: Params, over: str, dtype: Any, residual: jax.Array | None, run_config: RunConfig
 ) -> jax.Array:
-    """`model.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
+    """`weights.layers.linear` where the axis `over` divides the inputs: the devices' products are summed."""
     weight = leaf["weight"]
     if not isinstance(weight, AnyArray):
         x, weight = weight.local_shard(x, over)

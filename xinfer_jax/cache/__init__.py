@@ -1,13 +1,18 @@
 """The KV cache: keys and values of the tokens of a sequence. The only package that maps positions to slots:
 attention asks a layer for blocks of keys with their positions, and prefixes are truncated and padded here.
 
-Read the files in this order: `layer_cache` (the protocol of the cache of one layer), `stored_kv` (the
-protocol of a cache dtype), `contiguous` and `ring` (append, get a block), `kv_cache` (`KVCache`: a cache for
-each layer that has its own, and the length of each row): so much is the core. `plugins.TABLE` names what
-plugs in: `quantized_kv`, `gear` and `float8_kv` (cache dtypes), `side_by_side` (keys and values in one
-array). Then `truncation` (rows go back to fewer tokens), `page_size` and `paged` (pages of a pool that rows
-share), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later calls
-reuse), `prefix_files` (its file).
+Read the files in this order. The core ends with `kv_cache`.
+
+- `layer_cache` has the protocol of the cache of one layer, `stored_kv` the protocol of a cache dtype.
+- `contiguous` and `ring` append to the cache of a layer, and get a block of it.
+- `kv_cache` is `KVCache`: a cache for each layer that has its own, and the length of each row.
+- `quantized_kv`, `gear` and `float8_kv` are cache dtypes; `side_by_side` stores keys and values in one array.
+- `truncation` lets rows go back to fewer tokens.
+- `page_size` and `paged` are pages of a pool that rows share.
+- `fingerprint` is a hash that identifies the model of a cache.
+- `prefix` is a cache that later calls reuse, `prefix_files` its file.
+
+Rules of the package:
 
 - The layout is [B, K, S, H]: the keys of one row and head are one matrix, so nothing is transposed, and a
   block of keys is contiguous, as a kernel's bulk copy needs it. In a process with TPUs keys and values of

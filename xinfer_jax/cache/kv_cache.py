@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..checks import array_module, check_fits
+from ..checks import array_module
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, ShortRepr
+from ..memory_plan import MemoryPlan
 from ..modes import in_default_modes
 from .contiguous import Contiguous
 from .stored_kv import Stored, resolve_cache_dtype
@@ -93,14 +94,16 @@ def init_cache(
             rows over "data" if it has that axis.
 
     Raises:
-        InputError: batch or capacity below 1; too little memory; or, with rope type `dynamic` or
-            `longrope`, a capacity above the original maximum.
+        InputError: batch or capacity below 1; a model without caches; too little memory; or, with rope type
+            `dynamic` or `longrope`, a capacity above the original maximum.
     """
     check_causal(config, "a KV cache")
     if batch < 1 or capacity < 1:
         raise InputError(
             f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}"
         )
+    if not config.cached_mixers:
+        raise InputError("no layer of this model has a cache: call forward without one")
     if config.rope.rope_type == "dynamic" and capacity > config.max_position_embeddings:
         raise InputError(
             f"rope type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} tokens,"
@@ -120,11 +123,10 @@ def init_cache(
 
         mesh, fraction, replicated = cache_mesh(mesh)
     dtype = resolve_cache_dtype(dtype)
-    what = f"keys and values of {batch} rows of {capacity} tokens"
-    remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
     xp = array_module(batch)
-    if xp is np:  # else their size is not known
-        check_fits(int(fraction * cache_bytes(config, batch, capacity, dtype)), what, remedy)
+    if xp is np:  # else the size is not known
+        plan = MemoryPlan(dict(cache=cache_bytes(config, batch, capacity, dtype)), fraction)
+        plan.check("ask for less capacity, fewer rows, or a smaller cache dtype")
     layers = empty_layers(config, batch, capacity, dtype, mesh)
     has_limits = any(layer.limits for layer in layers)
     counts = (xp.zeros(batch, kind) for kind in (np.int32, bool, np.int32))

@@ -24,6 +24,7 @@ from ..formats.quantized_formats import KEPT_IF_ASKED, not_kept
 from ..formats.scaled_tensor import MatrixFormat, quantized_shapes
 from ..formats.tensors import Shape, Tensors, TensorSpec
 from ..formats.text_tensors import other_tensors, warn_of_other_tensors
+from ..memory_plan import format_mib
 from ..ops.operation import without_mesh_context
 from ..sharding import MODEL, check_mesh, memory_fraction
 from ..tokenization.tokenizer import Tokenizer
@@ -247,7 +248,7 @@ def _open_params(
         tensors |= {name: matrix_format.open(name, shape, files) for name, shape in matrices.items()}
     loader = dataclasses.replace(loader, tensors=tensors)
     structs = list(map(loader.struct, specs, quantized))
-    check_weights(int(memory_fraction(loader.mesh) * tree_bytes(structs)))
+    check_weights(tree_bytes(structs), memory_fraction(loader.mesh))
 
     def read() -> Params:
         _check_tied(path, config, tensors)
@@ -304,8 +305,3 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Tensors) -> None:
             f" differs from {TIED[0]}: set tie_word_embeddings to false there to use both, or remove"
             f" {TIED[1]}"
         )
-
-
-def format_mib(count: int) -> str:
-    """Returns a number of bytes in MiB."""
-    return f"{count / 2**20:.1f} MiB" if count < 10 * 2**20 else f"{count / 2**20:.0f} MiB"

@@ -16,12 +16,13 @@ from ..adapters.peft_files import load_adapter
 from ..api.sampling_fields import ids_of_texts
 from ..backends.cpu import product_table
 from ..backends.kernel_report import kernels_used
-from ..checkpoint.loading import Checkpoint, Model, format_mib
+from ..checkpoint.loading import Checkpoint, Model
 from ..errors import InputError
 from ..generation.beams import BeamSearchPlan, BeamSettings, beam_search
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions, default_capacity
 from ..grammar.grammars import Grammar, choice, json_schema, regex
+from ..memory_plan import format_mib
 from ..processes.control_channel import open_control_channel
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
@@ -88,7 +89,7 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
     if flags.output == "json":  # ASCII only, whatever the locale
         write(f"{json.dumps(result | {'stats': _json_stats(model, stats, used)})}\n")
     else:
-        status.log(*_format_stats(model, stats, result.get("finish_reason")))
+        status.log(*_format_stats(model, stats, result.get("finish_reason"), flags.verbose))
     if jax.process_index():
         threading.Event().wait()  # process 0 may still write; its end ends this process
     return 0
@@ -197,7 +198,7 @@ class _Beams:
         return dict(sequences=sequences, prompt_tokens=len(self._ids)), out.stats
 
 
-def _format_stats(model: Model, s: GenerateStats, reason: str | None) -> list[str]:
+def _format_stats(model: Model, s: GenerateStats, reason: str | None, verbose: bool) -> list[str]:
     """Statistics as lines of text."""
     load = model.load_stats
     weights, cache, peak = map(format_mib, (load.weight_bytes, s.cache_bytes, s.peak_bytes))
@@ -216,6 +217,8 @@ def _format_stats(model: Model, s: GenerateStats, reason: str | None) -> list[st
     if s.acceptance is not None and s.passes is not None:
         accepted = 100 * s.acceptance[0]
         lines.append(f"draft: {accepted:.0f}% of its tokens accepted, {s.passes[0]} passes")
+    if verbose:
+        lines.append(f"planned memory: {s.memory}")
     return lines
 
 

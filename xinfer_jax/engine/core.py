@@ -4,19 +4,19 @@ scheduler ─ actions ─► device ─ SampledTokens ─► answers; then the s
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..errors import InputError
+from ..generation.state import SampledTokens
 from ..grammar.matcher import Matcher
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
 from ..weights.params_like import is_deleted
 from .controller import Leader
-from .device_programs import SampledTokens
 from .engine_device import Device
 from .pacing import Pacing
 from .page_files import PageFiles
@@ -65,7 +65,7 @@ class EngineCore(WeightSwitch):
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
-        self._firsts: dict[Answer, int] = {}  # whose prompt was prefilled in this step, and their slots
+        self._firsts: dict[int, Answer] = {}  # of slots, whose prompts were prefilled in this step
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
@@ -240,32 +240,27 @@ class EngineCore(WeightSwitch):
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
         callers = jax.tree.leaves(request.call.callers)
-        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, request.recorded, callers)
+        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, callers)
         self.device.put_first(slot, outputs, row)
-        self._firsts[answer] = slot
+        self._firsts[slot] = answer
 
     def _sample_firsts(self) -> None:
         """Samples the first tokens of the rows that were prefilled in this step, which decode from now on:
         together, since that takes as long as a step of all slots.
         """
-        firsts = {answer: slot for answer, slot in self._firsts.items() if answer.row in self._answers}
+        firsts = {slot: answer for slot, answer in self._firsts.items() if answer.row in self._answers}
         self._firsts = {}
         if not firsts:
             return
-        requests = dict.fromkeys(answer.request for answer in firsts)
-        greedy = all(request.call.greedy for request in requests)
-        recorded = max(request.recorded for request in requests)
-        outs = self.device.sample_first([*firsts.values()], greedy, recorded)
+        out = jax.device_get(self.device.sample_first([*firsts], *_sampling_of(firsts)))
         now = time.monotonic()
-        for answer, out in zip(firsts, outs, strict=True):
+        for answer in firsts.values():
             request = answer.request
             request.times.setdefault("first", now)
             if len(firsts) == 1 and answer is request.answers[0]:
                 seconds = now - request.times["prefill"]
                 self.tiers.note_prefill(len(request.ids) - answer.row.hits, seconds)
-            if answer.row in self._answers:  # it did not fail with another answer of its request
-                self._append(answer, out, 0)
-        self._notify(requests)
+        self._append_all(firsts, out)
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
         """Decodes the running rows for a limited time; while others wait, until a row ends. A row whose masks
@@ -287,19 +282,17 @@ class EngineCore(WeightSwitch):
         answers = {slot: self._answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
         pages = {slot: row.pages for slot, row in rows.items()}
-        asked = [answer.request for answer in answers.values()]
-        flags = all(request.call.greedy for request in asked), max(request.recorded for request in asked)
         variants = {slot: row.variant for slot, row in rows.items() if row.variant != PLAIN}
-        out = self.device.decode(pages, steps, until_one_ends, *flags, masks, variants)
-        out = jax.device_get(out)
-        self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
+        call = pages, steps, until_one_ends, *_sampling_of(answers), masks, variants
+        out = jax.device_get(self.device.decode(*call))
+        passes_B = out.count_B if out.passes_B is None else out.passes_B
+        self._pacing.record_decode(time.perf_counter() - began, int(passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
-            answer.passes += int(out.passes_B[slot])
-            answer.accepted += int(out.accepted_B[slot])
-            if answer.row in self._answers:  # it did not fail with another answer of its request
-                self._append(answer, out, slot)
-        self._notify({answer.request for answer in answers.values()})
+            if out.accepted_B is not None:
+                answer.passes += int(passes_B[slot])
+                answer.accepted += int(out.accepted_B[slot])
+        self._append_all(answers, out)
 
     def _late_rows(self) -> set[Row]:
         """The running rows whose masks are not computed yet. The others wait a moment for those whose last
@@ -340,6 +333,13 @@ class EngineCore(WeightSwitch):
             except InputError as error:
                 self._fail(answer.request, error)
         return masks_BQW
+
+    def _append_all(self, answers: Mapping[int, Answer], out: SampledTokens) -> None:
+        """Appends the tokens of the rows in these slots, and notifies their requests."""
+        for slot, answer in answers.items():
+            if answer.row in self._answers:  # it did not fail with another answer of its request
+                self._append(answer, out, slot)
+        self._notify({answer.request for answer in answers.values()})
 
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
         """Appends a row's tokens to its answer. Returns whether the answer has ended."""
@@ -389,6 +389,13 @@ class EngineCore(WeightSwitch):
             row = answer.row
             self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)
         del self._answers[answer.row]
+
+
+def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:
+    """`greedy` and `recorded` of `Device.decode`, for the rows in these slots."""
+    requests = {slot: answer.request for slot, answer in answers.items()}
+    recorded = {slot: request.recorded for slot, request in requests.items() if request.recorded}
+    return all(request.call.greedy for request in requests.values()), recorded
 
 
 def _with_masks(answers: Iterable[Answer]) -> list[Answer]:

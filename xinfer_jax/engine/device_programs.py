@@ -1,13 +1,15 @@
-"""The compiled programs of an engine, all of fixed shapes: decode steps, prompt log-probabilities, and copies
-of rows and pages.
+"""The compiled programs of an engine, all of fixed shapes: steps of its rows, prompt log-probabilities, and
+copies of rows and pages.
 
-Rows between two calls are a `DecodeState` without output: `tokens_BT` and the like have no columns. A program
+Rows between two calls are a `DecodeState` without output: `tokens_BT` and the like have no columns. A call
 that samples adds empty columns, and returns them apart from the rows.
 
 A row's bits do not depend on the number of decode steps in a call: its whole state is kept between two calls.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,32 +19,20 @@ import numpy as np
 from ..cache.kv_cache import KVCache
 from ..cache.paged import Paged, RoutePages
 from ..config.model_config import ModelConfig
-from ..generation.executor import decode_compiler_options
-from ..generation.loop import decode
+from ..generation.executor import Executor
 from ..generation.speculation import SpeculationState, Speculative, prompt_lookup
-from ..generation.state import new_state
-from ..generation.strategies import Plain, Strategy
+from ..generation.state import DecodeState, SampledTokens
+from ..generation.strategies import Plain
 from ..mixers.mixer import Mixer
-from ..model.decoder import Inputs, apply_model, head_logits, last_norm
+from ..model.decoder import head_logits
 from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
-from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
+from ..sampling.logprobs import Alternatives, empty_alternatives
+from ..sampling.settings import NUMBERS
 from .pacing import MAX_DECODE_TOKENS
 
 MAX_LOGPROBS = 20  # alternatives of a token
 _LOGITS_TOKENS = 16  # tokens of a prompt whose logits exist at the same time
-
-
-class SampledTokens(NamedTuple):
-    """Tokens that the rows sampled in one call, and their log-probabilities; B rows, T columns."""
-
-    tokens_BT: Any
-    logprobs_BT: Any
-    count_B: Any  # int32: columns of each row
-    finished_B: Any
-    alternatives: Any
-    passes_B: Any  # int32: passes of the model that each row took part in
-    accepted_B: Any  # int32: accepted draft tokens
 
 
 class CacheArrays(NamedTuple):
@@ -52,34 +42,54 @@ class CacheArrays(NamedTuple):
     states: Any  # the cache of each mixer without keys
 
 
-class DecodeCall(NamedTuple):
-    """What differs between two calls of `DECODE_STEPS`."""
+class RowSteps(NamedTuple):
+    """How the rows of an engine sample tokens, which decides on the program."""
 
-    table_BP: Any  # int32: the block table
-    running_B: Any  # bool: the rows that decode
-    steps: Any  # int32: the most steps
-    until_one_ends: Any  # bool: the call stops when one of these rows ends
+    strategy: Any  # `Plain`, or `Speculative` by prompt lookup
+    capacity: int
+    recorded: int  # of each token: 0: no alternatives, 1: `processed_BT` alone, 2: all
+
+    @staticmethod
+    def of_engine(config: ModelConfig, num_draft_tokens: int, capacity: int, recorded: int) -> "RowSteps":
+        """With draft tokens, or without (0)."""
+        plain: Any = Plain(config)
+        speculative = Speculative(config, prompt_lookup, num_draft_tokens)
+        return RowSteps(speculative if num_draft_tokens else plain, capacity, recorded)
+
+
+class RowsCall(NamedTuple):
+    """What differs between two calls that sample tokens of an engine's rows."""
+
+    running_B: Any  # bool: the rows that take part
+    wanted_B: Any  # bool: the rows whose alternatives are recorded
+    # To decode:
+    tables: Any = ()  # int32 [B, P]: the block table; once for each pool where a step replaces it
+    steps: Any = None  # int32: the most steps
+    watched_B: Any = None  # bool: the call stops when one of these rows ends
 
 
 def paged_cache(
-    config: ModelConfig, pools: Any, states: Any, table_BP: Any, capacity: int, length_B: Any, longest_B: Any
+    config: ModelConfig, caches: CacheArrays, tables: Iterable[Any], capacity: int, lengths: tuple
 ) -> KVCache:
-    """A cache over the pools of all pages, the last of routes if they are recorded, and these recurrent
-    states of its rows. table_BP: the block table; length_B: tokens of each row; longest_B: of the prompt and
-    its answer.
+    """A cache of rows over the pools of all pages, the last of routes if they are recorded, and the recurrent
+    states of these rows.
+
+    Args:
+        tables: the block table, once or for each pool.
+        lengths: [B] each: tokens of each row, tokens of its prompt and answer, whether some were dropped.
     """
-    states = iter(states)
-    pools = iter(pools)
+    states = iter(caches.states)
+    pools = zip(caches.pools, itertools.cycle(tables), strict=False)
+    length_B, longest_B, overflow_B = lengths
 
     def layer(mixer: Mixer) -> Any:
         if not mixer.has_keys:
             return next(states)
-        (k, v) = next(pools)
+        (k, v), table_BP = next(pools)
         return Paged(k, v, mixer.window, capacity, table_BP)
 
     layers = tuple(map(layer, config.cached_mixers))
-    routes = next((RoutePages(k, v, None, capacity, table_BP) for k, v in pools), None)
-    overflow_B: Any = np.zeros(len(table_BP), bool)
+    routes = next((RoutePages(k, v, None, capacity, table_BP) for (k, v), table_BP in pools), None)
     longest_B = None if config.rope.switches_at is None else longest_B
     return KVCache(layers, length_B, overflow_B, None, longest_B, routes)
 
@@ -95,97 +105,118 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
     return tuple(layer for layer in cache.layers if not layer.has_keys)
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineSteps(Strategy):
-    """Steps of `Plain`, or of `Speculative` by prompt lookup, until all rows have ended, or one has.
-
-    constants: the parameters, the rows' `Extras`, the rows that were active at first, and whether the call
-    stops when one of them ends. carry: as of `Speculative`.
+def sample_rows(
+    executor: Executor, steps: RowSteps, rows: DecodeState, args: tuple[Any, RowsCall]
+) -> tuple[DecodeState, SampledTokens]:
+    """The rows of all slots after one token of the running ones, and this token. args: what `sample` takes,
+    of all slots; and the call.
     """
-
-    config: ModelConfig
-    num_draft_tokens: int
-
-    def step(self, executor, constants, carry):
-        params, extras, *_ = constants
-        state, cache, counts = carry
-        if self.num_draft_tokens:
-            strategy = Speculative(self.config, prompt_lookup, self.num_draft_tokens)
-            return strategy.step(executor, (params, extras, None), carry)
-        counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
-        (state, cache), continues = Plain(self.config).step(executor, (params, extras), (state, cache))
-        return (state, cache, counts), continues
-
-    def continues(self, constants, carry):
-        *_, active_before_B, until_one_ends = constants
-        active_B = carry[0].active_B
-        return jnp.any(active_B) & ~(until_one_ends & jnp.any(active_before_B & ~active_B))
+    outputs, call = args
+    state, _ = _begin(executor, steps.recorded, rows, call)
+    state, _ = executor.sample(outputs, state)
+    return _end(executor, rows, state)
 
 
-def _decode_steps(
-    params, strategy, extras, rows, caches: CacheArrays, call: DecodeCall, capacity, run_config
-):
-    """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup; other
-    rows stay as they are. strategy: `EngineSteps`.
+def decode_rows(
+    executor: Executor, steps: RowSteps, arrays: tuple[DecodeState, CacheArrays], args: tuple
+) -> tuple[DecodeState, CacheArrays, SampledTokens]:
+    """The rows of all slots and their caches after the steps of a call, and what the running rows sampled.
+    args: the parameters, the rows' `Extras`, and a `RowsCall`.
     """
-    running_B = call.running_B
-    sampling_B = select_rows(rows.sampling_B, running_B)
-    limit_B = jnp.where(running_B, rows.limit_B, 0)
-    context = rows.context.select_rows(running_B)
-    state = dataclasses.replace(rows, sampling_B=sampling_B, limit_B=limit_B, context=context)
-    state = _add_output(state, MAX_DECODE_TOKENS)
-    active_before_B = state.active_B
-    zeros_B = jnp.zeros(len(running_B), jnp.int32)
-    length_B = jnp.where(active_before_B, state.position_B - 1, 0)
-    longest_B = rows.progress.longest_B(rows.position_B)
-    cache = paged_cache(strategy.config, *caches, call.table_BP, capacity, length_B, longest_B)
-
-    constants = params, extras, active_before_B, call.until_one_ends
-    counts = SpeculationState(None, zeros_B, zeros_B)
-    state, cache, counts = decode(strategy, constants, (state, cache, counts), call.steps, run_config)
-    automata = state.context.automata
-    if automata is not None:
-        automata = dataclasses.replace(automata, width_B=rows.context.automata.width_B)
-    callers = state.context.callers
-    if callers is not None:
-        callers = dataclasses.replace(callers, uses_BP=rows.context.callers.uses_BP)
-    context = dataclasses.replace(state.context, automata=automata, callers=callers)
-    state = dataclasses.replace(state, sampling_B=rows.sampling_B, limit_B=rows.limit_B, context=context)
-    rows, out = _take_output(state)
-    out = out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)
-    return rows, cache_pools(cache), cache_states(cache), out
+    rows, caches = arrays
+    *model, call = args
+    strategy = steps.strategy
+    state, lengths = _begin(executor, steps.recorded, rows, call)
+    carry: tuple = state, paged_cache(strategy.config, caches, call.tables, steps.capacity, lengths)
+    if isinstance(strategy, Speculative):
+        model.append(None)  # no draft model
+        zeros_B: Any = np.zeros(len(call.running_B), np.int32)
+        carry = *carry, SpeculationState(None, zeros_B, zeros_B)
+    state, cache, *counts = executor.decode(strategy, tuple(model), carry, call.steps, call.watched_B)
+    rows, out = _end(executor, rows, state, *counts)
+    return rows, CacheArrays(cache_pools(cache), cache_states(cache)), out
 
 
-def _add_output(rows, size):
-    state = new_state(rows.key_B, rows.sampling_B, rows.limit_B, rows.context, size)
-    (B, V) = rows.context.seen_BV.shape
-    old = rows.alternatives
-    empty = empty_alternatives(B, size, old.id_BTA.shape[-1], V, False)
-    empty = dataclasses.replace(empty, wanted_B=old.wanted_B)
-    return dataclasses.replace(
-        state,
-        token_B=rows.token_B,
-        finished_B=rows.finished_B,
-        alternatives=empty,
-        output_start_B=rows.length_B,
-    )
+def _begin(
+    executor: Executor, recorded: int, rows: DecodeState, call: RowsCall
+) -> tuple[DecodeState, tuple[Any, Any, Any]]:
+    """The state of a call: rows that do not run are inactive in it; with columns for the output. And the
+    `lengths` of their cache.
+    """
+    parts, output, lengths = executor.call(_BEGIN, rows, call.running_B, call.wanted_B, recorded)
+    return dataclasses.replace(_with_parts(rows, parts), **output), lengths
 
 
-def _take_output(state):
+def _end(
+    executor: Executor, rows: DecodeState, state: DecodeState, counts: SpeculationState | None = None
+) -> tuple[DecodeState, SampledTokens]:
     """The rows without output, and the output. The host reads only the output: an array of the rows that the
     host has a view of could not be donated.
     """
-    count_B = state.length_B - state.output_start_B
-    zeros_B = jnp.zeros_like(state.limit_B)
-    columns = state.tokens_BT, state.logprobs_BT
-    out = SampledTokens(*columns, count_B, state.finished_B, state.alternatives, zeros_B, zeros_B)
-    return _add_output(state, 0), out
+    count_B, finished_B = executor.call(_END, state.length_B, state.output_start_B, state.finished_B)
+    out = SampledTokens(state.tokens_BT, state.logprobs_BT, count_B, finished_B, state.alternatives)
+    if counts is not None:
+        out = out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)
+    state = dataclasses.replace(
+        state,
+        tokens_BT=rows.tokens_BT,
+        logprobs_BT=rows.logprobs_BT,
+        alternatives=None,
+        output_start_B=None,
+    )
+    return _with_parts(state, _parts(rows)), out
 
 
-def _prompt_logprobs(params, config, extras, inputs, cache, target_T, run_config):
-    """Prefills a page; `Alternatives` of the token after each position, `target_T`, and the cache."""
-    out = apply_model(params, config, inputs, cache, extras, run_config)
-    return _target_logprobs(params, config, out.hidden, target_T), out.cache
+def _parts(rows: DecodeState) -> tuple[Any, ...]:
+    """The parts of rows that are off, in a call, in those that do not run."""
+    names = *(setting.name for setting in NUMBERS), "bad_words_ids"
+    settings = {name: getattr(rows.sampling_B, name) for name in names}
+    automata, callers = rows.context.automata, rows.context.callers
+    return rows.limit_B, settings, automata and automata.width_B, callers and callers.uses_BP
+
+
+def _with_parts(rows: DecodeState, parts: tuple[Any, ...]) -> DecodeState:
+    limit_B, settings, width_B, uses_BP = parts
+    context = rows.context
+    automata = context.automata and dataclasses.replace(context.automata, width_B=width_B)
+    callers = context.callers and dataclasses.replace(context.callers, uses_BP=uses_BP)
+    return dataclasses.replace(
+        rows,
+        limit_B=limit_B,
+        sampling_B=dataclasses.replace(rows.sampling_B, **settings),
+        context=dataclasses.replace(context, automata=automata, callers=callers),
+    )
+
+
+def _begin_call(rows, running_B, wanted_B, recorded):
+    """What `_begin` needs, in arrays of their own: the rest of the rows stays where it is."""
+    (B, V) = rows.context.seen_BV.shape
+    active_B = rows.active_B & running_B
+    selected = dataclasses.replace(
+        rows,
+        limit_B=jnp.where(running_B, rows.limit_B, 0),
+        sampling_B=select_rows(rows.sampling_B, running_B),
+        context=rows.context.select_rows(running_B),
+    )
+    alternatives = None
+    if recorded:
+        empty = empty_alternatives(B, MAX_DECODE_TOKENS, min(MAX_LOGPROBS, V), V, False)
+        alternatives = empty.sampled_only
+        if recorded > 1:
+            alternatives = dataclasses.replace(empty, wanted_B=wanted_B)
+    output = dict(
+        tokens_BT=jnp.zeros((B, MAX_DECODE_TOKENS), jnp.int32),
+        logprobs_BT=jnp.zeros((B, MAX_DECODE_TOKENS), jnp.float32),
+        alternatives=alternatives,
+        output_start_B=rows.length_B,
+    )
+    length_B = jnp.where(active_B, rows.position_B - 1, 0)
+    lengths = length_B, rows.progress.longest_B(rows.position_B), jnp.zeros(B, bool)
+    return _parts(selected), output, lengths
+
+
+def _end_call(length_B, start_B, finished_B):
+    return length_B - start_B, finished_B
 
 
 def _target_logprobs(params, config, hidden_1TD, target_T):
@@ -203,36 +234,8 @@ def _target_logprobs(params, config, hidden_1TD, target_T):
     return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None)
 
 
-def _set_logits(params, config, x_11D, logits_B1V, slot):
-    """logits_B1V with those of a hidden state before the last norm in a slot."""
-    logits_11V = head_logits(params, config, last_norm(params, config, x_11D))
-    return jax.lax.dynamic_update_slice_in_dim(logits_B1V, logits_11V, slot, 0)
-
-
-def _alternatives(logits_B1V, taken_BV, token_B):
-    """`Alternatives` of one token of each row; taken_BV: the logits that the tokens were sampled from; None:
-    these logits.
-    """
-    B, _, V = logits_B1V.shape
-    logits_BV = logits_B1V[:, 0]
-    empty = empty_alternatives(B, 1, min(MAX_LOGPROBS, V), V, False)
-    taken_BV = logits_BV if taken_BV is None else taken_BV
-    return record_alternatives(empty, np.zeros(B, np.int32), logits_BV, lambda: taken_BV, token_B)
-
-
-def _processed_logprobs(logits_B1V, taken_BV, token_B):
-    """float32 [B, 1]: `processed_BT` of `_alternatives`."""
-    taken_BV = logits_B1V[:, 0] if taken_BV is None else taken_BV
-    return jnp.take_along_axis(jax.nn.log_softmax(taken_BV), token_B[:, None], 1)
-
-
-def running_token(lengths, progress, position_B, running_B):
-    """What `Executor.forward` takes for one step of the rows that run."""
-    active_B = progress.active_B & running_B
-    longest_B = None if lengths.longest_B is None else progress.longest_B(position_B)
-    length_B = jnp.where(active_B, position_B - 1, 0)
-    lengths = dataclasses.replace(lengths, length_B=length_B, longest_B=longest_B)
-    return Inputs(progress.token_B[:, None], active_B.astype(jnp.int32)), lengths
+def _repeat_row(x_1: jax.Array, rows: int) -> jax.Array:
+    return jnp.repeat(x_1, rows, 0)
 
 
 def _set_row(rows, slot, row):
@@ -254,25 +257,11 @@ def _set_pages(pools, page_N, contents):
     return jax.tree.map(lambda pool, pages: pool.at[page_N].set(pages), pools, contents)
 
 
-DECODE_STEPS = jax.jit(
-    _decode_steps,
-    static_argnames=("strategy", "capacity", "run_config"),
-    donate_argnames=("rows", "caches"),
-    compiler_options=decode_compiler_options(),
-)
-PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "run_config"), donate_argnames="cache")
+_BEGIN = jax.jit(_begin_call, static_argnames="recorded")
+_END = jax.jit(_end_call)
 PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
-ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
-TAKE_OUTPUT = jax.jit(_take_output)
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")
-SET_LOGITS = jax.jit(
-    _set_logits,
-    static_argnames="config",
-    donate_argnames="logits_B1V",
-    compiler_options=decode_compiler_options(),
-)
-ALTERNATIVES = jax.jit(_alternatives)
-PROCESSED_LOGPROBS = jax.jit(_processed_logprobs)
+REPEAT_ROW = jax.jit(_repeat_row, static_argnames="rows")
 SET_ROW = jax.jit(_set_row, donate_argnames="rows")
 GET_ROW = jax.jit(_get_row)
 GET_PAGES = jax.jit(_get_pages)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 
 from ..errors import InputError
+from ..generation.state import SampledTokens
 from ..sampling.logprobs import TokenLogprobs
 from ..weights.params import Params
 from .core import EngineCore
-from .device_programs import SampledTokens
 from .pages import PAGE_SIZE
 from .requests import Answer
 from .row import Action, HeldAdapter, PrefillChunk, Row, Swap
@@ -244,10 +244,6 @@ class PrefillCore(RoleCore):
             contents = self.device.get_row(row.slot), pages
         ((state, recurrent), pages) = contents
         ((of_state, of_recurrent), of_pages) = shardings or self.placement
-        if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
-            state, of_state = (
-                dataclasses.replace(row, alternatives=None, output_start_B=None) for row in (state, of_state)
-            )
         slot = jax.device_put((state, recurrent), (of_state, of_recurrent))
         deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
 
@@ -335,14 +331,7 @@ class DecodeCore(RoleCore):
         """
         if answer.swapped is not ELSEWHERE:  # it arrived before, or has ended
             return
-        ((state, recurrent), pages) = contents
-        ((of_state, _), _) = self.placement
-        if of_state.alternatives is not None and state.alternatives is None:
-            own = self.device.new_row(answer.request.call, answer.key_1, None, None, answer.request.recorded)
-            output = own.alternatives, own.output_start_B
-            output = jax.device_put(output, (of_state.alternatives, of_state.output_start_B))
-            state = dataclasses.replace(state, alternatives=output[0], output_start_B=output[1])
-        answer.swapped = (state, recurrent), pages
+        answer.swapped = contents
         answer.emit("arrived")
         row = answer.row
         if answer in self._outdated:

@@ -15,12 +15,11 @@ import jax
 from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
 from ..checks import check_integer
-from ..device import check_memory, host_memory_bytes
 from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
 from ..sampling.caller_processors import Processor
-from ..sharding import concrete_mesh_of, memory_fraction, on_auto_mesh
-from ..weights.params import Params, tree_bytes
+from ..sharding import on_auto_mesh
+from ..weights.params import Params
 from .async_sampling import SampleOutput
 from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore
@@ -42,6 +41,7 @@ from .shape import (
     EngineShape,
     check_host_pages,
     check_time_slice,
+    checked_memory_plan,
     engine_shape,
     page_settings,
 )
@@ -60,6 +60,7 @@ class Engine(EngineLoop):
         num_draft_tokens: draft tokens of a pass; 0 without a draft.
         about: one line about its size, and the seconds until it was ready.
         role, routes: as given.
+        memory: the bytes that it takes.
     """
 
     follower: Any = None  # `Follower`, in processes beside process 0
@@ -195,9 +196,10 @@ class Engine(EngineLoop):
         self.num_draft_tokens = shape.num_draft_tokens
         self.impl = shape.impl
         self.routes = shape.num_routes > 0
-        self.weight_bytes = tree_bytes(self.model.params) + shape.adapter_bytes
-        self.cache_bytes = shape.cache_bytes
-        self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
+        self.memory = checked_memory_plan(shape, self.model)
+        parts = self.memory.parts
+        self.weight_bytes = parts["weights"] + parts["adapters"]
+        self.cache_bytes = parts["pages"] + parts["states"]
         page_directory_bytes = check_integer("page_directory_bytes", page_directory_bytes, 1)
         if page_directory is not None and self._channel:
             raise InputError(
@@ -221,7 +223,7 @@ class Engine(EngineLoop):
         self.role = None
         for name in (
             "model", "capacity", "pages", "host_pages", "chunk", "num_draft_tokens", "impl", "routes", "taps",
-            "about", "weight_bytes", "cache_bytes",
+            "about", "weight_bytes", "cache_bytes", "memory",
         ):  # fmt: skip
             setattr(self, name, getattr(engines[0], name))
         dispatcher.endpoints += [engine.endpoint(emit) for engine in engines]
@@ -236,19 +238,6 @@ class Engine(EngineLoop):
         """The engines that answer: this one; with roles, those that prefill and then those that decode."""
         return self._roles or (self,)
 
-    def _check_memory(self, host_bytes: int, state_bytes: int) -> None:
-        mesh = concrete_mesh_of(self.model.params)
-        need = memory_fraction(mesh) * (self.weight_bytes + self.cache_bytes)
-        remedy = f"ask for fewer pages{', fewer rows' if state_bytes else ''}, or a smaller cache_dtype"
-        states = f", recurrent states of {self.rows} rows" if state_bytes else ""
-        check_memory(int(need), f"weights{states} and {self.pages} pages", remedy)
-        if host_bytes:
-            devices = self.model.params["final_norm"].sharding.addressable_devices
-            on_host = need if next(iter(devices)).platform == "cpu" else 0
-            own = host_bytes * (len(devices) / mesh.size if mesh else 1)  # of this process
-            what = f"{self.host_pages} host pages" + (", weights and pages" if on_host else "")
-            check_memory(int(own + on_host), what, "ask for fewer host_pages", host_memory_bytes())
-
     def _create_core(
         self, shape: EngineShape, prefix_cache: bool, time_slice: float, warm_up: bool
     ) -> EngineCore:
@@ -259,12 +248,10 @@ class Engine(EngineLoop):
         is_busy = lambda: bool(unfinished)  # noqa: E731  (it must not keep the engine alive)
         device, self._warm_up = create_device(self.model.params, config, shape, warm_up, is_busy)
         rest = "" if self._warm_up.complete else "; further programs compile in the background"
-        host_bytes = shape.host_pages * shape.page_bytes
-        beyond = f" + {shape.host_pages} host pages ({host_bytes / 2**20:.0f} MiB)" if host_bytes else ""
+        beyond = f" + {shape.host_pages} host pages" if shape.host_pages else ""
         self.about = (
-            f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}"
-            f" ({self.cache_bytes / 2**20:.0f} MiB){beyond},"
-            f" ready in {time.perf_counter() - began:.1f} s{rest}"
+            f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}{beyond}:"
+            f" {self.memory}, ready in {time.perf_counter() - began:.1f} s{rest}"
         )
         # In one write, as other engines may start at the same time.
         print(f"{self.about}\n", end="", file=sys.stderr)

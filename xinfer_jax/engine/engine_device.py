@@ -3,10 +3,17 @@ affects another.
 
 prefill chunk ─ prefill ─► pages; the last chunk's outputs, row ─ sample_first ─► rows, SampledTokens
 rows, pages ─ decode ─► rows, pages, SampledTokens
+
+On one CPU the host calls the programs of each step (`LayerwiseExecutor`): what it compiles does not grow with
+the layers, greedy rows need no sampler, and another model width compiles nothing. Every token of a row comes
+from the same programs, whatever is compiled already: an engine never switches to the loop over the whole
+model, whose steps are faster once it is compiled, since the last bits of log-probabilities would change. Only
+draft tokens need that loop.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,24 +26,23 @@ from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
-from ..generation.executor import PaddedTokens, Run, RunnableModel
+from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, without_model_layers
 from ..generation.executor_choice import executor_class
+from ..generation.loop import TracedExecutor
 from ..generation.options import GenerateOptions
-from ..generation.state import DecodeState, RowSettings
+from ..generation.state import DecodeState, RowSettings, SampledTokens
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
-from ..model.decoder import Inputs
 from ..model.extras import NO_EXTRAS
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import ALL_BITS
-from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER, key_from_seed
 from ..sharding import REPLICATED, concrete_mesh_of
 from ..weights.params import Params
 from . import device_programs as programs
 from .adapter_stack import AdapterStack
-from .device_programs import MAX_LOGPROBS, SampledTokens, cache_pools, cache_states, paged_cache
+from .device_programs import CacheArrays, RowsCall, RowSteps, cache_pools, cache_states, paged_cache
 from .held_processors import repeated
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
@@ -72,7 +78,7 @@ class Device:
         self._shape = shape
         self._run = run
         self._dry_run = dry_run
-        self._executor = executor_class(params)(RunConfig(shape.impl), run)
+        self._executor_class = executor_class(params)
         norm = params["final_norm"]
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
@@ -83,7 +89,7 @@ class Device:
         row = self._new_row(*self._empty_call, limit=0)
         rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
         self.rows: Any = self._put(shape.processors.with_rows(rows) if shape.processors else rows)
-        self._firsts: dict[int, tuple[Any, DecodeState]] = {}  # of slots: for the next `sample_first`
+        self._first_outputs: Any = None  # of all slots, for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
 
     def adopt_params(self) -> None:
@@ -105,13 +111,13 @@ class Device:
         self.pools, self.states, self._snapshots = placed
 
     def new_row(
-        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None, recorded: int = 0,
+        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None,
         callers: Sequence[np.ndarray] = (),
     ) -> DecodeState:  # fmt: skip
         """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
-        arrays of its grammar's `Dfa`; recorded: `Request.recorded`; callers: the leaves of its processors.
+        arrays of its grammar's `Dfa`; callers: the leaves of its processors.
         """
-        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables), recorded)
+        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
         row = self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
         held = self._shape.processors
         return held.start(self._run, row, callers) if held else row
@@ -141,7 +147,7 @@ class Device:
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
         cache = self._cache(slot, pages, start, longest)
-        out = self._executor.prefill(self._model_of([variant]), chunk, cache, width)
+        out = self._executor().prefill(self._model_of([variant]), chunk, cache, width)
         self._store(slot, out.cache, is_final)
         return out.hidden
 
@@ -161,58 +167,76 @@ class Device:
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         cache = self._cache(slot, pages, start, longest)
         chunk = self._padded(ids, PAGE_SIZE)
-        alternatives, cache = self._prompt_logprobs(self._model_of([variant]), chunk, cache, target_T)
-        self._store(slot, cache)
-        return alternatives
-
-    def _prompt_logprobs(
-        self, model: RunnableModel, chunk: PaddedTokens, cache: KVCache, target_T: np.ndarray
-    ) -> Any:
-        args = Inputs(*chunk), cache, target_T, RunConfig(self._shape.impl)
-        return self._run(programs.PROMPT_LOGPROBS, *model, *args)
+        out = self._executor().hidden(self._model_of([variant]), chunk, cache)
+        self._store(slot, out.cache)
+        outer = without_model_layers(self._model)
+        return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T)
 
     def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
-        """Gives `sample_first` a row of `new_row` for a slot. outputs: of its last `prefill`."""
-        self._firsts[slot] = outputs, row
+        """Puts a row of `new_row` into a slot, for `sample_first`. outputs: of its last `prefill`."""
+        self._put_row(slot, row)
+        logits = self._executor().logits(self._model, outputs)
+        if self._first_outputs is None:
+            self._first_outputs = self._run(programs.REPEAT_ROW, logits, self._shape.rows)
+        else:
+            args = self._first_outputs, np.int32(slot), logits
+            self._first_outputs = self._run(programs.SET_ROW, *args)
 
-    def sample_first(self, slots: list[int], greedy: bool, recorded: int) -> list[SampledTokens]:
-        """Puts rows of `put_first` into these slots, and samples their first tokens; on the host, each row's
-        apart. greedy: they use no sampling setting; recorded: the most `Request.recorded` of any.
+    def sample_first(self, slots: Sequence[int], greedy: bool, recorded: Mapping[int, int]) -> SampledTokens:
+        """Samples the first tokens of the rows that `put_first` put into these slots. greedy: they use no
+        sampling setting; recorded: `Request.recorded` of the slots, where it is not 0.
         """
-        firsts, self._firsts = self._firsts, {}
-        outs = []
-        for slot in slots:
-            outputs, row = firsts[slot]
-            logits = self._executor.logits(self._model, outputs)
-            state, _ = self._executor.sample(logits, self._run(programs.ADD_OUTPUT, row, 1))
-            row, out = self._run(programs.TAKE_OUTPUT, state)
-            self._put_row(slot, row)
-            outs.append(out)
-        return outs if self._dry_run else jax.device_get(outs)
+        executor = self._executor(greedy)
+        outputs, self._first_outputs = self._first_outputs, None
+        steps, call = self._rows_call(executor, slots, recorded)
+        self.rows, out = executor.run_steps(programs.sample_rows, steps, self.rows, (outputs, call))
+        return out if recorded else out._replace(alternatives=None)
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        recorded: int, masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
+        recorded: Mapping[int, int], masks_BQW: Any = None, variants: Mapping[int, Variant] | None = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
         ended, or one has. With draft tokens a step may append several tokens. greedy, recorded: as in
-        `sample_first`, of all these rows, the most of any. masks_BQW: uint32, the tokens that each row may
-        sample in one step; None: all. variants: of the slots that have one.
+        `sample_first`. masks_BQW: uint32, the tokens that each row may sample in one step; None: all.
+        variants: of the slots that have one.
         """
         self._set_masks(masks_BQW)
-        shape = self._shape
-        table_BP = self._block_table(pages, shape.rows)
-        running_B = np.isin(np.arange(shape.rows), [*pages])
-        model = self._model_of_slots(variants)
-        strategy = programs.EngineSteps(model.config, shape.num_draft_tokens)
-        caches = programs.CacheArrays(self.pools, self.states)
-        call = programs.DecodeCall(table_BP, running_B, np.int32(steps), np.bool_(until_one_ends))
-        args = model.params, strategy, model.extras, self.rows, caches, call
-        out: Any
-        self.rows, self.pools, self.states, out = self._run(
-            programs.DECODE_STEPS, *args, shape.capacity, RunConfig(shape.impl)
+        executor = self._decoder(greedy)
+        row_steps, call = self._rows_call(executor, [*pages], recorded)
+        table_BP = self._block_table(pages, self._shape.rows)
+        call = call._replace(
+            tables=tuple(self._put(table_BP) for _ in (self.pools if executor.host_steps else [None])),
+            steps=np.int32(steps),
+            watched_B=call.running_B & until_one_ends,
         )
+        model = self._model_of_slots(variants)
+        arrays = self.rows, CacheArrays(self.pools, self.states)
+        args = model.params, model.extras, call
+        self.rows, caches, out = executor.run_steps(programs.decode_rows, row_steps, arrays, args)
+        self.pools, self.states = caches
         return out if recorded else out._replace(alternatives=None)
+
+    def _rows_call(
+        self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
+    ) -> tuple[RowSteps, RowsCall]:
+        """How the rows in these slots sample. A program of the whole model decides itself what to record."""
+        shape = self._shape
+        every_B = np.arange(shape.rows)
+        most = max(recorded.values(), default=0) if executor.host_steps else 2
+        steps = RowSteps.of_engine(self.config, shape.num_draft_tokens, shape.capacity, most)
+        return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
+
+    def _executor(self, greedy: bool = False) -> Executor:
+        """What prefills prompts and samples first tokens. greedy: the rows use no sampling setting."""
+        executor: Executor = self._executor_class(RunConfig(self._shape.impl), self._run, greedy)
+        return executor
+
+    def _decoder(self, greedy: bool) -> Executor:
+        """What decodes: draft tokens need the loop over the whole model."""
+        if self._shape.num_draft_tokens:
+            return TracedExecutor(RunConfig(self._shape.impl), self._run)
+        return self._executor(greedy)
 
     def _set_masks(self, masks_BQW: Any) -> None:
         """Rows keep masks until the next call."""
@@ -293,39 +317,42 @@ class Device:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
         first one runs what a short greedy request needs. No program of the other role is among them.
         """
-        stages: dict[str, Callable[[], Any]] = {
-            "greedy": self._run_short_request,
-            "rare": self._run_rare_calls,
-        }
+        stages: dict[str, Callable[[], Any]] = {"greedy": partial(self._run_short_request, True)}
+        host_steps = self._executor().host_steps
+        if host_steps:  # which have other programs for sampled rows, and for what is recorded
+            stages["sampled"] = partial(self._run_short_request, False)
+        stages["rare"] = self._run_rare_calls
         if self.adapters:
             stages["adapters"] = self._run_set_adapter
         if self._shape.num_routes:
             stages["routes"] = lambda: self.copy_routes([0])
-        if self._shape.role == "decode":
-            return stages
-        chunk = [0] * self._shape.chunk
-        return stages | {
-            "chunk": lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True),
-            "prompt_logprobs": lambda: self.prefill_with_logprobs(0, self._all_pages, [0], 0, 1, [0]),
-        }
+        if self._shape.role != "decode":
+            chunk = [0] * self._shape.chunk
+            stages["chunk"] = lambda: self.prefill(0, self._all_pages, chunk, 0, 1, True)
+            args = 0, self._all_pages, [0], 0, 1, [0]
+            stages["prompt_logprobs"] = lambda: self.prefill_with_logprobs(*args)
+        if host_steps:
+            stages["processed"] = partial(self._run_recorded, 1)
+            stages["logprobs"] = partial(self._run_recorded, 2)
+        return stages
 
-    def _run_short_request(self, greedy: bool = True, recorded: int = 0) -> None:
+    def _run_recorded(self, level: int) -> None:
+        for greedy in (True, False):
+            self._run_short_request(greedy, {0: level})
+
+    def _run_short_request(self, greedy: bool, recorded: Mapping[int, int] | None = None) -> None:
         role = self._shape.role
+        recorded = recorded or {}
         if role != "prefill":  # first: it compiles longest
-            self._run_decode(greedy, recorded)
+            self.decode({0: self._all_pages}, 1, False, greedy, recorded)
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._run_first(outputs, self.new_row(*self._empty_call), greedy, recorded)
+            for _ in range(2):  # the second one of a step runs another program
+                self.put_first(0, outputs, self.new_row(*self._empty_call))
+            self.sample_first([0], greedy, recorded)
         if role is not None:
             self._run_moves()
-
-    def _run_decode(self, greedy: bool, recorded: int) -> None:
-        self.decode({0: self._all_pages}, 1, False, greedy, recorded)
-
-    def _run_first(self, outputs: Any, row: DecodeState, greedy: bool, recorded: int) -> None:
-        self.put_first(0, outputs, row)
-        self.sample_first([0], greedy, recorded)
 
     def _run_moves(self) -> None:
         """What a row needs that moves between engines."""
@@ -380,9 +407,7 @@ class Device:
         call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
         return call, call.key
 
-    def _new_row(
-        self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None, recorded: int = 0
-    ) -> DecodeState:
+    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
         """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
         options = call.options
         V = self.config.vocab_size
@@ -397,10 +422,7 @@ class Device:
         own_1E = eos_1E[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
         automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
         settings = RowSettings(key_1, sampling_1, eos_1E, limit_1)
-        state = state_of_rows(call.prompts, V, settings, *sizes, automata)
-        alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
-        alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, recorded > 0))
-        return dataclasses.replace(state, alternatives=alternatives, output_start_B=np.zeros(1, np.int32))
+        return state_of_rows(call.prompts, V, settings, *sizes, automata)
 
     def _empty_cache(self) -> tuple[Any, Any, Any]:
         """Pages, recurrent states and snapshots."""
@@ -433,9 +455,10 @@ class Device:
 
     def _cache(self, slot: int, pages: list[int], length: int, longest: int) -> KVCache:
         """The cache of the row in a slot that holds so many tokens."""
-        layers = self.pools, self._states_of(slot), self._block_table({0: pages}, 1)
-        counts = (np.array([count], np.int32) for count in (length, longest))
-        return paged_cache(self.config, *layers, self._shape.capacity, *counts)
+        caches = CacheArrays(self.pools, self._states_of(slot))
+        lengths = *(np.array([count], np.int32) for count in (length, longest)), np.zeros(1, bool)
+        tables = [self._block_table({0: pages}, 1)]
+        return paged_cache(self.config, caches, tables, self._shape.capacity, lengths)
 
     def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
         """Keeps what a program wrote into a cache of `_cache`."""

@@ -1,7 +1,4 @@
-"""How much of prefill and of decoding is in one step of an engine: plain Python, without arrays.
-
-`EngineCore` and `scripts/simulate.py` both ask here.
-"""
+"""How much of prefill and of decoding is in one step of an engine: plain Python, without arrays."""
 
 from collections.abc import Sequence
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..adapters.adapter import Adapter
 from ..errors import InputError, format_names, format_value
+from ..generation.state import SampledTokens
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
@@ -142,24 +143,22 @@ class _Replay:
             outputs = self._core.prefill_chunk(chunk, self._slot)[0]
             row.num_computed = int(min(chunk.start + chunk.count, end))  # found pages may end earlier
             if chunk.is_last and not self._logprobs:
-                masks_BQW = self._masks()
-                state = self._device.new_row(self._call, self._answer.key_1, masks_BQW[:1])
+                state = self._device.new_row(self._call, self._answer.key_1, self._masks()[:1])
                 self._device.put_first(self._slot, outputs, state)
-                (first,) = self._device.sample_first([self._slot], False, 0)
-                self._append(first, 0)
+                self._append(self._device.sample_first([self._slot], False, {}))
 
     def _decode(self) -> None:
         pages = {self._slot: self._row.pages}
         variants = {self._slot: self._row.variant}
-        out = self._device.decode(pages, 1, False, False, 0, self._masks(), variants)
-        if not (count := self._append(out, self._slot)):
+        out = self._device.decode(pages, 1, False, False, {}, self._masks(), variants)
+        if not (count := self._append(out)):
             raise InputError("these parameters give numbers that are not finite")
         self._row.num_computed += count
 
-    def _append(self, out: Any, slot: int) -> int:
+    def _append(self, out: SampledTokens) -> int:
         logprobs_BT, count_B = jax.device_get((out.logprobs_BT, out.count_B))
-        count = int(count_B[slot])
-        self._logprobs += logprobs_BT[slot, :count].tolist()
+        count = int(count_B[self._slot])
+        self._logprobs += logprobs_BT[self._slot, :count].tolist()
         return count
 
     def _masks(self) -> np.ndarray:

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..generation.batch_arrays import answer_keys
 from ..generation.options import GenerateOutput
 from ..generation.output_checks import check_generated
-from ..generation.state import GeneratedTokens
+from ..generation.state import SampledTokens
 from ..generation.validation import ValidatedCall
 from ..model.routes import routes_shape
 from ..sampling.logprobs import TokenLogprobs
@@ -160,7 +160,7 @@ class Answer:
 
     def _end(self, reason: str) -> bool:
         sampled = np.array([self.sampled]), np.array([self.logprobs]), np.array([len(self.sampled)])
-        check_generated(self.request.call, GeneratedTokens(*sampled, np.array([True])))
+        check_generated(self.request.call, SampledTokens(*sampled, np.array([True])))
         self.finish_reason = reason
         return True
 

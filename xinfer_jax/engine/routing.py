@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
-from ..device import check_memory
 from ..errors import InputError, format_value
+from ..memory_plan import MemoryPlan
 from ..sharding import MODEL, concrete_mesh_of
 from ..weights.layout import shardings
 from ..weights.params import Params, tree_bytes
@@ -79,8 +79,8 @@ def create_engines(
         remedy: the end of the error where the memory of a CPU is too small.
     """
     if groups[0][0].platform == "cpu":  # all engines share one memory
-        need = len(groups) * tree_bytes(model.params)
-        check_memory(need, f"the weights, {len(groups)} times,", remedy)
+        weights = len(groups) * tree_bytes(model.params)
+        MemoryPlan({f"weights of {len(groups)} engines": weights}).check(remedy)
 
     def create_on(group: list[jax.Device], how: dict[str, Any]) -> Any:
         return create(dataclasses.replace(model, params=_place_params(model, group)), **how)

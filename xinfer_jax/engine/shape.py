@@ -20,9 +20,10 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer, number_array
 from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
-from ..device import cpu_count, memory_bytes
+from ..device import cpu_count, host_memory_bytes, memory_bytes
 from ..errors import InputError, format_value
 from ..generation.options import MAX_DRAFT_TOKENS
+from ..memory_plan import MemoryPlan, program_parts
 from ..model.routes import routes_shape
 from ..ops.operation import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
@@ -78,9 +79,18 @@ class EngineShape:
     processors: Any = None  # `HeldProcessors`; None: it has none
     vectors: Any = None  # `HeldVectors`; None: it has none
 
-    @property
-    def cache_bytes(self) -> int:
-        return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
+    def memory_plan(self, params: Params, config: ModelConfig) -> MemoryPlan:
+        """The bytes of an engine of this shape."""
+        vectors = len(self.vectors.names) if self.vectors else 0
+        parts = dict(
+            weights=tree_bytes(params),
+            pages=self.pages * self.page_bytes,
+            states=(self.rows + self.snapshots) * self.state_bytes,
+            adapters=self.adapter_bytes,
+            vectors=4 * vectors * config.num_hidden_layers * config.hidden_size,
+            **program_parts(config, self.chunk, self.rows, 18),
+        )
+        return MemoryPlan(parts, memory_fraction(concrete_mesh_of(params)))
 
 
 def engine_shape(model: Model, settings: EngineSettings) -> EngineShape:
@@ -117,15 +127,27 @@ def engine_shape(model: Model, settings: EngineSettings) -> EngineShape:
     max_adapters = check_integer("max_adapters", settings.max_adapters, 0)
     max_rank = check_integer("max_rank", settings.max_rank, 1) if max_adapters else 0
     adapters = max_adapters, max_rank, max_adapters and (max_adapters + 1) * _adapter_bytes(model, max_rank)
-    pages = settings.pages
-    if pages is None:
-        others = (rows + snapshots) * of_state + adapters[2]
-        pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes, others)
-    else:
-        pages = check_integer("pages", pages, 2)
+    pages = 0 if settings.pages is None else check_integer("pages", settings.pages, 2)
     sizes = page_bytes, of_state, snapshots
     of_engine = rows, capacity, pages, chunk, num_draft_tokens, dtype, settings.impl
-    return EngineShape(*of_engine, *sizes, settings.role, 0, *adapters, num_routes)
+    shape = EngineShape(*of_engine, *sizes, settings.role, 0, *adapters, num_routes)
+    return shape if pages else dataclasses.replace(shape, pages=_default_pages(shape, model))
+
+
+def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
+    """`EngineShape.memory_plan`. Raises InputError if it exceeds the memory of a device or of the host."""
+    plan = shape.memory_plan(model.params, model.config)
+    rows = ", fewer rows" if shape.state_bytes else ""
+    plan.check(f"ask for fewer pages{rows}, or a smaller cache_dtype")
+    if shape.host_pages:
+        mesh = concrete_mesh_of(model.params)
+        devices = model.params["final_norm"].sharding.addressable_devices
+        part = len(devices) / mesh.size if mesh else 1  # of this process
+        host = {"host pages": int(part * shape.host_pages * shape.page_bytes)}
+        if next(iter(devices)).platform == "cpu":
+            host["weights and pages"] = plan.total
+        MemoryPlan(host).check("ask for fewer host_pages", host_memory_bytes())
+    return plan
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
@@ -192,14 +214,15 @@ def _adapter_bytes(model: Model, rank: int) -> int:
     return sum(rank * sum(spec.shape) * itemsize for spec in row_matrices(model.config).values())
 
 
-def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int, other_bytes: int) -> int:
-    """Half of the memory beside weights and what else there is; at least what one row fills, at most twice
-    what all fill. other_bytes: of recurrent states, snapshots of them, and adapters.
+def _default_pages(shape: EngineShape, model: Model) -> int:
+    """Half of the memory that the other parts of the plan leave; at least what one row fills, at most twice
+    what all fill. shape: without pages.
     """
-    devices = params["final_norm"].sharding.addressable_devices
+    plan = shape.memory_plan(model.params, model.config)
+    devices = model.params["final_norm"].sharding.addressable_devices
     # On a CPU all devices have one memory, and others may have their engines.
     part = len(devices) / jax.local_device_count() if next(iter(devices)).platform == "cpu" else 1
-    own = memory_fraction(concrete_mesh_of(params))  # of weights and pages, on each device
-    left = max(0, part * memory_bytes() - own * (tree_bytes(params) + other_bytes))
-    affordable = int(_PAGES_FRACTION * left / (own * max(1, page_bytes)))
-    return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))
+    left = max(0, part * memory_bytes() - plan.total)
+    affordable = int(_PAGES_FRACTION * left / (plan.fraction * max(1, shape.page_bytes)))
+    pages_per_row = num_pages_for(shape.capacity)
+    return max(pages_per_row + 1, min(2 * shape.rows * pages_per_row + 1, affordable))

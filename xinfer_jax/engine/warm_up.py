@@ -11,14 +11,11 @@ from typing import Any
 import jax
 
 from ..config.model_config import ModelConfig
-from ..generation.executor_choice import executor_class
-from ..layerwise.layerwise_executor import LayerwiseExecutor
 from ..layerwise.precompile import CompilerStoppedError, Precompiler, shape_struct
 from ..modes import in_default_modes
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from .engine_device import Device
-from .layerwise_device import LayerwiseDevice
 from .shape import EngineShape
 
 Stage = Callable[[], Any]  # a dry run of calls
@@ -128,22 +125,20 @@ def create_device(
     Over a mesh all programs compile when they run, here: only running them shows their output shardings.
     warm_up: wait for all programs; is_busy: whether the engine has requests.
     """
-    layerwise = executor_class(params) is LayerwiseExecutor and not shape.num_draft_tokens
-    device_class = LayerwiseDevice if layerwise else Device
     warm = WarmUp()
     if concrete_mesh_of(params) is not None:
         warm.finish()
-        device = device_class(params, config, shape, warm)
+        device = Device(params, config, shape, warm)
         for _ in range(2):  # rows and pages have their final shardings only after the first run
             for stage in device.stages().values():
                 stage()
         return device, warm
-    dry_device = device_class(params, config, shape, warm.compiler, dry_run=True)
+    dry_device = Device(params, config, shape, warm.compiler, dry_run=True)
     dry_device.params = jax.tree.map(shape_struct, params)  # the weights may be replaced meanwhile
     (_, first), *others = dry_device.stages().items()
     for stage in (first, *(stage for _, stage in others if warm_up)):
         stage()
-    device = device_class(params, config, shape, warm)  # allocates the pages while programs are compiled
+    device = Device(params, config, shape, warm)  # allocates the pages while programs are compiled
     warm.compiler.wait()
     if warm_up:
         warm.finish()

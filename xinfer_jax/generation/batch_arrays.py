@@ -9,13 +9,14 @@ import numpy as np
 
 from .. import plugin
 from ..cache.kv_cache import KVCache, cache_bytes, init_cache
-from ..checks import check_fits
 from ..config.model_config import ModelConfig
+from ..memory_plan import MemoryPlan, program_parts
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER
 from ..weights.params import Params, cache_dtype, tree_bytes
-from .executor import bucket
+from .executor import bucket, device_chunk_size
+from .executor_choice import executor_class
 from .state import DecodeState, RowSettings, new_state
 from .validation import ValidatedCall
 
@@ -32,30 +33,30 @@ def pad_prompts(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> t
     return token_matrix(prompts, len(num_tokens_B), width), num_tokens_B
 
 
-def check_generation_memory(call: ValidatedCall, rows: int) -> None:
-    """Raises InputError where weights, caches and results of so many rows exceed the memory."""
+def generation_plan(call: ValidatedCall, rows: int) -> MemoryPlan:
+    """The bytes of a call that decodes so many rows. Raises InputError if they exceed the memory."""
     options = call.options
     config = call.config
-    new = bucket(options.max_new_tokens)
-    vocabulary = config.vocab_size
-    per_token = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # results of each new token
-    # Logits, and what the logits processors need.
-    per_row = (18 if has_all_settings(call.sampling_B) else 9) * vocabulary
+    new = options.max_new_tokens
+    per_token = 12 + 16 * options.logprobs + 4 * config.vocab_size * options.logits
     _, fraction = _mesh_of(call.params)
-    need = fraction * tree_bytes(call.params) + rows * (new * per_token + 4 * bucket(call.longest) + per_row)
-    if not options.use_cache:  # a forward pass of the whole sequence
-        need += 4 * rows * bucket(call.longest + options.max_new_tokens) * config.hidden_size
+    parts = dict(weights=tree_bytes(call.params), cache=0)
     models = [(call.params, config)] if options.use_cache else []
     if hasattr(options.draft, "params"):  # needs the cache
         models.append((options.draft.params, options.draft.config))
     for tree, model in models:
         dtype = options.cache_dtype or cache_dtype(tree)
-        need += fraction * cache_bytes(model, rows, call.capacity, dtype)
-    check_fits(
-        int(need),
-        f"a model, {rows} rows of {call.capacity} tokens and their results",
-        "ask for fewer max_new_tokens or rows, or a smaller cache dtype",
-    )
+        parts["cache"] += cache_bytes(model, rows, call.capacity, dtype)
+    if options.use_cache:
+        width = executor_class(call.params).prefill_width(call.longest, call.prompt_rows)
+        tokens = call.prompt_rows * min(width, device_chunk_size(np.empty(call.prompt_rows)))
+    else:
+        tokens = rows * bucket(call.longest + new)  # of whole sequences
+    parts |= program_parts(config, tokens, rows, 18 if has_all_settings(call.sampling_B) else 9)
+    parts["results"] = rows * (bucket(new) * per_token + 4 * bucket(call.longest))
+    plan = MemoryPlan(parts, fraction)
+    plan.check("ask for fewer max_new_tokens or rows, or a smaller cache dtype")
+    return plan
 
 
 def new_cache(call: ValidatedCall, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:

@@ -14,13 +14,13 @@ from ..config.run_config import RunConfig
 from ..model.extras import Extras
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
-from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
+from .batch_arrays import generation_plan, initial_state, new_cache, pad_prompts, prompt_of_row
 from .executor import Executor, Run, RunnableModel, run_program
 from .executor_choice import compile_ahead, executor_class
 from .loop import TracedExecutor
 from .options import GenerateOutput
 from .output_checks import check_generated, check_overflow
-from .state import DecodeState, GeneratedTokens, fetch_tokens
+from .state import DecodeState, SampledTokens, fetch_tokens
 from .strategies import Plain, Strategy
 from .validation import ValidatedCall
 
@@ -33,7 +33,7 @@ class BatchGenerator:
         stats: the cost of the call so far.
     """
 
-    generated: GeneratedTokens
+    generated: SampledTokens
 
     def __init__(self, call: ValidatedCall, *, decodes_whole: bool):
         """Makes the arrays of the call, but for its caches.
@@ -48,13 +48,14 @@ class BatchGenerator:
         self.stats = GenerateStats(
             rows=len(self._row_prompts),
             prompt_tokens=sum(map(len, call.prompts)),
-            weight_bytes=tree_bytes(call.params),
+            weight_bytes=self._memory.parts["weights"],
             cache_bytes=0,
+            memory=self._memory,
             reused_tokens=int(self._num_cached_B.sum()),
         )
 
     def _prepare(self, call: ValidatedCall, decodes_whole: bool) -> None:
-        check_generation_memory(call, call.rows)
+        self._memory = generation_plan(call, call.rows)
         self._call = call
         self._decodes_whole = decodes_whole
         self._executor, self._decoder = self._executors()
@@ -122,7 +123,7 @@ class BatchGenerator:
             first = compiler.num_programs
             if self._call.options.max_new_tokens > 1:
                 if self._call.options.use_cache:
-                    decoder.decode(self._strategy, self._constants, carry, 1)
+                    decoder.decode(self._strategy, self._constants, carry, np.int32(1))
                 else:
                     self._recompute(decoder, [[0]] * self._call.rows)
             return first
@@ -180,7 +181,7 @@ class BatchGenerator:
                     self._state = self._recompute(self._decoder, self.generated.rows())
                 else:
                     carry = self._state, *self._rest
-                    carry = self._decoder.decode(self._strategy, self._constants, carry, count)
+                    carry = self._decoder.decode(self._strategy, self._constants, carry, np.int32(count))
                     self._state, *self._rest = carry
                 self._fetch()
                 steps -= count
@@ -215,19 +216,19 @@ class BatchGenerator:
     @property
     def active_R(self) -> np.ndarray:
         """bool: the row continues."""
-        return ~self.generated.finished_B & (self.generated.length_B < self._call.options.max_new_tokens)
+        return ~self.generated.finished_B & (self.generated.count_B < self._call.options.max_new_tokens)
 
     @property
     def steps(self) -> int:
         """Tokens that every active row has; those of the longest row once none is active."""
-        of_active = self.generated.length_B[self.active_R]
-        return int(of_active.min() if of_active.size else self.generated.length_B.max())
+        of_active = self.generated.count_B[self.active_R]
+        return int(of_active.min() if of_active.size else self.generated.count_B.max())
 
     def ids(self, step: int) -> list[int | None]:
         """The tokens of a step; None for a row that had ended, or ends there."""
         column = self.generated.tokens_BT[:, step].tolist()
         end_ids = self._call.end_ids
-        rows = zip(column, self.generated.length_B, strict=True)
+        rows = zip(column, self.generated.count_B, strict=True)
         return [token if step < n and token not in end_ids else None for token, n in rows]
 
     def _prefill(self, executor: Executor, cache: Any, draft_cache: Any) -> list[Any]:
@@ -265,11 +266,11 @@ class BatchGenerator:
         options = call.options
         stats = self.stats
         check_overflow(call, self._cache)
-        tokens_RT, logprobs_RT, length_R, finished_R = self.generated
+        tokens_RT, logprobs_RT, length_R, finished_R, *_ = self.generated
         if stopped_at is not None:
             finished_R = finished_R & (length_R <= stopped_at)
             length_R = np.minimum(length_R, stopped_at)
-        rows = self.generated._replace(length_B=length_R).rows()
+        rows = self.generated._replace(count_B=length_R).rows()
         stats.generated_tokens = int(length_R.sum())
         stats.peak_bytes = peak_bytes()
         for draft in self._rest[1:]:

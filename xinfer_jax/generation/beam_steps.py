@@ -90,7 +90,7 @@ class BeamSearch(Strategy):
         state, continues = executor.call(_NEXT, out.hidden, state, request, self)
         return (state, out.cache), continues
 
-    def continues(self, constants: tuple, carry: Carry) -> Any:
+    def active(self, constants: tuple, carry: Carry) -> Any:
         return _continues(carry[0], constants[1])
 
     def results(self, carry: Carry) -> BeamResults:

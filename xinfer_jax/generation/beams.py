@@ -24,7 +24,7 @@ from ..sampling.batched_settings import used_settings
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
-from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
+from .batch_arrays import generation_plan, initial_state, new_cache, pad_prompts, prompt_of_row
 from .beam_steps import BeamRequest, BeamResults, BeamSearch
 from .executor import Executor, RunnableModel, bucket
 from .executor_choice import compile_ahead, executor_class
@@ -145,8 +145,8 @@ def beam_search(  # noqa: PLR0913  a public function
         outputs.block_until_ready()
     lengths = without_layers(cache)
     prompts = call.prompts
-    sizes = len(prompts), sum(map(len, prompts)), tree_bytes(params), num_beams * tree_bytes(cache.layers)
-    stats = GenerateStats(*sizes)
+    sizes = search.memory.parts["weights"], num_beams * tree_bytes(cache.layers)
+    stats = GenerateStats(len(prompts), sum(map(len, prompts)), *sizes, memory=search.memory)
     caches = [cache]
     del cache  # so that the executor can free it
     with Stopwatch() as searching:
@@ -191,7 +191,7 @@ class BeamSearchPlan:
         tail = bucket(call.longest - shortest + steps)
         size = bucket(steps)
         self._strategy = BeamSearch(call.config, beams, len(call.end_ids), early_stopping, size, tail)
-        check_generation_memory(call, beams * call.rows)
+        self.memory = generation_plan(call, beams * call.rows)
         rows = initial_state(call, prompt_of_row(call))
         self._request = BeamRequest(rows, np.int32(shortest), np.float32(settings.length_penalty))
         self._tokens = pad_prompts(call.prompts, call.capacity, call.rows)

@@ -6,8 +6,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import jax
-
 from .. import plugin
 from ..cache.kv_cache import KVCache
 from ..checks import is_traced
@@ -52,6 +50,7 @@ class Executor(Protocol):
     that compiles.
     """
 
+    host_steps: bool  # the host calls the programs of each step
     name: str
     about: str
     run_config: RunConfig
@@ -73,14 +72,25 @@ class Executor(Protocol):
         `prefill_width`.
         """
 
-    def hidden(self, model: RunnableModel, tokens: PaddedTokens) -> jax.Array:
-        """Hidden states of whole rows, [B, T, D], without a cache."""
+    def hidden(self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None) -> ModelOutput:
+        """What the model returns for each token of one chunk, hidden states [B, T, D]; without a cache of
+        whole rows.
+        """
 
     def logits(self, model: RunnableModel, outputs: Any) -> Any:
         """What `sample` and `search` take of the outputs of `prefill`."""
 
-    def decode(self, strategy: Any, constants: tuple, carry: tuple, steps: int) -> tuple:
-        """The carry after so many steps of the strategy, or fewer where all rows end."""
+    def decode(
+        self, strategy: Any, constants: tuple, carry: tuple, steps: Any, watched_B: Any = None
+    ) -> tuple:
+        """The carry after so many steps (int32) of the strategy, or fewer where all rows end, or one of those
+        of `watched_B`, bool.
+        """
+
+    def run_steps(self, function: Callable, static: Any, donated: Any, args: Any) -> Any:
+        """`function(executor, static, donated, args)`: one program of a traced executor, for each `static`,
+        which reuses the memory of `donated`.
+        """
 
     def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
         """The results of a strategy that runs from the logits of prompts to its end, in at most `steps`."""
@@ -103,8 +113,8 @@ class Executor(Protocol):
         """
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        """The state with the next token of each active row; and whether any row continues, where the host
-        runs the steps.
+        """The state with the next token of each active row; and which rows continue, if the host runs the
+        steps.
         """
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
@@ -119,6 +129,12 @@ class Executor(Protocol):
         """`kv_cache.reorder_tail`."""
 
 
+def without_model_layers(model: RunnableModel) -> tuple[Params, ModelConfig]:
+    """The model with the parameters before and after the layers only."""
+    params, config, _ = model
+    return {**params, "layers": ((),) * config.num_hidden_layers}, config
+
+
 def decode_compiler_options() -> dict[str, Any] | None:
     """XLA's options for decode programs on this machine; None: its defaults."""
     options = plugin("compiler", "options")
@@ -126,13 +142,17 @@ def decode_compiler_options() -> dict[str, Any] | None:
 
 
 def prefill_chunk_size(cache: KVCache) -> int:
-    """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
-    length_B = cache.length_B
+    """Tokens of a row in a prefill chunk: those of `device_chunk_size`, if the cache allows as many."""
+    return min(device_chunk_size(cache.length_B), cache.most_at_once)
+
+
+def device_chunk_size(length_B: Any) -> int:
+    """Tokens of a row in a prefill chunk, for the device, if it is known. length_B: an array of the rows."""
     of_device = None if is_traced(length_B) else plugin("device", "chunk of all rows")
     of_all_rows = of_device(length_B) if of_device else _CHUNK
     rows = length_B.shape[0]  # it may be symbolic
     of_row = of_all_rows // next_power_of_two(rows) if isinstance(rows, int) else _CHUNK
-    return min(max(_CHUNK, of_row), cache.most_at_once)
+    return max(_CHUNK, of_row)
 
 
 def bucket(size: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ..cache.kv_cache import KVCache, reorder, reorder_tail
@@ -32,7 +31,7 @@ from .executor import (
     run_program,
 )
 from .state import DecodeState, sample_and_append
-from .strategies import Carry, Strategy
+from .strategies import Carry, Strategy, goes_on
 
 
 @over_any_mesh
@@ -84,17 +83,17 @@ def prefill_uncached(
     params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
     """Logits [B, V] after each row's last token, without a cache."""
-    hidden_BTD = hidden_uncached(params, config, tokens_BT, num_tokens_B, run_config)
-    return head_logits(params, config, last_hidden(hidden_BTD, num_tokens_B))
+    out = hidden_states(params, config, Inputs(tokens_BT, num_tokens_B), NO_EXTRAS, None, run_config)
+    return head_logits(params, config, last_hidden(out.hidden, num_tokens_B))
 
 
 @over_any_mesh
-def hidden_uncached(
-    params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
-) -> jax.Array:
-    """Hidden states [B, T, D] of whole rows, without a cache."""
-    inputs = Inputs(tokens_BT, num_tokens_B)
-    return apply_model(params, config, inputs, None, NO_EXTRAS, run_config).hidden
+def hidden_states(
+    params: Params, config: ModelConfig, inputs: Inputs, extras: Extras, cache: KVCache | None,
+    run_config: RunConfig,
+) -> ModelOutput:  # fmt: skip
+    """What the model returns for each token; without a cache the inputs are whole rows."""
+    return apply_model(params, config, inputs, cache, extras, run_config)
 
 
 def last_hidden(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
@@ -120,6 +119,7 @@ class TracedExecutor:
     strategy use one whose `run` is `inline`.
     """
 
+    host_steps = False
     name = "whole"
     about = "the model is one program, with its loop on the device"
 
@@ -140,17 +140,23 @@ class TracedExecutor:
         static = prefill_chunk_size(cache), self.run_config
         return self.run(PREFILL.donating, params, config, Inputs(*tokens), extras, cache, *static)
 
-    def hidden(self, model: RunnableModel, tokens: PaddedTokens) -> jax.Array:
-        return self.run(_HIDDEN_UNCACHED, model.params, model.config, *tokens, self.run_config)
+    def hidden(self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None) -> ModelOutput:
+        params, config, extras = model
+        return self.run(_HIDDEN, params, config, Inputs(*tokens), extras, cache, self.run_config)
 
     def logits(self, model: RunnableModel, outputs: Any) -> Any:
         return outputs
 
-    def decode(self, strategy: Strategy, constants: tuple, carry: Carry, steps: int) -> Carry:
-        return self.run(DECODE, strategy, constants, carry, np.int32(steps), self.run_config)
+    def decode(
+        self, strategy: Strategy, constants: tuple, carry: Carry, steps: Any, watched_B: Any = None
+    ) -> Carry:
+        return self.run(DECODE, strategy, constants, carry, steps, self.run_config, watched_B)
 
     def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
         return self.run(_SEARCH, strategy, constants, logits, cache, self.run_config)
+
+    def run_steps(self, function: Callable, static: Any, donated: Any, args: Any) -> Any:
+        return self.run(_STEPS, function, static, donated, args, self.run_config)
 
     def reorder(self, cache: KVCache, index_R: Any) -> KVCache:
         return self.run(REORDER, cache, index_R)
@@ -174,10 +180,18 @@ class TracedExecutor:
     reorder_tail = staticmethod(reorder_tail)
 
 
-def decode(strategy: Strategy, constants: tuple, carry: Carry, steps: Any, run_config: RunConfig) -> Carry:
-    """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit."""
+def decode(
+    strategy: Strategy, constants: tuple, carry: Carry, steps: Any, run_config: RunConfig,
+    watched_B: Any = None,
+) -> Carry:  # fmt: skip
+    """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit;
+    watched_B: as of `goes_on`.
+    """
     step = partial(strategy.step, TracedExecutor(run_config, inline), constants)
-    continues = partial(strategy.continues, constants)
+
+    def continues(carry: Carry) -> jax.Array:
+        return goes_on(strategy.active(constants, carry), watched_B)
+
     carry = match_varying_axes(carry, carry, constants)
     if steps is None:
         return lax.while_loop(continues, lambda carry: step(carry)[0], carry)
@@ -195,6 +209,11 @@ def search(
     """The results of a strategy that runs to its end."""
     carry, _ = strategy.init(TracedExecutor(run_config, inline), constants, logits_BV, cache)
     return strategy.results(decode(strategy, constants, carry, None, run_config))
+
+
+def run_steps(function: Callable, static: Any, donated: Any, args: Any, run_config: RunConfig) -> Any:
+    """`function(executor, static, donated, args)`, within a trace."""
+    return function(TracedExecutor(run_config, inline), static, donated, args)
 
 
 def sample(outputs: Any, state: DecodeState, run_config: RunConfig) -> DecodeState:
@@ -236,8 +255,14 @@ DECODE = jax.jit(
     donate_argnames="carry",
     compiler_options=decode_compiler_options(),
 )
+_STEPS = jax.jit(
+    run_steps,
+    static_argnames=("function", "static", "run_config"),
+    donate_argnames="donated",
+    compiler_options=decode_compiler_options(),
+)
 REORDER = jax.jit(reorder)
 _PREFILL_UNCACHED = jax.jit(prefill_uncached, static_argnames=("config", "run_config"))
-_HIDDEN_UNCACHED = jax.jit(hidden_uncached, static_argnames=("config", "run_config"))
+_HIDDEN = jax.jit(hidden_states, static_argnames=("config", "run_config"), donate_argnames="cache")
 _SAMPLE = jax.jit(sample, static_argnames="run_config")
 _SEARCH = jax.jit(search, static_argnames=("strategy", "run_config"))

@@ -5,11 +5,11 @@ import numpy as np
 from ..cache.kv_cache import KVCache
 from ..errors import InputError
 from ..sampling.batched_settings import has_all_settings
-from .state import GeneratedTokens
+from .state import SampledTokens
 from .validation import ValidatedCall
 
 
-def check_generated(call: ValidatedCall, generated: GeneratedTokens) -> None:
+def check_generated(call: ValidatedCall, generated: SampledTokens) -> None:
     """Raises InputError for tokens that `generate` must not return."""
     # After a row's last token the log-probabilities are 0.
     if len(broken := np.argwhere(~np.isfinite(generated.logprobs_BT))):

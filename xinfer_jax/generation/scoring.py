@@ -20,7 +20,7 @@ from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.unsupported import check_causal
 from ..errors import InputError, format_value
-from ..model.decoder import Inputs, apply_model, check_tokens, head_logits, lm_head
+from ..model.decoder import Inputs, apply_model, check_tokens, head_logits, lm_head, unembed
 from ..model.extras import NO_EXTRAS, Extras
 from ..modes import in_default_modes
 from ..ops.operation import check_impl, over_any_mesh
@@ -203,7 +203,7 @@ def map_logits(
     chunk = None if chunk is None else check_integer("chunk", chunk, 1)
 
     def part(hidden_BCD: jax.Array, *args: Any) -> Any:
-        return function(head_logits(params, config, hidden_BCD), *args)
+        return function(unembed(params, config, hidden_BCD), *args)
 
     return _map_tokens(part, lm_head(params)["weight"], chunk, hidden_BTD, *args)
 

@@ -110,23 +110,26 @@ def new_state(
     return DecodeState(zeros_B, key_B, sampling_B, limit_B, zeros_B > 0, context, zeros_BT, logprobs_BT)
 
 
-class GeneratedTokens(NamedTuple):
-    """The fields of `DecodeState` that the host needs, as NumPy arrays."""
+class SampledTokens(NamedTuple):
+    """Tokens that rows sampled, EOS included; B rows, T columns."""
 
-    tokens_BT: np.ndarray
-    logprobs_BT: np.ndarray
-    length_B: np.ndarray
-    finished_B: np.ndarray
+    tokens_BT: Any  # int32
+    logprobs_BT: Any  # float32: their log-probabilities before any logits processor
+    count_B: Any  # int32: tokens of each row
+    finished_B: Any  # bool: the row has ended by an EOS token, or a caller's `stop`
+    alternatives: Any = None
+    passes_B: Any = None  # int32: passes of the model that each row took part in; None: one for each token
+    accepted_B: Any = None  # int32: accepted draft tokens; None: there are none
 
     def rows(self) -> list[list[int]]:
-        """Each row's tokens, EOS included."""
-        return [row[:n].tolist() for row, n in zip(self.tokens_BT, self.length_B, strict=True)]
+        """Each row's tokens, on the host."""
+        return [row[:n].tolist() for row, n in zip(self.tokens_BT, self.count_B, strict=True)]
 
 
-def fetch_tokens(state: DecodeState, rows: int) -> GeneratedTokens:
-    """The tokens of the first rows. Each array costs some microseconds to copy."""
+def fetch_tokens(state: DecodeState, rows: int) -> SampledTokens:
+    """The tokens of the first rows, without alternatives, on the host. Each array costs some microseconds."""
     arrays = jax.device_get((state.tokens_BT, state.logprobs_BT, state.length_B, state.finished_B))
-    return GeneratedTokens(*(array[:rows] for array in arrays))
+    return SampledTokens(*(array[:rows] for array in arrays))
 
 
 def sample_and_append(

@@ -38,11 +38,11 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def step(self, executor: Executor, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
-        """The next carry; and whether any row continues, None within a trace, where `continues` says it."""
+        """The next carry; and what `active` gives of it, None within a trace."""
 
-    def continues(self, constants: tuple, carry: Carry) -> Any:
-        """bool: whether any row continues; carry: first the state."""
-        return jnp.any(carry[0].active_B)
+    def active(self, constants: tuple, carry: Carry) -> Any:
+        """bool [B]: the rows that continue; carry: first the state."""
+        return carry[0].active_B
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Plain(Strategy):
         if routes:
             last = jnp.arange(len(state.token_B)), state.length_B - 1
             routes = [routes[0].at[last].set(out.routes[:, 0], mode="drop")]
-        state, continues = executor.sample(out.hidden, state)
-        return (self.ended(state), out.cache, *routes), continues
+        state, active_B = executor.sample(out.hidden, state)
+        return (self.ended(state), out.cache, *routes), active_B
 
     def ended(self, state: DecodeState) -> DecodeState:
         """The state in which rows have ended as `stop` says; only within a trace."""
@@ -73,6 +73,14 @@ class Plain(Strategy):
         from ..sampling.caller_processors import end_rows  # optional: functions of callers
 
         return end_rows(self.stop, state)
+
+
+def goes_on(active_B: Any, watched_B: Any = None) -> Any:
+    """Whether a call takes another step: a row is active, and no watched one has ended. On the host too.
+    watched_B: bool; None: none is watched.
+    """
+    any_active = active_B.any()
+    return any_active if watched_B is None else any_active & ~(watched_B & ~active_B).any()
 
 
 # For `Executor.forward`: (cache, …) -> `Inputs`, and the cache to append them to.

@@ -20,7 +20,6 @@ from ..model.decoder_layer import LayerInputs, layer_kinds, run_layers
 from ..model.extras import Extras
 from ..model.routes import routes_used
 from ..ops.largest import argmax
-from ..sampling.batched_settings import select_rows
 from ..sampling.sampler import choose_tokens, token_logprobs
 
 _LONGEST_PERIOD = 8  # layers
@@ -101,32 +100,27 @@ def _most_likely(logits_B1V, run_config):
     return argmax(logits_B1V[:, 0], run_config)
 
 
-def _sample(logits_B1V, state, among_B, run_config, taken):
+def _sample(logits_B1V, state, run_config, taken):
     """A token of each row, and the logits [B, V] that it was sampled from, where they are `taken`."""
-    sampling_B = state.sampling_B if among_B is None else select_rows(state.sampling_B, among_B)
-    context = state.context if among_B is None else state.context.select_rows(among_B)
-    token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, context, run_config)
+    rows = state.key_B, state.sampling_B, state.context
+    token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], *rows, run_config)
     return token_B, sampled_from() if taken else None
 
 
-def _record(alternatives, logits_B1V, taken_BV, token_B, state, among_B):
+def _record(alternatives, logits_B1V, taken_BV, token_B, state):
     """`record_token` of a state without alternatives; taken_BV: None: the logits."""
     state = dataclasses.replace(state, alternatives=alternatives)
     logits_BV = logits_B1V[:, 0]
     taken_BV = logits_BV if taken_BV is None else taken_BV
-    among_B = True if among_B is None else among_B
-    return record_token(logits_BV, lambda: taken_BV, token_B, state, among_B).alternatives
+    return record_token(logits_BV, lambda: taken_BV, token_B, state).alternatives
 
 
-def _append(logits_B1V, token_B, state, among_B):
-    """The state with each row's token; the tokens' log-probabilities; which rows continue; and which have
-    sampled an EOS token. Greedy and sampled tokens share this program, so a log-probability has the same
-    bits beside any other rows.
+def _append(logits_B1V, token_B, state):
+    """The state with the token of each active row, and which rows continue. Greedy and sampled tokens share
+    this program, so a log-probability has the same bits beside any other rows.
     """
-    among_B = True if among_B is None else among_B
-    logprob_B = token_logprobs(logits_B1V[:, 0], token_B)
-    state = append_token(state, token_B, logprob_B, among_B)
-    return state, logprob_B, state.active_B & among_B, state.finished_B & among_B
+    state = append_token(state, token_B, token_logprobs(logits_B1V[:, 0], token_B))
+    return state, state.active_B
 
 
 def _reorder_layer(keys, index_B):

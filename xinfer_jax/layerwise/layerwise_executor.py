@@ -8,14 +8,13 @@ Before APPEND, MOST_LIKELY or SAMPLE chooses the tokens.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, without_layers
 from ..cache.stored_kv import quantized_dtype
-from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
 from ..generation.executor import (
     PaddedTokens,
@@ -25,14 +24,16 @@ from ..generation.executor import (
     next_power_of_two,
     prefill_chunk_size,
     run_program,
+    without_model_layers,
 )
 from ..generation.loop import REORDER
 from ..generation.state import DecodeState
-from ..generation.strategies import Carry, Strategy
+from ..generation.strategies import Carry, Strategy, goes_on
 from ..model.decoder import Inputs, ModelOutput
 from ..model.decoder_layer import LayerGroup, all_layers
 from ..model.extras import Extras
 from ..model.routes import free_routes_of_layers
+from ..sampling.logprobs import Alternatives
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params, activation_dtype
 from .layer_programs import (
@@ -67,22 +68,13 @@ _STEP = 32  # tokens of all rows: the size of a chunk is a multiple
 _MIN_CHUNK = 16  # tokens of one row, for both
 
 
-class SampledStep(NamedTuple):
-    """What one step sampled; B rows."""
-
-    token_B: Any  # int32
-    taken_BV: Any  # the logits that the tokens were sampled from; None: those of the model
-    logprob_B: Any  # float32
-    continues_B: Any  # bool
-    finished_B: Any  # bool: the row has sampled an EOS token
-
-
 class LayerwiseExecutor:
     """The `Executor` that calls programs of one or a few layers from the host: what is compiled does not grow
     with the layers. Outputs of `prefill` are hidden states [B, 1, D] before the last norm, those of `forward`
     logits [B, T, V].
     """
 
+    host_steps = True
     name = "layer by layer"
     about = "programs for one or a few layers, called from the host"
 
@@ -119,13 +111,7 @@ class LayerwiseExecutor:
             last_B1D = self.run(LAST, x_BTD, num_B, last_B1D)
         return ModelOutput(last_B1D, cache)
 
-    def hidden(self, model: RunnableModel, tokens: PaddedTokens) -> jax.Array:
-        return self.prefill_hidden(model, tokens, None).hidden
-
-    def prefill_hidden(
-        self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None
-    ) -> ModelOutput:
-        """What the model returns for one chunk of tokens."""
+    def hidden(self, model: RunnableModel, tokens: PaddedTokens, cache: KVCache | None = None) -> ModelOutput:
         x_BTD, cache = self._run_model(model, _prompt_chunk, tokens, cache, prefills=True)
         return ModelOutput(self.run(NORM, *without_model_layers(model), x_BTD), cache)
 
@@ -138,22 +124,25 @@ class LayerwiseExecutor:
         return dataclasses.replace(self.run(REORDER, without_layers(cache), index_R), layers=layers)
 
     def decode(
-        self, strategy: Strategy, constants: tuple, carry: Carry, steps: int, continues: Any = True
+        self, strategy: Strategy, constants: tuple, carry: Carry, steps: int, watched_B: Any = None
     ) -> Carry:
-        """continues: whether any row does."""
-        flags = [continues]
+        flags = [np.bool_(True)]
         for _ in range(steps):
-            # The flag of the step before the last, if possible: the device never waits for the host.
-            if len(flags) > strategy.steps_ahead and not _any_true(flags.pop(0)):
+            # Of the step before the last, if possible: the device never waits for the host.
+            if len(flags) > strategy.steps_ahead and not _goes_on(flags.pop(0), watched_B):
                 break
-            carry, continues = strategy.step(self, constants, carry)
-            flags.append(continues)
+            carry, active_B = strategy.step(self, constants, carry)
+            flags.append(active_B)
         return carry
+
+    def run_steps(self, function: Callable, static: Any, donated: Any, args: Any) -> Any:
+        return function(self, static, donated, args)
 
     def search(self, strategy: Any, constants: tuple, logits: Any, cache: KVCache, steps: int) -> Any:
         carry, continues = strategy.init(self, constants, logits, cache)
         del cache  # the strategy has copied it: its memory is freed before the steps
-        return strategy.results(self.decode(strategy, constants, carry, steps - 1, continues))
+        steps = steps - 1 if _goes_on(continues) else 0
+        return strategy.results(self.decode(strategy, constants, carry, steps))
 
     def forward(
         self, model: RunnableModel, make_inputs: Callable, args: tuple, cache: KVCache, position: int | None
@@ -161,33 +150,20 @@ class LayerwiseExecutor:
         return ModelOutput(*self._run_model(model, make_inputs, args, cache, prefills=False))
 
     def sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        state, sampled = self.append_token(outputs, state, self._greedy)
-        return state, sampled.continues_B
-
-    def append_token(
-        self,
-        logits_B1V: Any,
-        state: DecodeState,
-        greedy: bool,
-        among_B: np.ndarray | None = None,
-        recorded: bool = False,
-    ) -> tuple[DecodeState, SampledStep]:
-        """Chooses a token of each active row of `among_B` (None: of all), and appends it. greedy: none of
-        these rows uses a sampling setting; recorded: the logits that tokens are sampled from are needed.
-        """
         taken_BV = None
         alternatives = state.alternatives
-        if greedy:
-            token_B = self.run(MOST_LIKELY, logits_B1V, self.run_config)
+        if self._greedy:
+            token_B = self.run(MOST_LIKELY, outputs, self.run_config)
         else:
-            recorded |= alternatives is not None
-            token_B, taken_BV = self.run(SAMPLE, logits_B1V, state, among_B, self.run_config, recorded)
+            is_taken = alternatives is not None
+            token_B, taken_BV = self.run(SAMPLE, outputs, state, self.run_config, is_taken)
         state = dataclasses.replace(state, alternatives=None)
         if alternatives is not None:
-            alternatives = self.run(RECORD, alternatives, logits_B1V, taken_BV, token_B, state, among_B)
-        state, *of_token = self.run(APPEND, logits_B1V, token_B, state, among_B)
-        state = dataclasses.replace(state, alternatives=alternatives)
-        return state, SampledStep(token_B, taken_BV, *of_token)
+            args = outputs, taken_BV, token_B, state
+            parts = [self.run(RECORD, part, *args) for part in alternatives.parts]
+            alternatives = Alternatives.joined(parts)
+        state, active_B = self.run(APPEND, outputs, token_B, state)
+        return dataclasses.replace(state, alternatives=alternatives), active_B
 
     def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
         return self.run(function, *args)
@@ -271,15 +247,9 @@ def layerwise_executor(params: Params) -> type[LayerwiseExecutor] | None:
     return LayerwiseExecutor if platforms == ["cpu"] else None
 
 
-def _any_true(x: Any) -> bool:
-    """Whether any bool of an array is true; in a dry run always."""
-    return isinstance(x, jax.ShapeDtypeStruct) or bool(np.any(x))
-
-
-def without_model_layers(model: RunnableModel) -> tuple[Params, ModelConfig]:
-    """The model with the parameters before and after the layers only."""
-    params, config, _ = model
-    return {**params, "layers": ((),) * config.num_hidden_layers}, config
+def _goes_on(active_B: Any, watched_B: Any = None) -> bool:
+    """`goes_on` of an array on the device; True in a dry run."""
+    return isinstance(active_B, jax.ShapeDtypeStruct) or bool(goes_on(np.asarray(active_B), watched_B))
 
 
 def _prompt_chunk(lengths, tokens_BT, num_tokens_B):

@@ -1,12 +1,16 @@
 """Mixers: the parts of a layer that read other tokens.
 
-Read the files in this order: `mixer` (the protocol: parameters, forward pass, cache, what devices divide,
-kernels, unsupported features), `softmax_attention` (the mixer with keys and values), `attention` (causal
-attention by blocks of queries and keys), `rope_append` (RoPE and the append to the cache). `rope_scaling`
-(RoPE for longer contexts) and `key_bias` (the bias of keys in a quantized cache) are plugged in. Gated
-DeltaNet is `gated_delta`, with its forward pass in `linear_attention` and the state of its rows in
-`recurrent`; LFM2's convolution is `short_conv`. Mixers with a state share `state_cache` (draft slots, how far
-rows go back) and `convolution`.
+Read the files in this order:
+
+- `mixer` is the protocol: parameters, forward pass, cache, axes of a mesh, kernels, unsupported features.
+- `softmax_attention` is the mixer with keys and values, `attention` its causal attention by blocks, and
+  `rope_append` its RoPE and append to the cache.
+- `rope_scaling` has RoPE for longer contexts, `key_bias` the bias of keys in a quantized cache.
+- `gated_delta` is Gated DeltaNet, with its forward pass in `linear_attention` and its state in `recurrent`.
+- `short_conv` is LFM2's convolution.
+- Mixers with a state share `state_cache` (draft slots, how far rows go back) and `convolution`.
+
+Rules of the package:
 
 - A mixer is a class with a line in `plugins.TABLE`. Config, parameters, caches, engines, families and meshes
   ask it, so none of them names a kind.

@@ -164,7 +164,7 @@ def apply_model(
     check_impl(run_config.impl)
     if cache is not None:
         check_append(cache, inputs.tokens_BT.shape[1])
-    params = extras.adapted({**params, "layers": ()}) | {"layers": params["layers"]}
+    params = params | extras.adapted({x: params[x] for x in params if x != "layers"})
     x_BTD, positions, of_layers = embed_inputs(params, config, inputs, extras, cache, run_config)
     caches = (None,) * len(config.cached_mixers) if cache is None else cache.layers
     run_all: Any = run_layers

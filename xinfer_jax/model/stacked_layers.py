@@ -26,6 +26,8 @@ def run_stacked_layers(
     config = group.config
     if config.shares_kv:
         raise InputError("layers that use another layer's keys cannot be stacked: give unstack_layers' tree")
+    if extras.adapters.get("layers") or extras.vectors:
+        raise InputError("stacked layers take no adapters or vectors of rows: give unstack_layers' tree")
     blocks = layers["blocks"]
     pattern = len(blocks)
     whole = len(group.kinds) - len(layers["rest"])

@@ -26,6 +26,28 @@ class Alternatives(ShortRepr):
     logits_BTV: jax.Array | None  # float32: before any processor
     wanted_B: Any = None  # bool: rows that asked for alternatives; None: all rows
 
+    @property
+    def sampled_only(self) -> "Alternatives":
+        """Of all rows, without anything but the log-probabilities of sampled tokens."""
+        none: Any = None
+        return Alternatives(none, none, none, none, self.processed_BT, none)
+
+    @property
+    def parts(self) -> list["Alternatives"]:
+        """What is recorded by a program each. If rows may ask for `processed_BT` alone, one program records
+        it in any case: the numbers of another one may have other bits.
+        """
+        none: Any = None
+        if self.wanted_B is None:
+            return [self]
+        others = dataclasses.replace(self, processed_BT=none)
+        return [self.sampled_only] if self.id_BTA is None else [self.sampled_only, others]
+
+    @staticmethod
+    def joined(parts: list["Alternatives"]) -> "Alternatives":
+        """`parts` as one."""
+        return dataclasses.replace(parts[-1], processed_BT=parts[0].processed_BT)
+
 
 class TokenLogprobs(NamedTuple):
     """One sampled token (EOS included) and its alternatives, most likely first; natural logarithms.
@@ -61,7 +83,7 @@ def record_alternatives(
     old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, sampled_from: Callable[[], jax.Array],
     token_B: jax.Array,
 ) -> Alternatives:  # fmt: skip
-    """Records each row's token in its column; columns beyond the arrays are dropped.
+    """Records each row's token in its column; columns beyond the arrays are dropped. What is None stays.
 
     Args:
         old: what was recorded before.
@@ -74,17 +96,19 @@ def record_alternatives(
         args = column_B, logits_BV, sampled_from, token_B
         return if_wanted(old, column_B, lambda old: record_alternatives(old, *args))
 
-    def put(array: jax.Array, new: jax.Array) -> jax.Array:
+    def put(array: Any, new: jax.Array) -> jax.Array | None:
+        if array is None:
+            return None
         return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
-    count = old.id_BTA.shape[-1]
+    count = 0 if old.id_BTA is None else old.id_BTA.shape[-1]
     processed_logprob_BV = jax.nn.log_softmax(sampled_from())
     logprob_BA, id_BA = largest_k(jax.nn.log_softmax(logits_BV), count)
     processed_BA, processed_id_BA = largest_k(processed_logprob_BV, count)
     sampled_B = jnp.take_along_axis(processed_logprob_BV, token_B[:, None], 1)[:, 0]
     kept_BV = None if old.logits_BTV is None else logits_BV
     new = Alternatives(id_BA, logprob_BA, processed_id_BA, processed_BA, sampled_B, kept_BV)
-    return jax.tree.map(put, old, new)
+    return jax.tree.map(put, old, new, is_leaf=lambda x: x is None)
 
 
 def if_wanted(
@@ -97,7 +121,7 @@ def if_wanted(
         return record(old)
     wanted_B = old.wanted_B
     old = dataclasses.replace(old, wanted_B=None)
-    wanted = jnp.any(wanted_B & (column_B < old.processed_BT.shape[1]))
+    wanted = jnp.any(wanted_B & (column_B < jax.tree.leaves(old)[0].shape[1]))
     recorded = lax.cond(wanted, lambda: record(old), lambda: old)
     return dataclasses.replace(recorded, wanted_B=wanted_B)
 

@@ -128,9 +128,10 @@ class RowAdapters(NamedTuple):
 
 
 def with_row_adapters(tree: Any, adapters: Any, adapter_B: Any) -> Any:
-    """The tree with an `AdaptedWeight` where there are `RowAdapters`."""
+    """The tree, which may be a part of the model's, with an `AdaptedWeight` where there are `RowAdapters`."""
     if isinstance(adapters, RowAdapters):
         return AdaptedWeight(tree, adapters.a, adapters.b, adapter_B)
     if isinstance(adapters, tuple):
         return tuple(with_row_adapters(*pair, adapter_B) for pair in zip(tree, adapters, strict=True))
-    return {**tree, **{name: with_row_adapters(tree[name], of, adapter_B) for name, of in adapters.items()}}
+    shared = [name for name in adapters if name in tree]
+    return {**tree, **{name: with_row_adapters(tree[name], adapters[name], adapter_B) for name in shared}}

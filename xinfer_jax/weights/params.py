@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import plugin
-from ..checks import check_fits
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
+from ..memory_plan import MemoryPlan
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
-def check_weights(size: int) -> None:
-    """Raises InputError where weights of this many bytes need more memory than there is."""
-    check_fits(size, "the weights", "use a smaller dtype, quantize them, or use a smaller model")
+def check_weights(size: int, fraction: float = 1.0) -> None:
+    """Raises InputError if weights need more memory than there is: a fraction of their bytes is in one."""
+    plan = MemoryPlan(dict(weights=size), fraction)
+    plan.check("use a smaller dtype, quantize them, or use a smaller model")
 
 
 def check_params(params: Any, config: Any, stacked: bool = False) -> None:

@@ -97,8 +97,8 @@ def _select_route(call: Call) -> kernels_pallas.Selection:
         reason = "a kernel for TPUs"
     elif router.kind != "softmax":
         reason = f"a router of the kind {router.kind!r}"
-    elif call.operands["given_BTU"] is not None or router.input_scale:
-        reason = "experts that are given, or a router with a norm of its own"
+    elif call.operands["given_BTU"] is not None or router.input_scale or router.per_expert_scale:
+        reason = "experts that are given, or a router with a norm or scales of its own"
     elif not router.norm_topk_prob:
         reason = "weights that do not sum to 1"
     elif not all(isinstance(leaf["weight"], AnyArray) for leaf in _route_leaves(leaves)):

@@ -1,1 +1,0 @@
-"""Simulates engines, and prefill and decode apart; README.md says in which order to read it."""

@@ -1,1 +1,0 @@
-"""Counts what compiled TPU programs do: bytes of HBM, copies, times."""
