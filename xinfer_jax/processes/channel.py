@@ -22,7 +22,7 @@ GONE = "gone"  # the name of the last message; its argument says why no more com
 HEARTBEAT_SECONDS = 20  # of silence after which a process counts as gone, for parents and for jax
 _BEAT = "beat"
 _BEAT_SECONDS = 5  # between two heartbeats
-_PROOF_SECONDS = 10  # of silence until the other end has proved that it knows the secret
+_PROOF_SECONDS = 10  # for the other end to prove that it knows the secret
 _LENGTH_SIZE = 4  # bytes
 _MAX_BYTES = 1 << 30  # of a message
 _UNPROVED = 64  # most connections at a time that have not yet proved that they know the secret
@@ -54,7 +54,6 @@ class Channel:
         self._lock = threading.Lock()
         self._gone = threading.Event()
         try:
-            connection.settimeout(_PROOF_SECONDS)
             self._authenticate(secret, listens)
             connection.settimeout(HEARTBEAT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,18 +82,28 @@ class Channel:
             self._connection.shutdown(socket.SHUT_WR)
 
     def _authenticate(self, secret: bytes, listens: bool) -> None:
+        deadline = time.monotonic() + _PROOF_SECONDS
         number = secrets.token_bytes(SIGNATURE_SIZE)
+        self._connection.settimeout(_PROOF_SECONDS)
         self._connection.sendall(number)
-        other = self._read(SIGNATURE_SIZE)
+        other = self._read_until(deadline)
         run = number + other if listens else other + number
         self._sign = _signer(sign(secret, run, bytes([listens])))
         self._sign_other = _signer(sign(secret, run, bytes([not listens])))
         self._connection.sendall(self._sign(b""))
-        if not compare_digest(self._read(SIGNATURE_SIZE), self._sign_other(b"")):
+        if not compare_digest(self._read_until(deadline), self._sign_other(b"")):
             raise InputError(
                 "the other process has another secret: give all processes the same --secret_file, and keep"
                 " others out of their network"
             )
+
+    def _read_until(self, deadline: float) -> bytes:
+        """Returns the bytes of a signature. Raises OSError if they have not all come by then."""
+        data = b""
+        while len(data) < SIGNATURE_SIZE:
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            data += self._read(1)
+        return data
 
     def _read(self, size: int) -> bytes:
         if len(data := self._file.read(size)) < size:
