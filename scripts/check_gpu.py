@@ -2,7 +2,7 @@
 available only once, for minutes.
 
     python scripts/check_gpu.py --out=gpu.jsonl           # most important first, for at most 9 minutes
-    python scripts/check_gpu.py --sections=decode,tune    # some sections; tune: other tile sizes
+    python scripts/check_gpu.py --sections=decode,head    # some sections
     python scripts/check_gpu.py --report=gpu.jsonl        # print the table of an earlier run
     python scripts/check_gpu.py --tiny                    # tiny shapes, emulated kernels, on the CPU
 
@@ -37,7 +37,6 @@ SECTIONS = (  # most important first; the limits up to `verified` add up to 9 mi
     Section("triton", 80),
     Section("odd", 80),
     Section("bundled", 60, TEXT),
-    Section("tune", 90),
 )
 PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin nvidia-cudnn-cu13 nvidia-cudnn-cu12".split()
 

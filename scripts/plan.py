@@ -124,7 +124,7 @@ def print_memory(job: estimates.Job, n: int, devices: int, card: Card | Tpu) -> 
     compiled_for = card if TEMPORARIES.value else None
     unknown = ""
     try:
-        estimates.device_bytes(job, n, compiled_for)
+        estimates.memory_plan(job, n, compiled_for)
     except RuntimeError as error:
         compiled_for = None
         why = str(error).splitlines()[0]
@@ -132,11 +132,12 @@ def print_memory(job: estimates.Job, n: int, devices: int, card: Card | Tpu) -> 
     smallest = estimates.smallest_mesh(job, usable_memory(card), compiled_for)
     print("\nGiB a device   weights    pages  temporary     free   rows that fit")
     for m in (m for m in valid if m <= devices or m == smallest):
-        need = estimates.device_bytes(job, m, compiled_for if m in (n, smallest) else None)
+        need = estimates.memory_plan(job, m, compiled_for if m in (n, smallest) else None)
         free = usable_memory(card) - need.total
-        sizes = f"{need.weights / GIB:10.1f}{need.pages / GIB:9.1f}"
-        temporary = "" if need.temporaries is None else f"{need.temporaries / GIB:.1f}"
-        rows = max(0, job.rows + int(free // need.per_row))
+        parts = {name: size / GIB for name, size in need.parts.items()}
+        sizes = f"{parts['weights']:10.1f}{parts['pages'] + parts['states']:9.1f}"
+        temporary = f"{parts['temporaries']:.1f}" if "temporaries" in parts else ""
+        rows = max(0, job.rows + int(free // estimates.row_bytes(job, m)))
         print(f"model={m:<6}{sizes}{temporary:>11}{free / GIB:9.1f}{rows:16,}")
     if unknown:
         print(unknown)

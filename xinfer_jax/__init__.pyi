@@ -21,10 +21,12 @@ from .checkpoint.saving import save_model as save_model
 from .config.model_config import ModelConfig as ModelConfig
 from .config.rope import RopeConfig as RopeConfig
 from .embedding import embed_texts as embed_texts
+from .engine.answers import Answer as Answer
 from .engine.async_sampling import SampleOutput as SampleOutput
 from .engine.engine import Engine as Engine
 from .engine.engines import Engines as Engines
-from .engine.requests import Answer as Answer, Request as Request
+from .engine.request_options import RequestOptions as RequestOptions
+from .engine.requests import Request as Request
 from .engine.statistics import EngineStats as EngineStats
 from .errors import InputError as InputError
 from .families.conversion import (

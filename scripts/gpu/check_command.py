@@ -23,7 +23,6 @@ from gpu.section_runner import (
     add_record,
     format_table,
     is_failure,
-    missing_packages,
     read_records,
     run_sections,
 )
@@ -36,7 +35,7 @@ MACHINE = Section("machine", 30)  # always runs: the device and its limits
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One of the two programs, for devices of a platform as jax names it. Sections: most important first;
-    `tune` runs only where it is asked for. packages: whose versions are recorded.
+    packages: whose versions are recorded.
     """
 
     platform: str
@@ -51,11 +50,8 @@ OUT = flags.DEFINE_string(
 )
 REPORT = flags.DEFINE_string("report", None, "Only print the table of such a file.")
 MINUTES = flags.DEFINE_float("minutes", 9, "Time limit of the whole run, in minutes.", lower_bound=0)
-ONLY = flags.DEFINE_list(
-    "sections", [], "Sections to run, in the order of importance; default: all but tune."
-)
+ONLY = flags.DEFINE_list("sections", [], "Sections to run, in the order of importance; default: all.")
 CACHE = flags.DEFINE_string("compilation_cache", None, "Directory of compiled programs; default: OUT.cache.")
-TUNE = flags.DEFINE_bool("tune", False, "Also time other tile sizes of the kernels for Hopper.")
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the random inputs and sizes.", lower_bound=0)
 TINY = flags.DEFINE_bool(
     "tiny", False, "Tiny shapes and emulated kernels on the CPU: tests this program, not the device."
@@ -88,7 +84,7 @@ def run(program: Program) -> int:
         signal.signal(number, signal.default_int_handler)  # to print the table before exiting
     interrupted = False
     try:
-        add_record(out, event="result", section="run", name="run", **facts(program, sections))
+        add_record(out, event="result", section="run", name="run", **facts(program))
         command = partial(child_command, program, out)
         run_sections((MACHINE, *sections), command, out, MINUTES.value, environment(out))
     except Unsupported as error:
@@ -107,7 +103,7 @@ def chosen_sections(program: Program) -> list[Section]:
     names = [section.name for section in program.sections]
     if unknown := {*ONLY.value} - {*names}:
         exit_with_error(ValueError(f"--sections knows {', '.join(names)}, got {unknown.pop()!r}"))
-    wanted = ({*ONLY.value} or {*names} - {"tune"}) | ({"tune"} if TUNE.value else set())
+    wanted = {*ONLY.value} or {*names}
     factor = 4 if TINY.value else 1  # emulated kernels are slow
     return [
         dataclasses.replace(section, seconds=factor * section.seconds)
@@ -138,15 +134,12 @@ def environment(out: Path) -> dict[str, str]:
     return os.environ | settings | (tiny if TINY.value else {})
 
 
-def facts(program: Program, sections: list[Section]) -> dict[str, str]:
-    """Date, command, versions and commit of this run."""
+def facts(program: Program) -> dict[str, str]:
+    """Returns date, command, versions and commit of this run."""
     run = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv)}
-    run |= {"python": sys.version.split()[0], "minutes": MINUTES.value, "seed": SEED.value}
     for name in program.packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             run[name] = metadata.version(name)
-    if packages := missing_packages(sorted({name for section in sections for name in section.needs})):
-        run["missing"] = packages
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
         done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)

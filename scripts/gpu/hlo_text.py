@@ -69,12 +69,6 @@ class Instruction:
         return _first(r'custom_call_target="([^"]*)"', self.attributes)
 
     @property
-    def operand_arrays(self) -> tuple[Array, ...]:
-        """The operands of a custom call."""
-        _, _, constraints = self.attributes.partition("operand_layout_constraints={")
-        return parse_arrays(constraints[: _closing("{" + constraints, "{}") - 2])
-
-    @property
     def trip_count(self) -> int | None:
         """Iterations of a loop; None: unknown."""
         count = _first(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
@@ -177,13 +171,13 @@ def parse_arrays(shape: str) -> tuple[Array, ...]:
     )
 
 
-def _closing(text: str, pair: str = "()") -> int:
+def _closing(text: str) -> int:
     """The position behind the parenthesis that closes the first one."""
     depth = 0
     quoted = False
     for at, letter in enumerate(text):
         quoted ^= letter == '"'
-        depth += 0 if quoted else (letter == pair[0]) - (letter == pair[1])
+        depth += 0 if quoted else (letter == "(") - (letter == ")")
         if depth == 0:
             return at + 1
     return len(text)

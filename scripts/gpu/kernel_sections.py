@@ -1,5 +1,5 @@
 """Sections of check_gpu.py and check_tpu.py for kernels: each kernel is compared with its reference, then
-timed; on GPUs beside XLA and cuDNN.
+timed; on GPUs beside XLA.
 """
 
 import itertools
@@ -56,10 +56,6 @@ TIMED_TINY = {
     "argmax": [("tiny", 2)],
 }
 TARGET = {"prefill_attention": 0.6, "decode_attention": 0.85, "lm_head_argmax": 0.85, "argmax": 0.85}
-TUNE = {  # options of `kernels_pallas.run_kernel` for Mosaic, besides the reference's arguments
-    "decode_attention": [dict(splits=n) for n in (1, 4, 16)] + [dict(stages=2), dict(block=128, stages=2)],
-    "prefill_attention": [dict(block=64, stages=4), dict(block=128, stages=2), dict(block=128, stages=3)],
-}
 _OURS = ("mosaic", "triton", "tpu")
 _OUR_RESULTS: dict[str, jax.Array] = {}  # results of our kernel, by kernel and shape
 
@@ -85,9 +81,6 @@ def section(impl: str, *kernels: str) -> Callable[[SimpleNamespace], Iterator[Ca
             return
         for kernel, shape in shapes:
             yield timing_case(plan, kernel, shape, "xla", partial(xla, kernel))
-        for kernel, shape in shapes:
-            if kernel.endswith("attention"):
-                yield timing_case(plan, kernel, shape, "cudnn", partial(cudnn, kernel), optional=True)
 
     return cases
 
@@ -115,7 +108,7 @@ def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Call
     share = 1e3 * work / result["ms"] / rate
     off = max_error(out, ours_out)
     # A call faster than the limit was optimized out of the loop. Both results may have an error of 0.02.
-    ok = None if by not in (*_OURS, "xla") else bool(off <= 0.04 and (share < 1.25 or plan.tiny))
+    ok = bool(off <= 0.04 and (share < 1.25 or plan.tiny))
     target = {"target": TARGET[kernel]} if by == "mosaic" else {}
     return result | {"of_limit": share, "off": off, **target, "ok": ok}
 
@@ -150,12 +143,12 @@ def least_work(
 # --- timed functions: from the reference's arguments to a function and its arguments ------------------------
 
 
-def ours(kernel: str, impl: str, *args: jax.Array, tiny: bool, **tiles: int) -> tuple[Callable, tuple]:
+def ours(kernel: str, impl: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
     scale = {"scale": args[0].shape[-1] ** -0.5} if kernel.endswith("attention") else {}
     if "tpu" in impl:
         (q, k, v, *lengths) = args
         args = (q, join(k, v), None, *lengths)
-    return partial(kernels_pallas.run_kernel, impl, kernel, **scale, **tiles), args
+    return partial(kernels_pallas.run_kernel, impl, kernel, **scale), args
 
 
 def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
@@ -171,14 +164,6 @@ def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
         Scoring(q.shape[-1] ** -0.5),
         run_config=RunConfig("xla"),
     ), args
-
-
-def cudnn(kernel: str, q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    run = partial(jax.nn.dot_product_attention, implementation="xla" if tiny else "cudnn")
-    args = q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    if kernel == "prefill_attention":
-        return partial(run, is_causal=True), args
-    return lambda q, k, v, length_B: run(q, k, v, key_value_seq_lengths=length_B), (*args, length_B)
 
 
 # --- comparison with the references -------------------------------------------------------------------------
@@ -306,18 +291,6 @@ def if_available(impl: str, run: Callable[[], dict[str, Any]]) -> Callable[[], d
     return run if reason is None else lambda: {"skipped": reason, "ok": None}
 
 
-def tune(plan: SimpleNamespace) -> Iterator[Case]:
-    """Times other tile sizes of the Mosaic kernels. A size that a kernel rejects is no failure."""
-    yield from limit_cases(plan)
-    impl, timed_shapes = ("interpret", TIMED_TINY) if plan.tiny else ("mosaic", TIMED)
-    tiles = {"decode_attention": [dict(splits=2)]} if plan.tiny else TUNE
-    for kernel, choices in tiles.items():
-        for shape, choice in itertools.product(timed_shapes[kernel][:4], ({}, *choices)):
-            label = " ".join(f"{key}={value}" for key, value in choice.items()) or "mosaic"
-            job = partial(ours, kernel, impl, **choice)
-            yield timing_case(plan, kernel, shape, label, job, optional=bool(choice))
-
-
 # --- layouts of the cache, formats of matrices --------------------------------------------------------------
 
 
@@ -380,7 +353,6 @@ SECTIONS = {  # by platform
         "layouts": layouts,
         "triton": section("triton", "decode_attention", "prefill_attention", "lm_head_argmax", "argmax"),
         "odd": odd,
-        "tune": tune,
     },
     "tpu": {"attention": tpu_attention},
 }

@@ -20,6 +20,7 @@ from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of, resolve_cache_dtype
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes
 from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.memory_plan import MemoryPlan
 from xinfer_jax.sharding import MODEL, RULES, check_mesh
 from xinfer_jax.weights.fp8_weight import FP8_BLOCK, fp8_struct
 from xinfer_jax.weights.layout import partition_specs
@@ -68,20 +69,6 @@ class Job:
     def pages(self) -> int:
         """Pages of the pool, including the one that no row uses."""
         return self.rows * self.pages_per_row + 1
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceBytes:
-    """Bytes on each device of a mesh."""
-
-    weights: int
-    pages: int  # and recurrent states of the rows, with their snapshots
-    per_row: int  # pages and state of one row
-    temporaries: int | None  # None: unknown
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.pages + (self.temporaries or 0)
 
 
 # --- sharding of the model ----------------------------------------------------------------------------------
@@ -148,17 +135,24 @@ def num_weights(config: ModelConfig) -> int:
 # --- memory of a device -------------------------------------------------------------------------------------
 
 
-def device_bytes(job: Job, n: int, card: Card | Tpu | None = None) -> DeviceBytes:
-    """Bytes on each of n devices. Temporaries are known only if a GPU is given to compile for."""
+def memory_plan(job: Job, n: int, card: Card | Tpu | None = None) -> MemoryPlan:
+    """Bytes on each of n devices. Temporaries are known only if a GPU or TPU is given to compile for."""
+    page, state = page_and_state_bytes(job, n)
+    parts = dict(weights=tree_bytes(device_weights(job, n)), pages=page * job.pages, states=state * job.rows)
+    return MemoryPlan(parts if card is None else parts | dict(temporaries=temporaries(job, n, card)))
+
+
+def page_and_state_bytes(job: Job, n: int) -> tuple[int, int]:
+    """Bytes of a page, and of a row's recurrent state with its snapshot, on each of n devices."""
     state = state_bytes(job.config)
     page = (cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) - state) // n
-    state //= n
-    return DeviceBytes(
-        tree_bytes(device_weights(job, n)),
-        page * job.pages + 2 * job.rows * state,  # a snapshot for each row
-        page * job.pages_per_row + 2 * state,
-        None if card is None else temporaries(job, n, card),
-    )
+    return page, 2 * (state // n)
+
+
+def row_bytes(job: Job, n: int) -> int:
+    """Bytes of the pages and the state of one row on each of n devices."""
+    page, state = page_and_state_bytes(job, n)
+    return page * job.pages_per_row + state
 
 
 def smallest_mesh(job: Job, memory: float, card: Card | Tpu | None = None) -> int | None:
@@ -166,9 +160,9 @@ def smallest_mesh(job: Job, memory: float, card: Card | Tpu | None = None) -> in
     on none.
     """
     for n in valid_mesh_sizes(job):
-        if device_bytes(job, n).total > memory:
+        if memory_plan(job, n).total > memory:
             continue
-        if card is None or device_bytes(job, n, card).total <= memory:
+        if card is None or memory_plan(job, n, card).total <= memory:
             return n
     return None
 

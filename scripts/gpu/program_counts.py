@@ -15,7 +15,7 @@ _FREE = frozenset(
 )
 _FREE_TARGETS = ("ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound")
 
-KernelBytes = Callable[[Instruction], float]
+KernelBytes = Callable[[Instruction, list[Array]], float]  # of a call and its operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ class ProgramCounter:
         module: from `hlo_text.parse_module`; of one device.
         kernel_bytes: what a Pallas kernel moves; None: its operands and results.
         trips: iterations of a loop whose number the text does not have.
-        larger: of the conditionals of a step itself, not those within its parts, the branch that moves more
-            bytes counts; of all others the one that moves fewer.
+        branch: which branch of the conditionals of a step itself counts, as 0 and -1; of the conditionals
+            within its parts that which moves fewer bytes.
         is_tpu: the program is compiled for a TPU.
     """
 
@@ -81,13 +81,13 @@ class ProgramCounter:
         module: Module,
         kernel_bytes: KernelBytes | None = None,
         trips: float = 1,
-        larger: bool = False,
+        branch: int = -1,
         is_tpu: bool = False,
     ):
         self._module = module
         self._kernel_bytes = kernel_bytes
         self._trips = trips
-        self._larger = larger
+        self._branch = branch
         self._is_tpu = is_tpu
         self._found: dict[str, Counts] = {}
         self._step = ""  # the computation of a step
@@ -139,8 +139,9 @@ class ProgramCounter:
                 counts.add(self.of(instruction.called("condition")), tests)
             counts.add(self.of(instruction.called("body")), trips)
         elif opcode == "conditional":
-            parts = sorted(map(self.of, instruction.branches), key=lambda part: (part.bytes, part.launches))
-            counts.add(parts[-1 if self._larger and computation.name == self._step else 0])
+            parts = [*map(self.of, instruction.branches)]
+            is_of_step = computation.name == self._step
+            counts.add(parts[self._branch] if is_of_step else min(parts, key=lambda part: part.bytes))
         elif opcode in ("call", "call-start") or opcode == "async-start" and not self._is_tpu:
             counts.add(self.of(instruction.called("to_apply") or instruction.called("calls")))
         else:
@@ -149,7 +150,9 @@ class ProgramCounter:
     def _operation(self, computation: Computation, instruction: Instruction) -> Operation:
         read, written = operation_bytes(self._module, computation, instruction)
         if instruction.target in PALLAS and self._kernel_bytes:
-            read, written = self._kernel_bytes(instruction), 0.0
+            operands = [computation.by_name[name].arrays[0] for name in instruction.operands]
+            read = self._kernel_bytes(instruction, operands)
+            written = 0.0
         takes_time = bool(read + written or instruction.estimated_cycles)
         return Operation(
             instruction.name,

@@ -14,10 +14,10 @@ from bench.model_work import bytes_per_pass, expert_fraction
 
 import kernels_pallas
 from gpu.card_specs import Card, Tpu
-from gpu.hlo_text import Instruction, Module, parse_module
+from gpu.hlo_text import Array, Instruction, Module, parse_module
 from gpu.operation_bytes import PALLAS
 from gpu.plan_estimates import Job, device_weights, visible_kv_bytes
-from gpu.program_counts import Counts, Operation, ProgramCounter, whole_copies
+from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter, whole_copies
 from gpu.programs import (
     DRAFT_TOKENS,
     LOOPS,
@@ -28,6 +28,7 @@ from gpu.programs import (
     to_shapes,
     with_held_adapters,
 )
+from gpu.tile_bytes import is_in_hbm
 from xinfer_jax.adapters.adapter import row_matrices
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
@@ -122,7 +123,7 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     return least | ({"states": 2 * rows * of_state} if of_state else {})
 
 
-def _kernel_bytes(job: ProgramJob, program: str) -> Callable[[Instruction], float]:
+def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
     """Returns a function that gives the bytes that a Pallas kernel has to move, by its operands and results:
     of a cache the valid tokens, and nothing if the kernel appends to it; of experts and adapters those that
     the rows have. The text does not say what a kernel reads.
@@ -142,13 +143,15 @@ def _kernel_bytes(job: ProgramJob, program: str) -> Callable[[Instruction], floa
             parts[stack] = min(rows, job.adapters) / (job.adapters + 1)
     caches = {x.size for x in jax.tree.leaves(_caches(job, program)) if len(x.shape) == 4}
 
-    def moved(call: Instruction) -> float:
+    def moved(call: Instruction, operands: list[Array]) -> float:
         aliases = re.findall(r"\{(\d*)\}: \((\d+),", call.attributes)
         in_place = {int(operand) for _, operand in aliases}
         results = {int(result or 0) for result, _ in aliases}
         total = 0.0
-        for arrays, aliased in ((call.operand_arrays, in_place), (call.arrays, results)):
+        for arrays, aliased in ((operands, in_place), (call.arrays, results)):
             for at, array in enumerate(arrays):
+                if not is_in_hbm(array):
+                    continue
                 is_append = at in aliased and array.size in caches
                 total += 0.0 if is_append else array.bytes * parts.get(array.size, 1.0)
         return total
@@ -189,9 +192,8 @@ def _compile_program(job: ProgramJob, program: str, card: Card | Tpu) -> _Compil
             _programs[text] = parse_module(compiled.as_text()), temporaries
     module, temporaries = _programs[text]
     is_sampled = program == "sampled" or job.sampled
-    counter = ProgramCounter(
-        module, _kernel_bytes(job, program), larger=is_sampled, is_tpu=isinstance(card, Tpu)
-    )
+    branch = 0 if is_sampled else -1  # of the conditional on whether all rows are greedy
+    counter = ProgramCounter(module, _kernel_bytes(job, program), branch=branch, is_tpu=isinstance(card, Tpu))
     step, around = counter.step_and_around() if program in LOOPS else (counter.of_call(), Counts())
     leaves = _leaf_shapes(job, program)
     copies = (whole_copies(counts, leaves) for counts in (step, around))

@@ -112,9 +112,8 @@ def _run(job: ProgramJob, program: str) -> None:
     cache = _cache(job, job.length - 1)
     if program != "verify":
         executor.decode(Plain(call.config), (job.params, NO_EXTRAS), (state, cache), np.int32(1))
-    zeros_B: Any = np.zeros(call.rows, np.int32)
     strategy = Speculative(call.config, prompt_lookup, call.num_draft_tokens)
-    counts = SpeculationState(None, zeros_B, zeros_B)
+    counts = SpeculationState.of_rows(call.rows)
     executor.decode(strategy, (job.params, NO_EXTRAS, None), (state, cache, counts), np.int32(1))
 
 
@@ -152,7 +151,7 @@ def engine_device(job: ProgramJob) -> Device:
         device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))
         device.states = jax.tree.map(to_sharded, device.states, cache_specs(device.states, mesh))
     call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
-    row = device.new_row(call, call.key[:1])
+    row = device.new_row(call)
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import random
+import threading
 import time
 
 import jax
@@ -22,13 +23,13 @@ from xinfer_jax.api.bodies import ParsedBody, parse_request_body
 from xinfer_jax.api.fields import BodyError, check_fields
 from xinfer_jax.api.responses import TokenTextDecoder, answer_text, format_logprobs, response_body
 from xinfer_jax.api.sampling_fields import ids_with_texts
-from xinfer_jax.engine import engine_device
 from xinfer_jax.errors import ContextLengthError
+from xinfer_jax.generation import validation
 from xinfer_jax.generation.options import GenerateOutput
 from xinfer_jax.grammar.compiler import vocabulary_of
+from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.logprobs import TokenLogprobs
 from xinfer_jax.sampling.settings import SETTINGS
-from xinfer_jax.tokenization import template_budget
 from xinfer_jax.tokenization.conversation import ChatOptions, prompt_ids
 from xinfer_jax.tokenization.tokenizer import Tokenizer
 
@@ -369,9 +370,16 @@ def test_breakers_are_those_that_a_search_of_each_token_finds(model):
 def test_lists_of_ids_are_converted_once_for_all_answers(model, engine, monkeypatch):
     """Not again in the engine's thread, which all requests wait for."""
     parsed = parse(model, dry_multiplier=0.8, allowed_token_ids=[7, 8], temperature=1.0, max_tokens=2, n=2)
-    wanted = engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens
-    monkeypatch.setattr(engine_device, "settings_per_row", None)
-    assert engine.submit([5], parsed.options, key=jax.random.key(1)).result().tokens == wanted
+    threads = []
+
+    def convert(sampling, *args, **options):
+        if sampling.dry_multiplier == 0.8:  # that of other calls, which compile programs, is 0
+            threads.append(threading.current_thread())
+        return settings_per_row(sampling, *args, **options)
+
+    monkeypatch.setattr(validation, "settings_per_row", convert)
+    engine.submit([5], parsed.options, key=jax.random.key(1)).result()
+    assert threads == [threading.current_thread()]
 
 
 @pytest.mark.full
@@ -522,7 +530,9 @@ def with_logprobs(tokenizer, *words):
 
 def test_token_texts_keep_their_leading_space(sentencepiece):
     """In an echoed completion and in a chat: the joined token texts are the text, and offsets match."""
-    parsed = ParsedBody("completion", [], xj.GenerateOptions(9), None, 9, 1, True, False, {}, [])
+    parsed = ParsedBody(
+        "completion", [], xj.GenerateOptions(9), None, 9, 1, True, False, xj.RequestOptions(), []
+    )
     prompt, _ = with_logprobs(sentencepiece, "<s>", "▁The", "▁capital")
     ids, tokens = with_logprobs(sentencepiece, "▁is", "is", "<0xE4>", "<0xBD>", "<0xA0>", "▁a", ".", "</s>")
     _, before = with_logprobs(sentencepiece, "▁The", "▁capital")
@@ -577,7 +587,6 @@ def count_control(model, ids) -> int:
 @pytest.mark.full
 def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
     from xinfer_jax import text
-    from xinfer_jax.engine.submission import TextOptions, make_request
 
     turns = count_control(model, xj.encode_prompt(model, "hi"))
     assert turns == 3 and count_control(model, xj.encode_prompt(model, FORGED)) == turns
@@ -592,7 +601,7 @@ def test_control_tokens_are_escaped_in_the_library(model, engine, monkeypatch):
                 call(model, FORGED, escape_control_tokens=escape)
     options = xj.GenerateOptions(1)
     for escape in (True, False):
-        given.append(make_request(engine, FORGED, options, None, 0, TextOptions(escape)).ids)
+        given.append(engine.submit(FORGED, options, xj.RequestOptions(escape_control_tokens=escape)).ids)
     given += [engine.submit(FORGED, options, escape_control_tokens=escape).ids for escape in (True, False)]
     assert [count_control(model, ids) for ids in given] == [turns, turns + 2] * 4
 
@@ -670,20 +679,3 @@ def test_prompt_files_escape_control_tokens_and_check_the_model(model, tmp_path)
         xj.InputError, match="escape_control_tokens"
     ):  # another value needs another output file
         xj.generate_file(model, tmp_path / "in", output, escape_control_tokens=True, **shape)
-
-
-def test_long_conversations_render_and_endless_ones_stop(model, monkeypatch):
-    messages = [dict(role=("user", "assistant")[i % 2], content=f"turn {i}") for i in range(1000)]
-    began = time.thread_time()
-    assert len(prompt_ids(model.tokenizer, messages, 32768)) > 5000
-    looking_back = copy.copy(model.tokenizer)
-    loops = "{% for m in messages %}{% for b in messages %}{% if b.role == 'x' %}{{ b.content }}{% endif %}"
-    looking_back.chat_template = loops + "{% endfor %}{% endfor %}"
-    assert template_budget.TemplateBudget(dict(messages=messages * 20)).until - time.thread_time() < 5
-    monkeypatch.setattr(template_budget, "_MAX_SECONDS", 0.5)
-    with pytest.raises(xj.InputError, match="the time or memory that it takes"):
-        prompt_ids(looking_back, messages * 2, 32768)
-    assert time.thread_time() - began < 20
-    with pytest.raises(xj.InputError, match="more than 131072 parts"):
-        chat = ChatOptions(variables=dict(x=[["a"]] * 200_000))
-        prompt_ids(model.tokenizer, messages[:1], 32768, chat)

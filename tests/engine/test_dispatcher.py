@@ -5,18 +5,22 @@ from types import SimpleNamespace
 import pytest
 
 import xinfer_jax as xj
+from xinfer_jax.engine.answers import Answer, Progress
 from xinfer_jax.engine.dispatcher import Dispatcher
-from xinfer_jax.engine.endpoint import PREFILLED, Progress
+from xinfer_jax.engine.endpoint import PREFILLED
 from xinfer_jax.engine.row import Row
 
 pytestmark = [pytest.mark.unit, pytest.mark.oldest]
 
 
 class Fake(SimpleNamespace):
-    """A request or an answer."""
+    """A request."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+    def fail(self, error):
+        self.error = error
 
 
 class Endpoint:
@@ -38,12 +42,10 @@ class Case:
         self.dispatcher.endpoints += endpoints
 
     def submit(self, tokens: int, answers: int = 1) -> Fake:
-        request = Fake(prompt_logprobs=[], times={}, error=None)
-        each = [Row(range(tokens), 100) for _ in range(answers)]
-        lists = ("tokens", "sampled", "logprobs", "processed", "alternatives", "switches")
-        request.answers = [
-            Fake(request=request, row=row, finish_reason=None, **{name: [] for name in lists}) for row in each
-        ]
+        options = SimpleNamespace(stop_strings=())
+        call = SimpleNamespace(options=options, new_matcher=lambda prompt: None)
+        request = Fake(prompt_logprobs=[], times={}, error=None, call=call)
+        request.answers = [Answer(request, Row(range(tokens), 100), j) for j in range(answers)]
         self.dispatcher.add(request.answers)
         return request
 

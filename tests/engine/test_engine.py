@@ -215,7 +215,7 @@ def test_time_slices_keep_the_bits(engine, monkeypatch):
     outs = [request.result(60) for request in clients]
     for name in ("tokens", "logprobs", "alternatives", "finish_reason"):
         assert [getattr(out, name) for out in outs] == [getattr(out, name) for out in alone]
-    assert engine.stats.preemptions - before >= 10 and engine.stats.pages_used == 0
+    assert engine.stats.preemptions - before >= 5 and engine.stats.pages_used == 0
 
 
 def test_greedy_rows_run_no_sampler(engine, monkeypatch):

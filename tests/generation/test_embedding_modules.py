@@ -121,31 +121,6 @@ def test_vectors_are_made_as_the_checkpoint_says(tmp_path, pooling):
     )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "config, settings",
-    [
-        (QWEN2, dict(pooling=dict(pooling_mode_mean_tokens=True))),
-        (QWEN2 | dict(is_causal=False), dict(pooling=dict(pooling_mode="lasttoken"))),
-        (GEMMA, dict(pooling=dict(pooling_mode_mean_tokens=True))),
-        (GEMMA, dict(default_prompt_name="query")),
-        (QWEN2, dict(transformer=dict(max_seq_length=12, do_lower_case=True), tokenizer={})),
-        (QWEN2, dict(tokenizer=dict(model_max_length=9, truncation_side="left"), truncate_dim=5)),
-        (QWEN2, dict(prompts={}, default_prompt_name="document")),
-    ],
-)
-def test_vectors_are_those_of_sentence_transformers(tmp_path, config, settings):
-    st = pytest.importorskip("sentence_transformers", reason="the comparison needs sentence-transformers")
-    path = write(tmp_path, config=config, **settings)
-    model = xj.load_model(path, "float32")
-    theirs = st.SentenceTransformer(str(path), device="cpu")
-    texts = [*TEXTS, "The END of <|IM_END|> Σ ΑΣ"]
-    for name in (None, "query"):
-        wanted_ND = theirs.encode(texts, prompt_name=name, batch_size=4)
-        found_ND = xj.embed_texts(model, texts, prompt=name, truncate_prompt_tokens=-1)
-        np.testing.assert_allclose(found_ND, wanted_ND, atol=1e-5)
-
-
 def test_a_text_is_encoded_as_the_checkpoint_says(tmp_path):
     """Letters become lower-case, but not those of control tokens; a text that is too long is an error, or
     truncated between its special tokens; after a prompt it spells no control token.

@@ -32,11 +32,7 @@ WIDE = CONFIG | dict(hidden_size=896, intermediate_size=4864, num_attention_head
 MODELS = {
     "float32": (CONFIG, "float32", None),
     "bfloat16": (CONFIG, "bfloat16", None),
-    "int8": (
-        CONFIG | dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14),
-        "float32",
-        "int8",
-    ),
+    "int8": (WIDE, "float32", "int8"),
     "windows": (
         CONFIG | dict(model_type="gemma3_text", head_dim=128, sliding_window=64, sliding_window_pattern=2),
         "float32",

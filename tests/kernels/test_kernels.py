@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from layer_changes import with_mixer, with_windows
 from small_models import QWEN, build, prompts
 
@@ -189,40 +189,6 @@ def test_impl_none_runs_kernels_on_a_gpu_only(fake_gpu):
     assert fake_gpu not in jax.jit(default_calls).lower(*BY_DEFAULT).as_text()
     stacked = [SD((3, *x.shape), x.dtype) for x in BY_DEFAULT]
     assert lowered_for_cuda(jax.vmap(default_calls), *stacked).count(fake_gpu) >= 4
-
-
-@pytest.mark.full
-def test_impl_none_runs_kernels_under_shard_map(fake_gpu):
-    """With the check of varying axes: kernels, their gradients and plain jnp mark them correctly."""
-    mesh = h200(("rows", 2))
-    rows = PartitionSpec("rows")
-    same = PartitionSpec()
-    with jax.sharding.use_abstract_mesh(mesh):
-        mapped = jax.shard_map(default_calls, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=rows)
-        assert (
-            jax.jit(mapped).trace(*BY_DEFAULT).lower(lowering_platforms=("cuda",)).as_text().count(fake_gpu)
-            >= 4
-        )
-        repeated = jax.shard_map(default_calls, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=same)
-        with pytest.raises(ValueError, match="out_specs"):  # a varying result is not taken for replicated
-            jax.jit(repeated).trace(*BY_DEFAULT)
-
-
-@pytest.mark.full
-def test_a_single_query_before_the_last_key_does_not_see_past_itself():
-    q, k, v = arrays((2, 1, 4, 16), (2, 2, 20, 16), (2, 2, 20, 16))
-    for window in (None, 4):
-        outs = [
-            attention(
-                q,
-                uncached_kv(k, v, window),
-                VisibleKeys(jnp.array([3, 8]), jnp.array([20, 9])),
-                Scoring(0.2),
-                run_config=RunConfig(impl),
-            )
-            for impl in ("interpret", "xla")
-        ]
-        np.testing.assert_allclose(*outs, atol=1e-6)
 
 
 def test_select_states_its_reasons():

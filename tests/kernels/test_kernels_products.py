@@ -147,7 +147,7 @@ def test_what_the_kernel_does_not_take_stays_with_xla():
 
 @pytest.mark.full
 def test_int8_activations():
-    """They are quantized as on a CPU, after the norm."""
+    """They are rotated and quantized as on a CPU, after the norm."""
     draws = np.random.default_rng(0)
     matrix_OI = draws.standard_normal((40, 128)).astype(np.float32)
     int8 = jax.tree.map(jnp.asarray, quantize_matrix(matrix_OI, 8, 128))
@@ -155,7 +155,8 @@ def test_int8_activations():
     x = jnp.asarray(draws.standard_normal((3, 128)), BF16)
     norm = Norm(jnp.asarray(draws.standard_normal(128), BF16), 1e-6, 0.0)
     (got,) = products(x, [leaf], before=norm, dtype=jnp.float32, run_config=RunConfig("interpret"))
-    want = int8_activation_product(rms_norm(x, *norm), int8.values) * int8.scale
+    inputs = leaf["weight"].rotated_inputs(rms_norm(x, norm.weight, norm.eps, norm.offset))
+    want = int8_activation_product(inputs, int8.values) * int8.scale
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 

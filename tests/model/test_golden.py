@@ -102,7 +102,7 @@ def test_dynamic_is_not_continued_across_its_maximum(name):
 
 # Written by version 0.1.0 before its files moved into packages: a tiny checkpoint in our own format, in int8
 # and int4 (config.json has the settings of version 5 since), and what it and prefixes of it give; and
-# gear.prefix. plain.prefix is of format 5.
+# gear.prefix. plain.prefix is of format 6.
 FILES = GOLDEN / "files"
 RESULTS = json.loads((FILES / "said.json").read_text(encoding="utf-8"))
 

@@ -125,6 +125,18 @@ def test_private_attributes_are_used_where_they_are_defined(name):
     assert not [x for x in used if x[0] not in ("self", "cls", "super()") and x[1] not in known]
 
 
+def test_rows_and_requests_are_complete_when_they_are_made():
+    """Only their own modules and the scheduler assign attributes of rows, answers and requests."""
+    own = ("answers", "requests", "row", "scheduler", "prefix_cache", "clients", "replay")
+    assigned = set()
+    for name in {*MODULES} - {f"engine.{module}" for module in own}:
+        path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                assigned.add((name, ast.unparse(node.value).split(".")[-1]))
+    assert not {pair for pair in assigned if pair[1] in ("row", "answer", "request")}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)
 def test_kernels_stand_alone(path):
     assert not {name for name in imported(path, "kernels_pallas") if name.split(".")[0] == "xinfer_jax"}

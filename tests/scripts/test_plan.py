@@ -41,17 +41,16 @@ def test_bytes_are_those_of_the_arrays(weights, changes):
     quantize = weights if weights.startswith("int") else None
     dtype = "float32" if weights == "float32" else "bfloat16"
     params = xj.init_params(config, jax.random.key(0), dtype, quantize)
-    assert estimates.device_bytes(plan_job(config, weights), 1).weights == tree_bytes(params)
+    assert estimates.memory_plan(plan_job(config, weights), 1).parts["weights"] == tree_bytes(params)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 def test_pages_are_those_of_an_engine(kind):
     job = plan_job(from_hf(QWEN), cache_dtype=kind)
     pools = jax.eval_shape(lambda: empty_pools(job.config, 4 * 2 + 1, job.kv))  # 100 tokens: two pages
-    assert estimates.device_bytes(job, 1).pages == tree_bytes(pools)
-    assert (
-        estimates.device_bytes(job, 2).pages == estimates.device_bytes(job, 4).pages == tree_bytes(pools) // 2
-    )  # 2 key heads
+    pages = [estimates.memory_plan(job, n).parts["pages"] for n in (1, 2, 4)]
+    size = tree_bytes(pools)
+    assert pages == [size, size // 2, size // 2]  # 2 key heads
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,8 @@ def test_pages_are_those_of_an_engine(kind):
 def test_bytes_of_known_models(name, numbers):
     config = from_hf(hf_config(name))
     assert estimates.num_weights(config) == numbers
-    assert estimates.device_bytes(plan_job(config), 1).weights == 2 * numbers
-    half = estimates.device_bytes(plan_job(config), 2).weights
+    assert estimates.memory_plan(plan_job(config), 1).parts["weights"] == 2 * numbers
+    half = estimates.memory_plan(plan_job(config), 2).parts["weights"]
     assert numbers < half < 1.001 * numbers  # norms are on both
 
 
@@ -75,7 +74,7 @@ def test_bytes_of_experts_in_mxfp4():
     config = from_hf(hf_config("gpt-oss-20b"))
     experts = 24 * 32 * 3 * 2880 * 2880
     assert estimates.num_weights(config) == 20_914_757_184
-    found = estimates.device_bytes(plan_job(config, "mxfp4"), 1).weights
+    found = estimates.memory_plan(plan_job(config, "mxfp4"), 1).parts["weights"]
     assert found == experts * 17 // 32 + 2 * (20_914_757_184 - experts)
 
 
@@ -148,7 +147,7 @@ def main():
             for n in (2, 8):  # of 4 key heads
                 params = xj.load_model(path, dtype, quantize, mesh=mesh_of(n)).params
                 own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
-                planned = estimates.device_bytes(plan_job(from_hf(hf), weights), n).weights
+                planned = estimates.memory_plan(plan_job(from_hf(hf), weights), n).parts["weights"]
                 assert planned == own, (weights, n, planned, own)
 
 

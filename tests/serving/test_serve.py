@@ -547,7 +547,7 @@ def test_clients_cannot_raise_their_priority(model):
     with serving.run_server(model) as own:
         found = []
         submit = own.engine.submit_many
-        own.engine.submit_many = lambda *args, **more: found.append(more["priority"]) or submit(*args, **more)
+        own.engine.submit_many = lambda *args, **more: found.append(args[2].priority) or submit(*args, **more)
         own.ask("completion", prompt=[[5]] * 3, n=2, max_tokens=1, priority=-(2**30))
         own.ask("completion", prompt=[[5]], max_tokens=1, priority=40)
         assert found == [0, -40] and own.idle()

@@ -279,9 +279,9 @@ def test_all_prompts_of_a_body_are_submitted_at_once(server, monkeypatch):
     found = []
     submit = server.engine.submit_many
 
-    def seen(prompts, options, **more):
-        found.append((len(prompts), more["client"], threading.current_thread().name))
-        return submit(prompts, options, **more)
+    def seen(prompts, options, asked, **more):
+        found.append((len(prompts), asked.client, threading.current_thread().name))
+        return submit(prompts, options, asked, **more)
 
     monkeypatch.setattr(server.engine, "submit_many", seen)
     assert ask(server, prompt=[[5]] * 20, max_tokens=1, allowed_token_ids=[*range(1500)])[0] == 200

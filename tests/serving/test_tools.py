@@ -3,9 +3,7 @@
 import json
 
 import pytest
-import tiny
 import tool_models
-from paths import DATA
 
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
 pytest.importorskip("prometheus_client")
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.oldest
 
 QUESTION = [dict(role="user", content="1 + 2?")]
 TOOLS = tool_models.TOOLS
-QWEN = DATA / "qwen2.5-0.5b-instruct"
 SHAPE = dict(rows=2, capacity=1024, pages=40, chunk=64)
 CALLS = [("add", dict(a=1, b=2)), ("weather", dict(city="Oslo"))]
 
@@ -50,33 +47,6 @@ def test_calls_in_a_response(server):
     tokens = server.call("POST", "/tokenize", dict(messages=history, tools=TOOLS))[1]["tokens"]
     text = server.service.tokenizer.decode(tokens, skip_special_tokens=False)
     assert '"name": "add", "arguments": {"a": 1, "b": 2}' in text and text.count('"description": "add"') == 1
-
-
-@pytest.mark.parametrize("form", ["gemma4", "glm45", "response_template"])
-def test_other_forms_of_calls(form, tmp_path):
-    """In a response and in a stream: special tokens that mark calls, and forms that a checkpoint declares."""
-    parts = dict(gemma4=tool_models.GEMMA_PARTS, glm45=tool_models.GLM_PARTS).get(form)
-    settings = dict(chat_template=tool_models.TEMPLATES[form]) if parts else tool_models.BRACKETS
-    parts = parts or tool_models.BRACKET_PARTS
-    own = xj.load_model(tool_models.write_calling_checkpoint(tmp_path, parts, **settings))
-    with serving.run_server(own, shape=SHAPE) as served:
-        (choice,) = served.ask("chat", messages=QUESTION, tools=TOOLS)["choices"]
-        events = served.events("chat", messages=QUESTION, tools=TOOLS)
-        (plain,) = served.ask("chat", messages=QUESTION)["choices"]
-    message = choice["message"]
-    assert (choice["finish_reason"], message["content"], message["reasoning"]) == (
-        "tool_calls",
-        "I look.",
-        "why",
-    )
-    assert [tool_models.arguments(call) for call in message["tool_calls"]] == CALLS[:1]
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert "".join(delta.get("content", "") for delta in deltas) == "I look."
-    assert "".join(delta.get("reasoning", "") for delta in deltas) == "why"
-    functions = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
-    assert functions[0]["name"] == "add"
-    assert json.loads("".join(function["arguments"] for function in functions)) == CALLS[0][1]
-    assert plain["finish_reason"] == "stop" and "add" in plain["message"]["content"]
 
 
 def test_calls_in_a_stream(server):
@@ -192,36 +162,6 @@ def test_required_calls(server):
     assert entries[0]["function"]["name"] == "weather" and json.loads(text)["city"]
     status, body, _ = server.call("POST", "/v1/chat/completions", asked | dict(guided_regex="a"))
     assert status == 400 and body["error"]["param"] == "tool_choice"
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not QWEN.exists(), reason=f"{QWEN} is not here")
-def test_a_conversation_with_qwens_tokenizer_and_template(tmp_path):
-    """A random checkpoint calls two functions, gets their results, and calls again."""
-    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
-    size = dict(vocab_size=151_936, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
-    hf = tiny.CONFIG | size | dict(max_position_embeddings=2048, eos_token_id=151_645)
-    tiny.write(tmp_path, hf, with_tokenizer=False)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (tmp_path / name).write_bytes((QWEN / name).read_bytes())
-    random = xj.load_model(tmp_path)
-    with serving.run_server(random, shape=SHAPE) as served:
-        messages = [dict(role="user", content="What is 1 + 2, and the weather in Oslo?")]
-        called = list[str]()
-        for tool in TOOLS:
-            choice = dict(type="function", function=dict(name=tool["function"]["name"]))
-            asked = dict(messages=messages, tools=TOOLS, tool_choice=choice, max_tokens=200, seed=1)
-            (found,) = served.ask("chat", **asked)["choices"]
-            (call,) = found["message"]["tool_calls"]
-            assert found["finish_reason"] == "tool_calls"
-            called.append(tool_models.arguments(call)[0])
-            messages += [found["message"], dict(role="tool", tool_call_id=call["id"], content="3")]
-        assert called == [tool["function"]["name"] for tool in TOOLS]
-        asked = dict(messages=messages, tools=TOOLS, tool_choice="required", max_tokens=400, seed=2)
-        (found,) = served.ask("chat", **asked)["choices"]
-        assert found["finish_reason"] in ("tool_calls", "length")
-    text = random.tokenizer.decode(xj.encode_prompt(random, messages, tools=TOOLS), False)
-    assert text.count("<tool_response>\n3\n</tool_response>") == text.count('\n{"name": "') == 2
 
 
 @pytest.mark.parametrize(

@@ -459,9 +459,9 @@ def caches() -> None:
         )
     assert len(parts) == 40 and max(seen.values()) <= 2, seen
     cache = xj.init_cache(over.config, 2, 32, mesh=mesh_of(4))
-    compiled = PREFILL.donating.lower(
-        over.params, over.config, *pad_prompts(prompts, 16), cache, RunConfig(), 512
-    ).compile()
+    inputs = Inputs(*pad_prompts(prompts, 16))
+    lowered = PREFILL.donating.lower(over.params, over.config, inputs, NO_EXTRAS, cache, 512, RunConfig())
+    compiled = lowered.compile()
     held = sum(x.nbytes // 4 for x in jax.tree.leaves(cache.layers))
     assert compiled.memory_analysis().alias_size_in_bytes >= held
 

@@ -56,14 +56,6 @@ PARTS = [
 
 
 # Answers in Gemma 4's form, whose marks are special tokens, and in one that a response template describes.
-GEMMA_PARTS = [
-    "<|channel>", "thought\n", "why", "<channel|>", "I look.", "<|tool_call>", "call:add{a:", "1,b:", "2}",
-    "<tool_call|>",
-]  # fmt: skip
-_GLM_CALL = "\n<tool_call>add;\n<arg_key>a;</arg_key>\n<arg_value>1;</arg_value>\n<arg_key>b"
-_GLM_END = "</arg_key>\n<arg_value>2</arg_value>;\n</tool_call>"
-GLM_PARTS = ["<think>", "why", "</think>", "I look.", *_GLM_CALL.split(";"), *_GLM_END.split(";")]
-BRACKET_PARTS = ["[THINK]", "why", "[/THINK]", "I look.", "\n[CALL]add", '{"a": 1, "b": ', "2}", "[/CALL]"]
 BRACKETS = dict(
     chat_template=_TOOLS + _TURNS.replace("CALL", "[CALL]{{ c.function.name }}"),
     response_template=dict(

@@ -365,16 +365,6 @@ def test_prefill_and_decode_equal_the_full_forward(shallow):
 
 
 @pytest.mark.full
-def test_bundled_model_answers(model):
-    if model.load_stats.dtype == "int4":
-        pytest.skip(
-            "in 4 bits a model of 1 M parameters forgets some answers: scripts/quantize.py measures it"
-        )
-    text = xj.generate_text(model, "What is the capital of France?", xj.GenerateOptions(max_new_tokens=16))
-    assert text == "The capital of France is Paris."
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("quantize", FORMATS)
 def test_no_weight_is_dequantized_outside_the_loop(quantize):
     config = xj.load_model().config

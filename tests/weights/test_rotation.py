@@ -177,13 +177,3 @@ def test_bad_options_for_int8_activations_raise(tmp_path):
         (INT8 | dict(activations="int4"), "activations='int4' is not supported"),
     ):
         assert message in tiny.load_error(None, **options)
-
-
-@pytest.mark.full
-def test_generate_and_engine_agree(tmp_path):
-    model = tiny.shallow_model(**INT8)
-    prompts = [model.tokenizer.encode(text) for text in ("What is the capital of France?", "The capital")]
-    options = xj.GenerateOptions(6, eos_token_ids=())
-    together = xj.generate(model.params, model.config, prompts, options).tokens
-    alone = [xj.generate(model.params, model.config, [ids], options).tokens[0] for ids in prompts]
-    assert together == alone

@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from ..checkpoint.loading import Model
 from ..config.model_config import ModelConfig
 from ..engine.engine_device import MAX_STOP_IDS
+from ..engine.request_options import RequestOptions
 from ..errors import ContextLengthError, InputError, format_value
 from ..generation.options import GenerateOptions
 from ..grammar.compiler import AUTO
@@ -38,10 +41,9 @@ class ParsedBody:
     logprobs: int | None  # how many alternatives to return; None: no log-probabilities
     echo: bool  # the response repeats the prompt before the answer
     return_token_ids: bool  # the response has token ids too
-    submit_args: dict[str, Any]  # additional arguments of `Engine.submit`
+    request_options: RequestOptions  # for each prompt; skip_special_tokens holds for the response too
     unknown_fields: list[str]
     include_stop: bool = False  # the text includes the stop string that ended it
-    skip_special_tokens: bool = True  # the text leaves out special tokens
     in_reasoning: bool = False  # the prompt of a chat ends within the reasoning: the template opened <think>
     harmony_header: str | None = None  # that the prompt of a chat ends with; None: no Harmony is written
     tools: ToolSettings | None = None  # that the answer may call
@@ -50,6 +52,10 @@ class ParsedBody:
     # calls are marked in forms that are known.
     template: tuple[ResponseTemplate, str] | None = None
     call_prefix: str = "call"  # ids of calls begin with it; no other request has the same
+
+    def keys(self, key: jax.Array) -> list[jax.Array]:
+        """The random key of each prompt, from that of the request."""
+        return [jax.random.fold_in(key, i) if i else key for i in range(len(self.prompts))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,19 +140,19 @@ def parse_request_body(
     seed = fields.integer("seed", -(2**63), 2**64 - 1)
     logprobs = _parse_logprobs(kind, fields, defaults.logprobs or None)
     n = fields.integer("n", 1, 128) or defaults.n
-    submit_args: dict[str, Any] = dict(
-        priority=-(fields.integer("priority", -(2**30), 2**30) or 0),
-        salt=fields.string("cache_salt") or "",
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-    )
-    if echo and logprobs is not None:
-        submit_args["prompt_logprobs"] = max(1, logprobs)
-    in_reasoning = header = None
+    in_reasoning = header = content_after = None
     if kind == "chat":
         in_reasoning = ends_in_reasoning(model.tokenizer, prompts[0], continued_text(fields))
         header = harmony_header(model.tokenizer, prompts[0])
         if not fields.boolean("stop_in_reasoning", stop_in_reasoning):
-            submit_args["content_after"] = header or (THINK_START if in_reasoning else "")
+            content_after = header or (THINK_START if in_reasoning else "")
+    request_options = RequestOptions(
+        priority=-(fields.integer("priority", -(2**30), 2**30) or 0),
+        salt=fields.string("cache_salt") or "",
+        prompt_logprobs=max(1, logprobs) if echo and logprobs is not None else None,
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        content_after=content_after,
+    )
     options = dataclasses.replace(
         defaults,
         max_new_tokens=max(1, max_tokens),
@@ -176,10 +182,9 @@ def parse_request_body(
         logprobs,
         echo,
         fields.boolean("return_token_ids"),
-        submit_args,
+        request_options,
         unknown,
         include_stop,
-        submit_args["skip_special_tokens"],
         bool(in_reasoning),
         header,
         tools,

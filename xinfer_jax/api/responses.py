@@ -71,7 +71,7 @@ def response_body(
     choices = []
     for choice, entries in response_choices(parsed, outs, prompt_logprobs, tokenizer):
         if parsed.logprobs is not None and tokenizer:
-            texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
+            texts = TokenTextDecoder(tokenizer, parsed.request_options.skip_special_tokens)
             choice["logprobs"] = format_logprobs(texts, parsed, entries)
         choices.append(choice)
     rows = (row for out in outs for row in out.logprobs)
@@ -115,7 +115,7 @@ def response_choices(
                 choice["message"] = dataclasses.replace(answer, reasoning=reasoning).to_message()
                 choice["finish_reason"] = chat_finish_reason(reason, parser)
             else:
-                special = parsed.skip_special_tokens
+                special = parsed.request_options.skip_special_tokens
                 before = prompt_text(tokenizer, prompt, tokens, special) if parsed.echo else ""
                 choice["text"] = text if text is None and not before else before + (text or "")
             if parsed.return_token_ids or not tokenizer:
@@ -177,10 +177,10 @@ def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetoke
         tokenizer,
         parsed.options.stop_strings,
         parsed.include_stop,
-        parsed.skip_special_tokens and parsed.template is None,
+        parsed.request_options.skip_special_tokens and parsed.template is None,
         parsed.harmony_header is not None,
         min_tokens_of_row(parsed.options.sampling),
-        parsed.submit_args.get("content_after"),
+        parsed.request_options.content_after,
     )
 
 

@@ -15,8 +15,9 @@ from ..api.score_body import format_scores, parse_score_body
 from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..engine.engines import AnyEngine
+from ..engine.request_options import RequestOptions
 from ..engine.requests import Request
-from ..engine.submission import make_request
+from ..engine.submission import make_requests
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.random_keys import key_from_seed
@@ -68,7 +69,7 @@ class LineDefaults:
 
     def check(self, engine: AnyEngine) -> None:
         """Raises InputError for options with which the engine could serve no line."""
-        make_request(engine, [0], self.options, key_from_seed(0), 0)
+        list(make_requests(engine, [[0]], self.options, [key_from_seed(0)], RequestOptions()))
 
 
 class LineRequest:
@@ -144,10 +145,8 @@ class LineRequest:
         if parsed.unknown_fields:
             raise InputError(f"{parsed.unknown_fields[0]} is not a field of a {line.kind} line: leave it out")
         key = line_key(d.seed, line.identity) if parsed.seed is None else key_from_seed(parsed.seed)
-        for i, prompt in enumerate(parsed.prompts):
-            prompt_key = jax.random.fold_in(key, i) if i else key
-            how: Any = dict(key=prompt_key, live=False, adapter=adapter) | parsed.submit_args
-            self.requests.append(engine.submit(prompt, parsed.options, **how))
+        asked = dataclasses.replace(parsed.request_options, live=False, adapter=adapter)
+        self.requests = engine.submit_many(parsed.prompts, parsed.options, asked, keys=parsed.keys(key))
 
     @property
     def _body(self) -> dict[str, Any]:
@@ -194,10 +193,11 @@ class LineRequest:
             self._has_tokens.append(len(ids) > len(context))
             if not self._has_tokens[-1]:
                 continue
-            logprobs: dict[str, Any] = dict(prompt_logprobs=1, prompt_logprobs_from=len(context))
-            options = GenerateOptions(1, eos_token_ids=())
-            how: Any = dict(live=False, adapter=self.line.body.get("adapter")) | logprobs
-            self.requests.append(self._engine.submit(ids, options, **how))
+            adapter = self.line.body.get("adapter")
+            asked = RequestOptions(
+                prompt_logprobs=1, prompt_logprobs_from=len(context), live=False, adapter=adapter
+            )
+            self.requests.append(self._engine.submit(ids, GenerateOptions(1, eos_token_ids=()), asked))
 
     def _scores(self) -> dict[str, Any]:
         for request in self.requests:

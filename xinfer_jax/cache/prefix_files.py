@@ -21,7 +21,7 @@ from .kv_cache import KVCache, init_cache
 from .prefix import Prefix
 from .stored_kv import quantized_dtype
 
-_FORMAT = 5  # earlier ones have a fingerprint of another config
+_FORMAT = 6  # earlier ones have a fingerprint of another config
 
 
 @in_default_modes

@@ -12,7 +12,8 @@ from ..errors import InputError, ShortRepr
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
-from .requests import Answer, check_started
+from .answers import Answer
+from .requests import check_started
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -14,14 +14,15 @@ from ..errors import InputError
 from ..generation.state import SampledTokens
 from ..grammar.matcher import Matcher
 from ..sampling.context import ALL_BITS
-from ..sampling.logprobs import token_logprob_rows
+from ..sampling.logprobs import TokenLogprobs, token_logprob_rows
 from ..weights.params_like import is_deleted
+from .answers import Answer
 from .controller import Leader
 from .engine_device import Device
 from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers
-from .requests import Answer, Request
+from .requests import Request
 from .row import PLAIN, Action, LoadPages, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
@@ -65,13 +66,17 @@ class EngineCore(WeightSwitch):
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
+        # Of preempted rows: the state (None: it has none yet), and the pages.
+        self._swapped: dict[Answer, Any] = {}
+        # Of rows that compute their keys anew: the state, with the old recurrent states.
+        self._restarted: dict[Answer, Any] = {}
         self._firsts: dict[int, Answer] = {}  # of slots, whose prompts were prefilled in this step
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
-            answer.row.salt = self.tiers.salt(answer.row.salt)
+            answer.row.resalt(self.tiers.salt)
             if answer.row.num_computed:  # another engine prefilled it, maybe before the last switch
                 answer.record_version(self.version)
             self._answers[answer.row] = answer
@@ -140,7 +145,7 @@ class EngineCore(WeightSwitch):
     @property
     def _is_live(self) -> bool:
         """Whether a caller may stream a running row, and other requests may come meanwhile."""
-        return any(self._answers[row].request.live for row in self.scheduler.running)
+        return any(self._answers[row].request.request_options.live for row in self.scheduler.running)
 
     def _stages(self, answer: Answer) -> frozenset[str]:
         """The stages of `Device.stages` that an answer needs beside the first."""
@@ -151,7 +156,7 @@ class EngineCore(WeightSwitch):
             "logprobs": call.options.logprobs > 0,
             "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
-            "routes": answer.request.return_routes,
+            "routes": answer.request.request_options.return_routes,
             "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
         }
         return frozenset(name for name, needs in needed.items() if needs)
@@ -178,14 +183,13 @@ class EngineCore(WeightSwitch):
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
         has_state = answer.row.is_prefilled or self.shape.state_bytes
         row = self.device.get_row(swap.slot, True) if has_state else None
-        answer.swapped = row, self.device.copy_pages_out(swap.pages)
+        self._swapped[answer] = row, self.device.copy_pages_out(swap.pages)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
-        row, pages = answer.swapped
+        row, pages = self._swapped.pop(answer)
         self.device.copy_pages_in(swap.pages, pages)
         if row is not None:
             self.device.set_row(swap.slot, row)
-        answer.swapped = None
 
     def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
         row = chunk.row
@@ -196,15 +200,14 @@ class EngineCore(WeightSwitch):
         if row.logprobs_from is not None:
             logprobs_1T = np.asarray(alternatives.processed_BT)
             count_1 = np.array([len(targets)])
-            top = request.num_prompt_logprobs
+            top = request.request_options.prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
-            request.prompt_logprobs += tokens[max(0, row.logprobs_from - chunk.start - 1) :]
+            request.prompt_logprobs.extend(tokens[max(0, row.logprobs_from - chunk.start - 1) :])
         self._counters.prefill_tokens += chunk.count
         if snapshot := self.scheduler.record_prefill(chunk):
             self.device.save_state(row.slot, snapshot)
-        if chunk.is_last and answer.state is not None:  # of a row that started anew
-            self.device.set_row(row.slot, answer.state, False)
-            answer.state = None
+        if chunk.is_last and answer in self._restarted:
+            self.device.set_row(row.slot, self._restarted.pop(answer), False)
         elif chunk.is_last:
             self._put_first(answer, outputs)
 
@@ -240,7 +243,7 @@ class EngineCore(WeightSwitch):
         dfa = answer.matcher and answer.matcher.dfa
         tables = dfa and [dfa.class_V, dfa.next_SC]
         callers = jax.tree.leaves(request.call.callers)
-        row = self.device.new_row(request.call, answer.key_1, masks_1QW, tables, callers)
+        row = self.device.new_row(request.call, answer.number, masks_1QW, tables, callers)
         self.device.put_first(slot, outputs, row)
         self._firsts[slot] = answer
 
@@ -290,8 +293,7 @@ class EngineCore(WeightSwitch):
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
             if out.accepted_B is not None:
-                answer.passes += int(passes_B[slot])
-                answer.accepted += int(out.accepted_B[slot])
+                answer.count_passes(int(passes_B[slot]), int(out.accepted_B[slot]))
         self._append_all(answers, out)
 
     def _late_rows(self) -> set[Row]:
@@ -346,18 +348,17 @@ class EngineCore(WeightSwitch):
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.generated_tokens += count
-        if request.recorded:
-            answer.processed += out.alternatives.processed_BT[slot, :count].tolist()
+        processed = out.alternatives.processed_BT[slot, :count].tolist() if request.recorded else ()
+        alternatives: Sequence[TokenLogprobs] = ()
         if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
-            of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
-            alternatives, tokens_1T, logprobs_1T, count_1 = of_row
-            (tokens,) = token_logprob_rows(alternatives, tokens_1T, logprobs_1T, count_1, top)
-            answer.alternatives += tokens
+            recorded, *of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
+            tokens_1T, logprobs_1T, count_1 = of_row
+            (alternatives,) = token_logprob_rows(recorded, tokens_1T, logprobs_1T, count_1, top)
         ids = out.tokens_BT[slot, :count].tolist()
         logprobs = out.logprobs_BT[slot, :count].tolist()
         try:
-            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]))
+            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]), processed, alternatives)
         except InputError as error:
             self._fail(request, error)
             return True
@@ -369,7 +370,7 @@ class EngineCore(WeightSwitch):
 
     def _fail(self, request: Request, error: BaseException) -> None:
         """Ends a request; other requests continue."""
-        request.error = error
+        request.fail(error)
         self._end_all(request, "error", valid=False)
         self._notify([request])
 
@@ -379,12 +380,14 @@ class EngineCore(WeightSwitch):
                 self._end(answer, reason, valid)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
-        answer.finish_reason = answer.finish_reason or reason
-        if answer.request.return_routes and answer.row.state in ("prefilling", "running"):
+        routes = None
+        if answer.request.request_options.return_routes and answer.row.state in ("prefilling", "running"):
             parts = jax.device_get(self.device.copy_routes(answer.row.pages))
             numbers = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-            answer.recorded_routes = numbers[: answer.row.num_computed]
-        answer.swapped = answer.state = None
+            routes = numbers[: answer.row.num_computed]
+        answer.end(reason, routes)
+        for kept in (self._swapped, self._restarted):
+            kept.pop(answer, None)
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row
             self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)

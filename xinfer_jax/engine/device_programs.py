@@ -14,21 +14,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..cache.kv_cache import KVCache
 from ..cache.paged import Paged, RoutePages
 from ..config.model_config import ModelConfig
 from ..generation.executor import Executor
-from ..generation.speculation import SpeculationState, Speculative, prompt_lookup
+from ..generation.speculation import SpeculationState, Speculative
 from ..generation.state import DecodeState, SampledTokens
-from ..generation.strategies import Plain
 from ..mixers.mixer import Mixer
 from ..model.decoder import head_logits
 from ..ops.largest import largest_k
 from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives
-from ..sampling.settings import NUMBERS
 from .pacing import MAX_DECODE_TOKENS
 
 MAX_LOGPROBS = 20  # alternatives of a token
@@ -48,13 +45,6 @@ class RowSteps(NamedTuple):
     strategy: Any  # `Plain`, or `Speculative` by prompt lookup
     capacity: int
     recorded: int  # of each token: 0: no alternatives, 1: `processed_BT` alone, 2: all
-
-    @staticmethod
-    def of_engine(config: ModelConfig, num_draft_tokens: int, capacity: int, recorded: int) -> "RowSteps":
-        """With draft tokens, or without (0)."""
-        plain: Any = Plain(config)
-        speculative = Speculative(config, prompt_lookup, num_draft_tokens)
-        return RowSteps(speculative if num_draft_tokens else plain, capacity, recorded)
 
 
 class RowsCall(NamedTuple):
@@ -105,16 +95,16 @@ def cache_states(cache: KVCache) -> tuple[Any, ...]:
     return tuple(layer for layer in cache.layers if not layer.has_keys)
 
 
-def sample_rows(
+def sample_one_token(
     executor: Executor, steps: RowSteps, rows: DecodeState, args: tuple[Any, RowsCall]
 ) -> tuple[DecodeState, SampledTokens]:
     """The rows of all slots after one token of the running ones, and this token. args: what `sample` takes,
     of all slots; and the call.
     """
     outputs, call = args
-    state, _ = _begin(executor, steps.recorded, rows, call)
+    own, state, _ = _begin(executor, steps, rows, call)
     state, _ = executor.sample(outputs, state)
-    return _end(executor, rows, state)
+    return _end(executor, rows, own, state)
 
 
 def decode_rows(
@@ -125,71 +115,49 @@ def decode_rows(
     """
     rows, caches = arrays
     *model, call = args
-    strategy = steps.strategy
-    state, lengths = _begin(executor, steps.recorded, rows, call)
-    carry: tuple = state, paged_cache(strategy.config, caches, call.tables, steps.capacity, lengths)
-    if isinstance(strategy, Speculative):
+    own, state, lengths = _begin(executor, steps, rows, call)
+    config = steps.strategy.config
+    carry: tuple = state, paged_cache(config, caches, call.tables, steps.capacity, lengths)
+    if isinstance(steps.strategy, Speculative):
         model.append(None)  # no draft model
-        zeros_B: Any = np.zeros(len(call.running_B), np.int32)
-        carry = *carry, SpeculationState(None, zeros_B, zeros_B)
-    state, cache, *counts = executor.decode(strategy, tuple(model), carry, call.steps, call.watched_B)
-    rows, out = _end(executor, rows, state, *counts)
+        carry = *carry, SpeculationState.of_rows(len(call.running_B))
+    state, cache, *counts = executor.decode(steps.strategy, tuple(model), carry, call.steps, call.watched_B)
+    rows, out = _end(executor, rows, own, state, *counts)
     return rows, CacheArrays(cache_pools(cache), cache_states(cache)), out
 
 
-def _begin(
-    executor: Executor, recorded: int, rows: DecodeState, call: RowsCall
-) -> tuple[DecodeState, tuple[Any, Any, Any]]:
-    """The state of a call: rows that do not run are inactive in it; with columns for the output. And the
-    `lengths` of their cache.
+def _begin(executor: Executor, steps: RowSteps, rows: DecodeState, call: RowsCall) -> tuple[Any, Any, Any]:
+    """The leaves of the rows that `_end` puts back, by index; the state of a call, in which the rows that do
+    not run are inactive, with columns for the output; and the `lengths` of a cache.
     """
-    parts, output, lengths = executor.call(_BEGIN, rows, call.running_B, call.wanted_B, recorded)
-    return dataclasses.replace(_with_parts(rows, parts), **output), lengths
+    leaves, output, lengths = executor.call(_BEGIN, rows, call.running_B, call.wanted_B, steps.recorded)
+    own = {i: x for i, x in enumerate(jax.tree.leaves(rows)) if i in leaves}
+    return own, dataclasses.replace(_with_leaves(rows, leaves), **output), lengths
 
 
 def _end(
-    executor: Executor, rows: DecodeState, state: DecodeState, counts: SpeculationState | None = None
+    executor: Executor, rows: DecodeState, own: Any, state: DecodeState, counts: Any = None
 ) -> tuple[DecodeState, SampledTokens]:
     """The rows without output, and the output. The host reads only the output: an array of the rows that the
-    host has a view of could not be donated.
+    host has a view of could not be donated. counts: `SpeculationState`.
     """
     count_B, finished_B = executor.call(_END, state.length_B, state.output_start_B, state.finished_B)
-    out = SampledTokens(state.tokens_BT, state.logprobs_BT, count_B, finished_B, state.alternatives)
-    if counts is not None:
-        out = out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)
-    state = dataclasses.replace(
-        state,
-        tokens_BT=rows.tokens_BT,
-        logprobs_BT=rows.logprobs_BT,
-        alternatives=None,
-        output_start_B=None,
-    )
-    return _with_parts(state, _parts(rows)), out
+    drafts = () if counts is None else (counts.passes_B, counts.accepted_B)
+    columns = state.tokens_BT, state.logprobs_BT
+    out = SampledTokens(*columns, count_B, finished_B, state.alternatives, *drafts)
+    empty: Any = dict(tokens_BT=rows.tokens_BT, logprobs_BT=rows.logprobs_BT)
+    state = dataclasses.replace(state, alternatives=None, output_start_B=None, **empty)
+    return _with_leaves(state, own), out
 
 
-def _parts(rows: DecodeState) -> tuple[Any, ...]:
-    """The parts of rows that are off, in a call, in those that do not run."""
-    names = *(setting.name for setting in NUMBERS), "bad_words_ids"
-    settings = {name: getattr(rows.sampling_B, name) for name in names}
-    automata, callers = rows.context.automata, rows.context.callers
-    return rows.limit_B, settings, automata and automata.width_B, callers and callers.uses_BP
-
-
-def _with_parts(rows: DecodeState, parts: tuple[Any, ...]) -> DecodeState:
-    limit_B, settings, width_B, uses_BP = parts
-    context = rows.context
-    automata = context.automata and dataclasses.replace(context.automata, width_B=width_B)
-    callers = context.callers and dataclasses.replace(context.callers, uses_BP=uses_BP)
-    return dataclasses.replace(
-        rows,
-        limit_B=limit_B,
-        sampling_B=dataclasses.replace(rows.sampling_B, **settings),
-        context=dataclasses.replace(context, automata=automata, callers=callers),
-    )
+def _with_leaves(rows: DecodeState, leaves: dict[int, Any]) -> DecodeState:
+    """The rows with these leaves, by index, in place of their own."""
+    old, tree = jax.tree.flatten(rows)
+    return jax.tree.unflatten(tree, [leaves.get(i, x) for i, x in enumerate(old)])
 
 
 def _begin_call(rows, running_B, wanted_B, recorded):
-    """What `_begin` needs, in arrays of their own: the rest of the rows stays where it is."""
+    """What `_begin` needs, in arrays of their own: the other leaves of the rows stay where they are."""
     (B, V) = rows.context.seen_BV.shape
     active_B = rows.active_B & running_B
     selected = dataclasses.replace(
@@ -198,6 +166,8 @@ def _begin_call(rows, running_B, wanted_B, recorded):
         sampling_B=select_rows(rows.sampling_B, running_B),
         context=rows.context.select_rows(running_B),
     )
+    pairs = enumerate(zip(jax.tree.leaves(rows), jax.tree.leaves(selected), strict=True))
+    leaves = {i: new for i, (old, new) in pairs if new is not old}
     alternatives = None
     if recorded:
         empty = empty_alternatives(B, MAX_DECODE_TOKENS, min(MAX_LOGPROBS, V), V, False)
@@ -212,7 +182,7 @@ def _begin_call(rows, running_B, wanted_B, recorded):
     )
     length_B = jnp.where(active_B, rows.position_B - 1, 0)
     lengths = length_B, rows.progress.longest_B(rows.position_B), jnp.zeros(B, bool)
-    return _parts(selected), output, lengths
+    return leaves, output, lengths
 
 
 def _end_call(length_B, start_B, finished_B):
@@ -259,7 +229,6 @@ def _set_pages(pools, page_N, contents):
 
 _BEGIN = jax.jit(_begin_call, static_argnames="recorded")
 _END = jax.jit(_end_call)
-PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")
 REPEAT_ROW = jax.jit(_repeat_row, static_argnames="rows")
 SET_ROW = jax.jit(_set_row, donate_argnames="rows")

@@ -11,14 +11,14 @@ never moved.
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ..errors import InputError
-from .endpoint import PREFILLED, Progress
+from .answers import Answer, Progress
+from .endpoint import PREFILLED
 from .pages import PAGE_SIZE
-from .requests import Answer, Request, Switch
+from .requests import Request
 from .routing import PromptRouter
 from .row import Row
 
@@ -126,29 +126,11 @@ class Dispatcher:
         if new.error is not None:
             self._fail(request, new.error)
             return
-        request.prompt_logprobs += new.prompt_logprobs[
-            max(0, len(request.prompt_logprobs) - new.prompt_start) :
-        ]
-        if new.logprobs:
-            now = time.monotonic()
-            request.times.setdefault("prefill", now - (new.prefill_seconds or 0.0))
-            request.times.setdefault("first", now)
-        answer.row.hits = new.hits
-        answer.switches = [Switch(*switch) for switch in new.switches] or answer.switches
-        answer.recorded_routes = new.routes
-        answer.passes = new.passes
-        answer.accepted = new.accepted
-        known = max(0, len(answer.logprobs) - new.start)
-        answer.alternatives += new.alternatives[known:]
-        answer.processed += new.processed[known:]
-        answer.logprobs += new.logprobs[known:]
-        answer.sampled += new.sampled[known:]
-        answer.tokens += answer.sampled[len(answer.tokens) : new.tokens]
-        answer.row.num_computed = len(answer.row.ids) + len(answer.logprobs)
+        answer.apply(new)
         if new.reason == PREFILLED:
             self._decode(job)
         elif new.reason is not None:
-            answer.finish_reason = new.reason
+            answer.end(new.reason)
             self._drop(self._current.pop(answer))
 
     def pull(self, ticket: int, shardings: Any) -> None:
@@ -196,7 +178,7 @@ class Dispatcher:
     def _prefill(self, answer: Answer, queued: dict[Any, int]) -> None:
         """Gives an answer to the endpoint that will have prefilled the prompt first."""
         row = answer.row
-        row.num_computed = 0
+        row.record_elsewhere(0, 0)
         if not queued:
             self._fail_without(answer.request, "prefill")
             return
@@ -229,14 +211,14 @@ class Dispatcher:
         self._fail(request, self._errors.get(role) or InputError(f"no {role} process is connected"))
 
     def _fail(self, request: Request, error: BaseException | None) -> None:
-        request.error = error
+        request.fail(error)
         self._end(request, "error")
 
     def _end(self, request: Request, reason: str) -> None:
         """Ends the answers of a request that have not ended."""
         self._updated[request] = None
         for answer in request.answers:
-            answer.finish_reason = answer.finish_reason or reason
+            answer.end(reason)
             self._drop(self._current.pop(answer, None))
 
     def _drop(self, job: Job | None) -> None:

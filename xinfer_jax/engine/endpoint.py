@@ -7,48 +7,25 @@ Each answer at an endpoint has a ticket, a number that is used once. An event ab
 dispatcher does not know any more is ignored.
 """
 
-import copy
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from ..errors import InputError
 from ..generation.state import SampledTokens
-from ..sampling.logprobs import TokenLogprobs
 from ..weights.params import Params
+from .answers import Answer
 from .core import EngineCore
 from .pages import PAGE_SIZE
-from .requests import Answer
+from .requests import Request
 from .row import Action, HeldAdapter, PrefillChunk, Row, Swap
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
 ELSEWHERE = object()  # stands for the state and pages of a row that another engine prefilled
-
-
-class Progress(NamedTuple):
-    """What is new of an answer."""
-
-    start: int = 0  # tokens that were reported before; the next four are of those after them
-    sampled: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    processed: Sequence[float] = ()
-    alternatives: Sequence[TokenLogprobs] = ()
-    tokens: int = 0  # number of its tokens, without an EOS or stop id
-    reason: str | None = None  # its finish_reason; None: it goes on
-    hits: int = 0
-    passes: int = 0
-    accepted: int = 0
-    prompt_start: int = 0  # log-probabilities of the prompt that were reported before
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
-    prefill_seconds: float | None = None  # from the begin of prefill to the first token
-    switches: Sequence[Any] = ()  # all of `Answer.switches`
-    routes: Any = ()  # `Answer.recorded_routes`
-    error: BaseException | None = None  # why its request failed
 
 
 @dataclasses.dataclass
@@ -94,14 +71,17 @@ class EngineEndpoint:
         """Prefills the prompt of another engine's answer, or continues that after its first token."""
         if not self._engine.started:
             self._engine.__enter__()
-        own = _copy(answer, self._engine, self.role == "decode")
-        if self.role == "decode":
-            own.emit = lambda name, *args: self._emit(name, ticket, *args)
-            own.swapped = ELSEWHERE
+        first = answer if self.role == "decode" else None
+        old = answer.request
+        asked = old.request_options, old.adapter, old.factors
+        request = Request(self._engine, old.call, *asked, [answer.number], first)
+        own = request.single_answer
+        if first is not None:
+            self._core.expect(own, lambda name, *args: self._emit(name, ticket, *args))
         self._answers[ticket] = _Work(own, len(own.logprobs))
-        own.request.listeners.append(partial(self._report, ticket))
+        request.listeners.append(partial(self._report, ticket))
         with suppress(InputError):  # it has failed: the dispatcher sees its error
-            self._engine.enqueue([own.request])
+            self._engine.enqueue([request])
 
     def send(self, ticket: int, target: int, shardings: Any = None) -> None:
         """Sends a prefilled row to the endpoint where it has the ticket `target`. shardings: of `pull`; None:
@@ -169,36 +149,7 @@ class EngineEndpoint:
             return
         if answer.finish_reason == PREFILLED:
             work.prefilled = self._core.scheduler.resets, answer.row.page_salt
-        times = request.times
-        seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
-        new = Progress(
-            start, answer.sampled[start:], answer.logprobs[start:], answer.processed[start:],
-            answer.alternatives[start:], len(answer.tokens), answer.finish_reason, answer.row.hits,
-            answer.passes, answer.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds,
-            answer.switches, answer.recorded_routes, request.error,
-        )  # fmt: skip
-        self._emit("progress", ticket, new)
-
-
-def _copy(answer: Answer, engine: Any, is_prefilled: bool) -> Answer:
-    """An answer for an engine, in a request of its own; is_prefilled: with its first token."""
-    request = copy.copy(answer.request)
-    request.engine = engine
-    request.listeners = []
-    request.times = {}
-    request.prompt_logprobs = []
-    row = dataclasses.replace(answer.row, pages=[], host_pages=[], num_computed=0)
-    own = Answer(request, row, answer.number)
-    request.answers = [own]
-    if is_prefilled:
-        row.num_computed = len(row.ids)
-        row.logprobs_from = None
-        own.processed += answer.processed
-        own.append(list(answer.sampled), list(answer.logprobs), False)
-        own.alternatives += answer.alternatives
-        own.switches = list(answer.switches)
-        request.times["first"] = time.monotonic()
-    return own
+        self._emit("progress", ticket, answer.progress(start, prompt_start))
 
 
 class RoleCore(EngineCore):
@@ -263,9 +214,9 @@ class PrefillCore(RoleCore):
         if not super()._append(answer, out, slot):
             row = answer.row
             del self._answers[row]
-            row.moving = True
+            self.scheduler.set_moving(row, True)
             self._prefilled[row] = None
-            answer.finish_reason = PREFILLED
+            answer.end(PREFILLED)
         return True
 
     def _execute(self, actions: Iterable[Action]) -> None:
@@ -288,14 +239,23 @@ class DecodeCore(RoleCore):
 
     def lose(self, answer: Answer, error: BaseException) -> None:
         """The state and pages of a row will not come: its request fails."""
-        if answer.swapped is ELSEWHERE:
+        if self._is_elsewhere(answer):
             self._fail(answer.request, error)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._emits: dict[Answer, Callable[..., None]] = {}
         # Of the weights, None, and of adapters: whether keys of those before are computed anew.
         self._recomputes: dict[HeldAdapter | None, bool] = {}
         self._outdated: set[Answer] = set()  # whose keys are, once they have arrived
+
+    def expect(self, answer: Answer, emit: Callable[..., None]) -> None:
+        """Before `add`: the row's state and pages are elsewhere. emit: reports an event of its row."""
+        self._swapped[answer] = ELSEWHERE
+        self._emits[answer] = emit
+
+    def _is_elsewhere(self, answer: Answer) -> bool:
+        return self._swapped.get(answer) is ELSEWHERE
 
     def add(self, answers: Iterable[Answer]) -> None:
         answers = list(answers)
@@ -320,7 +280,7 @@ class DecodeCore(RoleCore):
         super().switch_adapter(adapter, matrices, version, recomputes)
 
     def _restart(self, answer: Answer) -> None:
-        if answer.swapped is ELSEWHERE:
+        if self._is_elsewhere(answer):
             self._outdated.add(answer)
         else:
             super()._restart(answer)
@@ -329,41 +289,42 @@ class DecodeCore(RoleCore):
         """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
         it is an ordinary preempted row from now on. A row with outdated keys computes them here.
         """
-        if answer.swapped is not ELSEWHERE:  # it arrived before, or has ended
+        if not self._is_elsewhere(answer):  # it arrived before, or has ended
             return
-        answer.swapped = contents
-        answer.emit("arrived")
+        self._swapped[answer] = contents
+        self._emits[answer]("arrived")
         row = answer.row
         if answer in self._outdated:
             self._outdated.discard(answer)
-            row.moving = False
+            self.scheduler.set_moving(row, False)
             self._restart(answer)
         elif row.slot is not None:
-            row.moving = False
+            self.scheduler.set_moving(row, False)
             self._swap_in(self.scheduler.swap(row, False), answer)
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
-        if answer.swapped is ELSEWHERE:  # it has not arrived yet
-            answer.row.moving = False
+        if self._is_elsewhere(answer):  # it has not arrived yet
+            self.scheduler.set_moving(answer.row, False)
         else:
             super()._swap_out(swap, answer)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
-        if answer.swapped is ELSEWHERE:
-            answer.row.moving = True
-            answer.emit("pull", self.placement)
+        if self._is_elsewhere(answer):
+            self.scheduler.set_moving(answer.row, True)
+            self._emits[answer]("pull", self.placement)
         else:
             super()._swap_in(swap, answer)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         row = answer.row
+        emit = self._emits.pop(answer)
         if not valid:
-            answer.emit("invalid")
+            emit("invalid")
         elif row.share_answers and row.state == "running":
             prompt = answer.request.ids
             ids = [*prompt, *answer.sampled][: row.num_computed // PAGE_SIZE * PAGE_SIZE]
             first = len(prompt) // PAGE_SIZE
             if pages := row.pages[first : len(ids) // PAGE_SIZE]:
-                answer.emit("return_pages", ids, first, self.device.copy_pages(pages))
+                emit("return_pages", ids, first, self.device.copy_pages(pages))
         self._outdated.discard(answer)
         super()._end(answer, reason, valid)

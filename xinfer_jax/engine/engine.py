@@ -20,6 +20,7 @@ from ..ops.operation import without_mesh_context
 from ..sampling.caller_processors import Processor
 from ..sharding import on_auto_mesh
 from ..weights.params import Params
+from .answers import Answer
 from .async_sampling import SampleOutput
 from .controller import Follower, Leader, control_channel_for
 from .core import EngineCore
@@ -33,7 +34,7 @@ from .host_tier import HostTier
 from .page_files import PageFiles
 from .pages import PagePool
 from .replay import AdapterVersions, replay_answer
-from .requests import Answer, Request
+from .requests import Request
 from .routing import Devices, close_engines, create_role_engines
 from .scheduler import Scheduler
 from .shape import (

@@ -25,19 +25,20 @@ from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..generation.batch_arrays import state_of_rows, token_matrix
+from ..generation.batch_arrays import StateSizes, initial_state, token_matrix
 from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, without_model_layers
 from ..generation.executor_choice import executor_class
 from ..generation.loop import TracedExecutor
 from ..generation.options import GenerateOptions
-from ..generation.state import DecodeState, RowSettings, SampledTokens
+from ..generation.speculation import Speculative, prompt_lookup
+from ..generation.state import DecodeState, SampledTokens
+from ..generation.strategies import Plain
 from ..generation.validation import ValidatedCall, validate_call
 from ..grammar.automaton import Dfa
 from ..layerwise.precompile import with_sharding
 from ..model.extras import NO_EXTRAS
-from ..sampling.batched_settings import has_all_settings, settings_per_row
+from ..sampling.caller_processors import start_rows
 from ..sampling.context import ALL_BITS
-from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER, key_from_seed
 from ..sharding import REPLICATED, concrete_mesh_of
 from ..weights.params import Params
 from . import device_programs as programs
@@ -79,6 +80,8 @@ class Device:
         self._run = run
         self._dry_run = dry_run
         self._executor_class = executor_class(params)
+        drafts = shape.num_draft_tokens
+        self._strategy: Any = Speculative(config, prompt_lookup, drafts) if drafts else Plain(config)
         norm = params["final_norm"]
         self._mesh = concrete_mesh_of(params)
         self._device = norm.device if self._mesh is None and getattr(norm, "committed", False) else None
@@ -86,8 +89,9 @@ class Device:
         self.adapters = self.empty_adapters() if shape.max_adapters else None
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
-        row = self._new_row(*self._empty_call, limit=0)
+        row = self._initial_row(self._empty_call)
         rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
+        rows = dataclasses.replace(rows, limit_B=np.zeros(shape.rows, np.int32))
         self.rows: Any = self._put(shape.processors.with_rows(rows) if shape.processors else rows)
         self._first_outputs: Any = None  # of all slots, for the next `sample_first`
         self._has_masks = False  # the last call of `decode` had masks
@@ -111,22 +115,21 @@ class Device:
         self.pools, self.states, self._snapshots = placed
 
     def new_row(
-        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None,
+        self, call: ValidatedCall, answer: int = 0, masks_1QW: Any = None, tables: Any = None,
         callers: Sequence[np.ndarray] = (),
     ) -> DecodeState:  # fmt: skip
-        """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; tables: the
-        arrays of its grammar's `Dfa`; callers: the leaves of its processors.
+        """A row before its first token. call, answer: of one prompt, and the number of its answer; masks_1QW:
+        uint32, the tokens that its grammar allows; tables: the arrays of its grammar's `Dfa`; callers: the
+        leaves of its processors.
         """
-        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
-        row = self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+        row = self._initial_row(call, answer, tables and Dfa(*tables))
+        row = self._put(row if masks_1QW is None else row.with_masks(masks_1QW))
         held = self._shape.processors
-        return held.start(self._run, row, callers) if held else row
+        return start_rows(held.of_row(callers), np.zeros(1, np.int32), row, self._run) if held else row
 
     def draft_tokens(self) -> np.ndarray:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
-        context = self.rows.context
-        args = context.history_BS, context.position_B, self._shape.num_draft_tokens
-        return np.asarray(self._run(programs.PROMPT_LOOKUP, *args))
+        return np.asarray(self._run(*self._strategy.draft_call(self.rows.context)))
 
     def prefill(
         self,
@@ -189,7 +192,7 @@ class Device:
         executor = self._executor(greedy)
         outputs, self._first_outputs = self._first_outputs, None
         steps, call = self._rows_call(executor, slots, recorded)
-        self.rows, out = executor.run_steps(programs.sample_rows, steps, self.rows, (outputs, call))
+        self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, (outputs, call))
         return out if recorded else out._replace(alternatives=None)
 
     def decode(
@@ -221,10 +224,9 @@ class Device:
         self, executor: Executor, slots: Sequence[int], recorded: Mapping[int, int]
     ) -> tuple[RowSteps, RowsCall]:
         """How the rows in these slots sample. A program of the whole model decides itself what to record."""
-        shape = self._shape
-        every_B = np.arange(shape.rows)
+        every_B = np.arange(self._shape.rows)
         most = max(recorded.values(), default=0) if executor.host_steps else 2
-        steps = RowSteps.of_engine(self.config, shape.num_draft_tokens, shape.capacity, most)
+        steps = RowSteps(self._strategy, self._shape.capacity, most)
         return steps, RowsCall(np.isin(every_B, slots), np.isin(every_B, [*recorded]))
 
     def _executor(self, greedy: bool = False) -> Executor:
@@ -245,7 +247,7 @@ class Device:
             masks_BQW = np.full(old.shape, ALL_BITS) if masks_BQW is None else masks_BQW
             if isinstance(getattr(old, "sharding", None), NamedSharding) and old.is_fully_addressable:
                 masks_BQW = jax.device_put(masks_BQW, old.sharding)  # else another program is compiled
-            self.rows = _with_masks(self.rows, self._put(masks_BQW))
+            self.rows = self.rows.with_masks(self._put(masks_BQW))
         self._has_masks = has_masks
 
     def copy_pages(self, pages: list[int]) -> list[Any]:
@@ -347,9 +349,8 @@ class Device:
             self.decode({0: self._all_pages}, 1, False, greedy, recorded)
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
-            self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
             for _ in range(2):  # the second one of a step runs another program
-                self.put_first(0, outputs, self.new_row(*self._empty_call))
+                self.put_first(0, outputs, self.new_row(self._empty_call))
             self.sample_first([0], greedy, recorded)
         if role is not None:
             self._run_moves()
@@ -364,10 +365,7 @@ class Device:
             self.set_adapter(0, path, None, None, 0.0)
 
     def _run_rare_calls(self) -> None:
-        """What preempted rows need, and the keys of several answers."""
-        if self._shape.role != "decode":
-            key_1 = self._run(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            self._run(FOLD_IN_ANSWER, key_1, np.zeros(1, np.int32))
+        """What preempted rows need."""
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
         if self._shape.snapshots:
@@ -402,27 +400,17 @@ class Device:
         return self._model_of([(variants or {}).get(slot, PLAIN) for slot in range(self._shape.rows)])
 
     @property
-    def _empty_call(self) -> tuple[ValidatedCall, Any]:
-        """A call with default settings, and its key."""
-        call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
-        return call, call.key
+    def _empty_call(self) -> ValidatedCall:
+        """A call with default settings."""
+        return validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
 
-    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
-        """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
-        options = call.options
-        V = self.config.vocab_size
-        sampling_1 = call.sampling_B  # else lists of ids would be checked and converted for each answer
-        if sampling_1 is None or not has_all_settings(sampling_1):
-            sampling_1 = settings_per_row(options.sampling, 1, V, all_settings=True)
-        sampling_1 = jax.tree.map(np.array, sampling_1)
-        eos_1E = np.full((1, MAX_EOS_IDS + MAX_STOP_IDS), -1, np.int32)
-        eos_1E[0, : len(call.end_ids)] = call.end_ids
-        limit_1 = np.full(1, limit, np.int32)
-        sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
-        own_1E = eos_1E[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
-        automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
-        settings = RowSettings(key_1, sampling_1, eos_1E, limit_1)
-        return state_of_rows(call.prompts, V, settings, *sizes, automata)
+    def _initial_row(self, call: ValidatedCall, answer: int = 0, dfa: Dfa | None = None) -> DecodeState:
+        """`new_row` without masks and processors, in host memory."""
+        shape = self._shape
+        masks = 1 + shape.num_draft_tokens
+        sizes = StateSizes(shape.capacity, 0, masks, MAX_EOS_IDS + MAX_STOP_IDS, uniform=True)
+        call = dataclasses.replace(call, callers=None)
+        return initial_state(call, np.zeros(1, np.int32), [dfa], first_answer=answer, sizes=sizes)
 
     def _empty_cache(self) -> tuple[Any, Any, Any]:
         """Pages, recurrent states and snapshots."""
@@ -491,10 +479,6 @@ class Device:
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
         return table_BP
-
-
-def _with_masks(rows: DecodeState, masks_BQW: Any) -> DecodeState:
-    return dataclasses.replace(rows, context=dataclasses.replace(rows.context, allowed_bits=masks_BQW))
 
 
 class _Shards:

@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from ..errors import InputError, format_value
 from ..ops.operation import without_mesh_context
+from .answers import Answer
 from .pausing import RUNNING
-from .requests import Answer, Request
+from .requests import Request
 from .row import HeldAdapter
 from .statistics import EngineCounters, EngineStats, collect_stats
 from .submission import EngineBase

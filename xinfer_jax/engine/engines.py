@@ -12,11 +12,12 @@ from ..errors import InputError, format_value
 from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params
+from .answers import Answer
 from .async_sampling import SampleOutput
 from .engine import Engine
 from .held_adapters import adapter_sizes
 from .replay import AdapterVersions
-from .requests import Answer, Request
+from .requests import Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
 
@@ -136,7 +137,7 @@ class Engines(EngineBase):
                 engine = self._router.route(request.answers[0].row, order, candidates)
                 loads[engine] += len(request.answers)
                 routed[engine].append(request)
-                request.engine = engine
+                request.move_to(engine)
                 request.listeners.append(self._updated.set)
             for engine, own in routed.items():
                 engine.enqueue(own)

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..checks import is_sequence
 from ..errors import InputError, format_names, format_value
-from ..generation.executor import Run
 from ..generation.state import DecodeState, append_token
 from ..sampling.caller_processors import Callers, Processor, guarded
 from ..sampling.sampler import sample_tokens
@@ -45,11 +44,10 @@ class HeldProcessors:
         uses_1P = np.array([[name in given for name in self.names]])
         return Callers(tuple(states), None, self._processors, uses_BP=uses_1P)
 
-    def start(self, run: Run, row: DecodeState, leaves: Sequence[np.ndarray]) -> DecodeState:
-        """A row before its first token with its processors. leaves: of its `Callers`; (): it names none."""
+    def of_row(self, leaves: Sequence[np.ndarray]) -> Callers:
+        """`Callers` of a row before `start`. leaves: of what `of_request` returned; (): it names none."""
         none = self.of_request({})
-        callers = jax.tree.unflatten(jax.tree.structure(none), leaves) if leaves else none
-        return _with_callers(row, run(_START, callers, row.context, row.key_B))
+        return jax.tree.unflatten(jax.tree.structure(none), leaves) if leaves else none
 
     def with_rows(self, rows: DecodeState) -> DecodeState:
         """The rows of all slots with processors that none of them names. Raises InputError for functions that
@@ -76,7 +74,6 @@ def _try(callers: Callers, row: DecodeState) -> tuple[Callers, DecodeState]:
 
 
 _TRY = jax.jit(_try)
-_START = jax.jit(Callers.start)
 
 
 def _with_callers(rows: DecodeState, callers: Callers) -> DecodeState:

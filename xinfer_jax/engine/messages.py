@@ -11,8 +11,9 @@ from ..errors import InputError, format_message
 from ..generation.options import GenerateOptions
 from ..generation.validation import ValidatedCall
 from ..grammar.grammars import Grammar
-from ..processes.codec import register
+from ..processes.codec import register_class
 from ..sampling.sampling_config import SamplingConfig
+from .request_options import RequestOptions
 
 
 class DeviceResult:
@@ -50,21 +51,22 @@ def _encode_fields(value: Any) -> dict[str, Any]:
 
 
 def _encode_call(call: ValidatedCall) -> list[Any]:
-    return [call.prompts, dataclasses.replace(call.options, grammar=None)]
+    return [call.prompts, dataclasses.replace(call.options, grammar=None), call.key]
 
 
 def _decode_call(data: list[Any]) -> ValidatedCall:
-    (prompts, options) = data
-    nothing: Any = None  # the key is sent beside the call, and every process has the rest
-    return ValidatedCall({}, nothing, prompts, options, nothing, nothing)
+    (prompts, options, key) = data
+    nothing: Any = None  # every process has the rest
+    return ValidatedCall({}, nothing, prompts, options, nothing, key)
 
 
-register(np.generic, np.generic.item, lambda number: number)
-register(np.ndarray, _encode_array, _decode_array)
-register(jax.Array, _encode_array, _decode_array)
-register(BaseException, lambda error: format_message(error) or type(error).__name__, InputError)
-register(DeviceResult, lambda result: result.number, DeviceResult)
-register(GenerateOptions, _encode_fields, lambda fields: GenerateOptions(**fields))
-register(SamplingConfig, _encode_fields, lambda fields: SamplingConfig(**fields))
-register(Grammar, _encode_fields, lambda fields: Grammar(**fields))
-register(ValidatedCall, _encode_call, _decode_call)
+register_class(np.generic, np.generic.item, lambda number: number)
+register_class(np.ndarray, _encode_array, _decode_array)
+register_class(jax.Array, _encode_array, _decode_array)
+register_class(BaseException, lambda error: format_message(error) or type(error).__name__, InputError)
+register_class(DeviceResult, lambda result: result.number, DeviceResult)
+register_class(GenerateOptions, _encode_fields, lambda fields: GenerateOptions(**fields))
+register_class(RequestOptions, _encode_fields, lambda fields: RequestOptions(**fields))
+register_class(SamplingConfig, _encode_fields, lambda fields: SamplingConfig(**fields))
+register_class(Grammar, _encode_fields, lambda fields: Grammar(**fields))
+register_class(ValidatedCall, _encode_call, _decode_call)

@@ -20,11 +20,12 @@ from ..generation.state import SampledTokens
 from ..ops.operation import without_mesh_context
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params
+from .answers import Answer
 from .async_sampling import SampleOutput
 from .core import EngineCore
 from .held_adapters import own_adapter, row_values
 from .pausing import RELEASED
-from .requests import Answer, Request
+from .requests import Request
 from .row import HeldAdapter, Row
 
 AdapterVersions: TypeAlias = Mapping[int, Adapter | str | Path]
@@ -94,9 +95,15 @@ class _Replay:
         self._answer = answer
         self._ids = answer.sampled
         self._logprobs: list[float] = []
-        self._prompt_logprobs = request.num_prompt_logprobs is not None and answer is request.answers[0]
-        first = 0 if self._prompt_logprobs else None
-        self._row = Row(request.ids, options.max_new_tokens, logprobs_from=first, factors=answer.row.factors)
+        scored = request.request_options.prompt_logprobs is not None and answer is request.answers[0]
+        adapter = HeldAdapter("", 0, b"") if request.adapter else None
+        self._row = Row(
+            request.ids,
+            options.max_new_tokens,
+            logprobs_from=0 if scored else None,
+            adapter=adapter,
+            factors=request.factors,
+        )
         self._slot = core.scheduler.slots.index(None) if None in core.scheduler.slots else 0
 
     def run(self, params: Mapping[int, Params], matrices: Mapping[int, Any]) -> list[float]:
@@ -107,7 +114,6 @@ class _Replay:
         own = device.params, device.adapters
         if matrices:
             device.adapters = device.empty_adapters()
-            row.adapter = HeldAdapter("", 0, b"")
         core.lend_pages(row)
         contents = device.get_row(self._slot)
         try:
@@ -132,8 +138,6 @@ class _Replay:
     def _restart(self) -> None:
         row = self._row
         row.restart([*self._answer.request.ids, *self._ids[: max(0, len(self._logprobs) - 1)]])
-        if self._logprobs:
-            row.logprobs_from = None
 
     def _prefill(self, end: float) -> None:
         """Prefills the row up to this token; after the prompt it has its first token."""
@@ -143,7 +147,7 @@ class _Replay:
             outputs = self._core.prefill_chunk(chunk, self._slot)[0]
             row.num_computed = int(min(chunk.start + chunk.count, end))  # found pages may end earlier
             if chunk.is_last and not self._logprobs:
-                state = self._device.new_row(self._call, self._answer.key_1, self._masks()[:1])
+                state = self._device.new_row(self._call, self._answer.number, self._masks()[:1])
                 self._device.put_first(self._slot, outputs, state)
                 self._append(self._device.sample_first([self._slot], False, {}))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from . import clients
@@ -111,8 +111,19 @@ class Row:
             return "moving"
         return "running" if self.is_prefilled else "prefilling"
 
+    def resalt(self, salt_of: Callable[[bytes], bytes]) -> None:
+        """Its pages have the salt of an engine's for its request's."""
+        self.salt = salt_of(self.salt)
+
+    def record_elsewhere(self, computed: int, hits: int) -> None:
+        """Another engine computed the keys of so many tokens, and found those of `hits` tokens."""
+        self.num_computed = computed
+        self.hits = hits
+
     def restart(self, ids: Sequence[int]) -> None:
         """The keys of these tokens are to be computed: of its prompt, and of what it has sampled."""
+        if self.is_prefilled:
+            self.logprobs_from = None  # they are known
         self.max_new_tokens -= len(ids) - len(self.ids)
         self.ids = ids
         self.num_computed = 0

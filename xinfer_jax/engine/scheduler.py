@@ -205,6 +205,10 @@ class Scheduler:
         self.withdraw(row)
         row.ended = True
 
+    def set_moving(self, row: Row, moving: bool) -> None:
+        """Whether a row's pages are on the way from or to another engine, so it does not decode."""
+        row.moving = moving
+
     def withdraw(self, row: Row) -> None:
         """Takes back a row in any state, with its slot and its pages; it may be submitted again."""
         self.prefixes.release_host_pages(row)

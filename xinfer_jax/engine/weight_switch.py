@@ -9,7 +9,8 @@ from typing import Any
 from ..errors import InputError
 from ..weights.params import Params
 from ..weights.params_like import is_deleted
-from .requests import Answer, Request
+from .answers import Answer
+from .requests import Request
 from .row import HeldAdapter, Row
 from .scheduler import Scheduler
 
@@ -26,6 +27,8 @@ class WeightSwitch(abc.ABC):
     _answers: dict[Row, Answer]
     adapter_paths: Sequence[str]
     _held: dict[Answer, frozenset[str]]
+    _swapped: dict[Answer, Any]
+    _restarted: dict[Answer, Any]
     _holds = False  # no answer starts
     version = 0
 
@@ -90,11 +93,11 @@ class WeightSwitch(abc.ABC):
         """Lets a row compute its keys anew; then it goes on from the token sampled last."""
         row = answer.row
         if row.is_prefilled:
-            answer.state, *_ = answer.swapped or (self.device.get_row(row.slot),)
-            row.logprobs_from = None
+            state, *_ = self._swapped.get(answer) or (self.device.get_row(row.slot),)
+            self._restarted[answer] = state
         else:
-            answer.request.prompt_logprobs = []
-        answer.swapped = None
+            answer.request.prompt_logprobs.clear()
+        self._swapped.pop(answer, None)
         self.scheduler.restart(row, answer.ids_with_keys)
 
     def _fail_without_params(self) -> bool:

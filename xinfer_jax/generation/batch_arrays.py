@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,9 +13,9 @@ from ..config.model_config import ModelConfig
 from ..memory_plan import MemoryPlan, program_parts
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
-from ..sampling.random_keys import FOLD_IN, FOLD_IN_ANSWER
+from ..sampling.random_keys import answer_keys
 from ..weights.params import Params, cache_dtype, tree_bytes
-from .executor import bucket, device_chunk_size
+from .executor import bucket, device_chunk_size, run_program
 from .executor_choice import executor_class
 from .state import DecodeState, RowSettings, new_state
 from .validation import ValidatedCall
@@ -80,67 +80,87 @@ def prompt_of_row(call: ValidatedCall) -> np.ndarray:
     return np.pad(prompt_R, (0, call.rows - len(prompt_R)))
 
 
-def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
+class StateSizes(NamedTuple):
+    """Sizes of the arrays of rows, for which programs are compiled."""
+
+    history: int | None  # tokens of a row whose order is kept; None: no setting needs the order
+    output: int  # tokens of a row in `tokens_BT`
+    masks: int = 1  # `num_masks` of `init_context`
+    end_ids: int = _EOS_MULTIPLE  # that end a row, at most
+    alternatives: int | None = None  # recorded of each token; None: nothing is recorded
+    logits: bool = False  # they are recorded too
+    uniform: bool = False  # rows have all settings and an automaton, whatever they use
+
+
+def _sizes(call: ValidatedCall) -> StateSizes:
+    options = call.options
+    ordered = has_all_settings(call.sampling_B) or options.draft is not None or call.callers is not None
+    history = call.history_size if ordered else None
+    end_ids = -(-max(1, len(call.end_ids)) // _EOS_MULTIPLE) * _EOS_MULTIPLE
+    alternatives = options.logprobs if options.logprobs or options.logits else None
+    output = bucket(options.max_new_tokens)
+    return StateSizes(history, output, call.num_masks, end_ids, alternatives, options.logits)
+
+
+def initial_state(
+    call: ValidatedCall,
+    prompt_R: np.ndarray,
+    dfas: Sequence[Any] = (),
+    *,
+    first_answer: int = 0,
+    sizes: StateSizes | None = None,
+) -> DecodeState:
     """The rows of a call before their first token, in new arrays. Padding rows have ended.
 
     Args:
         prompt_R: from `prompt_of_row`.
         dfas: the `Dfa`s of the rows' grammars; None for rows without one.
+        first_answer: number of the first row's answer to its prompt.
+        sizes: None: those that the call needs.
     """
     options = call.options
-    config = call.config
-    answers = call.answers
+    V = call.config.vocab_size
     R = len(prompt_R)
-    real = answers * len(call.prompts)
-    size = bucket(options.max_new_tokens)
-    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
-    answer_R = np.arange(R, dtype=np.int32) % answers if answers > 1 else None
-    rows = [call.prompts[i] for i in prompt_R[:real]]
-    ordered = has_all_settings(sampling_R) or options.draft is not None or call.callers is not None
-    history_size = call.history_size if ordered else None
-    ends = call.end_ids
-    eos_RE = np.full((R, -(-max(1, len(ends)) // _EOS_MULTIPLE) * _EOS_MULTIPLE), -1, np.int32)
-    eos_RE[:, : len(ends)] = ends
+    sizes = sizes or _sizes(call)
+    real = call.answers * len(call.prompts)
+    answer_R = (np.arange(R, dtype=np.int32) + first_answer) % call.answers
+    sampling_B = call.all_settings_B if sizes.uniform else call.sampling_B
+    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], sampling_B)
+    eos_RE = np.full((R, sizes.end_ids), -1, np.int32)
+    eos_RE[:, : len(call.end_ids)] = call.end_ids
     limit_R = np.where(np.arange(R) < real, options.max_new_tokens, 0).astype(np.int32)
-    alternatives = None
-    if options.logprobs or options.logits:
+    key_R = jax.random.wrap_key_data(answer_keys(call.key, prompt_R, answer_R), impl="threefry2x32")
+    settings = RowSettings(key_R, sampling_R, eos_RE, limit_R)
+    automata = None
+    if sizes.uniform or any(dfas):
+        from ..grammar.automaton import Dfa  # optional: grammars
+
+        own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
+        padded = [*dfas, *[None] * (R - len(dfas))]
+        automata = Dfa.automata_of_rows(padded, V, own_RE, equal_sizes=True)
+    prompts = [call.prompts[i] for i in prompt_R[:real]]
+    state = state_of_rows(prompts, V, settings, sizes, automata)
+    if sizes.alternatives is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
-        alternatives = empty_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
-    key_R = answer_keys(call.key, prompt_R, answer_R)
-    settings = RowSettings(key_R, sampling_R, eos_RE, limit_R)
-    sizes = history_size, size, call.num_masks
-    automata = None
-    if dfa := next(filter(None, dfas), None):
-        padded = [*dfas, *[None] * (R - len(dfas))]
-        own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
-        automata = dfa.automata_of_rows(padded, config.vocab_size, own_RE, equal_sizes=True)
-    state = state_of_rows(rows, config.vocab_size, settings, *sizes, automata)
-    state = dataclasses.replace(state, alternatives=alternatives)
+        recorded = empty_alternatives(R, sizes.output, sizes.alternatives, V, sizes.logits)
+        state = dataclasses.replace(state, alternatives=recorded)
     if call.callers is None:
         return state
     from ..sampling.caller_processors import start_rows  # optional: functions of callers
 
-    return start_rows(call.callers, prompt_R, state)
+    return start_rows(call.callers, prompt_R, state, run_program)
 
 
 def state_of_rows(
     prompts: Sequence[Sequence[int]],
     vocab_size: int,
     settings: RowSettings,
-    history_size: int | None,
-    output_size: int,
-    num_masks: int = 1,
+    sizes: StateSizes,
     automata: Any = None,
 ) -> DecodeState:
-    """Rows before their first token, in new arrays.
-
-    Args:
-        prompts: of the first rows; the others are padding.
-        settings: of all rows.
-        history_size: tokens of a row whose order is kept; None: no setting needs the order.
-        output_size: tokens of a row in `tokens_BT`.
-        num_masks, automata: as in `init_context`.
+    """Rows before their first token, in new arrays. prompts: of the first rows; the others are padding;
+    settings: of all rows; automata: as in `init_context`.
     """
     R = len(settings.limit_B)
     seen_RV = np.zeros((R, vocab_size), bool)
@@ -148,10 +168,10 @@ def state_of_rows(
     for row, prompt in enumerate(prompts):
         seen_RV[row, prompt] = True
         length_R[row] = len(prompt)
-    history_RS = None if history_size is None else token_matrix(prompts, R, history_size)
+    history_RS = None if sizes.history is None else token_matrix(prompts, R, sizes.history)
     tokens = seen_RV, history_RS
-    context = init_context(settings.sampling_B, length_R, settings.eos_BE, *tokens, num_masks, automata)
-    return new_state(settings.key_B, settings.sampling_B, settings.limit_B, context, output_size)
+    context = init_context(settings.sampling_B, length_R, settings.eos_BE, *tokens, sizes.masks, automata)
+    return new_state(settings.key_B, settings.sampling_B, settings.limit_B, context, sizes.output)
 
 
 def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
@@ -160,20 +180,3 @@ def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.
     for row, prompt in zip(tokens_BT, prompts, strict=False):
         row[: len(prompt)] = prompt
     return tokens_BT
-
-
-def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | None) -> jax.Array:
-    """`row_keys` for rows that continue prompts; another number of prompts compiles no program.
-
-    Args:
-        key: from `check_key`: one, or one per prompt.
-        prompt_R: int32, which prompt each row continues.
-        answer_R: int32, index of the answer among its prompt's answers, as of `FOLD_IN_ANSWER`; None: all are
-            first ones.
-    """
-    if key.ndim:  # indexed on the host: no program is compiled
-        data_R = np.asarray(jax.random.key_data(key))[prompt_R]
-        key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
-    else:
-        key_R = FOLD_IN(key, prompt_R)
-    return key_R if answer_R is None else FOLD_IN_ANSWER(key_R, answer_R)

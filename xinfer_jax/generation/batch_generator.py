@@ -203,11 +203,10 @@ class BatchGenerator:
         context = self._state.context
         draft_BT = None
         if self._drafting is not None and not first:
-            draft_BT = self._drafting.draft_tokens(self._executor, context)
+            draft_BT = np.asarray(self._executor.run(*self._drafting.strategy.draft_call(context)))
         active_R = None if first else self.active_R
         masks = self._grammars.masks(context.allowed_bits.shape, active_R, draft_BT)
-        context = dataclasses.replace(context, allowed_bits=masks)
-        self._state = dataclasses.replace(self._state, context=context)
+        self._state = self._state.with_masks(masks)
 
     @property
     def _cache(self) -> KVCache | None:

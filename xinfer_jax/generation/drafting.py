@@ -12,7 +12,6 @@ from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_supported
 from ..errors import InputError, format_value
 from ..model.extras import NO_EXTRAS
-from ..sampling.context import Context
 from ..stats import GenerateStats
 from .batch_arrays import new_cache, pad_prompts
 from .executor import Executor, RunnableModel
@@ -73,12 +72,7 @@ class Drafting:
         call = self._call
         if cache is not None and not all(layer.has_keys for layer in cache.layers):
             cache = executor.run(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
-        zeros_R: Any = np.zeros(call.rows, np.int32)
-        return cache, SpeculationState(draft_cache, zeros_R, zeros_R)
-
-    def draft_tokens(self, executor: Executor, context: Context) -> np.ndarray:
-        """int32 [B, count]: what a function proposes in the next step."""
-        return np.asarray(executor.run(*self.strategy.draft_call(context)))
+        return cache, SpeculationState.of_rows(call.rows, draft_cache)
 
     def count(self, state: SpeculationState, stats: GenerateStats, rows: int) -> None:
         """Writes into the statistics how many draft tokens of the first rows were accepted."""

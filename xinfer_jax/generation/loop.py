@@ -83,15 +83,12 @@ def prefill_uncached(
     params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, run_config: RunConfig
 ) -> jax.Array:
     """Logits [B, V] after each row's last token, without a cache."""
-    out = hidden_states(params, config, Inputs(tokens_BT, num_tokens_B), NO_EXTRAS, None, run_config)
+    out = hidden_of_tokens(params, config, Inputs(tokens_BT, num_tokens_B), NO_EXTRAS, None, run_config)
     return head_logits(params, config, last_hidden(out.hidden, num_tokens_B))
 
 
 @over_any_mesh
-def hidden_states(
-    params: Params, config: ModelConfig, inputs: Inputs, extras: Extras, cache: KVCache | None,
-    run_config: RunConfig,
-) -> ModelOutput:  # fmt: skip
+def hidden_of_tokens(params, config, inputs, extras, cache, run_config) -> ModelOutput:
     """What the model returns for each token; without a cache the inputs are whole rows."""
     return apply_model(params, config, inputs, cache, extras, run_config)
 
@@ -181,9 +178,13 @@ class TracedExecutor:
 
 
 def decode(
-    strategy: Strategy, constants: tuple, carry: Carry, steps: Any, run_config: RunConfig,
+    strategy: Strategy,
+    constants: tuple,
+    carry: Carry,
+    steps: Any,
+    run_config: RunConfig,
     watched_B: Any = None,
-) -> Carry:  # fmt: skip
+) -> Carry:
     """The carry after so many steps (int32) of a strategy, or fewer where it ends. steps: None: no limit;
     watched_B: as of `goes_on`.
     """
@@ -263,6 +264,6 @@ _STEPS = jax.jit(
 )
 REORDER = jax.jit(reorder)
 _PREFILL_UNCACHED = jax.jit(prefill_uncached, static_argnames=("config", "run_config"))
-_HIDDEN = jax.jit(hidden_states, static_argnames=("config", "run_config"), donate_argnames="cache")
+_HIDDEN = jax.jit(hidden_of_tokens, static_argnames=("config", "run_config"), donate_argnames="cache")
 _SAMPLE = jax.jit(sample, static_argnames="run_config")
 _SEARCH = jax.jit(search, static_argnames=("strategy", "run_config"))

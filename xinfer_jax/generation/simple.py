@@ -27,7 +27,7 @@ from ..sampling.batched_settings import settings_per_row
 from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, cache_dtype
-from .batch_arrays import state_of_rows, token_matrix
+from .batch_arrays import StateSizes, state_of_rows, token_matrix
 from .functional import decode_step, prefill
 from .state import DecodeState, RowSettings, sample_and_append
 
@@ -69,7 +69,7 @@ def generate_in_steps(
     eos_BE = np.tile(np.array(eos_token_ids, np.int32), (B, 1))
     capacity = int(length_B.max()) + max_new_tokens
     settings = RowSettings(key_B, sampling_B, eos_BE, limit_B)
-    state = state_of_rows(prompts, V, settings, capacity, max_new_tokens)
+    state = state_of_rows(prompts, V, settings, StateSizes(capacity, max_new_tokens))
 
     # Keys and values of the prompts. Padding is not written.
     cache = init_cache(config, B, capacity, cache_dtype(params))

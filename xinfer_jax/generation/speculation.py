@@ -46,6 +46,12 @@ class SpeculationState:
     passes_B: jax.Array  # int32: forward passes of the model that each row took part in
     accepted_B: jax.Array  # int32: draft tokens that were accepted
 
+    @staticmethod
+    def of_rows(rows: int, cache: KVCache | None = None) -> "SpeculationState":
+        """Before the first step."""
+        zeros_B: Any = np.zeros(rows, np.int32)
+        return SpeculationState(cache, zeros_B, zeros_B)
+
 
 @dataclasses.dataclass(frozen=True)
 class Speculative(Strategy):

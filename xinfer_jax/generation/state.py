@@ -71,6 +71,10 @@ class DecodeState(ShortRepr):
         """bool [B]: the row has neither sampled an EOS token nor reached its limit."""
         return self.progress.active_B
 
+    def with_masks(self, masks_BQW: Any) -> "DecodeState":
+        """The state whose rows may sample only tokens of these masks (`Context.allowed_bits`)."""
+        return dataclasses.replace(self, context=dataclasses.replace(self.context, allowed_bits=masks_BQW))
+
 
 class RowSettings(NamedTuple):
     """What sampling needs of each row next to its tokens."""

@@ -15,7 +15,7 @@ from ..config.model_config import ModelConfig, with_fixed_rope
 from ..config.unsupported import check_causal
 from ..errors import ContextLengthError, InputError, format_value
 from ..ops.operation import check_impl
-from ..sampling.batched_settings import settings_per_row, takes_most_likely
+from ..sampling.batched_settings import has_all_settings, settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, activation_dtype, check_params
@@ -58,6 +58,14 @@ class ValidatedCall:
     def greedy(self) -> bool:
         """Whether every row takes its most likely token, without any logits processor."""
         return not self.grammars and self.callers is None and takes_most_likely(self.sampling_B)
+
+    @functools.cached_property
+    def all_settings_B(self) -> SamplingConfig:
+        """`sampling_B` with all settings, as programs take them that serve all requests."""
+        if self.sampling_B is not None and has_all_settings(self.sampling_B):
+            return self.sampling_B
+        sizes = len(self.prompts), self.config.vocab_size
+        return settings_per_row(self.options.sampling, *sizes, all_settings=True)
 
     @functools.cached_property
     def prompt_rows(self) -> int:

@@ -33,7 +33,6 @@ from ..model.decoder import Inputs, ModelOutput
 from ..model.decoder_layer import LayerGroup, all_layers
 from ..model.extras import Extras
 from ..model.routes import free_routes_of_layers
-from ..sampling.logprobs import Alternatives
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params, activation_dtype
 from .layer_programs import (
@@ -161,7 +160,7 @@ class LayerwiseExecutor:
         if alternatives is not None:
             args = outputs, taken_BV, token_B, state
             parts = [self.run(RECORD, part, *args) for part in alternatives.parts]
-            alternatives = Alternatives.joined(parts)
+            alternatives = dataclasses.replace(parts[-1], processed_BT=parts[0].processed_BT)
         state, active_B = self.run(APPEND, outputs, token_B, state)
         return dataclasses.replace(state, alternatives=alternatives), active_B
 

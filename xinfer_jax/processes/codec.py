@@ -16,7 +16,7 @@ _encoders = dict[type, Callable[[Any], Any]]()
 _decoders: dict[str, Callable[[Any], Any]] = {"map": dict}
 
 
-def register(cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+def register_class(cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
     """Lets values of a class be sent. encode: makes data of a value; decode: makes the value of data."""
     _encoders[cls] = encode
     _decoders[cls.__name__] = decode

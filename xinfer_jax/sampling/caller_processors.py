@@ -294,10 +294,12 @@ def guarded(
     return call
 
 
-def start_rows(callers: Callers, prompt_R: np.ndarray, state: Any) -> Any:
-    """The `DecodeState` of rows that continue these prompts, with the callers of the prompts."""
+def start_rows(callers: Callers, prompt_R: np.ndarray, state: Any, run: Callable) -> Any:
+    """The `DecodeState` of rows that continue these prompts, with the callers of the prompts. run: runs a
+    program.
+    """
     of_rows = jax.tree.map(lambda x: x[prompt_R], callers)
-    callers = _START(of_rows, state.context, state.key_B)
+    callers = run(_START, of_rows, state.context, state.key_B)
     return dataclasses.replace(state, context=dataclasses.replace(state.context, callers=callers))
 
 

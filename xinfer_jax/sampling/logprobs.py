@@ -43,11 +43,6 @@ class Alternatives(ShortRepr):
         others = dataclasses.replace(self, processed_BT=none)
         return [self.sampled_only] if self.id_BTA is None else [self.sampled_only, others]
 
-    @staticmethod
-    def joined(parts: list["Alternatives"]) -> "Alternatives":
-        """`parts` as one."""
-        return dataclasses.replace(parts[-1], processed_BT=parts[0].processed_BT)
-
 
 class TokenLogprobs(NamedTuple):
     """One sampled token (EOS included) and its alternatives, most likely first; natural logarithms.

@@ -68,8 +68,25 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
 
 
 FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
-# The keys of answers from their rows' keys; the first answer is the one of a request for one.
-FOLD_IN_ANSWER = jax.jit(jax.vmap(lambda key, j: jnp.where(j == 0, key, jax.random.fold_in(key, j))))
+
+
+def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> np.ndarray:
+    """Returns the key data, uint32 [R, 2], of rows that answer prompts. No program is compiled for it.
+
+    Args:
+        key: from `check_key`: one, into which the prompt's number is folded, or one per prompt.
+        prompt_R: int32, which prompt each row answers.
+        answer_R: int32, number of the answer to that prompt. It is folded in, except for 0.
+    """
+    data = np.asarray(jax.random.key_data(key))
+    data_R2 = data[prompt_R] if data.ndim > 1 else _fold_in(data[None], prompt_R)
+    return np.where(answer_R[:, None] == 0, data_R2, _fold_in(data_R2, answer_R))
+
+
+def _fold_in(data_R2: np.ndarray, number_R: np.ndarray) -> np.ndarray:
+    """`jax.random.fold_in` on the host. data_R2: uint32 [R, 2] or [1, 2]."""
+    words = _threefry(data_R2.T, np.zeros(len(number_R), np.uint32), number_R.astype(np.uint32))
+    return np.stack(words, -1)
 
 
 def gumbel_noise(row_key: jax.Array, position: Any, purpose: Any, index_A: jax.Array) -> jax.Array:

@@ -17,7 +17,8 @@ from ..api.responses import (
     prompt_text,
     usage_counts,
 )
-from ..engine.requests import Answer, Request, request_updates
+from ..engine.answers import Answer
+from ..engine.requests import Request, request_updates
 from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.answer_parser import AnswerDelta, reasoning_fields
 from .http_responses import APIError
@@ -36,7 +37,7 @@ class ChoiceStream:
         self._tokenizer = tokenizer
         self._detokenizer = answer_detokenizer(tokenizer, parsed)
         self._parser = answer_parser(parsed, index)
-        self._texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
+        self._texts = TokenTextDecoder(tokenizer, parsed.request_options.skip_special_tokens)
         self._num_tokens = 0  # sent so far
         self._num_logprobs = 0  # sent so far, with those of an echoed prompt
         self._echo: list[Any] | None = None  # the entries of these; None: nothing is sent yet
@@ -70,7 +71,9 @@ class ChoiceStream:
         if self._echo is None:
             self._echo = echo_entries(request.ids, request.prompt_logprobs) if parsed.echo else []
             if parsed.echo:
-                text = prompt_text(self._tokenizer, request.ids, new, parsed.skip_special_tokens)
+                text = prompt_text(
+                    self._tokenizer, request.ids, new, parsed.request_options.skip_special_tokens
+                )
         entries, no_more_entries = self._next_entries(self._echo, over)
         self.ended = ended = sent_all and no_more_entries
         text += "".join(map(self._detokenizer.push, new))

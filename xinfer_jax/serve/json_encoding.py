@@ -62,7 +62,7 @@ def response_to_json(
 
 
 def _logprobs_to_json(tokenizer: Tokenizer, parsed: ParsedBody, entries: Sequence[Any]) -> bytes:
-    texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
+    texts = TokenTextDecoder(tokenizer, parsed.request_options.skip_special_tokens)
     lists = {name: list[bytes]() for name in format_logprobs(texts, parsed, [])}
     for i in range(0, len(entries), _SLICE):
         for name, values in format_logprobs(texts, parsed, entries[i : i + _SLICE]).items():

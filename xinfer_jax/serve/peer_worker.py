@@ -18,7 +18,7 @@ import numpy as np
 from .. import __version__
 from ..backends.cpu import cpu_features
 from ..cache.fingerprint import fingerprint
-from ..engine.endpoint import Progress
+from ..engine.answers import Progress
 from ..engine.engine import Engine
 from ..engine.host_tier import COPIED_PAGES
 from ..engine.pages import num_pages_for
@@ -34,8 +34,8 @@ _COUNT_SECONDS = 1.0  # between two reports of counters
 
 
 @dataclasses.dataclass
-class _Row:
-    """The row of a ticket."""
+class _Work:
+    """What this process knows of a ticket."""
 
     length: int  # tokens of its prompt
     target: int = 0  # the ticket where it is decoded
@@ -50,7 +50,7 @@ class PeerWorker:
         """Connects to the front process, and says who this is. engine: with a role and a thread."""
         self._engine = engine
         self._endpoint = engine.endpoint(self._emit)
-        self._rows: dict[int, _Row] = {}  # by ticket
+        self._work: dict[int, _Work] = {}  # by ticket
         self._gone = threading.Event()
         self._events = SimpleQueue[Message]()
         try:
@@ -94,56 +94,57 @@ class PeerWorker:
 
     # --- messages of the front process --------------------------------------------------------------------
 
-    def _submit(self, ticket: int, fields: dict[str, Any]) -> None:
+    def _submit(self, ticket: int, fields: list[Any]) -> None:
         try:
             answer = answer_from_message(fields, self._engine, self._grammars)
         except InputError as error:
             self._channel.send("progress", ticket, Progress(error=error))
             return
-        self._rows[ticket] = _Row(len(answer.row.ids))
+        self._work[ticket] = _Work(len(answer.row.ids))
         self._endpoint.submit(ticket, answer)
 
     def _send(self, ticket: int, target: int, shardings: None) -> None:
-        if row := self._rows.get(ticket):
-            row.target = target
+        if work := self._work.get(ticket):
+            work.target = target
         self._endpoint.send(ticket, target)
 
     def _receive(self, ticket: int, contents: list[Any]) -> None:
         """Keeps an array of a row's pages, or pulls them in a thread: their process may end meanwhile."""
-        if (row := self._rows.get(ticket)) is None:  # it has ended
+        if (work := self._work.get(ticket)) is None:  # it has ended
             return
         kind, *args = contents
         if kind == "array":
             (number, array) = args
-            row.arrays[number] = array
+            work.arrays[number] = array
         else:
-            threading.Thread(target=self._pull, args=(ticket, row, args), daemon=True).start()
+            arrays, work.arrays = work.arrays, {}
+            threading.Thread(target=self._pull, args=(ticket, work.length, arrays, args), daemon=True).start()
 
-    def _pull(self, ticket: int, row: _Row, offer: list[Any]) -> None:
+    def _pull(self, ticket: int, length: int, arrays: dict[int, np.ndarray], offer: list[Any]) -> None:
         (state, group) = self._example
-        groups = -(-num_pages_for(row.length) // COPIED_PAGES)
-        lost = lambda: self._gone.is_set() or ticket not in self._rows  # noqa: E731
+        groups = -(-num_pages_for(length) // COPIED_PAGES)
+        lost = lambda: self._gone.is_set() or ticket not in self._work  # noqa: E731
         try:
-            contents = self._transfer.pull(offer, (state, [group] * groups), row.arrays, lost)
+            contents = self._transfer.pull(offer, (state, [group] * groups), arrays, lost)
         except Exception as error:  # its row fails, others go on
             self._endpoint.fail(ticket, InputError(f"the pages of a row were lost: {error}"))
         else:
             self._endpoint.receive(ticket, contents)
 
     def _release(self, ticket: int) -> None:
-        self._withdraw(self._rows.get(ticket))
+        self._withdraw(self._work.get(ticket))
         self._endpoint.release(ticket)
 
     def _drop(self, ticket: int) -> None:
-        self._withdraw(self._rows.pop(ticket, None))
+        self._withdraw(self._work.pop(ticket, None))
         self._endpoint.drop(ticket)
 
-    def _withdraw(self, row: _Row | None) -> None:
+    def _withdraw(self, work: _Work | None) -> None:
         """The pages of a row have arrived, or are not wanted."""
-        if row:
-            row.target = 0
-            if row.offer:
-                self._transfer.withdraw(row.offer[0])
+        if work:
+            work.target = 0
+            if work.offer:
+                self._transfer.withdraw(work.offer[0])
 
     # --- events of the engine, on its thread --------------------------------------------------------------
 
@@ -162,11 +163,11 @@ class PeerWorker:
             self._channel.send("pages", target, ["array", number, array])
 
         offer = self._transfer.offer(contents, send_array)
-        row = next((row for row in list(self._rows.values()) if row.target == target), None)
-        if row:
-            row.offer = offer
+        work = next((work for work in list(self._work.values()) if work.target == target), None)
+        if work:
+            work.offer = offer
             self._channel.send("pages", target, ["offer", *offer])
-        if row is None or row.target != target:  # it was released meanwhile
+        if work is None or work.target != target:  # it was released meanwhile
             self._transfer.withdraw(offer[0])
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-import jax
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import Response
@@ -172,7 +171,7 @@ class Service:
             raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
         if parsed.seed is None:
             parsed.seed = _derive_seed(settings.seed, served.number)
-        parsed.submit_args["adapter"] = adapter
+        parsed.request_options = dataclasses.replace(parsed.request_options, adapter=adapter)
         parsed.call_prefix = f"call_{served.request_id}_{served.number}"
         reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
         return parsed, stream, grammar_field(body)
@@ -183,14 +182,18 @@ class Service:
         reservation = served.reservation
         settings = self.settings
         reservation.check()
-        key = key_from_seed(parsed.seed)
-        keys = [jax.random.fold_in(key, i) if i else key for i in range(len(parsed.prompts))]
-        arguments = parsed.submit_args | dict(deadline=settings.deadline or None, client=reservation.client)
-        arguments["priority"] = min(0, arguments["priority"])  # a client may only lower its priority
-        if settings.api_keys and not settings.share_prefixes:
-            arguments["salt"] = f"{reservation.client}:{arguments['salt']}"
-        arguments["received"] = served.received
-        requests = self.engine.submit_many(parsed.prompts, parsed.options, keys=keys, **arguments)
+        asked = parsed.request_options
+        own_salt = f"{reservation.client}:" if settings.api_keys and not settings.share_prefixes else ""
+        asked = dataclasses.replace(
+            asked,
+            priority=min(0, asked.priority),  # a client may only lower its priority
+            deadline=settings.deadline or None,
+            salt=own_salt + asked.salt,
+            client=reservation.client,
+            received=served.received,
+        )
+        keys = parsed.keys(key_from_seed(parsed.seed))
+        requests = self.engine.submit_many(parsed.prompts, parsed.options, asked, keys=keys)
         served.set_submitted(parsed, requests)
 
     def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:

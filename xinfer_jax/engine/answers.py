@@ -1,0 +1,265 @@
+"""`Answer`: what an engine has sampled for a request; callers read it from any thread or event loop."""
+
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..generation.output_checks import check_generated
+from ..generation.state import SampledTokens
+from ..model.routes import routes_shape
+from ..sampling.logprobs import TokenLogprobs
+from .row import Row
+
+
+class Switch(NamedTuple):
+    """When an answer's next keys and tokens came from parameters of another version. An answer begins with
+    one.
+    """
+
+    version: int
+    computed: int = 0  # tokens that had keys then
+    sampled: int = 0  # tokens that were sampled before
+    recomputed: bool = False  # all keys were computed anew
+    adapter_version: int = 0  # of its adapter, if it has one
+
+
+class Progress(NamedTuple):
+    """What is new of an answer that another engine computes."""
+
+    start: int = 0  # tokens that were reported before; the next four are of those after them
+    sampled: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    processed: Sequence[float] = ()
+    alternatives: Sequence[TokenLogprobs] = ()
+    tokens: int = 0  # number of its tokens, without an EOS or stop id
+    reason: str | None = None  # its finish_reason; None: it goes on
+    hits: int = 0
+    passes: int = 0
+    accepted: int = 0
+    prompt_start: int = 0  # log-probabilities of the prompt that were reported before
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # those after these
+    prefill_seconds: float | None = None  # from the begin of prefill to the first token
+    switches: Sequence[Any] = ()  # all of `Answer.switches`
+    routes: Any = ()  # `Answer.recorded_routes`
+    error: BaseException | None = None  # why its request failed
+
+
+class Answer:
+    """One answer of a request. Iterating gives its ids as they are sampled; every iteration starts at the
+    first.
+
+    Attributes:
+        tokens: ids so far, without an EOS or stop id at the end.
+        logprobs: the model's log-probability of each, and of that id.
+        processed: those after the logits processors, if its request asks for them.
+        alternatives: with options.logprobs: of each of `logprobs`.
+        number: its place among the answers of its request.
+        switches: the versions of the engine's parameters, for `Engine.replay`.
+        finish_reason: "eos", "stop", "length", "cancelled", "deadline", "aborted" (by `Engine.update`) or
+            "error"; None before the end.
+    """
+
+    def __init__(self, request: Any, row: Row, number: int):
+        self.tokens: list[int] = []
+        self.sampled: list[int] = []  # tokens, with the EOS or stop id
+        self.logprobs: list[float] = []
+        self.processed: list[float] = []
+        self.alternatives: list[TokenLogprobs] = []
+        self.switches: list[Switch] = []
+        self.recorded_routes: Any = ()  # at the end: int16 [tokens with keys, L U]
+        self.finish_reason: str | None = None
+        self.request = request
+        self.row = row
+        self.number = number
+        self.passes = 0
+        self.accepted = 0
+        self._detokenizer = request.new_detokenizer() if request.call.options.stop_strings else None
+        self.matcher = request.call.new_matcher(0)  # of its grammar
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has keys, or had some."""
+        return bool(self.switches or self.row.num_computed)
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Of each of `logprobs`, the version of the parameters that its token was sampled by."""
+        return [switch.version for switch in self._switch_of_tokens]
+
+    @property
+    def adapter_versions(self) -> list[int]:
+        """Of each of `logprobs`, the version of its adapter then, if its request has one."""
+        return [switch.adapter_version for switch in self._switch_of_tokens]
+
+    @property
+    def _switch_of_tokens(self) -> list[Switch]:
+        begins = [switch.sampled for switch in self.switches]
+        return [self.switches[bisect_right(begins, i) - 1] for i in range(len(self.logprobs))]
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """int32 [tokens of the prompt and of `sampled`, L, U] at the end, if its request asks for them: the
+        experts that each token used when its keys were computed, as `score` takes them. -1: of the last
+        token, which had no keys yet, and of all if the answer ended while it had no slot.
+        """
+        if not self.request.request_options.return_routes:
+            return None
+        tokens = len(self.request.ids) + len(self.sampled)
+        routes = np.full((tokens, *routes_shape(self.request.call.config)), -1, np.int32)
+        recorded = np.asarray(self.recorded_routes)[:tokens]
+        routes[: len(recorded)] = recorded.reshape(-1, *routes.shape[1:])
+        return routes
+
+    def record_version(
+        self, version: int, recomputes: bool = False, adapter_version: int | None = None
+    ) -> None:
+        """What follows comes from parameters of this version. recomputes: the keys of all tokens, too;
+        adapter_version: None: that which its adapter has.
+        """
+        if adapter_version is None:
+            adapter_version = self.row.adapter.version if self.row.adapter else 0
+        if not self.switches:
+            self.switches = [Switch(version, adapter_version=adapter_version)]
+        last = self.switches[-1]
+        if recomputes or (last.version, last.adapter_version) != (version, adapter_version):
+            counts = self.row.num_computed, len(self.sampled)
+            self.switches = [*self.switches, Switch(version, *counts, recomputes, adapter_version)]
+
+    @property
+    def ids_with_keys(self) -> list[int]:
+        """The prompt and the sampled tokens but for the last one, whose keys are never written before the
+        next.
+        """
+        return [*self.request.ids, *self.sampled[:-1]]
+
+    def append(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        finished: bool,
+        processed: Sequence[float] = (),
+        alternatives: Sequence[TokenLogprobs] = (),
+    ) -> bool:
+        """Appends sampled tokens with what is recorded of each; finished: the last is an EOS or stop id.
+        Returns whether the answer has ended. Raises InputError for numbers that are not finite, or a token
+        that the grammar forbids.
+        """
+        options = self.request.call.options
+        self.processed += processed
+        self.alternatives += alternatives
+        ending = finished and ids[-1]
+        if self.matcher is not None:
+            self.matcher.append(ids)
+        self.sampled += ids
+        self.logprobs += logprobs
+        for token in ids[:-1] if finished else ids:
+            self.tokens.append(token)
+            if self._detokenizer is not None:
+                self._detokenizer.push(token)
+                if self._detokenizer.ended:
+                    for per_token in (self.sampled, self.logprobs, self.processed, self.alternatives):
+                        del per_token[len(self.tokens) :]
+                    return self._check_end("stop")
+        if finished:
+            return self._check_end("stop" if ending in options.stop_token_ids else "eos")
+        if len(self.sampled) >= options.max_new_tokens:
+            return self._check_end("length")
+        return not np.isfinite(logprobs).all() and self._check_end("error")
+
+    def _check_end(self, reason: str) -> bool:
+        sampled = np.array([self.sampled]), np.array([self.logprobs]), np.array([len(self.sampled)])
+        check_generated(self.request.call, SampledTokens(*sampled, np.array([True])))
+        self.end(reason)
+        return True
+
+    def end(self, reason: str, routes: Any = None) -> None:
+        """The answer ends, unless it has ended. routes: its `recorded_routes`; None: they stay."""
+        if routes is not None:
+            self.recorded_routes = routes
+        self.finish_reason = self.finish_reason or reason
+
+    def count_passes(self, passes: int, accepted: int) -> None:
+        """Counts passes of the model, and the draft tokens that they accepted."""
+        self.passes += passes
+        self.accepted += accepted
+
+    def progress(self, start: int = 0, prompt_start: int = 0) -> Progress:
+        """What is new after so many tokens, and log-probabilities of tokens of the prompt."""
+        request = self.request
+        times = request.times
+        seconds = times["first"] - times["prefill"] if {"first", "prefill"} <= {*times} else None
+        return Progress(
+            start, self.sampled[start:], self.logprobs[start:], self.processed[start:],
+            self.alternatives[start:], len(self.tokens), self.finish_reason, self.row.hits, self.passes,
+            self.accepted, prompt_start, request.prompt_logprobs[prompt_start:], seconds, self.switches,
+            self.recorded_routes, request.error,
+        )  # fmt: skip
+
+    def apply(self, new: Progress) -> None:
+        """Takes over what another engine computed, but for the end. Tokens that are known may come again."""
+        request = self.request
+        known = max(0, len(request.prompt_logprobs) - new.prompt_start)
+        request.prompt_logprobs.extend(new.prompt_logprobs[known:])
+        if new.logprobs:
+            now = time.monotonic()
+            request.times.setdefault("prefill", now - (new.prefill_seconds or 0.0))
+            request.times.setdefault("first", now)
+        self.switches = [Switch(*switch) for switch in new.switches] or self.switches
+        self.recorded_routes = new.routes
+        self.passes = new.passes
+        self.accepted = new.accepted
+        known = max(0, len(self.logprobs) - new.start)
+        self.alternatives += new.alternatives[known:]
+        self.processed += new.processed[known:]
+        self.logprobs += new.logprobs[known:]
+        self.sampled += new.sampled[known:]
+        self.tokens += self.sampled[len(self.tokens) : new.tokens]
+        self.row.record_elsewhere(len(self.row.ids) + len(self.logprobs), new.hits)
+
+    def continue_from(self, first: "Answer") -> None:
+        """Goes on after the first token of an answer that another engine prefilled."""
+        self.append(first.sampled, first.logprobs, False, first.processed, first.alternatives)
+        self.switches = list(first.switches)
+        self.row.record_elsewhere(len(self.row.ids), first.row.hits)
+
+    def tokens_after(self, count: int) -> tuple[list[int], bool]:
+        """The ids after the first `count`, and whether no more will come."""
+        ended = self.finish_reason is not None  # read before the ids, which another thread appends to
+        return self.tokens[count:], ended
+
+    def __iter__(self) -> Iterator[int]:
+        count = 0
+        ended = False
+        while not ended:
+            self.request.engine.wait(lambda count=count: any(self.tokens_after(count)))
+            new, ended = self.tokens_after(count)
+            yield from new
+            count += len(new)
+        self.request.raise_error()
+
+    def text(self) -> Iterator[str]:
+        """Pieces of text as they come; joined they are the answer, up to the first stop string."""
+        detokenizer = self.request.new_detokenizer()
+        for token in self:
+            if piece := detokenizer.push(token):
+                yield piece
+        if rest := detokenizer.finish():
+            yield rest
+
+    async def text_async(self) -> AsyncIterator[str]:
+        """`text` for an event loop."""
+        detokenizer = self.request.new_detokenizer()
+        count = 0
+        async for _ in self.request.updates():
+            new, ended = self.tokens_after(count)
+            count += len(new)
+            if piece := "".join(map(detokenizer.push, new)):
+                yield piece
+            if ended:
+                break
+        self.request.raise_error()
+        if rest := detokenizer.finish():
+            yield rest
