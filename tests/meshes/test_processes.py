@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -278,6 +279,22 @@ def test_messages_without_a_valid_signature_end_the_connection_and_run_nothing(t
         listener.close()
 
 
+def test_a_proof_of_the_secret_that_comes_slowly_is_cut_off(monkeypatch):
+    monkeypatch.setattr(channel, "_PROOF_SECONDS", 0.1)
+    own, other = socket.socketpair()
+
+    def send_slowly():
+        with contextlib.suppress(OSError):
+            for _ in range(2 * secret.SIGNATURE_SIZE):
+                other.send(b"x")
+                time.sleep(0.02)
+
+    with own, other, ThreadPoolExecutor() as pool:
+        pool.submit(send_slowly)
+        with pytest.raises(TimeoutError):
+            channel.Channel(own, lambda _: None, SECRET, listens=True)
+
+
 def test_messages_encode_a_closed_set_of_values():
     config = xj.load_model().config
     values = [None, True, 3, -float("inf"), "é", [1, [2.5]], {1: [2], "a": None}]
@@ -294,6 +311,9 @@ def test_messages_encode_a_closed_set_of_values():
     decoded = dataclasses.replace(decoded, config=config)
     assert (decoded.prompts, decoded.end_ids) == (call.prompts, call.end_ids)
     assert decoded.options.max_new_tokens == 9 and decoded.options.logprobs == 2 and decoded.params == {}
+    assert jax.random.key_data(decoded.key).tolist() == jax.random.key_data(call.key).tolist()
+    asked = xj.RequestOptions(priority=3, client="a", adapter="b", live=False)
+    assert codec.decode_message(codec.encode_message(asked)) == asked
     found = decoded.options.sampling
     assert (found.temperature, found.top_k, found.logit_bias) == (0.5, 7, {3: -np.inf})
     assert sorted(found.allowed_token_ids) == [3, 4]

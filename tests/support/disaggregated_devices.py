@@ -414,7 +414,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     for worker in workers[:2]:
         assert idle(worker._engine)
         end = time.monotonic() + 120  # its messages are handled on another thread
-        held = worker._endpoint._answers, worker._rows
+        held = worker._endpoint._answers, worker._work
         while any(held) and time.monotonic() < end:
             time.sleep(0.01)
         assert not any(held)

@@ -1,4 +1,4 @@
-"""What engines in different processes send to each other, besides what JSON has."""
+"""The classes whose values engines in different processes send to each other, which JSON does not have."""
 
 import base64
 import dataclasses
@@ -17,8 +17,11 @@ from .request_options import RequestOptions
 
 
 class DeviceResult:
-    """A result that stays on the devices of all processes between two calls. number: of the call that
-    returned it, which stands for it in a message; value: of process 0.
+    """A result that stays on the devices of all processes between two calls.
+
+    Attributes:
+        number: of the call that returned it. It stands for the result in a message.
+        value: the result of process 0.
     """
 
     def __init__(self, number: int, value: Any = None):
@@ -44,7 +47,7 @@ def _decode_array(data: list[Any]) -> Any:
 
 
 def _encode_fields(value: Any) -> dict[str, Any]:
-    """Returns the fields that have not their default; every process has the tokenizer of a `Grammar`."""
+    """Returns the fields that differ from their default, without a tokenizer, which every process has."""
     defaults = vars(type(value))
     given = vars(value).items()
     return {name: x for name, x in given if x is not defaults.get(name) and name != "tokenizer"}

@@ -1,5 +1,5 @@
 """Processes that work together: one connection, one way to encode messages, one proof of the secret, and one
-launcher. It knows no engine, no flag and no HTTP: `engine`, `cli` and `serve` say what messages mean.
+launcher. It knows no engine, no flag and no HTTP: `engine`, `cli` and `serve` give messages their meaning.
 
 In the order to read: `secret` (its file, and signatures made with it), `codec` (messages as JSON), `channel`
 (a connection of two processes), `coordinator` (compares the settings of processes, and ends all of them

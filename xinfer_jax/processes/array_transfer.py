@@ -112,7 +112,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _without_key(x: Any) -> Any:
-    """The numbers of a random key; other arrays as they are."""
+    """Returns the numbers of a random key, and other arrays as they are."""
     return jax.random.key_data(x) if _is_key(x) else x
 
 

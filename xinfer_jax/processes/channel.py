@@ -158,7 +158,7 @@ class Listener:
     """
 
     def __init__(self, server: socket.socket, receive: Receive, secret: bytes):
-        """server: from `listen`; receive: of the channels; secret: of the run."""
+        """Accepts from now on. server: from `listen`. receive: of the channels. secret: of the run."""
         self.rejected = 0  # connections that did not know the secret
         self._server = server
         self._on_message = receive

@@ -25,7 +25,7 @@ class GroupMember(NamedTuple):
 
 
 class GroupEnd(Exception):
-    """All processes are to end with this exit code. line: what to print; "": it has been printed."""
+    """All processes are to end with this exit code. line: to print. "": it has been printed."""
 
     def __init__(self, code: int, line: str = ""):
         self.code = code
@@ -36,7 +36,7 @@ class Coordinator:
     """Receives messages from all parents, compares their settings, and sends all the start and the end."""
 
     def __init__(self, member: GroupMember, seconds: int, secret: bytes):
-        """member: process 0; seconds: for all to connect; secret: of the run."""
+        """member: process 0. seconds: for all processes to connect. secret: of the run."""
         self._member = member
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
@@ -126,7 +126,7 @@ class Coordinator:
             self._fail(0 if code < 0 else 1, f"{self._name(number)} {why}")
 
     def _fail(self, rank: int, line: str, code: int = 1) -> None:
-        """Records a failure. Of those of the next seconds the lowest rank, then the first, is the cause."""
+        """Records a failure. The cause is the first one of the lowest rank within the next seconds."""
         self._failures.append((rank, code, line))
         # After the start others may report a cause; before it others may still connect and hear of the end.
         wait = self._started or len(self._channels) < self._member.processes

@@ -72,8 +72,13 @@ class Supervisor:
     """The parent of one child: connects to the coordinator, starts the child, reports its end."""
 
     def __init__(self, member: GroupMember, seconds: int, log_dir: str | None, secret_file: str | None):
-        """seconds: for all processes to connect; log_dir: for the child's log; None: a new one, which stays
-        if a process fails; secret_file: of the run; None: as `load_secret` finds it.
+        """Makes the parent of process `member`; process 0's is also the coordinator.
+
+        Args:
+            member: this process.
+            seconds: for all processes to connect.
+            log_dir: for the child's log. None: a new one, which stays if a process fails.
+            secret_file: of the run. None: `load_secret` finds it.
         """
         self._member = member
         self._secret_file = secret_file

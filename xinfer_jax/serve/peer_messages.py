@@ -1,5 +1,5 @@
-"""What the front process and the processes that prefill or decode tell each other: requests with an `Answer`
-go to a process, and events with its `Progress` come back.
+"""Messages between the front process and the processes that prefill or decode: requests with an `Answer` go
+to a process, and events with its `Progress` come back.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ EVENTS = {"progress", "pull", "pages", "arrived", "invalid"}  # methods of `Disp
 
 
 def _encode_answer(answer: Answer) -> list[Any]:
-    """Returns what a process needs to make the same answer, with what has been sampled of it."""
+    """Returns the data from which a process makes the same answer, with its tokens so far."""
     request = answer.request
     call = request.call
     left = request.deadline - time.monotonic()

@@ -35,7 +35,7 @@ _COUNT_SECONDS = 1.0  # between two reports of counters
 
 @dataclasses.dataclass
 class _Work:
-    """What this process knows of a ticket."""
+    """The state of a ticket in this process."""
 
     length: int  # tokens of its prompt
     target: int = 0  # the ticket where it is decoded
