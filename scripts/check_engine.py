@@ -24,7 +24,7 @@ from absl import flags
 from soak.engine_requests import SHAPES, check, draw, random_model
 
 import xinfer_jax as xj
-from xinfer_jax.cli.startup import parse_devices
+from xinfer_jax.cli.answer_flags import parse_devices
 from xinfer_jax.errors import InputError
 
 MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")

@@ -112,7 +112,7 @@ def change_adapter(engine: xj.Engine, name: str, adapter: xj.Adapter, in_place: 
         engine.update_adapter(name, adapter, mode=random.choice(("continue", "recompute")))
         return
     engine.remove_adapter(name)
-    while len(engine.adapters_in_use | {*engine.adapters.values()}) >= 2 * ADAPTERS.value:
+    while len(engine.adapters.with_places) >= 2 * ADAPTERS.value:
         time.sleep(0.001)
     engine.add_adapter(name, adapter)
 

@@ -49,6 +49,7 @@ _EXPORTS = {
     "stats": ("GenerateStats",),
     "engine.async_sampling": ("SampleOutput",),
     "engine.engine": ("Engine",),
+    "engine.engine_options": ("EngineOptions",),
     "engine.engines": ("Engines",),
     "engine.answers": ("Answer",),
     "engine.request_options": ("RequestOptions",),

@@ -24,6 +24,7 @@ from .embedding import embed_texts as embed_texts
 from .engine.answers import Answer as Answer
 from .engine.async_sampling import SampleOutput as SampleOutput
 from .engine.engine import Engine as Engine
+from .engine.engine_options import EngineOptions as EngineOptions
 from .engine.engines import Engines as Engines
 from .engine.request_options import RequestOptions as RequestOptions
 from .engine.requests import Request as Request

@@ -56,7 +56,7 @@ def engine_without_programs(model: xj.Model, **settings: Any) -> xj.Engine:
     """
 
     class Sized(xj.Engine):
-        def _create_core(self, *args: Any) -> None:
+        def _create_core(self, shape: Any) -> None:
             return None
 
     return Sized(model, **settings)

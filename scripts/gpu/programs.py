@@ -144,7 +144,9 @@ def engine_device(job: ProgramJob) -> Device:
     """An engine's device whose rows have all sampled their first token; its pools are shapes."""
     mesh = concrete_mesh_of(job.params)
     pages = job.rows * num_pages_for(job.capacity) + 1
-    shape = EngineShape(job.rows, job.capacity, pages, job.chunk, job.draft_tokens, job.kv, None, 0)
+    draft = dict(draft="lookup", draft_tokens=job.draft_tokens) if job.draft_tokens else {}
+    sizes = dict(rows=job.rows, capacity=job.capacity, pages=pages, chunk=job.chunk, cache_dtype=job.kv)
+    shape = EngineShape(**sizes, **draft)
     device = Device(job.params, job.config, shape, _stop, dry_run=True)
     if mesh is not None:
         to_sharded = partial(_sharded, mesh)

@@ -22,7 +22,7 @@ SHAPE = dict(rows=8, capacity=512, pages=100, chunk=128)
 SETTINGS = ServerSettings(
     name="tiny", model="bundled", host="127.0.0.1", port=0, api_keys=(), origins=(), max_waiting=10**6,
     max_waiting_per_client=10**6, deadline=0.0, grace=5.0, stuck_seconds=60.0, seed=5, escape=True,
-    log_prompts=False, shape=SHAPE,
+    log_prompts=False, engine=xj.EngineOptions(**SHAPE),
 )  # fmt: skip
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _VALUES: list[Any] = [

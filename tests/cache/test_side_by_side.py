@@ -176,7 +176,7 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(model):
         ON_TPU(),
         xj.Engine(model, rows=2, capacity=256, pages=5, chunk=128, cache_dtype="int8") as engine,
     ):
-        assert isinstance(engine._core.device.pools[0][0], SideBySideKV)
+        assert isinstance(engine.core.device.pools[0][0], SideBySideKV)
 
         def submit(i):
             options = xj.GenerateOptions(100, xj.SamplingConfig(0.8 * (i % 2)), eos_token_ids=())
@@ -184,7 +184,7 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(model):
 
         alone = [submit(i).result() for i in range(3)]
         together = [request.result() for request in [submit(i) for i in range(3)]]
-        device = engine._core.device
+        device = engine.core.device
         swapped_out = device.copy_pages_out([1, 2])
         device.copy_pages_in([3, 1], swapped_out)
         first_two = [

@@ -5,7 +5,8 @@ import run_script
 from paths import SUPPORT
 
 import xinfer_jax as xj
-from xinfer_jax.cli.startup import parse_devices
+from xinfer_jax.cli.answer_flags import parse_devices
+from xinfer_jax.engine.engine_options import EngineOptions
 from xinfer_jax.engine.engines import make_engine
 from xinfer_jax.serve import command
 
@@ -44,4 +45,4 @@ def test_flags_of_devices_and_roles():
         with pytest.raises(xj.InputError, match=why):
             command._run()
     with pytest.raises(xj.InputError, match="data_parallel=2 does not go with prefill_devices"):
-        make_engine(xj.load_model(), 2, prefill_devices=[0], decode_devices=[0])
+        make_engine(xj.load_model(), EngineOptions(prefill_devices=[0], decode_devices=[0]), 2)

@@ -58,7 +58,7 @@ def test_rows_have_their_own_adapters_and_the_bits_that_they_have_alone(
             requests = [submit(engine, name) for name in order]
             assert [answer(request) for request in requests] == [alone[name] for name in order]
         with monkeypatch.context() as patched:
-            patched.setattr(engine._core.scheduler, "time_slice", 1e-9)
+            patched.setattr(engine.core.scheduler, "time_slice", 1e-9)
             before = engine.stats.preemptions
             requests = [submit(engine, name, client=f"client of {name}") for name in names]
             assert [answer(request) for request in requests] == [alone[name] for name in names]
@@ -98,10 +98,10 @@ def test_an_adapter_is_replaced_as_weights_are(engine, model, adapters, mode):
     for name, adapter in zip("ab", adapters, strict=False):
         engine.add_adapter(name, adapter)
     alone = [answer(submit(engine, name)) for name in "ab"]
-    engine._core._pacing.step_seconds = 0.1
+    engine.core._pacing.step_seconds = 0.1
     (first, other) = requests = [submit(engine, name, salt=mode) for name in "ab"]
     while min(len(request.answers[0].sampled) for request in requests) < 5:
-        engine._core._pacing.step_seconds = 0.1
+        engine.core._pacing.step_seconds = 0.1
         engine.step()
     assert first.answers[0].finish_reason is None
     waiting = submit(engine, "a", salt="later")
@@ -210,7 +210,7 @@ def test_bad_calls(engine, model, adapters, tmp_path):
         (lambda: engine.generate([PROMPT], adapter=["a", "a"]), "2 adapters for 1"),
         (lambda: engine.generate([PROMPT], adapter=5), "no adapter is called 5"),
         (lambda: xj.Engine(model, **SHAPE | dict(max_rank=0)), "max_rank"),
-        (lambda: xj.Engine(model, **SHAPE, adapters=["a"]), "adapters must be a dict"),
+        (lambda: xj.Engine(model, **SHAPE, adapters=["a"]), "adapters of an engine must be a dict"),
         (lambda: xj.Engine(model, **SHAPE, adapters=dict(a=5)), "what load_adapter returns, got int"),
         (lambda: xj.Engine(model, rows=1, capacity=64).add_adapter("a", adapters[0]), "max_adapters"),
         (

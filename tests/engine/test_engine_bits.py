@@ -36,7 +36,7 @@ def test_prompt_lookup_gives_the_same_tokens():
     assert out.stats.passes[0] < 40 and 0 < out.stats.acceptance[0] <= 1
     other.result()
     assert engine.submit([5] * 70, options).result().logprobs == other.result().logprobs
-    engine._core.scheduler.time_slice = 1e-9
+    engine.core.scheduler.time_slice = 1e-9
     prompts = [ids, [5] * 70, ids[1:], [7] * 70, ids[2:]]
     requests = [engine.submit(prompt, options, client=str(i)) for i, prompt in enumerate(prompts)]
     found = [request.result().logprobs for request in requests]

@@ -93,7 +93,7 @@ def test_a_preempted_row_keeps_its_state(engine):
     alone = answer(submit(engine, NAMED[1]))
     rows = [submit(engine, NAMED[1]) for _ in range(3)]
     while min(len(row.answers[0].sampled) for row in rows) < 4:
-        engine._core._pacing.step_seconds = 0.1
+        engine.core._pacing.step_seconds = 0.1
         engine.step()
     before = engine.stats.preemptions
     urgent = submit(engine, NAMED[4], priority=16)
@@ -149,7 +149,7 @@ def test_arguments_are_those_of_the_call():
         ([PRESENCE], "processors of an engine must be a dict of names"),
         (np.zeros(2), "processors of an engine must be a dict of names"),
         (dict(a=(PRESENCE, np.array(2**40))), "arguments of the processor 'a' must be a pytree of numbers"),
-        ({"": (PRESENCE, 0.0)}, "a processor's name must be a text, got ''"),
+        ({"": (PRESENCE, 0.0)}, "the name of a processor must be a short text, got ''"),
         (
             dict(a=PRESENCE),
             "the processor 'a' must be .Processor, arguments of a request that gives none., got",

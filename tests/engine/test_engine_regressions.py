@@ -38,10 +38,10 @@ def engine(shared, model):
     shared._thread = None
     for kept in (shared._unfinished, shared._submitted, shared._cancelled, shared._calls):
         kept.clear()
-    shared._core._answers.clear()
-    shared._core._pacing.record_decode(0.0, 1)
-    shared._core.scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)
-    shared._core.device.params = model.params
+    shared.core.answers.clear()
+    shared.core._pacing.record_decode(0.0, 1)
+    shared.core.scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)
+    shared.core.device.params = model.params
     shared.model = model
     return shared
 
@@ -211,7 +211,7 @@ def test_a_step_is_short_although_no_caller_streams(engine):
     long = [engine.submit([i], xj.GenerateOptions(200, eos_token_ids=()), live=False) for i in (5, 6)]
     while not all(request.answers[0].tokens for request in long):
         engine.step()
-    engine._core._pacing.record_decode(0.1, 1)  # of a decode step
+    engine.core._pacing.record_decode(0.1, 1)  # of a decode step
     given = [len(request.answers[0].tokens) for request in long]
     engine.step()
     assert [len(request.answers[0].tokens) for request in long] == [count + 10 for count in given]
@@ -223,7 +223,7 @@ def test_a_client_beyond_its_share_is_preempted_and_keeps_its_bits(engine):
     alone = [engine.submit([5, i], options, key=key).result() for i, key in enumerate(keys)]
     slow = [engine.submit([5, i], options, key=keys[i], client="a") for i in range(2)]
     for _ in slow:
-        engine._core._pacing.record_decode(1.0, 1)  # of a decode step, so an engine step has one
+        engine.core._pacing.record_decode(1.0, 1)  # of a decode step, so an engine step has one
         engine.step()
     before = engine.stats.preemptions
     other = engine.submit([5, 2], options, key=keys[2], client="b")
@@ -249,14 +249,14 @@ def test_options_are_checked_once_for_many_prompts(engine, monkeypatch):
 
 def test_an_interrupt_lets_the_step_end(engine, model, monkeypatch):
     options = xj.GenerateOptions(100, eos_token_ids=())
-    window = engine._core.device.decode
+    window = engine.core.device.decode
     turns = []
 
     def interrupted(*args):
         turns.append(signal.raise_signal(signal.SIGINT))
         return window(*args)
 
-    monkeypatch.setattr(engine._core.device, "decode", interrupted)
+    monkeypatch.setattr(engine.core.device, "decode", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -273,7 +273,7 @@ def test_an_error_without_a_message_is_named(engine, monkeypatch):
     def broken(*args):
         raise MemoryError
 
-    monkeypatch.setattr(engine._core.device, "decode", broken)
+    monkeypatch.setattr(engine.core.device, "decode", broken)
     with pytest.raises(MemoryError):
         engine.generate([[1, 2]], xj.GenerateOptions(5))
     with pytest.raises(xj.InputError, match="MemoryError"):
@@ -289,18 +289,18 @@ def test_a_request_keeps_no_old_weights(engine, model):
 
 def test_the_end_time_is_set_before_a_request_has_ended(engine):
     request = engine.submit([1, 2], xj.GenerateOptions(1))
-    take = engine._core._notify
+    take = engine.core._notify
     seen = []
 
     def told(requests):
         seen.append([r.ended for r in requests if r.answered])
         take(requests)
 
-    engine._core._notify = told
+    engine.core._notify = told
     try:
         request.result()
     finally:
-        engine._core._notify = take
+        engine.core._notify = take
     assert [False] in seen and request.ended and request.times["ended"] >= request.times["first"]
 
 

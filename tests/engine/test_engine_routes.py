@@ -37,7 +37,7 @@ def test_answers_have_the_routes_of_their_tokens(name, how):
     ]
     plain = engine.submit(asked[2], OPTIONS, key=jax.random.key(2))
     while engine.load:
-        engine._core._pacing.step_seconds = 0.1  # so that a step decodes few tokens
+        engine.core._pacing.step_seconds = 0.1  # so that a step decodes few tokens
         engine.step()
     for ids, request in zip(asked, requests, strict=True):
         out = request.result()

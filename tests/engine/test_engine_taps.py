@@ -105,7 +105,7 @@ def test_a_preempted_row_keeps_its_vectors(engine):
     alone = answer(submit(engine, NAMED[1]))
     rows = [submit(engine, NAMED[1]) for _ in range(3)]
     while min(len(row.answers[0].sampled) for row in rows) < 4:
-        engine._core._pacing.step_seconds = 0.1
+        engine.core._pacing.step_seconds = 0.1
         engine.step()
     before = engine.stats.preemptions
     submit(engine, None, priority=16).result()
@@ -133,9 +133,9 @@ def test_wrong_factors_of_a_request(engine, named, message):
 @pytest.mark.parametrize(
     ("taps", "message"),
     [
-        ([V_2D], "taps of an engine must be vectors by layer by name"),
-        (dict(calm=V_2D[0]), "taps of an engine must be vectors by layer by name"),
-        ({"": {0: V_2D[0]}}, "the name of a tap must be a text, got ''"),
+        ([V_2D], "taps of an engine must be a dict of names and vectors by layer"),
+        (dict(calm=V_2D[0]), "tap 'calm' must be vectors by layer, got"),
+        ({"": {0: V_2D[0]}}, "the name of a tap must be a short text, got ''"),
         (dict(calm={99: V_2D[0]}), "tap 'calm': layer must be .*, got 99"),
         (dict(calm={0: V_2D}), "tap 'calm': layer 0 must have 64 numbers that are finite in float32, got"),
         (dict(calm={0: V_2D[0] * np.inf}), "tap 'calm': layer 0 must have 64 numbers that are finite"),

@@ -6,6 +6,7 @@ import run_script
 from paths import SUPPORT
 
 import xinfer_jax as xj
+from xinfer_jax.engine.engine_options import EngineOptions
 from xinfer_jax.engine.engines import make_engine
 from xinfer_jax.sharding import device_groups
 
@@ -26,7 +27,7 @@ def test_several_engines_on_four_devices():
 )  # fmt: skip
 def test_invalid_numbers_of_engines_are_rejected(number, message):
     with pytest.raises(xj.InputError, match=message):
-        make_engine(xj.load_model(), number, rows=1)
+        make_engine(xj.load_model(), EngineOptions(rows=1), number)
 
 
 def test_the_first_group_has_the_devices_of_the_model():

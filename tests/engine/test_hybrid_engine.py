@@ -50,12 +50,12 @@ def test_bits_alone_equal_those_beside_others(model, prompts):
         engine.update(model.params)
         requests = [engine.submit(prompt, OPTIONS) for prompt in prompts[:2]]
         while engine.stats.running < running or engine.stats.running + engine.stats.prefilling < 2:
-            engine._core._pacing.step_seconds = 1.0  # so that a step decodes one token
+            engine.core._pacing.step_seconds = 1.0  # so that a step decodes one token
             engine.step()
         requests += [engine.submit(prompts[2], OPTIONS, priority=20)]  # preempts another
         assert [row[:2] for row in answers(requests)] == [row[:2] for row in alone]
     assert engine.stats.preemptions == 2
-    engine._core.scheduler.time_slice = 1e-9
+    engine.core.scheduler.time_slice = 1e-9
     requests = [engine.submit(prompt, OPTIONS, client=str(i)) for i, prompt in enumerate(prompts)]
     assert [row[:2] for row in answers(requests)] == [row[:2] for row in alone]
     assert engine.stats.preemptions > 9

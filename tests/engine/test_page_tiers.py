@@ -61,7 +61,7 @@ def files_of(directory):
 
 def write_all(engine):
     """Waits until the saved pages are written."""
-    tiers = engine._core.tiers
+    tiers = engine.core.tiers
     end = time.monotonic() + 120
     while (tiers._unwritten or tiers._files.num_writing) and time.monotonic() < end:
         tiers.step()
@@ -92,7 +92,7 @@ def test_pages_in_float8(model, prompts, tmp_path):
         assert engine.stats.host_hits == 3 * 384
     config = model.config
     vectors = 2 * config.num_hidden_layers * config.num_key_value_heads
-    assert engine._core.shape.page_bytes == 64 * vectors * (config.head_dim + 2)
+    assert engine.core.shape.page_bytes == 64 * vectors * (config.head_dim + 2)
     options = dataclasses.replace(SAMPLED, cache_dtype="float8_e4m3fn")
     alone = xj.generate(model.params, model.config, prompts[:1], options, key=jax.random.key(1)[None])
     assert alone.tokens == expected[0][0]
@@ -113,7 +113,7 @@ def test_a_later_run_finds_pages_in_files(model, prompts, expected, tmp_path, ca
     stats = again.stats
     assert stats.file_hits == stats.hits == 6 * 384 and stats.prefill_tokens == 6 * 16
 
-    core = xj.Engine(model, **shape)._core
+    core = xj.Engine(model, **shape).core
     assert not unknown_pages(core, prompts[0])
     for other in (dict(cache_dtype="int8"), dict(capacity=256), dict(impl="xla")):
         core.tiers.identify(
@@ -165,8 +165,8 @@ def test_a_slow_file_delays_its_row_only(model, prompts, expected, tmp_path, mon
         cancelled.cancel()
         cancelled.result()
         released.set()
-    while slow._core.tiers._files.num_writing or not slow._core.tiers._files.finished.empty():
-        slow._core.tiers.step()
+    while slow.core.tiers._files.num_writing or not slow.core.tiers._files.finished.empty():
+        slow.core.tiers.step()
 
 
 @pytest.fixture

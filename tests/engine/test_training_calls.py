@@ -46,9 +46,9 @@ def test_rows_go_on_with_their_bits_after_their_pages_were_released(engine):
     engine.update(engine.model.params)  # which empties the prefix cache
     requests = [engine.submit(*a, key=key) for a, key in zip(asked[:3], keys, strict=False)]
     while not (engine.stats.running and engine.stats.prefilling):
-        engine._core._pacing.step_seconds = 1.0  # so that a step decodes one token
+        engine.core._pacing.step_seconds = 1.0  # so that a step decodes one token
         engine.step()
-    device = engine._core.device
+    device = engine.core.device
     arrays = jax.tree.leaves((device.pools, device.states, device._snapshots))
     with compiling.events() as seen:
         engine.pause()
@@ -145,11 +145,11 @@ def test_the_order_is_checked_and_a_paused_engine_is_closed(engine):
     for call in (engine.pause, engine.resume, engine.release_cache):
         with pytest.raises(xj.InputError, match="this one is without pages"):
             call()
-    create = engine._core.device._create
-    engine._core.device._create = lambda function: 1 / 0  # as where no memory is free
+    create = engine.core.device._create
+    engine.core.device._create = lambda function: 1 / 0  # as where no memory is free
     with pytest.raises(ZeroDivisionError):
         engine.restore_cache()
-    engine._core.device._create = create
+    engine.core.device._create = create
     engine.restore_cache()
     engine.release_cache()
     waiting = engine.submit([5], LONG)

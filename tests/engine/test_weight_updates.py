@@ -38,7 +38,7 @@ def engine(own_engine, versions):
     with compiling.events() as seen:
         own_engine.update(versions[0], version=0)
     assert seen == []
-    own_engine._core._pacing.step_seconds = 0.0  # so that the first step decodes few tokens
+    own_engine.core._pacing.step_seconds = 0.0  # so that the first step decodes few tokens
     yield own_engine
     stats = own_engine.stats
     assert (stats.pages_used, stats.pages_cached + stats.pages_free) == (0, own_engine.pages - 1)
@@ -57,7 +57,7 @@ def start(engine, prompt: list[int], tokens: int, options=LONG, **how) -> xj.Req
 
 def advance(engine, request, tokens: int) -> None:
     while len(request.answers[0].sampled) < tokens:
-        engine._core._pacing.step_seconds = 0.1
+        engine.core._pacing.step_seconds = 0.1
         engine.step()
 
 

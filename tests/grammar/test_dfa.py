@@ -136,9 +136,9 @@ def test_both_forms_sample_the_same_in_an_engine(model, monkeypatch):
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     with xj.Engine(model, rows=4, capacity=CAPACITY, pages=9, chunk=64) as engine:
         counts = []
-        decode = engine._core.device.decode
+        decode = engine.core.device.decode
         monkeypatch.setattr(
-            engine._core.device,
+            engine.core.device,
             "decode",
             lambda pages, steps, *args: counts.append(steps) or decode(pages, steps, *args),
         )

@@ -161,7 +161,7 @@ def test_bits_alone_equal_those_beside_others(model):
         engine.update(params)
         requests = [engine.submit(prompt, options) for prompt in prompts[:2]]
         while engine.stats.running < running or engine.stats.running + engine.stats.prefilling < 2:
-            engine._core._pacing.step_seconds = 1.0  # so that a step decodes one token
+            engine.core._pacing.step_seconds = 1.0  # so that a step decodes one token
             engine.step()
         requests += [engine.submit(prompts[2], options, priority=20)]
         assert answers(requests)[0] == alone

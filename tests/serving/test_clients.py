@@ -120,7 +120,7 @@ def test_tools_of_clients(tmp_path):
     langchain = pytest.importorskip("langchain_openai")
     calling = xj.load_model(tool_models.write_calling_checkpoint(tmp_path))
     shape = dict(rows=2, capacity=1024, pages=40, chunk=64)
-    with serving.run_server(calling, shape=shape) as server:
+    with serving.run_server(calling, engine=xj.EngineOptions(**shape)) as server:
         address = dict(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
         client = openai.OpenAI(**address)
         asked = dict(model="tiny", tools=tool_models.TOOLS, seed=1)

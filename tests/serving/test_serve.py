@@ -336,14 +336,14 @@ def test_client_that_reads_nothing_is_disconnected():
 
 def test_error_during_a_stream_is_an_event(model, monkeypatch):
     with serving.run_server(model) as own:
-        window = own.engine._core.device.decode
+        window = own.engine.core.device.decode
         seen = []
 
         def breaks(*args):
             seen.append(1)
             return window(*args) if len(seen) < 3 else 1 / 0
 
-        own.engine._core.device.decode = breaks
+        own.engine.core.device.decode = breaks
         status, text, _ = own.call("POST", "/v1/completions", dict(LONG, stream=True))
         last = [part for part in text.strip().split("\n\n") if "error" in part][-1]
         assert status == 200 and "error" in json.loads(last.removeprefix("data: "))

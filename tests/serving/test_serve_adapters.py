@@ -50,7 +50,7 @@ def load(server, **body):
 
 def test_adapters_are_models_that_come_and_go(model, directory):
     shape = SHAPE | dict(adapters=dict(a=str(directory / "all" / "a")))
-    how = dict(shape=shape, adapter_dir=str(directory / "all"), admin_keys=(b"admin",))
+    how = dict(engine=xj.EngineOptions(**shape), adapter_dir=str(directory / "all"), admin_keys=(b"admin",))
     with serving.run_server(model, **how) as server:
         ask = dict(
             messages=[dict(role="user", content="What is the capital of France?")],

@@ -18,7 +18,9 @@ ENDLESS = dict(prompt="a", guided_json={"type": "integer", "multipleOf": 9699690
 
 @pytest.fixture(scope="module")
 def server():
-    with serving.run_server(xj.load_model(), shape=dict(serving.SHAPE, warm_up=False)) as server:
+    with serving.run_server(
+        xj.load_model(), engine=xj.EngineOptions(**serving.SHAPE | dict(warm_up=False))
+    ) as server:
         yield server
     assert server.service.grammars._process.poll() is not None  # closed with the server
 

@@ -27,7 +27,9 @@ def model(tmp_path_factory) -> xj.Model:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving.run_server(model, shape=dict(rows=2, capacity=1024, pages=40, chunk=64)) as served:
+    with serving.run_server(
+        model, engine=xj.EngineOptions(rows=2, capacity=1024, pages=40, chunk=64)
+    ) as served:
         yield served
 
 

@@ -305,9 +305,9 @@ def test_keys_share_no_prefix_pages(server, model):
 
 def test_deadline_that_passes_in_the_queue_is_an_error(model):
     with serving.run_server(model, deadline=1.0) as late:
-        window = late.engine._core.device.decode
+        window = late.engine.core.device.decode
         full = threading.Event()
-        late.engine._core.device.decode = lambda *args: (full.is_set() and time.sleep(1.3), window(*args))[1]
+        late.engine.core.device.decode = lambda *args: (full.is_set() and time.sleep(1.3), window(*args))[1]
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             rows = pool.submit(late.call, "POST", "/v1/completions", dict(LONG, n=4))
             while late.engine.stats.running < 4:

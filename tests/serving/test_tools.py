@@ -26,7 +26,7 @@ def model(tmp_path_factory) -> xj.Model:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving.run_server(model, shape=SHAPE) as served:
+    with serving.run_server(model, engine=xj.EngineOptions(**SHAPE)) as served:
         yield served
 
 

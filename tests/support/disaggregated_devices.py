@@ -80,8 +80,8 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
     decoding = engines_of(apart, "decode")
     for other in decoding:
         for name in ("prefill", "prefill_with_logprobs", "sample_first", "new_row"):
-            monkeypatch.setattr(other._core.device, name, None)
-    monkeypatch.setattr(first._core.device, "decode", None)
+            monkeypatch.setattr(other.core.device, name, None)
+    monkeypatch.setattr(first.core.device, "decode", None)
     asked = engine_requests.draw(random.Random(3), 288, 40, 200, SHAPE)
     more = [{name: x for name, x in a.more.items() if name != "deadline"} for a in asked]
     alone = [one.submit(a.ids, a.options, key=a.key, **m) for a, m in zip(asked, more, strict=True)]
@@ -96,7 +96,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
     assert all(map(engine_requests.same_outcome, found, expected))
     assert idle(apart) and apart.stats.preemptions > 0
     assert all(other.stats.requests > 5 for other in decoding)
-    places = [{d for x in jax.tree.leaves(e._core.device.pools) for d in x.devices()} for e in apart.engines]
+    places = [{d for x in jax.tree.leaves(e.core.device.pools) for d in x.devices()} for e in apart.engines]
     assert places == [{jax.devices()[i]} for i in (0, 1, 1)]
 
 
@@ -309,7 +309,7 @@ def test_both_sides_lend_the_memory_of_their_pages(one, apart):
     with compiling.events() as seen:
         apart.pause()
         apart.release_cache()
-        pools = [x for engine in apart.engines for x in jax.tree.leaves(engine._core.device.pools)]
+        pools = [x for engine in apart.engines for x in jax.tree.leaves(engine.core.device.pools)]
         assert all(x.is_deleted() for x in pools)
         requests.append(apart.submit(*asked[0]))
         time.sleep(0.3)  # rows arrive meanwhile
@@ -344,7 +344,7 @@ def test_a_request_with_answers_on_both_sides_fails_at_once(apart):
         prompt(31, 60), options(400, n=6, sampling=xj.SamplingConfig(temperature=1.0)), key=jax.random.key(1)
     )
     assert len(list(itertools.islice(request.answers[0], 2))) == 2  # it is decoded
-    (first,) = (answer for e in apart.engines for answer in e._core._answers.values() if not answer.number)
+    (first,) = (answer for e in apart.engines for answer in e.core.answers.values() if not answer.number)
 
     def fail(*args):
         raise xj.InputError("numbers that are not finite")
@@ -423,7 +423,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
         worker._transfer._server = None  # pages go through the host
     assert all(map(engine_requests.same_outcome, found(), expected))
     decoding._receive(10**6, ["array", 0, np.zeros(3, np.uint8)])  # of a row that has ended
-    scheduler = decoding._engine._core.scheduler
+    scheduler = decoding._engine.core.scheduler
     scheduler.capacity = 64
     with pytest.raises(xj.InputError, match="exceeds the 64 that a row"):
         front.submit(prompt(9, 60), options(400)).result(60)
@@ -434,7 +434,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     with pytest.raises(xj.InputError, match="the decode process .* is gone"):
         request.result(60)
     assert front.missing == "no decode process is connected" and not front.alive
-    with pytest.raises(xj.InputError, match="is for engines of this process"):
+    with pytest.raises(xj.InputError, match="engines in other processes keep their pages"):
         front.pause()
     front.close()
     for connection in silent:
@@ -451,9 +451,9 @@ def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, ca
     if side == "prefill":
         engine = xj.Engine(model, prefill_devices=[0], decode_devices=[1], **SHAPE).__enter__()
     bad = engines_of(engine, side)[0]
-    call = getattr(bad._core.device, side)
+    call = getattr(bad.core.device, side)
     go = threading.Event()
-    setattr(bad._core.device, side, lambda *args: 1 / 0 if go.is_set() else call(*args))
+    setattr(bad.core.device, side, lambda *args: 1 / 0 if go.is_set() else call(*args))
     requests = [engine.submit(prompt(i, 60), options(300, n=1 + i % 2)) for i in range(12)]
     assert len(list(itertools.islice(requests[0].answers[0], 5))) == 5  # its pages have arrived
     go.set()

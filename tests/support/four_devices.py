@@ -62,7 +62,7 @@ def unstarted(several, model):
 
 
 def where(engine: xj.Engine) -> set:
-    device = engine._core.device
+    device = engine.core.device
     return {d for x in jax.tree.leaves((device.params, device.pools, device.rows)) for d in x.devices()}
 
 
@@ -206,7 +206,7 @@ def test_adapters_of_all_engines_and_on_a_mesh(several, model):
         (out,) = engine.generate(ids[:1], options(20), adapter="b")
         np.testing.assert_allclose(out.logprobs[0], outs[1].logprobs[0], atol=1e-6)
         assert out.adapter_versions == [[1] * 20]
-    core = engine._core.device.adapters
+    core = engine.core.device.adapters
     (a, b) = core._stacks["layers.0.down"]
     assert {a.addressable_shards[0].data.shape[2] * 2, b.shape[1]} == {a.shape[2], model.config.hidden_size}
     engines[0].close()
@@ -214,7 +214,7 @@ def test_adapters_of_all_engines_and_on_a_mesh(several, model):
 
 def test_an_engine_that_fails_leaves_the_others_running(unstarted, capsys):
     good, bad = unstarted.engines
-    bad._core.device.decode = lambda *_: 1 / 0
+    bad.core.device.decode = lambda *_: 1 / 0
     requests = [unstarted.submit([5, 6], options(5)) for _ in range(4)]
     with pytest.raises(ZeroDivisionError):
         while unstarted.step():
@@ -285,7 +285,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
 def test_a_server_over_two_engines(model):
     pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
     serving = pytest.importorskip("serving")
-    with serving.run_server(model, shape=SHAPE | dict(data_parallel=2)) as server:
+    with serving.run_server(model, engine=xj.EngineOptions(**SHAPE), data_parallel=2) as server:
         first, second = server.engine.engines
         asked = dict(max_tokens=20, ignore_eos=True, return_token_ids=True)
         answers = [
@@ -304,7 +304,7 @@ def test_a_server_over_two_engines(model):
         assert f'generation_tokens_total{{model_name="tiny"}} {float(whole.generated_tokens)}' in text
         assert whole.generated_tokens == first.stats.generated_tokens + second.stats.generated_tokens
         assert server.call("GET", "/health")[0] == 200
-        second._core.device.decode = lambda *_: 1 / 0
+        second.core.device.decode = lambda *_: 1 / 0
         for i in range(2):
             status = server.call("POST", "/v1/completions", dict(prompt=[9, i], max_tokens=5))[0]
             assert status in (200, 500, 503)

@@ -425,7 +425,7 @@ def an_engine() -> None:
         assert not seen, seen
         assert [out.tokens for out in together] == [out.tokens for out in alone]
         assert [out.logprobs for out in together] == [out.logprobs for out in alone]
-        pool = engine._core.device.pools[0][0]
+        pool = engine.core.device.pools[0][0]
         assert pool.sharding.shard_shape(pool.shape)[1] == 1
         assert engine.stats.pages_used == 0
     with xj.Engine(one, **shape) as engine:

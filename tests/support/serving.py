@@ -19,7 +19,7 @@ from xinfer_jax.serve.service import Service
 
 SHAPE = dict(rows=4, capacity=512, pages=60, chunk=128, warm_up=True)
 SETTINGS = dataclasses.replace(
-    server_requests.SETTINGS, max_waiting=64, max_waiting_per_client=64, shape=SHAPE
+    server_requests.SETTINGS, max_waiting=64, max_waiting_per_client=64, engine=xj.EngineOptions(**SHAPE)
 )
 
 

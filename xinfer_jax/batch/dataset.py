@@ -23,16 +23,16 @@ class DatasetGenerator:
     def __init__(  # noqa: PLR0913  a public function
         self, model: str | None = None, options: GenerateOptions | None = None, *, seed: int = 0,
         raw: bool = False, system: str | None = None, dtype: str | None = None, quantize: str | None = None,
-        activations: str | None = None, escape_control_tokens: bool = True, **shape: Any,
+        activations: str | None = None, escape_control_tokens: bool = True, **engine: Any,
     ):  # fmt: skip
         """Args:
         model, dtype, quantize, activations: as in `load_model`.
         options, seed, raw, system, escape_control_tokens: as in `generate_file`.
-        shape: further arguments of `Engine`.
+        engine: fields of `EngineOptions`.
         """
         self._load_arguments = (model, dtype, quantize, None, activations)
         self._default_arguments = (options, seed, raw, system, False, escape_control_tokens)
-        self._engine_arguments = shape
+        self._engine_arguments = engine
         self._engine: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:

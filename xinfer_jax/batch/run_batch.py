@@ -19,8 +19,9 @@ from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..engine.engine import Engine
+from ..engine.engine_options import EngineOptions
 from ..engine.engines import AnyEngine, make_engine
-from ..engine.held_adapters import adapter_sizes
+from ..engine.held_adapters import with_adapters_read
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions
 from ..stats import release_free_memory
@@ -79,7 +80,8 @@ def generate_file(  # noqa: PLR0913  a public function
     progress: bool = True,
     escape_control_tokens: bool = True,
     starting: AbstractContextManager[object] | None = None,
-    **shape: Any,
+    data_parallel: int = 1,
+    **engine: Any,
 ) -> dict[str, Any]:
     """Answers every line of a file, and appends each answer to the output when it is finished. If a run is
     killed, call this again with the same arguments: it resumes, and ends with the same lines.
@@ -102,7 +104,8 @@ def generate_file(  # noqa: PLR0913  a public function
         progress: show progress on standard error.
         escape_control_tokens: as in `encode_prompt`, for lines with messages or a prompt that is not raw.
         starting: a context manager that is entered while the engine starts, which compiles programs.
-        shape: further arguments of `Engine`; data_parallel: the number of engines.
+        data_parallel: the number of engines.
+        engine: fields of `EngineOptions`.
 
     Returns:
         Counts, rates and times of this call, as in the command's --report; `errors_before` is the number of
@@ -119,20 +122,19 @@ def generate_file(  # noqa: PLR0913  a public function
     check_output(output)
     output = shard_file(output, i, n) if shard else Path(output)
     check_files(input, output)
-    of_adapters = "adapters", "max_adapters", "max_rank"
-    shape |= zip(of_adapters, adapter_sizes(model, *map(shape.get, of_adapters)), strict=True)
+    engine_options = with_adapters_read(model, EngineOptions(**engine))
     names = model_names or default_model_names(model)
-    if taken := sorted({*names} & {*shape["adapters"]}):
+    if taken := sorted({*names} & {*(engine_options.adapters or ())}):
         raise InputError(f"the adapter {format_value(taken[0])} has the name of the model: give it another")
     defaults = LineDefaults.make(model, options, seed, raw, system, score, escape_control_tokens)
-    output_file = ResumableOutput(output, run_settings(model, defaults, shape, shard, in_order))
+    output_file = ResumableOutput(output, run_settings(model, defaults, engine_options, shard, in_order))
     try:
         with starting or nullcontext():
-            engine = make_engine(model, **shape)
-        with closing(engine):
-            defaults.check(engine)
+            made = make_engine(model, engine_options, data_parallel)
+        with closing(made):
+            defaults.check(made)
             total = _count_lines(input) // n if progress and str(input) != "-" else None
-            run = _BatchRun(engine, defaults, output_file, in_order, progress, total, names)
+            run = _BatchRun(made, defaults, output_file, in_order, progress, total, names)
             with run.bar:
                 lines = _unfinished_lines(read_lines(input), output_file.finished, i, n)
                 run.answer(lines, stop or threading.Event(), grace)
@@ -141,12 +143,12 @@ def generate_file(  # noqa: PLR0913  a public function
     return run.report()
 
 
-def follow_file(model: Model, **shape: Any) -> None:
+def follow_file(model: Model, **engine: Any) -> None:
     """What every process other than process 0 calls while process 0 runs `generate_file`, with the same
-    model and shape.
+    model and engine.
     """
     fingerprint(model.params, model.config)  # a collective computation: all processes must take part
-    Engine(model, **shape).follow()
+    Engine(model, **engine).follow()
 
 
 def _unfinished_lines(lines: Iterator[Line], finished: np.ndarray, i: int, n: int) -> Iterator[Line]:

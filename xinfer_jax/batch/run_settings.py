@@ -1,7 +1,6 @@
 """The settings that the answers of a run depend on: a resumed run must have the same."""
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from ..backends.cpu import cpu_features
 from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
-from ..engine.engine import Engine
+from ..engine.engine_options import EngineOptions
 from ..engine.shape import max_request_tokens
 from ..sharding import MODEL, concrete_mesh_of
 from .input_lines import json_default, sha256_int
@@ -22,39 +21,38 @@ from .line_request import LineDefaults
 
 
 def run_settings(
-    model: Model, defaults: LineDefaults, shape: dict[str, Any], shard: tuple[int, int] | None, in_order: bool
+    model: Model,
+    defaults: LineDefaults,
+    options: EngineOptions,
+    shard: tuple[int, int] | None,
+    in_order: bool,
 ) -> dict[str, Any]:
-    """The settings by dotted name, such as options.sampling.top_k. shape: arguments of `Engine`.
-
-    The number of pages is not among them: it changes no answer, only how many tokens fit in a row (`room`).
-    Nor are `warm_up`, the pages beyond the device, and the devices, but for the sizes of meshes.
+    """The settings by dotted name, such as options.sampling.top_k. The number of pages is not among
+    them: it changes no answer, only how many tokens fit in a row (`room`). Nor are devices, except the sizes
+    of meshes.
     """
-    default = {name: p.default for name, p in inspect.signature(Engine.__init__).parameters.items()}
-    without = (
-        "self", "model", "pages", "warm_up", "host_pages", "page_directory", "page_directory_bytes",
-        "prefill_devices", "decode_devices", "role", "adapters", "max_adapters", "max_rank",
-    )  # fmt: skip
-    engine = {name: shape.get(name, default[name]) for name in default if name not in without}
-    engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
-    if adapters := shape.get("adapters"):
-        digests = {name: adapter_digest(adapter).hex() for name, adapter in adapters.items()}
-        engine |= dict(adapters=digests, max_adapters=shape["max_adapters"], max_rank=shape["max_rank"])
+    recorded = [field.name for field in dataclasses.fields(options) if field.metadata["recorded"]]
+    engine = {name: getattr(options, name) for name in recorded}
+    engine["room"] = max_request_tokens(model.config, options.capacity, options.pages)
+    if options.adapters:
+        digests = {name: adapter_digest(adapter).hex() for name, adapter in options.adapters.items()}
+        engine |= dict(adapters=digests, max_adapters=options.max_adapters, max_rank=options.max_rank)
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
     text += tokenizer and tokenizer.tool_template or ""
     settings = dict(
         model=fingerprint(model.params, model.config), tokenizer=sha256_int(text.encode()), engine=engine,
-        shard=shard, in_order=in_order, machine=_machine(), mesh=_mesh_sizes(model, shape),
+        shard=shard, in_order=in_order, machine=_machine(), mesh=_mesh_sizes(model, options),
         **dataclasses.asdict(defaults),
     )  # fmt: skip
     return dict(_flatten("", json.loads(json.dumps(settings, default=json_default))))
 
 
-def _mesh_sizes(model: Model, shape: dict[str, Any]) -> int | list[int]:
+def _mesh_sizes(model: Model, options: EngineOptions) -> int | list[int]:
     """The devices that the model is divided over; several numbers if engines differ in it."""
     mesh = concrete_mesh_of(model.params)
     own = mesh.shape[MODEL] if mesh else 1
-    sides = (shape.get(name) or [0] for name in ("prefill_devices", "decode_devices"))
+    sides = (side or [0] for side in (options.prefill_devices, options.decode_devices))
     sizes = [len(group) if is_sequence(group) else own for side in sides for group in side]
     return own if {*sizes} == {own} else sizes
 

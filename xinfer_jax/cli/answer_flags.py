@@ -2,11 +2,14 @@
 the work; it and jax are imported once the flags are right.
 """
 
+import dataclasses
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import InputError
+from ..engine.engine_options import EngineOptions, option_texts
+from ..errors import InputError, format_value
 from ..plugins import names
 from ..processes.launcher import distributed_args
 from ..sampling.settings import SETTINGS
@@ -74,41 +77,15 @@ def define_engine(parser: FlagParser) -> None:
     """Flags of the size of an engine, for commands that have one."""
     parser.group = "engine"
     parser.add_integer("data_parallel", "Number of engines, each on its own devices.", default=1, least=1)
-    parser.add_text(
-        "prefill_devices",
-        "Numbers of the devices that prefill prompts, as 0 or 0,1: an engine on each, or on a mesh, as 0+1.",
-        empty="give numbers of devices",
-    )
-    parser.add_text(
-        "decode_devices", "The same, of the devices that decode answers.", empty="give numbers of devices"
-    )
-    parser.add_integer(
-        "rows", "Slots of each engine: answers that are decoded at a time.", default=8, least=1
-    )
-    parser.add_integer(
-        "capacity", "Most tokens of a prompt and its answer. Default: 4096, or the model's limit.", least=2
-    )
-    parser.add_integer(
-        "pages",
-        "KV cache pages of an engine, 64 tokens each. Default: half of the memory that the weights leave.",
-        least=2,
-    )
-    parser.add_integer(
-        "host_pages",
-        "Pages in host memory, for what the prefix cache would evict from the device; 0: none.",
-        default=0,
-    )
-    parser.add_text(
-        "page_directory",
-        "Directory of yours, mode 0700, where pages are written to files that later runs find; needs"
-        " --host_pages. Default: none.",
-        empty="give a directory",
-    )
-    parser.add_integer(
-        "page_directory_bytes",
-        "Size of its files; the least recently used are deleted.",
-        default=2**34, least=1, most=2**60,
-    )  # fmt: skip
+    syntax = "numbers, as 0 or 0,1: an engine on each; 0+1: a mesh"
+    parser.add_text("prefill_devices", f"Devices that prefill prompts: {syntax}.", "give numbers of devices")
+    parser.add_text("decode_devices", "The same, of the devices that decode.", "give numbers of devices")
+    texts = option_texts()
+    for field in dataclasses.fields(EngineOptions):
+        if field.metadata["flag"]:
+            text = texts[field.name].replace("`", "")
+            parser.add_option(field, text[:1].upper() + text[1:])
+    define_kernels(parser)
     define_cache_dtype(parser, (name for name in _CACHE_DTYPES if name != "gear"))
     parser.add_texts(
         "adapter",
@@ -116,8 +93,6 @@ def define_engine(parser: FlagParser) -> None:
         " times.",
         "give NAME=PATH",
     )
-    parser.add_integer("max_adapters", "Adapters that an engine has place for. Default: the given ones.")
-    parser.add_integer("max_rank", "Of an adapter. Default: the largest of the given ones, or 16.", least=1)
 
 
 def define_kernels(parser: FlagParser, *more: str) -> None:
@@ -129,19 +104,23 @@ def define_kernels(parser: FlagParser, *more: str) -> None:
     )
 
 
-def engine_sizes(flags: Any) -> dict[str, Any]:
-    """The arguments of `Engine` that `define_engine` has flags for, other than devices."""
-    names = (
-        "rows",
-        "capacity",
-        "pages",
-        "cache_dtype",
-        "host_pages",
-        "page_directory",
-        "page_directory_bytes",
-    )
-    sizes = {name: flags[name].value for name in (*names, "max_adapters", "max_rank")}
-    return sizes | dict(adapters=_adapters(flags.adapter))
+def engine_options(flags: Any) -> EngineOptions:
+    """The options of an engine that its flags give."""
+    names = [field.name for field in dataclasses.fields(EngineOptions) if field.name in flags]
+    given = {name: flags[name].value for name in names}
+    given |= {name: parse_devices(name, given[name]) for name in ("prefill_devices", "decode_devices")}
+    draft = None if flags.draft == "none" else flags.draft
+    return EngineOptions(**given | dict(adapters=_adapters(flags.adapter), draft=draft))
+
+
+def parse_devices(name: str, text: str | None) -> list[int | list[int]] | None:
+    """The devices that a flag of this name lists: 0,1 are two, 0+1 is a mesh of two. None: no flag."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,5}([,+]\d{1,5})*", text):
+        raise InputError(f"--{name}={format_value(text)} is not like 0,1 or 0+1,2+3: give numbers of devices")
+    groups = [[int(number) for number in part.split("+")] for part in text.split(",")]
+    return [group if len(group) > 1 else group[0] for group in groups]
 
 
 def _adapters(texts: list[str]) -> dict[str, str]:

@@ -11,21 +11,20 @@ from ..batch.run_batch import check_files, check_report, follow_file, generate_f
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import grammar_from_flags, sampling_from_flags
-from .answer_flags import engine_sizes
+from .answer_flags import engine_options
 from .process import SignalEvent, capture_signals, uncaptured
-from .startup import check_devices, devices_from_flags, join_processes, open_model, use_compilation_cache
+from .startup import check_devices, join_processes, open_model, use_compilation_cache
 from .terminal import status
 
 
 def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
     """Answers a file of prompts; the exit code, 1 if a line of the output is an error."""
     use_compilation_cache("xinfer-jax-batch", flags.compilation_cache)
-    draft = None if flags.draft == "none" else flags.draft
-    engine_settings: dict[str, Any] = engine_sizes(flags) | dict(impl=flags.impl, draft=draft)
+    engine = vars(engine_options(flags))
     process = join_processes()
     check_devices(flags)
     if process:
-        follow_file(open_model(flags.model, flags).read(), **engine_settings)
+        follow_file(open_model(flags.model, flags).read(), **engine)
         return 0
     check_files(flags.input, flags.output)
     if flags.report:
@@ -47,8 +46,7 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
             starting=_engine_starts(stop),
             data_parallel=flags.data_parallel, escape_control_tokens=flags.escape_control_tokens,
-            model_names=(flags.served_model_name,) if flags.served_model_name else None, **engine_settings,
-            **devices_from_flags(flags),
+            model_names=(flags.served_model_name,) if flags.served_model_name else None, **engine,
         )  # fmt: skip
     status.log(*_format_report(report))
     if flags.report:

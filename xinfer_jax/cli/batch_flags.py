@@ -8,7 +8,6 @@ from .answer_flags import (
     define_engine,
     define_escaping,
     define_grammar,
-    define_kernels,
     define_model,
     define_sampling,
     define_seed,
@@ -50,9 +49,6 @@ define_grammar(PARSER)
 define_model(PARSER)
 define_engine(PARSER)
 define_processes(PARSER)
-PARSER.group = "engine"
-PARSER.add_choice("draft", "Speculative decoding: lookup (prompt lookup).", "lookup", "none")
-define_kernels(PARSER)
 PARSER.group = "files"
 PARSER.add_integer("grace", "Seconds for running answers to end at SIGTERM and Ctrl-C.", default=30)
 PARSER.add_text(

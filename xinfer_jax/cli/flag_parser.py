@@ -64,6 +64,22 @@ class FlagParser:
     ) -> None:
         self._define(name, help, default, float, is_valid, f"give a number {range}")
 
+    def add_option(self, field: Any, help: str) -> None:
+        """A field of `EngineOptions`, by its metadata."""
+        limits = field.metadata
+        if isinstance(field.default, bool):
+            self.add_switch(field.name, help, field.default)
+        elif "least" in limits:
+            least = limits["least"]
+            most = limits.get("most", _LARGEST)
+            words = "a number" if isinstance(least, float) else "a whole number"
+            rule = type(least), lambda number: least <= number <= most
+            self._define(field.name, help, field.default, *rule, f"give {words} from {least:g} to {most}")
+        elif choices := limits.get("choices"):
+            self.add_choice(field.name, help, *choices)
+        else:
+            self.add_text(field.name, help, "give a value")
+
     def add_setting(self, setting: Setting) -> None:
         """A sampling setting; if it is not given its value is None, or [] of texts."""
         name = setting.field

@@ -52,21 +52,6 @@ def check_devices(flags: Any) -> None:
     device_groups(flags.data_parallel, flags.mesh and list(parse_mesh(flags.mesh).devices.flat))
 
 
-def devices_from_flags(flags: Any) -> dict[str, Any]:
-    """The arguments of `Engine` for --prefill_devices and --decode_devices."""
-    return {name: parse_devices(name, flags[name].value) for name in ("prefill_devices", "decode_devices")}
-
-
-def parse_devices(name: str, text: str | None) -> list[int | list[int]] | None:
-    """The devices that a flag of this name lists: 0,1 are two, 0+1 is a mesh of two. None: no flag."""
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d{1,5}([,+]\d{1,5})*", text):
-        raise InputError(f"--{name}={format_value(text)} is not like 0,1 or 0+1,2+3: give numbers of devices")
-    groups = [[int(number) for number in part.split("+")] for part in text.split(",")]
-    return [group if len(group) > 1 else group[0] for group in groups]
-
-
 def parse_mesh(text: str) -> jax.sharding.Mesh:
     """The mesh of --mesh=model=N: the first N devices."""
     if not re.fullmatch(r"model=[1-9]\d{0,5}", text):

@@ -50,10 +50,11 @@ class SampleOutput(ShortRepr):
 
 
 class AsyncSampling:
-    """The method of every engine with a thread that gives `SampleOutput`."""
+    """Gives `SampleOutput` of an engine with a thread."""
 
-    engines: Any
-    submit: Any
+    def __init__(self, owner: Any):
+        """owner: `Engine` or `Engines`."""
+        self._owner = owner
 
     async def sample(
         self,
@@ -89,9 +90,9 @@ class AsyncSampling:
         key = key_from_seed(seed)
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
-        for engine in self.engines:
+        for engine in self._owner.engines:
             check_started(engine)
-        request = self.submit(ids, options, key=key, live=live, processed_logprobs=True, **how)
+        request = self._owner.submit(ids, options, key=key, live=live, processed_logprobs=True, **how)
 
         def wake() -> None:
             if request.ended:

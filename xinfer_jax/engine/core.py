@@ -34,7 +34,7 @@ _FILE_POLL_SECONDS = 0.001  # the same, as files are read
 _MASK_SECONDS = 0.005  # that rows wait for the mask of another one
 
 
-class EngineCore(WeightSwitch):
+class EngineCore:
     """Executes what the scheduler decides. One thread at a time may call it.
 
     Args:
@@ -43,6 +43,10 @@ class EngineCore(WeightSwitch):
         is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
         files: for pages; None: none.
         adapter_paths: of the matrices that adapters may change.
+
+    Attributes:
+        answers: that have not ended, by their rows.
+        weights: the part that replaces parameters and adapters.
     """
 
     def __init__(
@@ -62,15 +66,16 @@ class EngineCore(WeightSwitch):
         self._counters = counters
         self._notify = notify
         self.shape = shape
-        self.adapter_paths = adapter_paths
         self._is_ready = is_ready
-        self._answers: dict[Row, Answer] = {}  # that have not ended
+        self.answers: dict[Row, Answer] = {}
+        self.weights = WeightSwitch(self, adapter_paths)
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
         # Of preempted rows: the state (None: it has none yet), and the pages.
         self._swapped: dict[Answer, Any] = {}
         # Of rows that compute their keys anew: the state, with the old recurrent states.
         self._restarted: dict[Answer, Any] = {}
         self._firsts: dict[int, Answer] = {}  # of slots, whose prompts were prefilled in this step
+        self._holds = False  # no answer starts
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
@@ -78,8 +83,8 @@ class EngineCore(WeightSwitch):
         for answer in answers:
             answer.row.resalt(self.tiers.salt)
             if answer.row.num_computed:  # another engine prefilled it, maybe before the last switch
-                answer.record_version(self.version)
-            self._answers[answer.row] = answer
+                answer.record_version(self.weights.version)
+            self.answers[answer.row] = answer
             self._held[answer] = self._stages(answer)
             if isinstance(answer.matcher, Matcher) and not answer.sampled:
                 answer.matcher.start()
@@ -103,12 +108,36 @@ class EngineCore(WeightSwitch):
             self._end_all(request, reason)
         self._notify(requests)
 
+    def hold(self, holds: bool) -> None:
+        """From now on no answer starts; holds: False: they do again."""
+        self._holds = holds
+        for answer in self.answers.values() if holds else ():
+            if not answer.has_begun and answer not in self._held:
+                self.scheduler.withdraw(answer.row)
+                self._held[answer] = self._stages(answer)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all answers that had started when `hold` was called have ended."""
+        return not any(answer.has_begun for answer in list(self.answers.values()))
+
+    def restart(self, answer: Answer) -> None:
+        """Lets a row compute its keys anew; then it goes on from the token sampled last."""
+        row = answer.row
+        if row.is_prefilled:
+            state, *_ = self._swapped.get(answer) or (self.device.get_row(row.slot),)
+            self._restarted[answer] = state
+        else:
+            answer.request.prompt_logprobs.clear()
+        self._swapped.pop(answer, None)
+        self.scheduler.restart(row, answer.ids_with_keys)
+
     def step(self, has_new_requests: Callable[[], bool]) -> bool:
         """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns whether there was
         anything to do. If the parameters were donated or deleted, all requests fail, and later ones too until
-        `switch`.
+        `WeightSwitch.switch`.
         """
-        if self._answers and not self._fail_without_params():
+        if self.answers and not self._fail_without_params():
             try:
                 return self._step(has_new_requests)
             except Exception:  # they were donated within the step; later ones go on if the pages are whole
@@ -145,7 +174,7 @@ class EngineCore(WeightSwitch):
     @property
     def _is_live(self) -> bool:
         """Whether a caller may stream a running row, and other requests may come meanwhile."""
-        return any(self._answers[row].request.request_options.live for row in self.scheduler.running)
+        return any(self.answers[row].request.request_options.live for row in self.scheduler.running)
 
     def _stages(self, answer: Answer) -> frozenset[str]:
         """The stages of `Device.stages` that an answer needs beside the first."""
@@ -168,7 +197,7 @@ class EngineCore(WeightSwitch):
                 continue
             if isinstance(action, Swap):
                 self._sample_firsts()
-            answer = self._answers.get(action.row)
+            answer = self.answers.get(action.row)
             if answer is None:  # it ended with its first token
                 continue
             if isinstance(action, PrefillChunk):
@@ -195,7 +224,7 @@ class EngineCore(WeightSwitch):
         row = chunk.row
         request = answer.request
         request.times.setdefault("prefill", time.monotonic())
-        answer.record_version(self.version)
+        answer.record_version(self.weights.version)
         outputs, targets, alternatives = self.prefill_chunk(chunk, row.slot)
         if row.logprobs_from is not None:
             logprobs_1T = np.asarray(alternatives.processed_BT)
@@ -237,7 +266,7 @@ class EngineCore(WeightSwitch):
         request = answer.request
         slot: Any = answer.row.slot
         masks_BQW = self._masks([answer])
-        if answer.row not in self._answers:  # it failed
+        if answer.row not in self.answers:  # it failed
             return
         masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
         dfa = answer.matcher and answer.matcher.dfa
@@ -251,7 +280,7 @@ class EngineCore(WeightSwitch):
         """Samples the first tokens of the rows that were prefilled in this step, which decode from now on:
         together, since that takes as long as a step of all slots.
         """
-        firsts = {slot: answer for slot, answer in self._firsts.items() if answer.row in self._answers}
+        firsts = {slot: answer for slot, answer in self._firsts.items() if answer.row in self.answers}
         self._firsts = {}
         if not firsts:
             return
@@ -272,9 +301,9 @@ class EngineCore(WeightSwitch):
         scheduler = self.scheduler
         tokens_per_step = 1 + self.shape.num_draft_tokens
         late = self._late_rows()
-        in_time = [self._answers[row] for row in scheduler.running if row not in late]
+        in_time = [self.answers[row] for row in scheduler.running if row not in late]
         masks = self._masks(in_time)
-        running = [answer for answer in in_time if answer.row in self._answers]
+        running = [answer for answer in in_time if answer.row in self.answers]
         if not running:  # all are late, or have failed
             return
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
@@ -282,7 +311,7 @@ class EngineCore(WeightSwitch):
         steps = steps if masks is None and not late else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
         rows: dict[Any, Row] = {row.slot: row for row in scheduler.running if row not in late}
-        answers = {slot: self._answers[row] for slot, row in rows.items()}
+        answers = {slot: self.answers[row] for slot, row in rows.items()}
         began = time.perf_counter()
         pages = {slot: row.pages for slot, row in rows.items()}
         variants = {slot: row.variant for slot, row in rows.items() if row.variant != PLAIN}
@@ -301,7 +330,7 @@ class EngineCore(WeightSwitch):
         mask came soon.
         """
         running = self.scheduler.running
-        constrained = _with_masks(self._answers[row] for row in running)
+        constrained = _with_masks(self.answers[row] for row in running)
         if not constrained:
             return set()
         draft_BT = self.device.draft_tokens() if self.shape.num_draft_tokens else None
@@ -339,7 +368,7 @@ class EngineCore(WeightSwitch):
     def _append_all(self, answers: Mapping[int, Answer], out: SampledTokens) -> None:
         """Appends the tokens of the rows in these slots, and notifies their requests."""
         for slot, answer in answers.items():
-            if answer.row in self._answers:  # it did not fail with another answer of its request
+            if answer.row in self.answers:  # it did not fail with another answer of its request
                 self._append(answer, out, slot)
         self._notify({answer.request for answer in answers.values()})
 
@@ -374,9 +403,21 @@ class EngineCore(WeightSwitch):
         self._end_all(request, "error", valid=False)
         self._notify([request])
 
+    def _fail_without_params(self) -> bool:
+        """Fails all requests if parameters were donated or deleted. Returns whether they were."""
+        if not is_deleted(getattr(self.device, "params", None)):
+            return False
+        error = InputError(
+            "the engine's parameters were donated to another program, or deleted: give it others by"
+            " engine.update(params), with copy=True if these will be donated"
+        )
+        for request in {answer.request: None for answer in self.answers.values()}:
+            self._fail(request, error)
+        return True
+
     def _end_all(self, request: Request, reason: str, valid: bool = True) -> None:
         for answer in request.answers:
-            if answer.row in self._answers:
+            if answer.row in self.answers:
                 self._end(answer, reason, valid)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
@@ -391,7 +432,7 @@ class EngineCore(WeightSwitch):
         if self._held.pop(answer, None) is None:  # the scheduler has it
             row = answer.row
             self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)
-        del self._answers[answer.row]
+        del self.answers[answer.row]
 
 
 def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:

@@ -8,7 +8,7 @@ dispatcher does not know any more is ignored.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -17,12 +17,11 @@ import jax
 
 from ..errors import InputError
 from ..generation.state import SampledTokens
-from ..weights.params import Params
 from .answers import Answer
 from .core import EngineCore
 from .pages import PAGE_SIZE
 from .requests import Request
-from .row import Action, HeldAdapter, PrefillChunk, Row, Swap
+from .row import Action, PrefillChunk, Row, Swap
 
 PREFILLED = "prefilled"  # the finish_reason of an answer that another engine continues
 ELSEWHERE = object()  # stands for the state and pages of a row that another engine prefilled
@@ -213,7 +212,7 @@ class PrefillCore(RoleCore):
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
         if not super()._append(answer, out, slot):
             row = answer.row
-            del self._answers[row]
+            del self.answers[row]
             self.scheduler.set_moving(row, True)
             self._prefilled[row] = None
             answer.end(PREFILLED)
@@ -245,9 +244,7 @@ class DecodeCore(RoleCore):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._emits: dict[Answer, Callable[..., None]] = {}
-        # Of the weights, None, and of adapters: whether keys of those before are computed anew.
-        self._recomputes: dict[HeldAdapter | None, bool] = {}
-        self._outdated: set[Answer] = set()  # whose keys are, once they have arrived
+        self._outdated: set[Answer] = set()  # whose keys are computed anew once they have arrived
 
     def expect(self, answer: Answer, emit: Callable[..., None]) -> None:
         """Before `add`: the row's state and pages are elsewhere. emit: reports an event of its row."""
@@ -261,29 +258,19 @@ class DecodeCore(RoleCore):
         answers = list(answers)
         for answer in answers:
             adapter = answer.row.adapter
-            is_old: dict[Any, bool] = {None: answer.switches[-1].version != self.version}
+            is_old: dict[Any, bool] = {None: answer.switches[-1].version != self.weights.version}
             if adapter:
                 is_old[adapter] = answer.switches[-1].adapter_version != adapter.version
-            if any(is_old[what] and self._recomputes.get(what) for what in is_old):
-                answer.record_version(self.version, True)
+            if any(is_old[what] and self.weights.recomputes.get(what) for what in is_old):
+                answer.record_version(self.weights.version, True)
                 self._outdated.add(answer)
         super().add(answers)
 
-    def switch(self, params: Params, version: int, recomputes: bool) -> None:
-        self._recomputes[None] = recomputes
-        super().switch(params, version, recomputes)
-
-    def switch_adapter(
-        self, adapter: HeldAdapter, matrices: Mapping[str, Any], version: int, recomputes: bool
-    ) -> None:
-        self._recomputes[adapter] = recomputes
-        super().switch_adapter(adapter, matrices, version, recomputes)
-
-    def _restart(self, answer: Answer) -> None:
+    def restart(self, answer: Answer) -> None:
         if self._is_elsewhere(answer):
             self._outdated.add(answer)
         else:
-            super()._restart(answer)
+            super().restart(answer)
 
     def arrive(self, answer: Answer, contents: Any) -> None:
         """Puts the state and pages of a row where the scheduler gave it room; if it was preempted meanwhile,
@@ -297,7 +284,7 @@ class DecodeCore(RoleCore):
         if answer in self._outdated:
             self._outdated.discard(answer)
             self.scheduler.set_moving(row, False)
-            self._restart(answer)
+            self.restart(answer)
         elif row.slot is not None:
             self.scheduler.set_moving(row, False)
             self._swap_in(self.scheduler.swap(row, False), answer)

@@ -34,10 +34,11 @@ class EngineLoop(EngineBase):
         counters: of its requests.
     """
 
-    _core: Any  # `EngineCore` or `Dispatcher`
+    core: Any  # `EngineCore` or `Dispatcher`
     role: str | None = None
 
     def __init__(self) -> None:
+        super().__init__()
         self._condition = threading.Condition()  # is notified of all changes, and of new tokens
         self._unfinished: dict[Request, None] = {}  # in the order in which they came
         self._next_deadline = math.inf  # of these, or earlier
@@ -47,21 +48,13 @@ class EngineLoop(EngineBase):
         self._calls: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
-        self.updating = threading.Lock()  # one `update` at a time
-        self._adapters = {}
         self._stopping = 0  # callers of `without_steps` that wait for the end of a step
-        self.error = None
-        self.name = "the engine"
         self.counters = EngineCounters()
         self._last_step_time = time.monotonic()
 
     @property
     def stats(self) -> EngineStats:
         return collect_stats(self.engines, [self.counters])
-
-    @property
-    def core(self) -> Any:
-        return self._core
 
     @property
     def load(self) -> int:
@@ -84,7 +77,7 @@ class EngineLoop(EngineBase):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if self._step_lock.acquire(blocking=False):  # else one of its steps closes it
-            self._core.close(works)
+            self.core.close(works)
             self._step_lock.release()
 
     def call_soon(self, function: Callable[[], None]) -> None:
@@ -109,13 +102,6 @@ class EngineLoop(EngineBase):
             self._step_lock.release()
             self.wake()
 
-    @without_mesh_context
-    def between_steps(self, function: Callable[[], None]) -> None:
-        """Calls a function when no step runs, or raises its error."""
-        with self.without_steps():
-            self.check_open()
-            function()
-
     @property
     def adapters_in_use(self) -> set[HeldAdapter]:
         """Those of unfinished requests."""
@@ -127,8 +113,8 @@ class EngineLoop(EngineBase):
         with self._condition:
             submitted, self._submitted = self._submitted, []
             requests = [r for r in self._unfinished if adapter is None or r.adapter is adapter]
-        self._core.add(submitted)
-        self._core.abort(requests, reason)
+        self.core.add(submitted)
+        self.core.abort(requests, reason)
 
     def wake(self) -> None:
         with self._condition:
@@ -159,7 +145,7 @@ class EngineLoop(EngineBase):
             if time.monotonic() > end:
                 raise TimeoutError(f"no end after {timeout} seconds")
             self.step()
-            if self.phase != RUNNING:
+            if self.pausing.phase != RUNNING:
                 self._wait_for_work()
 
     @without_mesh_context
@@ -208,12 +194,12 @@ class EngineLoop(EngineBase):
             call()
         if calls:
             self.wake()
-        self._core.add(submitted)
-        self._core.abort(cancelled, "cancelled")
-        self._core.abort(late, "deadline")
-        if self.phase != RUNNING:
+        self.core.add(submitted)
+        self.core.abort(cancelled, "cancelled")
+        self.core.abort(late, "deadline")
+        if self.pausing.phase != RUNNING:
             return False
-        return self._core.step(lambda: bool(self._submitted))
+        return self.core.step(lambda: bool(self._submitted))
 
     def _notify(self, requests: Collection[Request]) -> None:
         """Marks answered and failed requests as ended, and wakes all that wait for these."""

@@ -3,20 +3,17 @@
 submit ─► route: the engine with most of the prompt in its prefix cache, unless it is much busier ─► its queue
 """
 
+import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
 from ..checkpoint.loading import Model
-from ..errors import InputError, format_value
+from ..errors import InputError
 from ..generation.options import GenerateOutput
 from ..sharding import concrete_mesh_of, device_groups
-from ..weights.params import Params
-from .answers import Answer
-from .async_sampling import SampleOutput
-from .engine import Engine
-from .held_adapters import adapter_sizes
-from .replay import AdapterVersions
+from .engine import Engine, given_options
+from .engine_options import EngineOptions
 from .requests import Request
 from .routing import PromptRouter, close_engines, create_engines
 from .submission import EngineBase
@@ -33,66 +30,46 @@ class Engines(EngineBase):
         rows: of all together.
     """
 
-    engines: Sequence[Engine] = ()
+    engines: Sequence[Engine] = ()  # type: ignore[assignment]  # a property of `EngineBase`
 
-    def __init__(self, model: Model, data_parallel: int, **shape: Any):
+    def __init__(
+        self, model: Model, data_parallel: int, options: EngineOptions | None = None, **settings: Any
+    ):
         """Creates the engines in parallel.
 
         Args:
             model: from `load_model`. If it lies on several devices, each engine gets as many.
             data_parallel: number of engines.
-            shape: arguments of `Engine`, for each.
+            options, settings: as of `Engine`, for each.
 
         Raises:
             InputError: as `Engine`; there are fewer devices, or too little memory for all.
         """
-        if not isinstance(model, Model):
-            raise InputError(f"model must be what load_model gives, got {format_value(model)}")
-        sizes = (shape.pop(name, None) for name in ("adapters", "max_adapters", "max_rank"))
-        adapters, most, rank = adapter_sizes(model, *sizes)
-        shape |= dict(max_adapters=most, max_rank=rank)
+        super().__init__()
+        options = given_options(model, options, settings)
         sharding = getattr(model.params["final_norm"], "sharding", None)
         mesh = concrete_mesh_of(model.params)
         own: Any = mesh.devices.flat if mesh else sharding and sharding.device_set
         groups = device_groups(data_parallel, own and list(own))
-        each = [shape] * len(groups)
+        each = [dataclasses.replace(options, adapters=None)] * len(groups)
         self.engines = create_engines(Engine, model, groups, each, "ask for fewer engines")
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
-        self.usable_capacity = engine.usable_capacity
-        self.impl = engine.impl
-        self.routes = engine.routes
+        self.shape = engine.shape
         self.processors = engine.processors
         self.taps = engine.taps
         self.rows = len(groups) * engine.rows
-        self._router = PromptRouter(shape.get("prefix_cache", True))
+        self._router = PromptRouter(options.prefix_cache)
         self._lock = threading.Lock()
-        self.updating = threading.Lock()  # one `update` at a time
-        self._adapters = {}
         self._updated = threading.Event()  # a request has new tokens, or has ended
-        self.add_adapters(adapters)
+        self.adapters.add_all(options.adapters)
 
     @property
     def model(self) -> Model:
         """The model, with the first engine's copy of the parameters."""
         return self.engines[0].model
 
-    def replay(
-        self,
-        answer: Answer | Request | SampleOutput,
-        params: Mapping[int, Params],
-        adapters: AdapterVersions | None = None,
-    ) -> list[float]:
-        """`Engine.replay`, in the first engine."""
-        return self.engines[0].replay(answer, params, adapters)
-
-    @property
-    def version(self) -> int:
-        """Of the weights: that of the last `update`."""
-        return self.engines[0].version
-
     def forget_prompts(self) -> None:
-        """After new weights: no engine has pages of earlier prompts."""
         self._router.given.clear()
 
     def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
@@ -146,11 +123,11 @@ class Engines(EngineBase):
 AnyEngine: TypeAlias = Engine | Engines
 
 
-def make_engine(model: Model, data_parallel: int = 1, **shape: Any) -> AnyEngine:
+def make_engine(model: Model, options: EngineOptions, data_parallel: int = 1) -> AnyEngine:
     """An `Engine`, or `Engines` if `data_parallel` is more than 1."""
-    if data_parallel != 1 and (shape.get("prefill_devices") or shape.get("decode_devices")):
+    if data_parallel != 1 and (options.prefill_devices or options.decode_devices):
         raise InputError(
             f"data_parallel={data_parallel} does not go with prefill_devices and decode_devices, which list"
             " the engines: leave one of them out"
         )
-    return Engine(model, **shape) if data_parallel == 1 else Engines(model, data_parallel, **shape)
+    return Engine(model, options) if data_parallel == 1 else Engines(model, data_parallel, options)

@@ -1,11 +1,12 @@
-"""`AdapterCalls`: an engine holds LoRA adapters by name, and a request may name one. They come and go between
-two steps, on all engines that one stands for, and nothing is compiled.
+"""`HeldAdapters`: the LoRA adapters that an engine holds by name. They come and go between two steps, on all
+engines that one stands for, and nothing is compiled.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -18,31 +19,30 @@ from ..errors import InputError, format_names, format_value
 from ..ops.operation import without_mesh_context
 from ..weights.params import activation_dtype
 from ..weights.params_like import is_deleted
+from .engine_options import EngineOptions
+from .held_table import HeldTable
 from .row import HeldAdapter
 from .shape import EngineShape
 from .weight_updates import check_mode, switching
 
-_MAX_NAME = 256  # characters
 _RANK = 16
 
 
-AdapterFiles: TypeAlias = Mapping[str, Adapter | str | Path]
-
-
-def adapter_sizes(
-    model: Any, adapters: AdapterFiles | None, most: int | None, rank: int | None
-) -> tuple[dict[str, Adapter], int, int]:
-    """`Engine`'s adapters, loaded, with its max_adapters and max_rank. Raises InputError."""
-    if not isinstance(adapters or {}, Mapping):
-        raise InputError(f"adapters must be a dict of names, got {format_value(adapters)}")
+def with_adapters_read(model: Model, options: EngineOptions) -> EngineOptions:
+    """Returns the options with adapters that are read, and numbers for max_adapters and max_rank. Raises
+    InputError.
+    """
+    given = HeldAdapters.check_given(options.adapters, "what load_adapter takes")
+    rank = options.max_rank
     rank = None if rank is None else check_integer("max_rank", rank, 1)
-    loaded = {name: _loaded(model, adapter, rank) for name, adapter in (adapters or {}).items()}
-    for adapter in loaded.values():
+    adapters = {name: _loaded(model, adapter, rank) for name, adapter in given.items()}
+    for adapter in adapters.values():
         check_adapter(model.params, adapter)
-    ranks = [len(a) for adapter in loaded.values() for a, _ in adapter.matrices.values()]
-    return (
-        loaded, len(loaded) if most is None else most, max(ranks, default=_RANK) if rank is None else rank
-    )  # fmt: skip
+    if rank is None:
+        ranks = [len(a) for adapter in adapters.values() for a, _ in adapter.matrices.values()]
+        rank = max(ranks, default=_RANK)
+    most = len(adapters) if options.max_adapters is None else options.max_adapters
+    return dataclasses.replace(options, adapters=adapters, max_adapters=most, max_rank=rank)
 
 
 def _loaded(model: Model, adapter: Adapter | str | Path, max_rank: int | None) -> Adapter:
@@ -83,39 +83,34 @@ def row_values(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, floa
     return {path: (np.asarray(a), np.asarray(b), scale_of[path]) for path, (a, b) in adapter.matrices.items()}
 
 
-class AdapterCalls:
-    """The methods of every engine that take adapters."""
+class HeldAdapters(HeldTable[HeldAdapter]):
+    """The adapters that requests may name, in all engines of an owner."""
 
-    engines: Any
-    updating: Any
-    check_open: Any
-    close: Any
-    model: Any
-    _adapters: Mapping[str, HeldAdapter] = {}
+    noun = "adapter"
 
-    @property
-    def adapters(self) -> Mapping[str, HeldAdapter]:
-        """The adapters that requests may name."""
-        return self._adapters
+    def __init__(self, owner: Any):
+        """owner: `Engine` or `Engines`."""
+        super().__init__()
+        self._owner = owner
 
     @property
-    def adapters_with_places(self) -> set[HeldAdapter]:
-        """These, and those of requests that run."""
-        loops = dict.fromkeys((self, *self.engines))
+    def with_places(self) -> set[HeldAdapter]:
+        """These, and the removed ones of requests that run."""
+        loops = dict.fromkeys((self._owner, *self._owner.engines))
         running = (held for loop in loops for held in getattr(loop, "adapters_in_use", ()))
-        return {*self._adapters.values(), *running}
+        return {*self.values(), *running}
 
-    def add_adapters(self, adapters: AdapterFiles) -> None:
-        """`add_adapter` of each; where one fails, the engine is closed."""
+    def add_all(self, adapters: Mapping[str, Adapter] | None) -> None:
+        """`add` of each; where one fails, the engine is closed."""
         try:
-            for name, adapter in adapters.items():
-                self.add_adapter(name, adapter)
+            for name, adapter in (adapters or {}).items():
+                self.add(name, adapter)
         except BaseException:
-            self.close()
+            self._owner.close()
             raise
 
     @without_mesh_context
-    def add_adapter(self, name: str, adapter: Adapter | str | Path) -> None:
+    def add(self, name: str, adapter: Adapter | str | Path) -> None:
         """Lets requests name a LoRA adapter from now on. Answers that run go on; nothing is compiled.
 
         Args:
@@ -126,17 +121,15 @@ class AdapterCalls:
             InputError: it does not fit the model or the engine's `max_rank`, or has matrices that are only
                 for all rows together; the name is taken; there are `max_adapters`.
         """
-        with self._prepared(name, adapter) as (matrices, digest):
-            if name in self._adapters:
+        with self._prepared(name, adapter) as contents:
+            if name in self:
                 raise InputError(f"the adapter {format_value(name)} is there: call update_adapter")
-            held = HeldAdapter(name, self._free_index(), digest)
-            with switching(self, "continue"):
-                for engine in self.engines:
-                    engine.core.set_adapter(held.index, matrices)
-            self._adapters = {**self._adapters, name: held}
+            held = HeldAdapter(name, self._free_index(), b"")
+            self._switch(held, contents, 0, "continue")
+            self.replace_all({**self, name: held})
 
     @without_mesh_context
-    def update_adapter(
+    def update(
         self,
         name: str,
         adapter: Adapter | str | Path,
@@ -148,64 +141,54 @@ class AdapterCalls:
         without one, are found as before.
 
         Args:
-            name, adapter: as of `add_adapter`.
-            version: of these contents, for `adapter_versions`; None: the last one + 1. `add_adapter` gives 0.
-            mode: as of `update`, of unfinished answers with this adapter; "wait" waits for all answers.
+            name, adapter: as of `add`.
+            version: of these contents, for `adapter_versions`; None: the last one + 1. `add` gives 0.
+            mode: as of `WeightUpdates.update`, of unfinished answers with this adapter; "wait" waits for all
+                answers.
 
         Raises:
-            InputError: as `add_adapter` and `update`; no adapter has the name.
+            InputError: as `add` and `WeightUpdates.update`; no adapter has the name.
         """
-        check_mode(self, mode)
-        with self._prepared(name, adapter) as (matrices, digest):
-            held = self.held_adapter(name)
+        check_mode(mode)
+        with self._prepared(name, adapter) as contents:
+            held = self.find(name)
             version = held.version + 1 if version is None else check_integer("version", version, 0)
-            with switching(self, mode, held):
-                for engine in self.engines:
-                    engine.core.switch_adapter(held, matrices, version, mode == "recompute")
-                held.version = version
-                held.digest = digest
+            self._switch(held, contents, version, mode)
 
-    def remove_adapter(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Lets no further request name an adapter. Requests that have named it go on; its place is free when
         they have ended. Raises InputError where no adapter has the name.
         """
-        self._shape()
-        with self.updating:
-            self.held_adapter(name).removed = True
-            self._adapters = {other: held for other, held in self._adapters.items() if other != name}
-
-    def held_adapter(self, name: Any) -> HeldAdapter:
-        """The adapter of this name. Raises InputError where there is none."""
-        adapters = self._adapters
-        if not isinstance(name, str) or name not in adapters:
-            known = f"has {format_names(sorted(adapters), 8)}" if adapters else "has none"
-            raise InputError(f"no adapter is called {format_value(name)}: the engine {known}")
-        return adapters[name]
+        self._owner.check_local("adapters")
+        with self._owner.updating:
+            self.find(name).removed = True
+            self.replace_all({other: held for other, held in self.items() if other != name})
 
     @contextmanager
-    def _prepared(self, name: Any, adapter: Any) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Within the `with` block no other update runs. Gives (a, b, scale) of each matrix, and their digest,
-        before anything changes.
-        """
-        if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _MAX_NAME:
-            raise InputError(f"an adapter's name must be a short text, got {format_value(name)}")
-        adapter = own_adapter(self.model, self._shape(), adapter)
-        with self.updating:
-            self.check_open()
-            yield row_values(adapter), adapter_digest(adapter)
+    def _prepared(self, name: Any, adapter: Any) -> Iterator[Adapter]:
+        """Within the `with` block no other update runs. Gives the adapter as the engines take it."""
+        self.check_name(name)
+        owner = self._owner
+        owner.check_local("adapters")
+        adapter = own_adapter(owner.model, owner.shape, adapter)
+        with owner.updating:
+            owner.check_open()
+            yield adapter
 
-    def _shape(self) -> EngineShape:
-        engines = self.engines
-        if not engines or not hasattr(engines[0], "core"):
-            raise InputError("engines in other processes keep their adapters: start them with others")
-        shape: EngineShape = engines[0].shape
-        return shape
+    def _switch(self, held: HeldAdapter, contents: Adapter, version: int, mode: str) -> None:
+        """Gives all engines the contents of an adapter, between two steps."""
+        matrices = row_values(contents)
+        with switching(self._owner, mode, held):
+            for engine in self._owner.engines:
+                engine.core.weights.switch(matrices, version, mode == "recompute", held)
+            held.version = version
+            held.digest = adapter_digest(contents)
 
     def _free_index(self) -> int:
         """A place that no adapter has, nor a request that runs."""
-        number = self._shape().max_adapters
-        if free := {*range(number)} - {held.index for held in self.adapters_with_places}:
+        number = self._owner.shape.max_adapters
+        if free := {*range(number)} - {held.index for held in self.with_places}:
             return min(free)
-        removed = sorted(held.name for held in self.adapters_with_places if held.removed)
+        removed = sorted(held.name for held in self.with_places if held.removed)
         rest = f"; requests of removed ones still run: {format_names(removed)}" if removed else ""
         raise InputError(f"the engine holds {number} adapters (max_adapters): remove one first{rest}")

@@ -1,7 +1,7 @@
 """`HeldProcessors`: the logits processors of callers that an engine is made with, which requests name."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,40 +9,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_sequence
-from ..errors import InputError, format_names, format_value
+from ..errors import InputError, format_value
 from ..generation.state import DecodeState, append_token
 from ..sampling.caller_processors import Callers, Processor, guarded
 from ..sampling.sampler import sample_tokens
+from .held_table import HeldTable
 
 
-class HeldProcessors:
+class HeldProcessors(HeldTable[tuple[Processor, Any]]):
     """P processors by name, with the arguments that a row has that does not name one."""
 
+    noun = "processor"
+
     def __init__(self, given: Any):
-        """given: (`Processor`, arguments) by name. Raises InputError."""
-        if not isinstance(given, Mapping):
-            raise InputError(f"processors of an engine must be a dict of names, got {format_value(given)}")
-        for name, pair in given.items():
-            if not isinstance(name, str) or not name.strip():
-                raise InputError(f"a processor's name must be a text, got {format_value(name)}")
+        """given: (`Processor`, arguments) by name; None: none. Raises InputError."""
+        super().__init__()
+        pairs = {}
+        for name, pair in self.check_given(given, "pairs of a Processor and arguments").items():
             if not (is_sequence(pair) and len(pair) == 2 and isinstance(pair[0], Processor)):
                 what = "(Processor, arguments of a request that gives none)"
                 raise InputError(f"the processor {name!r} must be {what}, got {format_value(pair)}")
-        self.names = [*given]
-        self._processors = tuple(processor for processor, _ in given.values())
-        self._defaults = [_arrays(name, arguments) for name, (_, arguments) in given.items()]
+            pairs[name] = pair[0], _arrays(name, pair[1])
+        self.replace_all(pairs)
 
     def of_request(self, given: Any) -> Callers:
         """`Callers` of one row before `start`, for `GenerateOptions.processors` of a request: arguments by
         name, None: the defaults. Raises InputError for other names, or other arguments than the defaults are.
         """
-        check_named("processor", given, "arguments", self.names)
+        self.check_request(given, "arguments")
         states = []
-        for name, default in zip(self.names, self._defaults, strict=True):
+        for name, (_, default) in self.items():
             own = default if given.get(name) is None else _arrays(name, given[name], default)
             states.append(jax.tree.map(lambda x: x[None], own))
-        uses_1P = np.array([[name in given for name in self.names]])
-        return Callers(tuple(states), None, self._processors, uses_BP=uses_1P)
+        uses_1P = np.array([[name in given for name in self]])
+        processors = tuple(processor for processor, _ in self.values())
+        return Callers(tuple(states), None, processors, uses_BP=uses_1P)
 
     def of_row(self, leaves: Sequence[np.ndarray]) -> Callers:
         """`Callers` of a row before `start`. leaves: of what `of_request` returned; (): it names none."""
@@ -54,7 +55,7 @@ class HeldProcessors:
         a step cannot use.
         """
         row = jax.tree.map(lambda x: x[:1], rows)
-        all_of_them = self.of_request(dict.fromkeys(self.names))
+        all_of_them = self.of_request(dict.fromkeys(self))
         attempt = guarded(_TRY, all_of_them)
         started, _ = attempt(all_of_them, row)
         # A function may only work for one row, or keep what it was traced with for the next time.
@@ -78,17 +79,6 @@ _TRY = jax.jit(_try)
 
 def _with_callers(rows: DecodeState, callers: Callers) -> DecodeState:
     return dataclasses.replace(rows, context=dataclasses.replace(rows.context, callers=callers))
-
-
-def check_named(what: str, given: Any, values: str, names: Sequence[str]) -> None:
-    """Raises InputError unless a request gives these values by names that its engine has."""
-    if not isinstance(given, Mapping):
-        raise InputError(
-            f"{what}s of a request must be {values} by name of the engine's, got {format_value(given)}"
-        )
-    if unknown := [name for name in given if name not in names]:
-        known = f"has {format_names(names, 8)}" if names else "was made without"
-        raise InputError(f"no {what} is called {format_value(unknown[0])}: the engine {known}")
 
 
 def repeated(x_1: Any, rows: int) -> Any:

@@ -9,22 +9,20 @@ import numpy as np
 from ..checks import check_integer, is_traced, number_array
 from ..errors import InputError, format_value
 from ..weights.params import Params, activation_dtype
-from .held_processors import check_named
+from .held_table import HeldTable
 
 _MAX_FACTORS = 64  # arrays that are kept
 
 
-class HeldVectors:
+class HeldVectors(HeldTable[Mapping[int, Any]]):
     """N vectors by name, each of one or several layers. A row has a factor for each."""
 
+    noun = "tap"
+
     def __init__(self, given: Any, params: Params, config: Any):
-        """given: by name, float [D] by layer. Raises InputError."""
-        if not isinstance(given, Mapping) or not all(
-            isinstance(by_layer, Mapping) for by_layer in given.values()
-        ):
-            what = "vectors by layer by name, as {'calm': {12: vector}}"
-            raise InputError(f"taps of an engine must be {what}, got {format_value(given)}")
-        self.names = [*given]
+        """given: by name, float [D] by layer; None: none. Raises InputError."""
+        super().__init__()
+        given = self.check_given(given, "vectors by layer, as {'calm': {12: vector}}")
         if not given:
             return
         if isinstance(params["layers"], dict):
@@ -35,8 +33,8 @@ class HeldVectors:
         self._placed: tuple[jax.Array, ...] = ()
         self._factors: dict[bytes, jax.Array] = {}  # of the rows of earlier calls, on the devices
         for n, (name, by_layer) in enumerate(given.items()):
-            if not isinstance(name, str) or not name.strip():
-                raise InputError(f"the name of a tap must be a text, got {format_value(name)}")
+            if not isinstance(by_layer, Mapping):
+                raise InputError(f"tap {name!r} must be vectors by layer, got {format_value(by_layer)}")
             for layer, vector in by_layer.items():
                 at = check_integer(f"tap {name!r}: layer", layer, 0, config.num_hidden_layers - 1)
                 v_D = number_array(vector)
@@ -49,17 +47,17 @@ class HeldVectors:
                     what = f"{D} numbers that are finite in {dtype}"
                     raise InputError(f"tap {name!r}: layer {at} must have {what}, got {format_value(vector)}")
                 self._vector_LND[at, n] = np.asarray(v_D, np.float32)
+        self.replace_all(given)
 
     def of_request(self, given: Any) -> tuple[float, ...]:
         """The factors of a row, for `GenerateOptions.taps` of a request; (): all are 0. Raises InputError."""
-        check_named("tap", given, "factors", self.names)
-        for name, factor in given.items():
+        for name, factor in self.check_request(given, "factors").items():
             number = number_array(factor)
             if number is None or number.ndim or not abs(number) <= 1e6:
                 raise InputError(
                     f"tap {name!r}: the factor must be a number up to 1e6, got {format_value(factor)}"
                 )
-        factors = tuple(float(given.get(name, 0.0)) for name in self.names)
+        factors = tuple(float(given.get(name, 0.0)) for name in self)
         return factors if any(factors) else ()
 
     def of_rows(self, factors: Sequence[Sequence[float]], place: Any) -> tuple[Any, jax.Array]:
@@ -68,7 +66,7 @@ class HeldVectors:
         """
         if not self._placed:
             self._placed = tuple(jax.device_put(vector_ND, place) for vector_ND in self._vector_LND)
-        none = (0.0,) * len(self.names)
+        none = (0.0,) * len(self)
         factor_BN = np.array([row or none for row in factors], np.float32)
         key = factor_BN.tobytes()
         if key not in self._factors:

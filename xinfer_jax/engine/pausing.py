@@ -1,10 +1,11 @@
 """`Pausing`: an engine stops between two steps, and lends the memory of its pages: to a trainer, say."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..errors import InputError
+from ..ops.operation import without_mesh_context
 
 RUNNING = "running"
 PAUSED = "paused"
@@ -12,21 +13,16 @@ RELEASED = "without pages"
 
 
 class Pausing:
-    """The methods of every engine that pause it, in the order in which they are called.
+    """Pauses an engine, or all that one stands for. Its methods are in the order in which they are called.
 
     Attributes:
         phase: "running", "paused", or "without pages".
     """
 
-    between_steps: Callable[[Callable[[], None]], None]
-    check_open: Callable[[], None]
-    phase = RUNNING
-    _core: Any  # of an engine that stands for itself
-
-    @property
-    def engines(self) -> Sequence[Any]:
-        """The engines that answer: this one."""
-        return (self,)
+    def __init__(self, owner: Any):
+        """owner: `Engine` or `Engines`."""
+        self._owner = owner
+        self.phase = RUNNING
 
     def pause(self) -> None:
         """Waits for the end of the current step; no other begins before `resume`. Requests are taken, and
@@ -60,26 +56,26 @@ class Pausing:
         """
         self._change("restore_cache", RELEASED, PAUSED)
 
+    @without_mesh_context
     def _change(self, name: str, before: str, after: str) -> None:
-        self.check_open()
-        self._check_phase(name, before)
-        if tuple(self.engines) == (self,):
-            self.between_steps(lambda: self._enter(name, before, after))
-            return
-        # After an error in one of them the call is repeated, for those that have not changed.
-        left = [engine for engine in self.engines if engine.phase != after]
-        with ThreadPoolExecutor(max(1, len(left))) as pool:
-            list(pool.map(lambda engine: getattr(engine, name)(), left))
-        self.phase = after
+        owner = self._owner
+        owner.check_local("pages")
+        with without_steps(owner):
+            owner.check_open()
+            self._check_phase(name, before)
+            # After an error in one of them the call is repeated, for those that have not changed.
+            for engine in owner.engines:
+                if engine.pausing.phase != after:
+                    engine.pausing.enter(after)
+            self.phase = after
 
-    def _enter(self, name: str, before: str, after: str) -> None:
-        """Between two steps."""
-        self._check_phase(name, before)
-        if after == RELEASED:
-            self._core.release_cache()
-        elif before == RELEASED:
-            self._core.device.restore_cache()
-        self.phase = after
+    def enter(self, phase: str) -> None:
+        """Begins a phase of this engine alone, between two steps."""
+        if phase == RELEASED:
+            self._owner.core.release_cache()
+        elif self.phase == RELEASED:
+            self._owner.core.device.restore_cache()
+        self.phase = phase
 
     def _check_phase(self, name: str, before: str) -> None:
         if self.phase != before:
@@ -87,3 +83,13 @@ class Pausing:
                 f"{name}() is for an engine that is {before}, and this one is {self.phase}: the order is"
                 " pause, release_cache, restore_cache, resume; the two in the middle may be left out"
             )
+
+
+@contextmanager
+def without_steps(owner: Any) -> Iterator[None]:
+    """Within the `with` block none of the engines takes a step, nor does who gives them requests."""
+    with ExitStack() as stack:
+        for loop in dict.fromkeys((owner, *owner.engines)):
+            if hasattr(loop, "without_steps"):
+                stack.enter_context(loop.without_steps())
+        yield

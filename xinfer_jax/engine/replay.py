@@ -51,7 +51,7 @@ def replay_answer(
     engine.check_open()
     _check(engine, answer, params, adapters)
     trees = {switch.version: params[switch.version] for switch in answer.switches}
-    trees = {version: engine.own_params(tree) for version, tree in trees.items()}
+    trees = {version: engine.weights.fit(tree) for version, tree in trees.items()}
     matrices = {}
     model = dataclasses.replace(engine.model, params=trees[answer.switches[0].version])
     for version in _adapter_versions(answer):
@@ -72,7 +72,7 @@ def _check(engine: Any, answer: Answer, params: Mapping[int, Params], adapters: 
         raise InputError(f"the answer needs parameters of version {format_names(missing)}: give them too")
     if missing := sorted(_adapter_versions(answer) - {*adapters}):
         raise InputError(f"the answer needs its adapter of version {format_names(missing)}: give it too")
-    if engine.phase == RELEASED:
+    if engine.pausing.phase == RELEASED:
         raise InputError("an engine without pages cannot replay: call restore_cache() first")
     row = answer.row
     if row.share_answers and (engine.role or not row.exact or len(row.ids) != len(answer.request.ids)):
@@ -123,7 +123,7 @@ class _Replay:
             for switch, (computed, sampled) in zip(switches, ends, strict=True):
                 device.params = params[switch.version]
                 if matrices:
-                    core.set_adapter(0, matrices[switch.adapter_version])
+                    core.weights.set_adapter(0, matrices[switch.adapter_version])
                 if switch.recomputed:
                     self._restart()
                 self._prefill(computed)

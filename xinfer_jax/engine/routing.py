@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,10 +20,9 @@ from ..memory_plan import MemoryPlan
 from ..sharding import MODEL, concrete_mesh_of
 from ..weights.layout import shardings
 from ..weights.params import Params, tree_bytes
+from .engine_options import EngineOptions
 from .pages import PAGE_SIZE, hash_pages
 from .row import Row
-
-Devices: TypeAlias = Sequence[int | jax.Device | Sequence[int | jax.Device]]
 
 
 class PromptRouter:
@@ -68,22 +67,22 @@ def create_engines(
     create: Callable[..., Any],
     model: Model,
     groups: Sequence[list[jax.Device]],
-    each: Sequence[dict],
+    each: Sequence[EngineOptions],
     remedy: str,
 ) -> list[Any]:
     """Creates engines in parallel, each with a copy of the parameters on a group of devices. If one fails,
     the others are closed.
 
     Args:
-        create: makes an engine of a model and one of the further arguments in `each`.
+        create: makes an engine of a model and one of the options in `each`.
         remedy: the end of the error where the memory of a CPU is too small.
     """
     if groups[0][0].platform == "cpu":  # all engines share one memory
         weights = len(groups) * tree_bytes(model.params)
         MemoryPlan({f"weights of {len(groups)} engines": weights}).check(remedy)
 
-    def create_on(group: list[jax.Device], how: dict[str, Any]) -> Any:
-        return create(dataclasses.replace(model, params=_place_params(model, group)), **how)
+    def create_on(group: list[jax.Device], options: EngineOptions) -> Any:
+        return create(dataclasses.replace(model, params=_place_params(model, group)), options)
 
     with ThreadPoolExecutor(len(groups)) as pool:
         creating = [pool.submit(create_on, *arguments) for arguments in zip(groups, each, strict=True)]
@@ -94,17 +93,17 @@ def create_engines(
     return [future.result() for future in creating]
 
 
-def create_role_engines(
-    create: Callable[..., Any], model: Model, prefill_devices: Devices | None, decode_devices: Devices | None
-) -> list[Any]:
+def create_role_engines(create: Callable[..., Any], model: Model, options: EngineOptions) -> list[Any]:
     """Creates engines that prefill, then those that decode. If the model lies on a mesh of k devices, a list
     of devices is taken in groups of k.
     """
-    given = dict(prefill_devices=prefill_devices, decode_devices=decode_devices)
-    sides = {name: _device_groups(name, devices, model) for name, devices in given.items()}
+    names = ("prefill_devices", "decode_devices")
+    sides = {name: _device_groups(name, getattr(options, name), model) for name in names}
     roles = [name.partition("_")[0] for name, groups in sides.items() for _ in groups]
     groups = [group for side in sides.values() for group in side]
-    engines = create_engines(create, model, groups, [dict(role=role) for role in roles], "give fewer devices")
+    own = dataclasses.replace(options, prefill_devices=None, decode_devices=None, adapters=None)
+    each = [dataclasses.replace(own, role=role) for role in roles]
+    engines = create_engines(create, model, groups, each, "give fewer devices")
     for engine, role, group in zip(engines, roles, groups, strict=True):
         engine.name = f"the {role} engine on {', '.join(map(str, group))}"
     return engines

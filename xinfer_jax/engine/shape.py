@@ -22,7 +22,6 @@ from ..config.model_config import ModelConfig
 from ..config.unsupported import check_causal
 from ..device import cpu_count, host_memory_bytes, memory_bytes
 from ..errors import InputError, format_value
-from ..generation.options import MAX_DRAFT_TOKENS
 from ..memory_plan import MemoryPlan, program_parts
 from ..model.routes import routes_shape
 from ..ops.operation import check_impl
@@ -30,6 +29,7 @@ from ..sharding import MODEL, concrete_mesh_of, memory_fraction
 from ..weights.adapted_weight import AdaptedWeight
 from ..weights.params import Params, activation_dtype, cache_dtype as default_cache_dtype, tree_bytes
 from ..weights.quantized_weight import is_quantized
+from .engine_options import EngineOptions
 from .pages import num_pages_for, usable_capacity
 
 _DEFAULT_CAPACITY = 4096
@@ -38,50 +38,46 @@ _LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineSettings:
-    """The arguments of `Engine` that decide on its shape, which `engine_shape` checks."""
+class EngineShape(EngineOptions):
+    """The options of an engine with a value for each, and the sizes that follow from them and the model.
 
-    rows: int
-    capacity: int | None
-    pages: int | None
-    chunk: int
-    draft: str | None
-    draft_tokens: int
-    cache_dtype: Any
-    impl: str | None
-    role: str | None
-    routes: bool
-    max_adapters: int
-    max_rank: int
+    Attributes:
+        cache_dtype: a float type, or a name in the table of cache dtypes.
+        processors, vectors: `HeldProcessors`, `HeldVectors`.
+        weight_bytes: of parameters and adapters.
+        page_bytes: of one page in all layers.
+        state_bytes: of one row's recurrent states in all layers; 0: the model has none.
+        snapshots: of such states, which the prefix cache keeps.
+        adapter_bytes: of all adapters.
+        num_routes: experts of a token in all layers, which are recorded with its keys; 0: they are not.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class EngineShape:
-    """Sizes of an engine, from `engine_shape`; those that `Engine` has too are as it documents them."""
-
-    rows: int
-    capacity: int
-    pages: int
-    chunk: int
-    num_draft_tokens: int
-    cache_dtype: Any  # a float type, or a name in the table of cache dtypes
-    impl: str | None
-    page_bytes: int  # of one page in all layers
-    state_bytes: int = 0  # of one row's recurrent states in all layers; 0: the model has none
-    snapshots: int = 0  # of such states, which the prefix cache keeps
-    role: str | None = None
-    host_pages: int = 0
+    capacity: int = 0
+    pages: int = 0
     max_adapters: int = 0
-    max_rank: int = 0  # of each
-    adapter_bytes: int = 0  # of all
-    # Experts of a token in all layers, which are recorded beside its keys; 0: they are not.
+    max_rank: int = 0
+    processors: Any = None
+    vectors: Any = None
+    weight_bytes: int = 0
+    page_bytes: int = 0
+    state_bytes: int = 0
+    snapshots: int = 0
+    adapter_bytes: int = 0
     num_routes: int = 0
-    processors: Any = None  # `HeldProcessors`; None: it has none
-    vectors: Any = None  # `HeldVectors`; None: it has none
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens of each pass; 0: no speculative decoding."""
+        return self.draft_tokens if self.draft else 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all pages, recurrent states and their snapshots."""
+        return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
 
     def memory_plan(self, params: Params, config: ModelConfig) -> MemoryPlan:
         """The bytes of an engine of this shape."""
-        vectors = len(self.vectors.names) if self.vectors else 0
+        vectors = len(self.vectors) if self.vectors else 0
         parts = dict(
             weights=tree_bytes(params),
             pages=self.pages * self.page_bytes,
@@ -92,9 +88,40 @@ class EngineShape:
         )
         return MemoryPlan(parts, memory_fraction(concrete_mesh_of(params)))
 
+    @property
+    def usable_capacity(self) -> int:
+        """Tokens of a prompt and its answer together that it can hold."""
+        return usable_capacity(self.capacity, self.pages)
 
-def engine_shape(model: Model, settings: EngineSettings) -> EngineShape:
-    """Returns the sizes of an engine. Raises InputError for settings that no engine can have."""
+
+def check_options(model: Model, options: EngineOptions) -> EngineOptions:
+    """Returns the options with plain numbers; without a prefix cache if the engine only decodes: a prefix is
+    found where prompts are prefilled. Raises InputError for values that no engine can have.
+    """
+    checked: Any = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if "least" in field.metadata and not (value is None and field.default is None):
+            least = field.metadata["least"]
+            check: Any = check_integer if isinstance(least, int) else _check_number
+            checked[field.name] = check(field.name, value, least, field.metadata.get("most"))
+    options = dataclasses.replace(options, **checked)
+    if options.draft not in (None, "lookup"):
+        what = f"draft={format_value(options.draft)}"
+        raise InputError(f"{what}: an engine has 'lookup', or no speculative decoding (None)")
+    check_impl(options.impl)
+    if options.chunk % PAGE_SIZE:
+        raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {options.chunk}")
+    _check_host_pages(model, options)
+    if options.role == "decode":
+        return dataclasses.replace(options, prefix_cache=False, host_pages=0, page_directory=None)
+    return options
+
+
+def engine_shape(model: Model, options: EngineOptions) -> EngineShape:
+    """Returns the sizes of an engine. options: from `check_options`. Raises InputError for a model, or sizes,
+    that no engine can have.
+    """
     config = model.config
     check_causal(config, "an engine")
     mesh = concrete_mesh_of(model.params)
@@ -103,35 +130,27 @@ def engine_shape(model: Model, settings: EngineSettings) -> EngineShape:
             f"an engine takes a mesh with the axis {MODEL!r} alone, got {dict(mesh.shape)}: make one engine"
             " for each group of devices"
         )
-    if settings.draft not in (None, "lookup"):
-        raise InputError(
-            f"draft={format_value(settings.draft)}: an engine has 'lookup', or no speculative decoding (None)"
-        )
-    check_impl(settings.impl)
-    rows = check_integer("rows", settings.rows, 1)
-    capacity = check_capacity(config, settings.capacity)
-    chunk = check_integer("chunk", settings.chunk, PAGE_SIZE)
-    if chunk % PAGE_SIZE:
-        raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {chunk}")
-    num_draft_tokens = 0
-    if settings.draft:
-        num_draft_tokens = check_integer("draft_tokens", settings.draft_tokens, 1, MAX_DRAFT_TOKENS)
-    dtype = settings.cache_dtype
-    check_page_dtype(dtype)
-    dtype = default_cache_dtype(model.params) if dtype is None else resolve_cache_dtype(dtype)
+    check_page_dtype(dtype := options.cache_dtype)
+    rows = options.rows
     of_state = state_bytes(config)
-    num_routes = math.prod(routes_shape(config)) if settings.routes else 0
-    page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state + 2 * PAGE_SIZE * num_routes
-    keeps_prefixes = of_state and settings.role != "decode"
-    snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
-    max_adapters = check_integer("max_adapters", settings.max_adapters, 0)
-    max_rank = check_integer("max_rank", settings.max_rank, 1) if max_adapters else 0
-    adapters = max_adapters, max_rank, max_adapters and (max_adapters + 1) * _adapter_bytes(model, max_rank)
-    pages = 0 if settings.pages is None else check_integer("pages", settings.pages, 2)
-    sizes = page_bytes, of_state, snapshots
-    of_engine = rows, capacity, pages, chunk, num_draft_tokens, dtype, settings.impl
-    shape = EngineShape(*of_engine, *sizes, settings.role, 0, *adapters, num_routes)
-    return shape if pages else dataclasses.replace(shape, pages=_default_pages(shape, model))
+    num_adapters = options.max_adapters or 0
+    sizes: dict[str, Any] = dict(
+        capacity=check_capacity(config, options.capacity),
+        pages=options.pages or 0,
+        cache_dtype=default_cache_dtype(model.params) if dtype is None else resolve_cache_dtype(dtype),
+        state_bytes=of_state,
+        snapshots=max(_LEAST_SNAPSHOTS, rows) if of_state and options.prefix_cache else 0,
+        num_routes=math.prod(routes_shape(config)) if options.routes else 0,
+        adapter_bytes=(num_adapters + 1) * _adapter_bytes(model, options.max_rank) if num_adapters else 0,
+    )
+    sizes["page_bytes"] = (
+        cache_bytes(config, 1, PAGE_SIZE, sizes["cache_dtype"])
+        - of_state
+        + 2 * PAGE_SIZE * sizes["num_routes"]
+    )
+    sizes["weight_bytes"] = tree_bytes(model.params) + sizes["adapter_bytes"]
+    shape = EngineShape(**vars(options) | sizes)
+    return shape if shape.pages else dataclasses.replace(shape, pages=_default_pages(shape, model))
 
 
 def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
@@ -151,35 +170,34 @@ def checked_memory_plan(shape: EngineShape, model: Model) -> MemoryPlan:
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
-    """`Engine`'s capacity, or its default."""
+    """`EngineOptions.capacity`, or its default."""
     if capacity is None:
         capacity = min(_DEFAULT_CAPACITY, config.context_length)
     return check_integer("capacity", capacity, 2, config.context_length)
 
 
-def check_time_slice(seconds: Any) -> float:
-    """`Engine`'s time_slice."""
-    number = number_array(seconds)
-    if number is None or number.ndim or not 0 <= number < math.inf:
-        raise InputError(f"time_slice must be a number of seconds from 0 on, got {format_value(seconds)}")
+def _check_number(name: str, value: Any, least: float, most: float) -> float:
+    number = number_array(value)
+    if number is None or number.ndim or not least <= number <= most:
+        raise InputError(f"{name} must be a number from {least:g} to {most:g}, got {format_value(value)}")
     return float(number)
 
 
-def check_host_pages(shape: EngineShape, host_pages: Any, prefix_cache: bool, page_directory: Any) -> int:
-    """`Engine`'s host_pages. Raises InputError where these arguments contradict each other."""
-    host_pages = check_integer("host_pages", host_pages, 0)
-    if host_pages and shape.state_bytes:
+def _check_host_pages(model: Model, options: EngineOptions) -> None:
+    """Raises InputError where the options of pages beyond the device contradict each other."""
+    host_pages = options.host_pages
+    directory = options.page_directory
+    if host_pages and state_bytes(model.config):
         raise InputError(
             f"host_pages={host_pages} are not supported for a model with recurrent states, of which"
             " snapshots are on the device only: leave them out"
         )
-    if host_pages and not prefix_cache:
+    if host_pages and not options.prefix_cache:
         raise InputError(f"host_pages={host_pages} are of the prefix cache: leave out prefix_cache=False")
-    if page_directory is not None and not host_pages:
+    if directory is not None and not host_pages:
         raise InputError("page_directory needs host_pages: pages are there on their way to files and back")
-    if page_directory is not None and not isinstance(page_directory, str | Path):
-        raise InputError(f"page_directory must be a path, got {format_value(page_directory)}")
-    return host_pages
+    if directory is not None and not isinstance(directory, str | Path):
+        raise InputError(f"page_directory must be a path, got {format_value(directory)}")
 
 
 def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
@@ -206,7 +224,7 @@ def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | N
     return capacity if pages is None else usable_capacity(capacity, check_integer("pages", pages, 2))
 
 
-def _adapter_bytes(model: Model, rank: int) -> int:
+def _adapter_bytes(model: Model, rank: Any) -> int:
     """Bytes of an adapter of this rank on every matrix of the layers."""
     if any(isinstance(leaf, AdaptedWeight) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized)):
         raise InputError("the model has an adapter already: leave out max_adapters, or load it without")

@@ -1,8 +1,10 @@
 """`submit` and `generate` of engines: prompts and options are checked, and become requests."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -19,18 +21,20 @@ from ..sampling.random_keys import answer_keys, check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
 from ..weights.params import Params
-from .async_sampling import AsyncSampling
+from .answers import Answer
+from .async_sampling import AsyncSampling, SampleOutput
 from .device_programs import MAX_LOGPROBS
 from .engine_device import MAX_EOS_IDS, MAX_STOP_IDS
-from .held_adapters import AdapterCalls
+from .held_adapters import HeldAdapters
 from .held_processors import HeldProcessors
 from .held_vectors import HeldVectors
 from .pausing import Pausing
+from .replay import AdapterVersions, replay_answer
 from .request_options import RequestOptions
 from .requests import Request
 from .row import Row
 from .statistics import EngineStats, collect_stats
-from .weight_updates import update_engines
+from .weight_updates import WeightUpdates
 
 _ENGINE_OPTIONS = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
@@ -53,7 +57,7 @@ def make_requests(
     model = engine.model
     request_options = request_options.checked(engine.routes)
     name = request_options.adapter
-    adapter = None if name is None else engine.held_adapter(name)
+    adapter = None if name is None else engine.adapters.find(name)
     given = options_or_default(options)
     options = _checked_options(engine, given)
     callers = None if given.processors is None else engine.processors.of_request(given.processors)
@@ -144,19 +148,59 @@ def _prompt_keys(keys: Any, prompts: int) -> list[Any]:
     return list(answer_keys(check_key(keys, prompts), *numbers)[:, None])
 
 
-class EngineBase(Pausing, AsyncSampling, AdapterCalls):
-    """The common methods of `Engine` and `Engines`."""
+class EngineBase:
+    """The common methods of `Engine` and `Engines`.
 
+    Attributes:
+        weights, adapters, pausing, sampling: parts, each with methods of its own.
+        updating: is held by a change of weights or adapters: there is one at a time.
+    """
+
+    shape: Any  # `EngineShape`
     error: BaseException | None = None
     name = "the engine"
-    routes = False  # it records them
-    processors = HeldProcessors({})
-    taps = HeldVectors({}, {}, None)
+    processors = HeldProcessors(None)
+    taps = HeldVectors(None, {}, None)
+    # Methods of the parts.
+    update = property(attrgetter("weights.update"))
+    version = property(attrgetter("weights.version"))
+    add_adapter = property(attrgetter("adapters.add"))
+    update_adapter = property(attrgetter("adapters.update"))
+    remove_adapter = property(attrgetter("adapters.remove"))
+    pause = property(attrgetter("pausing.pause"))
+    resume = property(attrgetter("pausing.resume"))
+    release_cache = property(attrgetter("pausing.release_cache"))
+    restore_cache = property(attrgetter("pausing.restore_cache"))
+    sample = property(attrgetter("sampling.sample"))
+
+    def __init__(self) -> None:
+        self.updating = threading.Lock()
+        self.weights = WeightUpdates(self)
+        self.adapters = HeldAdapters(self)
+        self.pausing = Pausing(self)
+        self.sampling = AsyncSampling(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a size: an attribute of the shape."""
+        if name == "shape" or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.shape, name)
+
+    @property
+    def engines(self) -> Sequence[Any]:
+        """The engines that answer: this one."""
+        return (self,)
 
     @property
     def missing(self) -> str:
         """What there is not, so that no request can be answered now; "": nothing."""
         return ""
+
+    def check_local(self, what: str) -> None:
+        """Raises InputError where the engines are in other processes, which keep their weights."""
+
+    def forget_prompts(self) -> None:
+        """After new weights: no engine has pages of earlier prompts."""
 
     def submit(
         self,
@@ -241,40 +285,30 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
                 if not request.ended:  # another one failed, or the caller was interrupted
                     request.cancel()
 
-    def update(
+    def replay(
         self,
-        params: Params,
-        *,
-        version: int | None = None,
-        mode: str = "continue",
-        cast: bool = True,
-        copy: bool = False,
-    ) -> None:
-        """Replaces the weights between two steps, without compiling. Pages of earlier weights are not shared
-        any more. Several engines switch between the same steps, and several processes: process 0 calls it,
-        and each other one where its `follow` returns True, with the same arguments (version and mode are
-        those of process 0); what is wrong in one of them is raised in all, and nothing changes. An engine
-        whose weights were donated to another program answers again.
+        answer: Answer | Request | SampleOutput,
+        params: Mapping[int, Params],
+        adapters: AdapterVersions | None = None,
+    ) -> list[float]:
+        """Computes an answer again, with its own tokens, by the engine's programs. The result is `==`
+        `answer.logprobs` if the weights are those of its versions. Other requests wait meanwhile.
 
         Args:
-            params: leaves with the paths and shapes of `model.params`, in any containers, on any devices. An
-                engine with int8 or int4 matrices takes floats too, and quantizes them where they lie; key
-                heads that it repeats and rows that pad its vocabulary may be missing.
-            version: of these weights, for `token_versions`; None: the last one + 1. Engines start with 0.
-            mode: what becomes of unfinished answers. "continue": they go on with their keys. "wait": no
-                answer starts until those that have are finished, then the weights are replaced. "abort": they
-                end with the finish_reason "aborted". "recompute": their keys are computed anew, and they go
-                on; where other devices prefill prompts, those that decode compile programs for that.
-            cast: floats of another type are cast. False: they are an error.
-            copy: the engine has arrays of its own. False: it uses the given ones where they fit, so do not
-                donate them to a training step.
+            answer: that has ended, of an engine of this shape; or a request with one, or what `sample` gave.
+            params: of each version in `answer.switches`, as `update` takes them.
+            adapters: of each adapter_version there, as `add_adapter` takes them, for an answer with one.
 
         Raises:
-            InputError: leaves that are missing, unknown or misshapen, before anything changes; "wait" for
-                answers of a paused engine; other norms under int8 activations, while adapters are held; the
-                engine is closed.
+            InputError: a version is missing; the answer may have pages of other answers (`share_answers`);
+                prompts and answers are on meshes of other sizes, or in several processes.
         """
-        update_engines(self, params, version, mode, cast, copy)
+        engine = self.engines[-1]  # of several one that decodes
+        if engine.channel:
+            raise InputError("replay needs an engine of one process: make one of this shape")
+        if len({len(each.model.params["final_norm"].devices()) for each in self.engines}) > 1:
+            raise InputError("replay needs equal meshes for prompts and answers: make such an engine")
+        return replay_answer(engine, engine.core, answer, params, adapters or {})
 
     @property
     def stats(self) -> EngineStats:
@@ -289,15 +323,8 @@ class EngineBase(Pausing, AsyncSampling, AdapterCalls):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Ends the threads; unfinished requests get an error."""
-        raise NotImplementedError
-
     def check_open(self) -> None:
         for engine in (*self.engines, self):
             if engine.error is not None:
                 why = format_message(engine.error) or type(engine.error).__name__
                 raise InputError(f"{engine.name} is closed: {why}") from engine.error
-
-    def enqueue(self, requests: list[Request]) -> None:
-        raise NotImplementedError

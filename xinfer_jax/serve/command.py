@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..cli.answer_flags import define_engine, define_model, define_sampling, engine_sizes
+from ..cli.answer_flags import define_engine, define_model, define_sampling, engine_options
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, command_main
 from ..cli.process_group import define_processes, parse_address, supervise
 from ..cli.terminal import status
+from ..engine.engine_options import EngineOptions
 from ..errors import InputError, format_message
 from ..processes.channel import listen
 from ..processes.launcher import distributed_args
@@ -66,11 +67,6 @@ PARSER.add_switch("stop_in_reasoning", "Stop strings of chats end the reasoning 
 PARSER.add_switch("escape_control_tokens", "The text of messages never becomes a control token.", True)
 PARSER.add_switch("share_prefixes", "Keys share prefix pages: cached_tokens may reveal another's prompt.")
 define_engine(PARSER)
-PARSER.add_number(
-    "time_slice",
-    "Seconds that an answer may keep its slot while another client waits for one; 0: to its end.",
-    lambda x: 0 <= x <= 1e9, "from 0 to 1e9", 0.5,
-)  # fmt: skip
 PARSER.add_text(
     "adapter_dir",
     "Directory of LoRA adapters that POST /v1/load_lora_adapter may load; needs --admin_key_file, and"
@@ -122,7 +118,6 @@ PARSER.add_number(
     "deadline", "Seconds after which an answer ends unfinished; 0: never.", lambda x: x >= 0, "from 0 on", 0.0
 )
 PARSER.group = "start, log and end"
-PARSER.add_switch("warm_up", "Compile all programs before the first request, not beside it.")
 PARSER.add_switch("log_prompts", "Log the token ids of prompts, too.")
 PARSER.add_integer("grace", "Seconds that running answers have to end after SIGTERM or Ctrl-C.", default=30)
 PARSER.add_integer(
@@ -148,33 +143,31 @@ def _run() -> int:
     _check_roles(flags)
     if (code := supervise(PARSER)) is not None:
         return code
-    shape = engine_sizes(flags) | dict(time_slice=flags.time_slice)
+    options = engine_options(flags)
     if flags.role:
-        return _serve_role(flags, shape)
+        return _serve_role(flags, options)
     if distributed_args().get("process_id"):
         from ..engine.engine import Engine
 
-        Engine(_load_model(flags), **shape).follow()
+        Engine(_load_model(flags), options).follow()
         return 0
     with status("loading jax"):
         try:
-            from ..cli.startup import devices_from_flags
             from .app import make_server
             from .service import Service
         except ModuleNotFoundError as error:
             remedy = "run pip install '.[serve]' in a checkout of xinfer_jax"
             raise InputError(f"{error.name} is missing: {remedy}") from error
-    devices = devices_from_flags(flags)
     model = flags.model or "bundled"
     name = flags.served_model_name or Path(model).name
-    _check_names(shape["adapters"], name, model)
+    _check_names(options.adapters, name, model)
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     same: dict[str, Any] = {name: flags[name].value for name in names if name in flags}
     settings = ServerSettings(**same | dict(
         name=name, model=model, host=host, api_keys=keys,
         origins=tuple(flags.allowed_origins), seed=seed, escape=flags.escape_control_tokens,
-        shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
+        engine=options,
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy), admin_keys=admin_keys,
     ))  # fmt: skip
@@ -199,7 +192,7 @@ def _run() -> int:
 main = command_main(PARSER, _run)
 
 
-def _check_names(adapters: dict[str, str], *names: str) -> None:
+def _check_names(adapters: Any, *names: str) -> None:
     """names: of the model."""
     for name in names:
         if name in adapters:
@@ -219,7 +212,7 @@ def _check_roles(flags: Any) -> None:
             raise InputError(f"--{name} does not go with --{own}: start a process for each part")
 
 
-def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
+def _serve_role(flags: Any, options: EngineOptions) -> int:
     """What a prefill or decode process does: works for the front process until that ends, or a signal."""
     from ..engine.engine import Engine
     from .peer_worker import PeerWorker
@@ -227,7 +220,7 @@ def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
     address = parse_address("peer", flags.peer)
     secret = load_secret(flags.secret_file, address[0])
     model = _load_model(flags)
-    with capture_signals() as stop, Engine(model, **shape, role=flags.role, warm_up=flags.warm_up) as engine:
+    with capture_signals() as stop, Engine(model, options) as engine:
         worker = PeerWorker(engine, address, secret, _log)
         _log(f"this {flags.role} process works for {flags.peer}")
         why = worker.run(stop)

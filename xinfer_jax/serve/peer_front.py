@@ -63,7 +63,7 @@ class PeerEngines(EngineLoop):
         self.model = model
         self.impl = None
         self._log = log
-        self._core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)
+        self.core = self._dispatcher = Dispatcher(self._notify, self._wait_for_work)
         self._about: dict[str, Any] = {}  # sizes of the first of the processes that are connected
         self._past: list[Peer] = []
         self.__enter__()
@@ -106,8 +106,8 @@ class PeerEngines(EngineLoop):
         """Also of processes that have ended."""
         return collect_stats([*self.engines, *self._past], [self.counters])
 
-    def _change(self, name: str, before: str, after: str) -> None:
-        raise InputError(f"{name}() is for engines of this process: call it where these engines are")
+    def check_local(self, what: str) -> None:
+        raise InputError(f"engines in other processes keep their {what}: start them with others")
 
     def close(self) -> None:
         """Ends all requests with an error, and the connections."""
@@ -164,7 +164,8 @@ class PeerEngines(EngineLoop):
             return
         self._about = self._about if others else about
         held = self._about["adapters"].items()
-        self._adapters = {name: HeldAdapter(name, i, bytes.fromhex(digest)) for name, (i, digest) in held}
+        adapters = {name: HeldAdapter(name, i, bytes.fromhex(digest)) for name, (i, digest) in held}
+        self.adapters.replace_all(adapters)
         self._dispatcher.endpoints.append(peer)
         self._log(f"the {peer.name} is connected")
 

@@ -1,7 +1,8 @@
 """The settings of a server."""
 
 import dataclasses
-from typing import Any
+
+from ..engine.engine_options import EngineOptions
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # only this machine can connect
 
@@ -24,7 +25,8 @@ class ServerSettings:
     seed: int
     escape: bool  # control tokens in the text of messages
     log_prompts: bool
-    shape: dict[str, Any]  # arguments of `Engine`, and data_parallel
+    engine: EngineOptions
+    data_parallel: int = 1
     max_waiting_tokens: int = 2**22
     max_waiting_tokens_per_client: int = 2**19
     max_body_bytes: int = 2**22

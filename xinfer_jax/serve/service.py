@@ -66,7 +66,8 @@ class Service:
         self.model = model
         self.tokenizer = model.tokenizer
         self._defaults = defaults
-        self.engine = engine or make_engine(model, **self.settings.shape).__enter__()
+        settings = self.settings
+        self.engine = engine or make_engine(model, settings.engine, settings.data_parallel).__enter__()
         self.admission.rows = self.engine.rows
         self.grammars = GrammarPool(self.tokenizer, model.config.vocab_size)
         self.metrics.watch(self.engine)

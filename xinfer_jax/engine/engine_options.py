@@ -1,0 +1,101 @@
+"""`EngineOptions`: the arguments of an engine. From an entry follow its check, its flag, and whether a batch
+run must be continued with the same value. It imports no jax, since commands check their flags before they do.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def _option(default: Any, flag: bool = True, recorded: bool = True, **limits: Any) -> Any:
+    """Returns a field.
+
+    Args:
+        default: the value if none is given.
+        flag: commands have a flag of this name and meaning.
+        recorded: answers depend on the value.
+        limits: `least` and `most` of a number, or the `choices` of its flag.
+    """
+    return dataclasses.field(default=default, metadata=dict(flag=flag, recorded=recorded, **limits))
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """The arguments of an engine: `Engine(model, rows=4)` is `Engine(model, EngineOptions(rows=4))`, which
+    checks them.
+
+    Attributes:
+        rows: slots of an engine: answers that are decoded together (vLLM: max_num_seqs).
+        capacity: maximum tokens of a prompt and its answer together. Default: 4096, or the model's context
+            length if that is less.
+        pages: KV cache pages of 64 tokens each, for all rows and the prefix cache. Default: half of the
+            memory that the weights leave (on a CPU: this engine's devices' part of it), at most twice what
+            all rows can fill.
+        chunk: tokens of a prompt that are prefilled between decode steps; a multiple of 64.
+        prefix_cache: the common beginning of prompts is computed once.
+        time_slice: seconds. While a client without a slot waits, the row that has had its slot for the
+            longest time, and for this long at least, is preempted. It continues with the same bits when a
+            slot is free, or in place of a row that has had its slot for `rows` time slices. A smaller value
+            swaps more pages out and in. 0: no row is preempted for this.
+        draft: "lookup": speculative decoding with draft tokens found earlier in the text.
+        draft_tokens: draft tokens of each pass.
+        cache_dtype: of keys and values, as in `GenerateOptions`; "gear" is for whole rows only.
+        impl: as in `GenerateOptions`.
+        warm_up: all programs are compiled before the engine is ready, for measurements and long runs.
+        host_pages: pages in host memory, next to `pages`: the prefix cache saves there what it evicts from
+            the device, and copies it back for a prompt that begins with it.
+        page_directory: such pages are also written to files, which later engines of this model find. A
+            directory of the user's own, with mode 0700.
+        page_directory_bytes: size of all files in it; the least recently used are deleted.
+        prefill_devices: the devices that prefill prompts, while others decode (`Dispatcher`): numbers of
+            local devices, or devices. A list in place of a device: the model is divided over these. Each
+            device, or list, has an engine of this shape. With equal meshes on both sides a request has the
+            bits of one such engine. The prefix cache is with the engines that prefill; pages that decoding
+            wrote go back there for requests with `share_answers`.
+        decode_devices: the same, of the devices that decode answers.
+        role: "prefill" or "decode": what this engine does for a `Dispatcher`.
+        adapters: LoRA adapters that it holds from the start, by name, as `add_adapter` takes them.
+        max_adapters: adapters that it has place for. Default: the given ones.
+        max_rank: of each adapter. All take the place of one of this rank on every matrix of the layers.
+            Default: the largest of the given ones, or 16.
+        routes: pages also record which experts of a mixture their tokens use, for `return_routes` of
+            `submit`.
+        processors: logits processors of yours (`Processor`) by name, each with the arguments of a request
+            that gives none, without rows. `GenerateOptions(processors={name: arguments})` of a request names
+            them; they are applied in this order. Other requests keep their bits.
+        taps: vectors by name, float [D] by layer, that `GenerateOptions(taps={name: factor})` of a request
+            adds to the hidden states after these layers (steering). Pages of such a request are never shared.
+    """
+
+    rows: int = _option(8, least=1)
+    capacity: int | None = _option(None, least=2)
+    pages: int | None = _option(None, recorded=False, least=2)
+    chunk: int = _option(256, least=64)
+    prefix_cache: bool = _option(True)
+    time_slice: float = _option(0.5, least=0.0, most=1e9)
+    draft: str | None = _option(None, choices=("lookup", "none"))
+    draft_tokens: int = _option(3, least=1, most=16)
+    cache_dtype: Any = _option(None, flag=False)
+    impl: str | None = _option(None, flag=False)
+    warm_up: bool = _option(False, recorded=False)
+    host_pages: int = _option(0, recorded=False, least=0)
+    page_directory: Any = _option(None, recorded=False)
+    page_directory_bytes: int = _option(2**34, recorded=False, least=1, most=2**60)
+    prefill_devices: Sequence[Any] | None = _option(None, flag=False, recorded=False)
+    decode_devices: Sequence[Any] | None = _option(None, flag=False, recorded=False)
+    role: str | None = _option(None, flag=False, recorded=False)
+    adapters: Mapping[str, Any] | None = _option(None, flag=False, recorded=False)
+    max_adapters: int | None = _option(None, recorded=False, least=0)
+    max_rank: int | None = _option(None, recorded=False, least=1)
+    routes: bool = _option(False, flag=False)
+    processors: Mapping[str, tuple[Any, Any]] | None = _option(None, flag=False)
+    taps: Mapping[str, Mapping[int, Any]] | None = _option(None, flag=False)
+
+
+def option_texts() -> dict[str, str]:
+    """Returns the text of each option, which is in the docstring of `EngineOptions`."""
+    attributes = inspect.getdoc(EngineOptions) or ""
+    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

@@ -1,0 +1,70 @@
+"""`HeldTable`: what an engine holds by name, and its requests name: adapters, logits processors, vectors."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from ..errors import InputError, format_names, format_value
+
+Held = TypeVar("Held")
+_MAX_NAME = 256  # characters
+
+
+class HeldTable(Mapping[str, Held], Generic[Held]):
+    """Held things of one kind, by name. A change gives the table another dict, so threads that read it find
+    all or nothing of the change.
+
+    Attributes:
+        noun: what one of them is called in messages.
+    """
+
+    noun: str
+
+    def __init__(self) -> None:
+        self._held: Mapping[str, Held] = {}
+
+    def __getitem__(self, name: str) -> Held:
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @classmethod
+    def check_given(cls, given: Any, contents: str) -> Mapping[str, Any]:
+        """Returns what an engine is given, {} for None. Raises InputError where it is not a dict of names."""
+        given = {} if given is None else given
+        if not isinstance(given, Mapping):
+            what = f"{cls.noun}s of an engine must be a dict of names and {contents}"
+            raise InputError(f"{what}, got {format_value(given)}")
+        for name in given:
+            cls.check_name(name)
+        return given
+
+    @classmethod
+    def check_name(cls, name: Any) -> None:
+        """Raises InputError where nothing may have this name."""
+        if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _MAX_NAME:
+            raise InputError(f"the name of a {cls.noun} must be a short text, got {format_value(name)}")
+
+    def find(self, name: Any) -> Held:
+        """Returns what has this name. Raises InputError where nothing has."""
+        held = self._held
+        if not isinstance(name, str) or name not in held:
+            known = f"has {format_names(sorted(held), 8)}" if held else "has none"
+            raise InputError(f"no {self.noun} is called {format_value(name)}: the engine {known}")
+        return held[name]
+
+    def check_request(self, given: Any, values: str) -> Mapping[str, Any]:
+        """Returns the values that a request gives by name. Raises InputError where a name is unknown."""
+        if not isinstance(given, Mapping):
+            what = f"{self.noun}s of a request must be {values} by name of the engine's"
+            raise InputError(f"{what}, got {format_value(given)}")
+        for name in given:
+            self.find(name)
+        return given
+
+    def replace_all(self, held: Mapping[str, Held]) -> None:
+        """From now on it holds these."""
+        self._held = held
