@@ -31,8 +31,8 @@ from soak.engine_requests import draw, outcome, same_outcome
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.processes.secret import load_secret
 from xinfer_jax.serve.peer_front import PeerEngines
-from xinfer_jax.signing import load_secret
 
 MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
 REQUESTS = flags.DEFINE_integer("requests", 300, "Requests of the part equal.", lower_bound=0)

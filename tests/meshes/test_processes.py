@@ -11,9 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,10 +27,11 @@ from process_jobs import Process, free_port, job, wait_until
 from random_adapters import random_adapter
 
 import xinfer_jax as xj
-from xinfer_jax import signing
-from xinfer_jax.cli import answer_flags, batch_flags, channel, coordinator, process_group
-from xinfer_jax.engine import controller, messages
+from xinfer_jax.cli import answer_flags, batch_flags, process_group
+from xinfer_jax.engine import controller
 from xinfer_jax.generation.validation import validate_call
+from xinfer_jax.processes import channel, codec, coordinator, secret
+from xinfer_jax.processes.control_channel import ControlChannel
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 
@@ -94,11 +98,11 @@ def test_batch_resumes_after_a_killed_process_with_the_output_of_one_process(mod
     args = [f"--{name}={value}" for name, value in given.items()] + ["--raw", "--in_order"]
     with job("batch", *args) as processes:
         wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") > 2, 120)
-        secret = signing.load_secret(None, "127.0.0.1")
+        known = secret.load_secret(None, "127.0.0.1")
         contents = (
             Path(f"/proc/{processes[1].child}/{name}").read_bytes() for name in ("environ", "cmdline")
         )
-        assert not any(secret in data for data in contents)
+        assert not any(known in data for data in contents)
         os.kill(processes[1].child, signal.SIGKILL)
         for process in processes:
             assert_ends(
@@ -113,7 +117,7 @@ def test_batch_resumes_after_a_killed_process_with_the_output_of_one_process(mod
 
 
 def test_a_parent_does_not_import_jax():
-    program = "import sys, xinfer_jax.cli.supervisor; assert not {'jax', 'numpy'} & {*sys.modules}"
+    program = "import sys, xinfer_jax.cli.process_group; assert not {'jax', 'numpy'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
@@ -187,30 +191,54 @@ def test_coordinator_auto_reads_the_cluster(monkeypatch):
 class Store:
     """jax's coordination service in one process."""
 
-    def __init__(self, limit=10.0):
-        self.values = dict[str, bytes]()
+    def __init__(self):
+        self.values = dict[str, str]()
         self.news = threading.Condition()
-        self.limit = limit
 
-    def key_value_set_bytes(self, key, value):
+    def key_value_set(self, key, value):
         with self.news:
             self.values[key] = value
             self.news.notify_all()
 
-    def blocking_key_value_get_bytes(self, key, milliseconds):
+    def blocking_key_value_get(self, key, milliseconds):
         with self.news:
-            assert self.news.wait_for(lambda: key in self.values, self.limit)
+            assert self.news.wait_for(lambda: key in self.values, 10)
             return self.values[key]
 
 
-def connected_channels(store: Store, *secrets: bytes) -> list[controller.ControlChannel]:
-    """Returns the channels of process 0 and another one with these secrets."""
-    with ThreadPoolExecutor(2) as pool:
-        made = [
-            pool.submit(controller.ControlChannel, store, "run", i, 2, secret)
-            for i, secret in enumerate(secrets)
-        ]
-        return [one.result() for one in made]
+@pytest.fixture
+def run():
+    """What `jax.distributed` knows about a run of three processes, in each of them."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        address = f"127.0.0.1:{service.getsockname()[1]}"
+        about = dict(client=Store(), coordinator_address=address, num_processes=3)
+        yield [SimpleNamespace(process_id=i, **about) for i in range(3)]
+
+
+def test_process_0_reaches_all_others_in_order(run):
+    with ThreadPoolExecutor(3) as pool:
+        leader, *others = pool.map(lambda each: ControlChannel(each, "run", SECRET), run)
+        for number in range(300):
+            leader.send("place", [number, "é" * number], [])
+        for other in others:
+            assert [other.receive() for _ in range(300)] == [["place", [i, "é" * i], []] for i in range(300)]
+        found = [pool.submit(others[0].agree, ""), pool.submit(others[1].agree, "bad")]
+        assert leader.agree("") == "bad" and [each.result() for each in found] == ["bad", "bad"]
+    leader.end()
+    with pytest.raises(xj.InputError, match=r"process 0 is gone \(its connection was lost\)"):
+        others[0].receive()
+
+
+def test_processes_of_other_secrets_or_runs_do_not_connect(run):
+    with ThreadPoolExecutor(3) as pool:
+        leader = pool.submit(ControlChannel, run[0], "run", SECRET)
+        for name, secret_2 in (("run", OTHER), ("another run", SECRET)):
+            run[1].client.values[name] = run[1].client.blocking_key_value_get("run", 0)
+            with pytest.raises(xj.InputError, match="has another secret: give all processes the same"):
+                ControlChannel(run[1], name, secret_2)
+        others = [ControlChannel(each, "run", SECRET) for each in run[1:]]
+        leader.result().send("place")
+    assert [other.receive() for other in others] == [["place"], ["place"]]
 
 
 class Harm:
@@ -223,60 +251,69 @@ class Harm:
         return Path.touch, (self.file,)
 
 
-def test_messages_without_a_valid_signature_raise_and_run_nothing(tmp_path):
-    store = Store()
+@pytest.mark.parametrize("forged", ["a pickle", "sent before", "another secret", "other content"])
+def test_messages_without_a_valid_signature_end_the_connection_and_run_nothing(tmp_path, forged):
+    events = SimpleQueue()
     harm = tmp_path / "harm"
-    leader, follower = connected_channels(store, SECRET, SECRET)
-    leader.send(["place", [1], []])
-    assert follower.receive() == ["place", [1], []]
-    first = store.values["run/0/0"]
-    leader.send(["place", [2], []])
-    good = store.values["run/0/1"]
-    forged = {
-        "a pickle": pickle.dumps(Harm(harm)), "nothing": b"", "sent before": first,
-        "another secret": signing.Signer(OTHER, "", "process 0").sign("run/0/1", b"null"),
-        "other content": good[: signing.SIGNATURE_SIZE] + good[signing.SIGNATURE_SIZE :].replace(b"2", b"3"),
-    }  # fmt: skip
-    for what, message in forged.items():
-        store.values["run/0/1"] = message
-        follower._signer._number = iter([1])
-        with pytest.raises(xj.InputError, match="a message of process 0 has a wrong signature"):
-            follower.receive()
-        assert not harm.exists(), what
-    again = Store()
-    connected_channels(again, SECRET, SECRET)[0].send(["place", [2], []])
-    store.values["run/0/1"] = again.values["run/0/0"]  # of another run with the same secret
-    follower._signer._number = iter([0])
-    with pytest.raises(xj.InputError, match="wrong signature"):
-        follower.receive()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = channel.Listener(server, events.put, SECRET)
+        other = channel.connect(*server.getsockname(), lambda _: None, SECRET)
+        sent = unittest.mock.Mock(wraps=other._connection)
+        other._connection = sent
+        other.send("place", 1)
+        assert events.get(timeout=10)[1:] == ("place", [1])
+        ((message,), _) = sent.sendall.call_args
+        if forged == "another secret":
+            other._sign = channel._signer(OTHER)
+            other.send("place", 2)
+        elif forged == "other content":
+            other._sign = lambda content, sign=other._sign: sign(content.replace(b"2", b"3"))
+            other.send("place", 2)
+        elif forged == "sent before":
+            sent.sendall(message)
+        else:
+            content = pickle.dumps(Harm(harm))
+            sent.sendall(bytes(secret.SIGNATURE_SIZE) + len(content).to_bytes(4) + content)
+        assert events.get(timeout=10)[1:] == (channel.GONE, ["it sent a message with a wrong signature"])
+        assert events.empty() and not harm.exists()
+        listener.close()
 
 
-def test_processes_of_different_secrets_or_runs_do_not_connect():
-    with pytest.raises(xj.InputError, match="process 1 has a wrong signature: give all processes the same"):
-        connected_channels(Store(limit=0.5), SECRET, OTHER)
-    earlier = Store()
-    store = Store()
-    connected_channels(earlier, SECRET, SECRET)
-    store.values["run/run"] = earlier.values["run/run"]
-    with pytest.raises(xj.InputError, match="began another run"):
-        controller.ControlChannel(store, "run", 1, 2, SECRET)
+def test_a_proof_of_the_secret_that_comes_slowly_is_cut_off(monkeypatch):
+    monkeypatch.setattr(channel, "_PROOF_SECONDS", 0.1)
+    own, other = socket.socketpair()
+
+    def send_slowly():
+        with contextlib.suppress(OSError):
+            for _ in range(2 * secret.SIGNATURE_SIZE):
+                other.send(b"x")
+                time.sleep(0.02)
+
+    with own, other, ThreadPoolExecutor() as pool:
+        pool.submit(send_slowly)
+        with pytest.raises(TimeoutError):
+            channel.Channel(own, lambda _: None, SECRET, listens=True)
 
 
 def test_messages_encode_a_closed_set_of_values():
     config = xj.load_model().config
-    values = [None, True, 3, -float("inf"), "é", [1, [2.5]], {1: [2], "a": None}, messages.ResultReference(4)]
-    assert messages.decode_message(messages.encode_message(values)) == values
-    array = messages.decode_message(messages.encode_message(np.arange(6, dtype=np.int16).reshape(2, 3)))
+    values = [None, True, 3, -float("inf"), "é", [1, [2.5]], {1: [2], "a": None}]
+    assert codec.decode_message(codec.encode_message(values)) == values
+    array = codec.decode_message(codec.encode_message(np.arange(6, dtype=np.int16).reshape(2, 3)))
     assert array.tolist() == [[0, 1, 2], [3, 4, 5]] and array.dtype == np.int16
     key = jax.random.split(jax.random.key(5), 1)
-    decoded = messages.decode_message(messages.encode_message(key))
+    decoded = codec.decode_message(codec.encode_message(key))
     assert jax.random.key_data(decoded).tolist() == jax.random.key_data(key).tolist()
     sampling = xj.SamplingConfig(np.float32(0.5), 7, allowed_token_ids={3, 4}, logit_bias={3: -np.inf})
     options = xj.GenerateOptions(9, sampling, stop_token_ids=(8,), logprobs=2)
     call = validate_call(xj.load_model().params, config, [[5, 6]], options, jax.random.key(0))
-    decoded = messages.decode_message(messages.encode_message(call), config)
-    assert (decoded.prompts, decoded.end_ids, decoded.config) == (call.prompts, call.end_ids, config)
+    decoded = codec.decode_message(codec.encode_message(call))
+    decoded = dataclasses.replace(decoded, config=config)
+    assert (decoded.prompts, decoded.end_ids) == (call.prompts, call.end_ids)
     assert decoded.options.max_new_tokens == 9 and decoded.options.logprobs == 2 and decoded.params == {}
+    assert jax.random.key_data(decoded.key).tolist() == jax.random.key_data(call.key).tolist()
+    asked = xj.RequestOptions(priority=3, client="a", adapter="b", live=False)
+    assert codec.decode_message(codec.encode_message(asked)) == asked
     found = decoded.options.sampling
     assert (found.temperature, found.top_k, found.logit_bias) == (0.5, 7, {3: -np.inf})
     assert sorted(found.allowed_token_ids) == [3, 4]
@@ -286,61 +323,53 @@ def test_messages_encode_a_closed_set_of_values():
         forbidden_token_ids=[4],
         bad_words_ids=[[5, 6]],
     )
-    decoded = messages.decode_message(messages.encode_message(xj.SamplingConfig(**every)))
+    decoded = codec.decode_message(codec.encode_message(xj.SamplingConfig(**every)))
     assert vars(decoded).pop("logit_bias").tolist() == every.pop("logit_bias").tolist()
     assert vars(decoded) == every
-    for bad in (b"{", b'{"__reduce__": []}', b'{"array": ["object", [1], ""]}', b'{"key": ["x", []]}', b"{}"):
+    array_of_objects = b'{"ndarray": ["", "object", [1], ""]}'
+    unknown_keys = b'{"Array": ["x", "int8", [0], ""]}'
+    for bad in (b"{", b'{"__reduce__": []}', array_of_objects, unknown_keys, b"{}"):
         with pytest.raises(xj.InputError, match="cannot be decoded"):
-            messages.decode_message(bad)
+            codec.decode_message(bad)
     with pytest.raises(TypeError, match="cannot be sent"):
-        messages.encode_message(Harm(None))
+        codec.encode_message(Harm(None))
     with pytest.raises(AttributeError, match="not a device method"):
         controller.Leader(None, None).__getattr__("rows")
 
 
 def test_a_parent_rejects_connections_without_the_secret():
-    job = process_group.GroupMember("127.0.0.1", free_port(), 2, 0)
+    job = coordinator.GroupMember("127.0.0.1", free_port(), 2, 0)
     hub = coordinator.Coordinator(job, 60, SECRET)
     events = SimpleQueue()
-
-    def heard(*event):
-        events.put(event)
-
-    def connected():
-        return socket.create_connection((job.host, job.port), 10)
-
-    with connected() as stranger:
-        stranger.sendall(b'{"here": 1, "host": "x"}\n{"ended": 1, "why": "", "blames": null}\n' * 2)
+    with socket.create_connection((job.host, job.port), 10) as stranger:
+        stranger.sendall(codec.encode_message(["register", 1, "x"]) * 9)
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):
                 pass
-    with pytest.raises(xj.InputError, match="wrong signature"):
-        channel.Channel(connected(), heard, OTHER, listens=False)
+    with pytest.raises(xj.InputError, match="another secret"):
+        channel.connect(job.host, job.port, events.put, OTHER)
     wait_until(lambda: hub._listener.rejected == 2)
     assert not hub._channels and not hub._failures
-    other = channel.Channel(connected(), heard, SECRET, listens=False)
-    other.send(here=1, host="here")
+    other = channel.connect(job.host, job.port, events.put, SECRET)
+    other.send("register", 1, "here")
     wait_until(lambda: 1 in hub._channels)
-    hub._channels[1].send(signal=2)
-    assert events.get(timeout=120) == (other, dict(signal=2))
-    other._out.sign("line", b"")  # as if a line had been taken out
-    other.send(ended=0, why="", blames=None)
+    hub._channels[1].send("signal", 2)
+    assert events.get(timeout=120) == (other, "signal", [2])
+    other._sign(b"")  # as if a message had been taken out
+    other.send("ended", 0, "", None)
     wait_until(lambda: hub._failures)
-    assert "is gone (it sent a line with a wrong signature)" in hub._failures[0][2]
+    assert "is gone (it sent a message with a wrong signature)" in hub._failures[0][2]
 
 
 def test_unauthenticated_connections_do_not_block_a_process(monkeypatch):
     monkeypatch.setattr(channel, "_UNPROVED", 3)
-    job = process_group.GroupMember("127.0.0.1", free_port(), 2, 0)
+    job = coordinator.GroupMember("127.0.0.1", free_port(), 2, 0)
     hub = coordinator.Coordinator(job, 60, SECRET)
     with contextlib.ExitStack() as open_ones:
         strangers = [
             open_ones.enter_context(socket.create_connection((job.host, job.port), 5)) for _ in range(5)
         ]
-        other = channel.Channel(
-            socket.create_connection((job.host, job.port), 5), lambda *_: None, SECRET, listens=False
-        )
-        other.send(here=1, host="here")
+        channel.connect(job.host, job.port, lambda _: None, SECRET).send("register", 1, "here")
         wait_until(lambda: 1 in hub._channels)
         for stranger in strangers[:3]:  # the oldest were closed
             with contextlib.suppress(ConnectionResetError):
@@ -361,38 +390,38 @@ def test_shared_secrets_of_processes(tmp_path, monkeypatch, command, cache):
     file = tmp_path / "secret"
     file.write_bytes(SECRET + b"\n")
     file.chmod(0o600)
-    assert signing.load_secret(str(file), "10.0.0.1") == SECRET
-    monkeypatch.setenv(signing.SECRET_VARIABLE, str(file))
-    assert signing.load_secret(None, "10.0.0.1") == SECRET
-    monkeypatch.delenv(signing.SECRET_VARIABLE)
+    assert secret.load_secret(str(file), "10.0.0.1") == SECRET
+    monkeypatch.setenv(secret.SECRET_VARIABLE, str(file))
+    assert secret.load_secret(None, "10.0.0.1") == SECRET
+    monkeypatch.delenv(secret.SECRET_VARIABLE)
     for mode in (0o640, 0o604):
         file.chmod(mode)
         with pytest.raises(xj.InputError, match="may be read or written by others: chmod 600"):
-            signing.load_secret(str(file), "10.0.0.1")
+            secret.load_secret(str(file), "10.0.0.1")
     file.chmod(0o600)
     others = os.stat_result((0o100600, 0, 0, 1, os.geteuid() + 1, *[0] * 5))
     with monkeypatch.context() as patch, pytest.raises(xj.InputError, match="belongs to another user"):
         patch.setattr(os, "fstat", lambda _: others)
-        signing.load_secret(str(file), "10.0.0.1")
+        secret.load_secret(str(file), "10.0.0.1")
     with monkeypatch.context() as patch:
         roots = os.stat_result((0o100600, 0, 0, 1, 0, *[0] * 5))
         patch.setattr(os, "fstat", lambda _: roots)
-        assert signing.load_secret(str(file), "10.0.0.1") == SECRET
+        assert secret.load_secret(str(file), "10.0.0.1") == SECRET
     file.write_bytes(SECRET[1:])
     with pytest.raises(xj.InputError, match="32 to 4096 bytes, and has 31"):
-        signing.load_secret(str(file), "10.0.0.1")
+        secret.load_secret(str(file), "10.0.0.1")
     with pytest.raises(xj.InputError, match="cannot be read: No such file"):
-        signing.load_secret(f"{file}.none", "10.0.0.1")
+        secret.load_secret(f"{file}.none", "10.0.0.1")
     code, _, err = command("--prompt=x", "--coordinator=10.0.0.1:9", "--num_processes=2", "--process_id=0")
     assert code == 2 and "processes that meet at 10.0.0.1 need a secret" in err and "--secret_file" in err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ThreadPoolExecutor(8) as pool:  # the first creates it
-        found = {*pool.map(lambda _: signing.load_secret(None, "127.0.0.1"), range(8))}
+        found = {*pool.map(lambda _: secret.load_secret(None, "127.0.0.1"), range(8))}
     (own,) = (tmp_path / "xinfer_jax/processes").iterdir()
     assert len(found) == 1 and own.stat().st_mode & 0o777 == 0o600
     own.parent.chmod(0o755)
     with pytest.raises(xj.InputError, match="mode 0700"):
-        signing.load_secret(None, "::1")
+        secret.load_secret(None, "::1")
 
 
 SAVING = """

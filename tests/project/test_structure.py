@@ -20,11 +20,11 @@ pytestmark = pytest.mark.oldest
 
 # A package, or a module at the top, imports only those that come before it.
 PACKAGES = (
-    "errors", "modes", "signing", "plugins", "checks", "device", "memory_plan", "stats", "sharding",
-    "config", "ops", "weights", "cache", "mixers", "feed_forward", "model", "sampling", "generation",
-    "backends", "layerwise", "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint",
-    "text", "embedding", "reranking", "adapters", "compress", "engine", "api", "batch", "cli", "serve",
-    "testing", "__main__",
+    "errors", "modes", "plugins", "checks", "device", "memory_plan", "stats", "sharding", "config", "ops",
+    "weights", "cache", "mixers", "feed_forward", "model", "sampling", "generation", "backends", "layerwise",
+    "tool_calls", "grammar", "families", "formats", "tokenization", "checkpoint", "text", "embedding",
+    "reranking", "adapters", "compress", "processes", "engine", "api", "batch", "cli", "serve", "testing",
+    "__main__",
 )  # fmt: skip
 LIBRARY = ROOT / "xinfer_jax"
 FORMATTED_BY_HAND = 136  # statements with `# fmt: skip`

@@ -414,7 +414,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     for worker in workers[:2]:
         assert idle(worker._engine)
         end = time.monotonic() + 120  # its messages are handled on another thread
-        held = worker._endpoint._answers, worker._offers, worker._targets, worker._lengths
+        held = worker._endpoint._answers, worker._work
         while any(held) and time.monotonic() < end:
             time.sleep(0.01)
         assert not any(held)
@@ -422,7 +422,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     for worker in workers[:2]:
         worker._transfer._server = None  # pages go through the host
     assert all(map(engine_requests.same_outcome, found(), expected))
-    decoding._receive(10**6, ["part", 0, False, np.zeros(3, np.uint8)])  # of a row that has ended
+    decoding._receive(10**6, ["array", 0, np.zeros(3, np.uint8)])  # of a row that has ended
     shape = decoding._engine.shape
     decoding._engine.shape = dataclasses.replace(shape, capacity=64)
     with pytest.raises(xj.InputError, match="exceeds the 64 that a row"):

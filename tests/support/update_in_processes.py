@@ -12,7 +12,6 @@ import numpy as np
 from small_models import QWEN
 
 import xinfer_jax as xj
-from xinfer_jax.signing import set_secret
 
 VECTOR = np.linspace(-1, 1, QWEN["hidden_size"], dtype=np.float32)
 BIAS = xj.Processor(
@@ -64,7 +63,6 @@ def use_functions(engine, params) -> None:
 
 
 def main(port: str, number: int) -> None:
-    set_secret(b"s" * 32)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))

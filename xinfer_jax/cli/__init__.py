@@ -3,10 +3,9 @@ package but `serve` imports this one.
 
 In the order to read: `terminal` (writes the answer, log lines and the status line), `process` (Ctrl-C, closed
 streams, exit codes), `flag_parser` (flags with ranges, help and version), `process_group` (the processes that
-run one model, and the settings that they must share), `channel` (the connection between two of them),
-`coordinator` (starts and ends all of them), `supervisor` (the parent of each of them), `startup` (the work
-before the first token); `answer`, `chat` and `batch` do the work of the commands; `answer_flags`,
-`chat_flags` and `batch_flags` parse their flags.
+run one model, and the settings that they must share), `startup` (the work before the first token); `answer`,
+`chat` and `batch` do the work of the commands; `answer_flags`, `chat_flags` and `batch_flags` parse their
+flags.
 
 - Flags are parsed and checked before jax is imported, so errors are printed at once.
 - The work runs in a second thread, and a process ends by `os._exit`: a Ctrl-C need not wait for XLA
@@ -15,6 +14,5 @@ before the first token); `answer`, `chat` and `batch` do the work of the command
   has gone, or where lines of a file have an error in place of an answer; 130 at Ctrl-C. A traceback is a bug.
 - The answer goes to standard output, everything about it to standard error.
 - Several processes (`--coordinator`): each command is a parent without jax, which starts itself again as its
-  child once all parents have compared flags, versions and checkpoints. When one child ends, all end, with the
-  most likely cause (`coordinator`, `supervisor`).
+  child once all parents have compared flags, versions and checkpoints (`process_group`, and `processes`).
 """

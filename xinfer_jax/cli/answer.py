@@ -17,13 +17,13 @@ from ..api.sampling_fields import ids_of_texts
 from ..backends.cpu import product_table
 from ..backends.kernel_report import kernels_used
 from ..checkpoint.loading import Checkpoint, Model
-from ..engine.controller import open_control_channel
 from ..errors import InputError
 from ..generation.beams import BeamSearchPlan, BeamSettings, beam_search
 from ..generation.executor_choice import executor_class
 from ..generation.options import GenerateOptions, default_capacity
 from ..grammar.grammars import Grammar, choice, json_schema, regex
 from ..memory_plan import format_mib
+from ..processes.control_channel import open_control_channel
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig

@@ -11,11 +11,11 @@ from typing import Any
 from ..engine.engine_options import EngineOptions, option_texts
 from ..errors import InputError, format_value
 from ..plugins import names
+from ..processes.launcher import distributed_args
 from ..sampling.settings import SETTINGS
 from .flag_parser import FlagParser
 from .process import command_main
-from .process_group import define_processes
-from .supervisor import distributed_args, supervise
+from .process_group import define_processes, supervise
 from .terminal import status
 
 PARSER = FlagParser(

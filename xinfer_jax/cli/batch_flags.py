@@ -14,8 +14,7 @@ from .answer_flags import (
 )
 from .flag_parser import FlagParser
 from .process import command_main
-from .process_group import define_processes
-from .supervisor import supervise
+from .process_group import define_processes, supervise
 from .terminal import status
 
 PARSER = FlagParser(

@@ -1,15 +1,19 @@
-"""The processes that run one model together, and the settings that they must share. Without jax."""
+"""The flags of processes that run one model together, and the settings that they must share. Without jax."""
 
 import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, format_message
 from ..formats.files import BUNDLED, checkpoint_path, is_gguf
+from ..processes.coordinator import GroupMember
+from ..processes.launcher import Supervisor, become_child
 from .flag_parser import FlagParser, version
+from .process import capture_signals
+from .terminal import status
 
 # Flags that may differ between processes. Of the model the files are compared, not their path.
 _OWN = {
@@ -22,15 +26,6 @@ _HEADER = 2**24  # bytes of a GGUF file
 _DETECT = """import json
 from jax._src.clusters import ClusterEnv
 print(json.dumps(ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [0], None, 60)[:3]))"""
-
-
-class GroupMember(NamedTuple):
-    """Process `id` of a group of `processes`, whose coordinator is at process 0's host and port."""
-
-    host: str
-    port: int
-    processes: int
-    id: int
 
 
 def define_processes(parser: FlagParser) -> None:
@@ -58,6 +53,26 @@ def define_processes(parser: FlagParser) -> None:
         "Directory for the logs of jax in several processes. Default: a new one.",
         empty="give a directory",
     )
+
+
+def supervise(parser: FlagParser) -> int | None:
+    """Runs the command in a child until all processes have ended, if flags make it one of several. Returns
+    the exit code. None: go on in this process, which is such a child or alone.
+    """
+    if become_child() or (member := member_from_flags(parser.values)) is None:
+        return None
+    flags = parser.values
+    if directory := flags.log_dir:
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--log_dir={directory} cannot be made: {error.strerror}") from error
+    supervisor = Supervisor(member, flags.start_seconds, directory, flags.secret_file)
+    with capture_signals() as stop:
+        code, line = supervisor.run(lambda: shared_settings(parser), stop)
+    if line:
+        status.log(f"{parser.name}: {format_message(line)}")
+    return code
 
 
 def member_from_flags(flags: Any) -> GroupMember | None:
@@ -134,15 +149,3 @@ def _digest(file: Path) -> str:
             opened.seek(at)
             sha.update(opened.read(_SAMPLE))
     return sha.hexdigest()[:12]
-
-
-def find_difference(settings: dict[int, dict[str, str]]) -> str:
-    """A message about the first setting that differs between processes; "": none does."""
-    first, *others = sorted(settings)
-    for other in others:
-        for name in settings[first] | settings[other]:
-            values = [settings[i].get(name, "missing") for i in (first, other)]
-            if values[0] != values[1]:
-                where = f"{values[0]} on process {first} and {values[1]} on process {other}"
-                return f"{name} is {where}: start all with the same flags, versions and checkpoint"
-    return ""

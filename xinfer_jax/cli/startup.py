@@ -15,9 +15,9 @@ from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, format_message, format_value
 from ..formats.files import checkpoint_path
 from ..layerwise.precompile import Precompiler
+from ..processes.launcher import distributed_args
 from ..sharding import MODEL, device_groups
 from ..text import TextStream
-from .supervisor import distributed_args
 from .terminal import status
 
 

@@ -7,12 +7,12 @@ what decodes, in which pages) and `pacing` (how much of both is in a step). On t
 (the arguments of an engine), `shape` (sizes), `device_programs`, `held_table` (what requests name),
 `held_processors` and `held_vectors` (of callers), `host_pages`, `adapter_stack`, `engine_device`, `warm_up`
 (when which programs are compiled); `messages` and `controller` let other processes repeat the calls of
-process 0, and `page_transfer` sends arrays to them. An engine: `request_options`, `answers`, `requests`,
-`statistics`, `page_files`, `page_tiers` (moves pages between device, host memory and files), `weight_switch`
-and `core` (one step), `async_sampling`, `weight_updates` and `replay` (new weights, and what came from
-which), `held_adapters`, `pausing`, `submission` (checks), `engine_loop` (the queue, and the thread that takes
-the steps), `engine`. Several: `routing` (makes them); `endpoint` (an engine that only prefills, or only
-decodes), `dispatcher` (which of them gets what; `serve` has them in other processes too) and `engines`.
+process 0. An engine: `request_options`, `answers`, `requests`, `statistics`, `page_files`, `page_tiers`
+(moves pages between device, host memory and files), `weight_switch` and `core` (one step), `async_sampling`,
+`weight_updates` and `replay` (new weights, and what came from which), `held_adapters`, `pausing`,
+`submission` (checks), `engine_loop` (the queue, and the thread that takes the steps), `engine`. Several:
+`routing` (makes them); `endpoint` (an engine that only prefills, or only decodes), `dispatcher` (which of
+them gets what; `serve` has them in other processes too) and `engines`.
 
 - A page is shared only if it has the bits that the row would compute itself (`prefix_cache`).
 - Pages are allocated when they are needed. If none is left, the youngest row is preempted: it is swapped out

@@ -6,7 +6,6 @@ line that names the format, an HMAC over name and page, and the page's bytes.
 
 import contextlib
 import hashlib
-import hmac
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hmac import compare_digest
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import format_message
-from ..signing import SIGNATURE_SIZE, folder_secret
+from ..processes.secret import SIGNATURE_SIZE, folder_secret, sign
 
 _HEAD = b"xinfer_jax page 1\n"
 _SUFFIX = ".page"
@@ -69,7 +69,7 @@ class PageFiles:
 
     def salt(self, salt: bytes) -> bytes:
         """The salt of pages in files for a request's: without the secret nobody can guess a file's name."""
-        return hmac.digest(self._secret, b"salt" + salt, "sha256")
+        return sign(self._secret, b"salt", salt)
 
     def __contains__(self, page_hash: object) -> bool:
         return isinstance(page_hash, bytes) and self._name(page_hash) in self._sizes
@@ -148,7 +148,7 @@ class PageFiles:
             self._forget(name)
             self._report("read", f"{name} cannot be read ({error.strerror})")
             return False
-        is_good = is_whole and hmac.compare_digest(head, _HEAD + self._signature(name, page))
+        is_good = is_whole and compare_digest(head, _HEAD + self._signature(name, page))
         if not is_good:
             self._forget(name)
             self._report("damaged", f"{name} is not as it was written, or not written here: it is not used")
@@ -216,9 +216,7 @@ class PageFiles:
         self._delete_beyond_limit()
 
     def _signature(self, name: str, page: np.ndarray) -> bytes:
-        mac = hmac.new(self._secret, b"page" + name.encode(), "sha256")
-        mac.update(page.data)
-        return mac.digest()
+        return sign(self._secret, b"page", name.encode(), page.data)
 
     def _report(self, kind: str, about: str) -> None:
         """Prints the first message of its kind."""

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.answer_flags import define_engine, define_model, define_sampling, engine_options
-from ..cli.channel import listen
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, command_main
-from ..cli.process_group import define_processes, parse_address
-from ..cli.supervisor import distributed_args, supervise
+from ..cli.process_group import define_processes, parse_address, supervise
 from ..cli.terminal import status
 from ..engine.engine_options import EngineOptions
 from ..errors import InputError, format_message
-from ..signing import load_secret
+from ..processes.channel import listen
+from ..processes.launcher import distributed_args
+from ..processes.secret import load_secret
 from .ip_addresses import parse_networks
 from .server_settings import LOCAL_HOSTS, ServerSettings
 

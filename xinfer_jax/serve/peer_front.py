@@ -8,26 +8,25 @@ messages go through this process, only pages go from one to another; pages that 
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial, partialmethod
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint.loading import Model
-from ..cli.channel import Channel, Listener
-from ..engine.answers import Answer
 from ..engine.dispatcher import Dispatcher
 from ..engine.engine_loop import EngineLoop
 from ..engine.row import HeldAdapter
 from ..engine.statistics import EngineStats, collect_stats
 from ..errors import InputError
-from .peer_messages import answer_to_message, progress_from_message, received_message, send_message
+from ..processes.channel import GONE, Channel, Listener, Message
+from ..processes.coordinator import find_difference
+from .peer_messages import EVENTS, REQUESTS
 
 _SUMS = {"hits", "preemptions", "prefill_tokens", "generated_tokens", "programs"}  # of `EngineStats`
-_EVENTS = {"progress", "pull", "pages", "arrived", "invalid"}  # of a `Dispatcher`, that a process may send
 
 
 class Peer:
-    """An endpoint in another process, which has registered."""
+    """An `EngineEndpoint` in another process, which has registered."""
 
     def __init__(self, channel: Channel, about: dict[str, Any], counts: dict[str, int]):
         """about: what it says about itself."""
@@ -48,21 +47,10 @@ class Peer:
         """The counters that it reported last; once it is gone, those that are sums."""
         return {name: x if not self.error or name in _SUMS else 0 for name, x in self.reported.items()}
 
-    def message(self, name: str, *args: Any) -> None:
-        """Sends a message to it."""
-        send_message(self.channel, name, *args)
-
-    # The methods of `EngineEndpoint`.
-    receive = partialmethod(message, "receive")
-    release = partialmethod(message, "release")
-    forget = partialmethod(message, "forget")
-    drop = partialmethod(message, "drop")
-
-    def submit(self, ticket: int, answer: Answer) -> None:
-        self.message("submit", ticket, answer_to_message(answer))
-
-    def send(self, ticket: int, target: int, shardings: Any = None) -> None:
-        self.message("send", ticket, target)  # where the pages go is known there
+    def __getattr__(self, name: str) -> Any:
+        if name not in REQUESTS:
+            raise AttributeError(name)
+        return partial(self.channel.send, name)
 
 
 class PeerEngines(EngineLoop):
@@ -80,7 +68,7 @@ class PeerEngines(EngineLoop):
         self.shape = SimpleNamespace(impl=None, routes=False)
         self._past: list[Peer] = []
         self.__enter__()
-        self._listener = Listener(listening, secret, self._receive)
+        self._listener = Listener(listening, self._receive, secret)
 
     @property
     def engines(self) -> Sequence[Any]:
@@ -122,7 +110,7 @@ class PeerEngines(EngineLoop):
         """Ends all requests with an error, and the connections."""
         super().close()
         for peer in self.engines:
-            peer.message("close")
+            peer.channel.send("close")
         self._listener.close()
 
     def wait_for_both(self, stop: Callable[[], bool]) -> None:
@@ -138,48 +126,39 @@ class PeerEngines(EngineLoop):
 
     # --- messages -----------------------------------------------------------------------------------------
 
-    def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
-        self.call_soon(partial(self._handle, channel, message))
+    def _receive(self, message: Message) -> None:
+        self.call_soon(partial(self._handle, message))
 
-    def _handle(self, channel: Channel, message: dict[str, Any]) -> None:
+    def _handle(self, message: Message) -> None:
+        (channel, name, args) = message
         peer = next((peer for peer in self.engines if peer.channel is channel), None)
         try:
-            if "gone" in message and peer:
-                self._remove(peer, message["gone"])
-            elif "message" in message:
-                name, *args = received_message(message)
-                if peer is None and name == "register":
+            if peer is None:
+                if name == "register":
                     self._register(channel, *args)
-                elif peer is not None:
-                    self._handle_event(peer, name, args)
+            elif name == GONE:
+                self._remove(peer, args[0])
+            elif name == "counts":
+                (peer.reported,) = args
+            elif name in EVENTS:
+                getattr(self._dispatcher, name)(*args)
+            else:
+                raise InputError(f"{name!r} is unknown: start all processes with one version")
         except Exception as error:  # the others go on
             why = f"{type(error).__name__} in a message: {error}"
-            send_message(channel, "reject", why)
+            channel.send("reject", why)
             if peer and not peer.error:
                 self._remove(peer, why)
-
-    def _handle_event(self, peer: Peer, name: str, args: list[Any]) -> None:
-        if name == "counts":
-            (peer.reported,) = args
-            return
-        if name not in _EVENTS:
-            raise InputError(f"{name!r} is unknown: start all processes with one version")
-        if name == "progress":
-            args[1] = progress_from_message(args[1])
-        getattr(self._dispatcher, name)(*args)
 
     def _register(self, channel: Channel, about: dict[str, Any], counts: dict[str, int]) -> None:
         peer = Peer(channel, about, counts)
         others = self.engines
         own = others[0].about["same"] if others else dict(config=str(self.model.config))
-        for name, value in own.items():
-            there = about["same"].get(name)
-            if there != value:
-                values = f"{str(there)[:200]} there and {str(value)[:200]} here"
-                text = f"{name} is {values}: start all processes alike"
-                self._log(f"the {peer.name} was rejected: {text}")
-                peer.message("reject", text)
-                return
+        there = {name: about["same"].get(name) for name in own}
+        if difference := find_difference({"the front process": own, f"the {peer.name}": there}):
+            self._log(f"the {peer.name} was rejected: {difference}")
+            channel.send("reject", difference)
+            return
         if not others:
             vars(self.shape).update(about)
         held = self.shape.adapters.items()

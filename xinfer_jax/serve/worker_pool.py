@@ -8,7 +8,8 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,9 +37,15 @@ class FairLock:
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
-    def turn(self, client: str) -> "_Turn":
-        """What acquires the lock for one job of a client, and releases it."""
-        return _Turn(self, client)
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """Holds the lock for one job of a client."""
+        start = await self.acquire(client)
+        acquired = time.monotonic()
+        try:
+            yield
+        finally:
+            self.release(client, start, time.monotonic() - acquired)
 
     async def acquire(self, client: str) -> float:
         """Waits for the client's turn, and returns when it started, in seconds used."""
@@ -71,24 +78,6 @@ class FairLock:
                 self._held = True
 
 
-class _Turn:
-    """One turn of a client at a `FairLock`."""
-
-    def __init__(self, lock: FairLock, client: str):
-        self._lock = lock
-        self._client = client
-        self._start = self._acquired = 0.0
-
-    async def acquire(self) -> None:
-        """Waits for the turn."""
-        self._start = await self._lock.acquire(self._client)
-        self._acquired = time.monotonic()
-
-    def release(self) -> None:
-        """Ends the turn."""
-        self._lock.release(self._client, self._start, time.monotonic() - self._acquired)
-
-
 class WorkerPool:
     """Runs the jobs of one server: of a client one small and one large job at a time, of all clients few
     large ones. So a small job does not wait for a large one.
@@ -107,26 +96,18 @@ class WorkerPool:
         """
         per_client = self._per_client.get((client, large)) or asyncio.Semaphore(1)
         self._per_client[client, large] = per_client
-        needed: list[asyncio.Semaphore | _Turn] = [per_client]
-        if exclusive:
-            needed.append(self._exclusive.turn(client))
-        if large:
-            needed.append(self._large)
-        acquired = list[asyncio.Semaphore | _Turn]()
-        try:
+        async with AsyncExitStack() as stack:
             # The client's own comes first, so a client has one job at most in the queues that all share.
-            for semaphore in needed:
-                await semaphore.acquire()
-                acquired.append(semaphore)
+            await stack.enter_async_context(per_client)
+            if exclusive:
+                await stack.enter_async_context(self._exclusive.turn(client))
+            if large:
+                await stack.enter_async_context(self._large)
             running = asyncio.get_running_loop().run_in_executor(None, work)
-        except BaseException:
-            for semaphore in acquired:
-                semaphore.release()
-            raise
+            held = stack.pop_all()
 
         def release(_: Any) -> None:
-            for semaphore in acquired:
-                semaphore.release()
+            asyncio.ensure_future(held.aclose())  # it ends at once
             if not running.cancelled():
                 running.exception()  # marks it as retrieved: asyncio logs exceptions that nobody retrieves
 

@@ -1,5 +1,5 @@
-"""Arrays from one process to another: pulled over the network by `jax.experimental.transfer`, or, where jax
-has no such server, through the host and the processes' messages.
+"""Arrays from one process to another: pulled over the network by `jax.experimental.transfer`, or through the
+host and the processes' messages if jax has no such server.
 """
 
 import datetime
@@ -15,10 +15,9 @@ import numpy as np
 
 EXPIRY_SECONDS = 60.0  # until arrays that nobody has acknowledged are freed
 _POLL_SECONDS = 0.001
-_PART_BYTES = 2**20  # of one message
 
 
-class PageTransfer:
+class ArrayTransfer:
     """Offers arrays of this process to others, and pulls theirs. The port of the transfer server knows no
     passwords: who reaches it and guesses a random number of 63 bits, which is used once, can read an array.
     """
@@ -36,19 +35,17 @@ class PageTransfer:
             client = jax.local_devices()[0].client
             self._server = transfer.start_transfer_server(client, address, [address])
         except (ImportError, AttributeError, RuntimeError, NotImplementedError) as error:
-            log(f"no transfer server ({error}): pages go through the host and the processes' messages")
+            log(f"no transfer server ({error}): arrays go through the host and the processes' messages")
 
-    def offer(self, tree: Any, send_part: Callable[[int, bool, np.ndarray], None]) -> list[Any]:
+    def offer(self, tree: Any, send: Callable[[int, np.ndarray], None]) -> list[Any]:
         """Makes arrays of this process ready for one pull by another, until `withdraw` or until they expire.
-        Returns what that process gives to `pull`. send_part: sends bytes of the array of this number, where
-        there is no server; whether they are the first.
+        Returns what that process gives to `pull`. send: sends the bytes of the array of this number, if
+        there is no server.
         """
         leaves = [_without_key(x) for x in jax.tree.leaves(tree) if x.size]  # an empty one never arrives
         if self._server is None:
             for number, x in enumerate(leaves):
-                contents = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-                for at in range(0, contents.size, _PART_BYTES):
-                    send_part(number, at == 0, contents[at : at + _PART_BYTES])
+                send(number, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
             return [0, ""]
         uuid = secrets.randbits(63)
         with self._lock:
@@ -64,27 +61,28 @@ class PageTransfer:
         with self._lock:
             self._offered.pop(uuid, None)
 
-    def pull(
-        self, offer: list[Any], like: Any, parts: dict[int, list[np.ndarray]], lost: Callable[[], bool]
-    ) -> Any:
-        """The arrays of an offer of another process, once they are here. like: arrays of the same structure,
-        shapes and types, where these have to be; parts: what `send_part` sent; lost: whether the other
-        process is gone.
+    def pull(self, offer: list[Any], like: Any, sent: dict[int, np.ndarray], lost: Callable[[], bool]) -> Any:
+        """Returns the arrays of an offer of another process, once they are here.
+
+        Args:
+            offer: from `offer`.
+            like: arrays of the same structure, shapes and types, where these have to be.
+            sent: the bytes that the other process sent, by the number of their array.
+            lost: whether the other process is gone.
 
         Raises:
             ConnectionError: they have not come before they expired, or the other process is gone.
         """
         (uuid, address) = offer
         leaves, structure = jax.tree.flatten(like)
-        sent = [x for x in leaves if x.size]
-        bare = [_without_key(x) for x in sent]
+        filled = [x for x in leaves if x.size]
+        bare = [_without_key(x) for x in filled]
         if address:
             arrays = self._pull(uuid, address, bare, lost)
         else:
-            joined = (np.concatenate(parts[i]) for i in range(len(bare)))
-            contents = (new.view(x.dtype).reshape(x.shape) for new, x in zip(joined, bare, strict=True))
+            contents = (sent[i].view(x.dtype).reshape(x.shape) for i, x in enumerate(bare))
             arrays = [jax.device_put(new, x.sharding) for new, x in zip(contents, bare, strict=True)]
-        arrived = map(_with_key, arrays, sent)
+        arrived = map(_with_key, arrays, filled)
         return jax.tree.unflatten(structure, [next(arrived) if x.size else x for x in leaves])
 
     def _pull(self, uuid: int, address: str, like: list[Any], lost: Callable[[], bool]) -> list[Any]:
@@ -101,12 +99,12 @@ class PageTransfer:
             if lost() or time.monotonic() > end:
                 with self._lock:
                     self._connections.pop(address, None)
-                raise ConnectionError("its pages did not arrive")
+                raise ConnectionError("its arrays did not arrive")
             time.sleep(_POLL_SECONDS)
         try:
             return jax.block_until_ready(arrays)
         except RuntimeError as error:
-            raise ConnectionError(f"its pages did not arrive: {error}") from error
+            raise ConnectionError(f"its arrays did not arrive: {error}") from error
 
 
 def _is_key(x: Any) -> bool:
@@ -114,7 +112,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _without_key(x: Any) -> Any:
-    """The numbers of a random key; other arrays as they are."""
+    """Returns the numbers of a random key, and other arrays as they are."""
     return jax.random.key_data(x) if _is_key(x) else x
 
 

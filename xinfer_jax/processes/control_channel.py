@@ -1,0 +1,87 @@
+"""Ordered messages between process 0 and the other processes of a `jax.distributed` run."""
+
+import itertools
+import socket
+from queue import SimpleQueue
+from typing import Any
+
+from jax._src import distributed
+
+from ..errors import InputError
+from .channel import GONE, Listener, Message, connect
+from .codec import encode_message
+from .secret import is_local, load_secret, sign
+
+_WAIT = 2**31 - 1  # milliseconds: jax ends this process if process 0 ends meanwhile
+_numbers = itertools.count()
+
+
+class ControlChannel:
+    """Connections of process 0 to all others. Every process creates the same ones in the same order.
+
+    The others find the port in the store of JAX's coordination service. Anyone who reaches that service can
+    write there, but connects nobody to a process without the secret, or of another run.
+    """
+
+    def __init__(self, run: Any, name: str, secret: bytes):
+        """run: `jax._src.distributed.global_state`; name: no other channel of the run has it."""
+        self._events = SimpleQueue[Message]()
+        host, _, port = run.coordinator_address.rpartition(":")
+        host = host.strip("[]")
+        own_secret = sign(secret, f"{run.coordinator_address} {name}".encode())
+        self._leads = run.process_id == 0
+        if not self._leads:
+            port = run.client.blocking_key_value_get(name, _WAIT)
+            self._channels = [connect(host, int(port), self._events.put, own_secret)]
+            self._channels[0].send("begin")
+            return
+        with socket.create_connection((host, int(port))) as probe:
+            own = probe.getsockname()[0]  # this machine's own address, if the name stands for several
+        bind = "" if is_local(own) and not is_local(host) else own
+        server = socket.create_server((bind, 0), family=probe.family)
+        listener = Listener(server, self._events.put, own_secret)
+        run.client.key_value_set(name, str(server.getsockname()[1]))
+        self._channels = [self._events.get().channel for _ in range(1, run.num_processes)]
+        listener.close()
+
+    def send(self, name: str, *args: Any) -> None:
+        """Sends a message to process 0, or from process 0 to all others."""
+        content = encode_message([name, *args])
+        for channel in self._channels:
+            channel.send_encoded(content)
+
+    def receive(self) -> list[Any]:
+        """Returns the name and the arguments of the next message. Raises InputError if a process is gone."""
+        (_, name, args) = self._events.get()
+        if name == GONE:
+            raise InputError(f"{'another process' if self._leads else 'process 0'} is gone ({args[0]})")
+        return [name, *args]
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns the value of process 0 in every process."""
+        if not self._leads:
+            return self.receive()[1]
+        self.send("value", value)
+        return value
+
+    def agree(self, problem: str) -> str:
+        """Returns what is wrong in one of the processes; "": nothing. All call it, each with its problem."""
+        if not self._leads:
+            self.send("problem", problem)
+        for _ in self._channels if self._leads else ():
+            problem = self.receive()[1] or problem
+        return str(self.broadcast(problem))
+
+    def end(self) -> None:
+        """Sends no more. The others receive all messages."""
+        for channel in self._channels:
+            channel.end()
+
+
+def open_control_channel() -> ControlChannel:
+    """Returns a channel between the processes that `jax.distributed.initialize` connected. Raises InputError
+    if they share no secret, or have different ones.
+    """
+    run: Any = distributed.global_state
+    secret = load_secret(None, run.coordinator_address.rpartition(":")[0])
+    return ControlChannel(run, f"xinfer_jax/{next(_numbers)}", secret)
