@@ -127,7 +127,7 @@ class EngineCore:
         if row.is_prefilled:
             state, *_ = self._swapped.get(answer) or (self.device.get_row(row.slot),)
             self._restarted[answer] = state
-        else:
+        elif row.logprobs_from is not None:  # they are computed again
             answer.request.prompt_logprobs.clear()
         self._swapped.pop(answer, None)
         self.scheduler.restart(row, answer.ids_with_keys)

@@ -82,7 +82,8 @@ class Engine(EngineLoop):
         """Allocates pages and compiles programs."""
         self.model = dataclasses.replace(model, params=jax.tree.map(own_array, on_auto_mesh(model.params)))
         self.taps = HeldVectors(options.taps, self.model.params, self.model.config)
-        shape = engine_shape(self.model, options)
+        # The shape outlives these, of which the engine has copies.
+        shape = engine_shape(self.model, dataclasses.replace(options, adapters=None, taps=None))
         self.channel = control_channel_for(self.model.params)
         if self.channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self.channel.broadcast(shape.pages))

@@ -178,11 +178,12 @@ class HeldAdapters(HeldTable[HeldAdapter]):
     def _switch(self, held: HeldAdapter, contents: Adapter, version: int, mode: str) -> None:
         """Gives all engines the contents of an adapter, between two steps."""
         matrices = row_values(contents)
+        digest = adapter_digest(contents)
         with switching(self._owner, mode, held):
             for engine in self._owner.engines:
                 engine.core.weights.switch(matrices, version, mode == "recompute", held)
             held.version = version
-            held.digest = adapter_digest(contents)
+            held.digest = digest
 
     def _free_index(self) -> int:
         """A place that no adapter has, nor a request that runs."""

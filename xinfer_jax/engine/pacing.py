@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .scheduler import Scheduler
 
-MAX_DECODE_TOKENS = 128  # of a row in one call of `DECODE_STEPS`
+MAX_DECODE_TOKENS = 128  # of a row in one call of `Device.decode`
 # Seconds of decoding in one step, about. New requests, cancels and deadlines wait for the end of a step.
 _LIVE_SECONDS = 0.1  # a caller may stream the answer, and more requests may come
 _BUSY_SECONDS = 0.01  # the same, while other rows wait or prefill

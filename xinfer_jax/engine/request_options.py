@@ -77,6 +77,8 @@ class RequestOptions:
         for name, most in (("prompt_logprobs", MAX_LOGPROBS), ("prompt_logprobs_from", None)):
             if self.prompt_logprobs is not None:
                 values[name] = check_integer(name, getattr(self, name), 0, most)
+        for name in (field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)):
+            values[name] = bool(getattr(self, name))
         if self.received is None:
             values["received"] = time.monotonic()
         return dataclasses.replace(self, **values)

@@ -72,9 +72,13 @@ class Channel:
         """Sends the list of a name and arguments that `encode_message` encoded."""
         if len(content) > _MAX_BYTES:
             raise InputError(f"a message has {len(content)} bytes, more than {_MAX_BYTES}: send less at once")
-        with self._lock, suppress(OSError):
-            length = len(content).to_bytes(_LENGTH_SIZE)
-            self._connection.sendall(self._sign(length + content) + length + content)
+        length = len(content).to_bytes(_LENGTH_SIZE)
+        with self._lock:
+            try:
+                self._connection.sendall(self._sign(length + content) + length + content)
+            except OSError:  # a part may have been sent, so no other message can follow
+                with suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Sends no more. The other end receives all messages, and then `GONE`."""
@@ -124,8 +128,8 @@ class Channel:
                     self._on_message(Message(self, name, args))
         except OSError:
             pass
-        except (ValueError, TypeError) as error:
-            why = str(error)
+        except Exception as error:  # whatever it is, somebody waits for the next message
+            why = str(error) or type(error).__name__
         self._on_message(Message(self, GONE, [why]))
         self._gone.set()
         self._close()

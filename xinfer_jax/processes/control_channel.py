@@ -2,13 +2,13 @@
 
 import itertools
 import socket
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from jax._src import distributed
 
 from ..errors import InputError
-from .channel import GONE, Listener, Message, connect
+from .channel import GONE, Channel, Listener, Message, connect
 from .codec import encode_message
 from .secret import is_local, load_secret, sign
 
@@ -32,7 +32,12 @@ class ControlChannel:
         self._leads = run.process_id == 0
         if not self._leads:
             port = run.client.blocking_key_value_get(name, _WAIT)
-            self._channels = [connect(host, int(port), self._events.put, own_secret)]
+            try:
+                self._channels = [connect(host, int(port), self._events.put, own_secret)]
+            except OSError as error:
+                raise InputError(
+                    f"process 0 does not answer at {host}:{port}, for its messages: {error}"
+                ) from error
             self._channels[0].send("begin")
             return
         with socket.create_connection((host, int(port))) as probe:
@@ -41,8 +46,26 @@ class ControlChannel:
         server = socket.create_server((bind, 0), family=probe.family)
         listener = Listener(server, self._events.put, own_secret)
         run.client.key_value_set(name, str(server.getsockname()[1]))
-        self._channels = [self._events.get().channel for _ in range(1, run.num_processes)]
-        listener.close()
+        try:
+            self._channels = [self._next_member(listener) for _ in range(1, run.num_processes)]
+        finally:
+            listener.close()
+
+    def _next_member(self, listener: Listener) -> Channel:
+        """Returns the connection to one more process. Raises InputError if one is gone or not admitted."""
+        while True:
+            try:
+                channel, name, args = self._events.get(timeout=1)
+            except Empty:
+                if listener.rejected:
+                    raise InputError(
+                        "another process has another secret: give all processes the same --secret_file, and"
+                        " keep others out of their network"
+                    ) from None
+                continue
+            if name == GONE:
+                raise InputError(f"another process is gone ({args[0]})")
+            return channel
 
     def send(self, name: str, *args: Any) -> None:
         """Sends a message to process 0, or from process 0 to all others."""
