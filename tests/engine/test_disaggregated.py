@@ -15,7 +15,7 @@ pytestmark = pytest.mark.oldest
 
 @pytest.mark.full
 def test_prompts_and_answers_on_two_devices():
-    run_script.run_tests_on_devices(2, SUPPORT / "disaggregated_devices.py", 300)
+    run_script.run_tests_on_devices(2, SUPPORT / "disaggregated_devices.py")
 
 
 @pytest.mark.parametrize(

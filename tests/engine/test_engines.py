@@ -15,7 +15,7 @@ pytestmark = pytest.mark.oldest
 
 @pytest.mark.full
 def test_several_engines_on_four_devices():
-    run_script.run_tests_on_devices(4, SUPPORT / "four_devices.py", 550)
+    run_script.run_tests_on_devices(4, SUPPORT / "four_devices.py")
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,10 @@ def test_rows_that_wait_for_pages_are_cancelled_and_late(apart):
     requests = [apart.submit(prompt(i, 60), options(400)) for i in range(9)]
     late = apart.submit(prompt(20, 60), options(400), deadline=0.3)
     next(iter(requests[0]))
-    assert late.result(60).finish_reason == ["deadline"]
+    assert late.result(300).finish_reason == ["deadline"]
     for request in requests:
         request.cancel()
-    assert {r.result(60).finish_reason[0] for r in requests} <= {"cancelled", "length"}
+    assert {r.result(300).finish_reason[0] for r in requests} <= {"cancelled", "length"}
     assert idle(apart) and not any(engine.load for engine in apart.engines)
 
 
@@ -185,7 +185,7 @@ def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
             apart.wait(lambda count=count: apart.stats.generated_tokens > count + 40 or not apart.load, 60)
             apart.update(jax.device_get(trees[apart.version % 2]), mode=mode)
             requests += apart.submit_many([prompt(50 + i, 70) for i in range(4)], options(60))
-        outs = [request.result(60) for request in requests]
+        outs = [request.result(300) for request in requests]
     assert seen == [] and idle(apart)
     mixed = [set(out.token_versions[0]) for out in outs]
     assert all(versions == sorted(versions) for out in outs for versions in out.token_versions)
@@ -198,7 +198,7 @@ def test_updates_of_both_sides_while_answers_are_decoded(apart, model):
         if request.answers[0].logprobs:
             assert apart.replay(request, versions) == request.answers[0].logprobs
     shared = apart.submit(prompt(40, 70), options(3), share_answers=True)
-    shared.result(60)
+    shared.result(300)
     with pytest.raises(xj.InputError, match="submit without it to replay"):
         apart.replay(shared, versions)
     apart.update(model.params)
@@ -215,7 +215,7 @@ def test_keys_of_both_sides_are_computed_anew(apart, model):
         apart.wait(lambda count=count: apart.stats.generated_tokens > count + 5 or not apart.load, 60)
         apart.update(versions[version], mode="recompute")
     for request in requests:
-        assert len(request.result(60).logprobs[0]) == 90
+        assert len(request.result(300).logprobs[0]) == 90
         assert apart.replay(request, versions) == request.answers[0].logprobs
     switches = [switch for request in requests for switch in request.answers[0].switches[1:]]
     assert all(switch.recomputed or not switch.computed for switch in switches)  # else it had no keys
@@ -242,16 +242,16 @@ def test_adapters_on_both_sides(model):
             requests = engine.submit_many([ids] * 8, options(200), adapter="a", share_answers=True)
             engine.wait(lambda: engine.stats.generated_tokens > 120, 60)
             engine.update_adapter("a", second)
-            versions = [request.result(60).adapter_versions[0] for request in requests]
+            versions = [request.result(300).adapter_versions[0] for request in requests]
             assert all(each == sorted(each) for each in versions) and {*sum(versions, [])} == {0, 1}
             history = [*ids, *requests[0].result().tokens[0], 5]
             turn = engine.submit(history, options(4), adapter="a", share_answers=True)
             other = engine.submit(ids, options(40), adapter="b")
             assert (
-                turn.result(60).stats.reused_tokens <= 128
+                turn.result(300).stats.reused_tokens <= 128
             )  # pages of the first answer are of other contents
-            last = engine.submit(ids, options(40), adapter="a").result(60)
-            assert last.logprobs == other.result(60).logprobs
+            last = engine.submit(ids, options(40), adapter="a").result(300)
+            assert last.logprobs == other.result(300).logprobs
         assert seen == []
         requests = [engine.submit(prompt(60 + i, 60 + 20 * i), options(60), adapter="a") for i in range(6)]
         for version in range(2, 7):
@@ -259,7 +259,7 @@ def test_adapters_on_both_sides(model):
             engine.wait(lambda count=count: engine.stats.generated_tokens > count + 5 or not engine.load, 60)
             engine.update_adapter("a", (first, second)[version % 2], mode="recompute")
         for request in requests:
-            request.result(60)
+            request.result(300)
             contents = dict(enumerate((first, second) * 4))
             assert engine.replay(request, {0: model.params}, contents) == request.answers[0].logprobs
             switches = request.answers[0].switches[1:]
@@ -351,7 +351,7 @@ def test_a_request_with_answers_on_both_sides_fails_at_once(apart):
 
     first.append = fail
     with pytest.raises(xj.InputError, match="not finite"):
-        request.result(60)
+        request.result(300)
     assert max(len(answer.sampled) for answer in request.answers) < 400
     assert idle(apart) and not any(engine.load for engine in apart.engines)
 
@@ -392,11 +392,11 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     assert all(map(engine_requests.same_outcome, found(), expected))
     grammar = xj.GenerateOptions(30, grammar=xj.regex("[a-f]{3,9}x[0-9]+"))
     assert (
-        front.submit([5, 6, 7], grammar).result(60).tokens == one.submit([5, 6, 7], grammar).result().tokens
+        front.submit([5, 6, 7], grammar).result(300).tokens == one.submit([5, 6, 7], grammar).result().tokens
     )
     with xj.Engine(model, **SHAPE, **adapters) as alone:
         (wanted,) = alone.generate([prompt(3, 90)], options(20), adapter="a")
-    out = front.submit(prompt(3, 90), options(20), adapter="a").result(60)
+    out = front.submit(prompt(3, 90), options(20), adapter="a").result(300)
     assert (out.adapter, out.logprobs) == ("a", wanted.logprobs)
     with pytest.raises(xj.InputError, match="no adapter is called 'b': the engine has a"):
         front.submit([5], adapter="b")
@@ -409,7 +409,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     long = [front.submit(prompt(i, 60), options(200)) for i in range(8)]
     assert len(list(itertools.islice(long[0], 3))) == 3
     second._channel._connection.shutdown(socket.SHUT_RDWR)
-    assert all(len(request.result(60).tokens[0]) == 200 for request in long)
+    assert all(len(request.result(300).tokens[0]) == 200 for request in long)
     assert sum("is gone" in line for line in lines) == 1
     for worker in workers[:2]:
         assert idle(worker._engine)
@@ -426,13 +426,13 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     shape = decoding._engine.shape
     decoding._engine.shape = dataclasses.replace(shape, capacity=64)
     with pytest.raises(xj.InputError, match="exceeds the 64 that a row"):
-        front.submit(prompt(9, 60), options(400)).result(60)
+        front.submit(prompt(9, 60), options(400)).result(300)
     decoding._engine.shape = shape
     request = front.submit(prompt(9, 60), options(400))
     assert len(list(itertools.islice(request, 3))) == 3
     decoding._channel._connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(xj.InputError, match="the decode process .* is gone"):
-        request.result(60)
+        request.result(300)
     assert front.missing == "no decode process is connected" and not front.alive
     with pytest.raises(xj.InputError, match="engines in other processes keep their pages"):
         front.pause()
@@ -460,7 +460,7 @@ def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, ca
     ended = []
     for request in requests:
         try:
-            ended.append(request.result(60))
+            ended.append(request.result(300))
         except ZeroDivisionError:
             ended.append(None)
     assert None in ended and any(ended)

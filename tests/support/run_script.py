@@ -41,11 +41,11 @@ def run_on_devices(count: int, program: Path, *arguments: str) -> str:
     return done.stdout.decode()
 
 
-def run_tests_on_devices(count: int, file: Path, timeout: int) -> None:
-    """Runs a file of tests on virtual devices. timeout: seconds."""
+def run_tests_on_devices(count: int, file: Path) -> None:
+    """Runs a file of tests on virtual devices."""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", str(file)]
     env = device_environment(count) | {"PYTEST_ADDOPTS": ""}  # CI selects tests by it
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
