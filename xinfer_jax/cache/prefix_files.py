@@ -108,7 +108,8 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged, its metadata is not JSON ({error}): save it again") from error
     if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
-        known = isinstance(saved, dict) and saved.get("format") in (None, 2, 3, 4, 5) and "tokens" in saved
+        older = None, *range(2, _FORMAT)
+        known = isinstance(saved, dict) and saved.get("format") in older and "tokens" in saved
         raise InputError(
             f"{path} was written by {'an older' if known else 'another'} version of xinfer_jax, in another"
             " format: prefill again and save it again"

@@ -1,6 +1,6 @@
 """`HeldTable`: what an engine holds by name, and its requests name: adapters, logits processors, vectors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from ..errors import InputError, format_names, format_value
@@ -34,13 +34,8 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
     @classmethod
     def check_given(cls, given: Any, contents: str) -> Mapping[str, Any]:
         """Returns what an engine is given, {} for None. Raises InputError where it is not a dict of names."""
-        given = {} if given is None else given
-        if not isinstance(given, Mapping):
-            what = f"{cls.noun}s of an engine must be a dict of names and {contents}"
-            raise InputError(f"{what}, got {format_value(given)}")
-        for name in given:
-            cls.check_name(name)
-        return given
+        what = f"{cls.noun}s of an engine must be a dict of names and {contents}"
+        return _checked_mapping({} if given is None else given, what, cls.check_name)
 
     @classmethod
     def check_name(cls, name: Any) -> None:
@@ -58,13 +53,18 @@ class HeldTable(Mapping[str, Held], Generic[Held]):
 
     def check_request(self, given: Any, values: str) -> Mapping[str, Any]:
         """Returns the values that a request gives by name. Raises InputError where a name is unknown."""
-        if not isinstance(given, Mapping):
-            what = f"{self.noun}s of a request must be {values} by name of the engine's"
-            raise InputError(f"{what}, got {format_value(given)}")
-        for name in given:
-            self.find(name)
-        return given
+        what = f"{self.noun}s of a request must be {values} by name of the engine's"
+        return _checked_mapping(given, what, self.find)
 
     def replace_all(self, held: Mapping[str, Held]) -> None:
         """From now on it holds these."""
         self._held = held
+
+
+def _checked_mapping(given: Any, what: str, check: Callable[[Any], object]) -> Mapping[str, Any]:
+    """Returns a mapping whose names pass the check. Raises InputError, which says what it must be."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"{what}, got {format_value(given)}")
+    for name in given:
+        check(name)
+    return given

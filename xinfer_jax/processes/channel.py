@@ -19,6 +19,9 @@ from .codec import decode_message, encode_message
 from .secret import SIGNATURE_SIZE, is_local, sign
 
 GONE = "gone"  # the name of the last message; its argument says why no more come
+OTHER_SECRET = (  # of an error, after the name of the process
+    "has another secret: give all processes the same --secret_file, and keep others out of their network"
+)
 HEARTBEAT_SECONDS = 20  # of silence after which a process counts as gone, for parents and for jax
 _BEAT = "beat"
 _BEAT_SECONDS = 5  # between two heartbeats
@@ -96,10 +99,7 @@ class Channel:
         self._sign_other = _signer(sign(secret, run, bytes([not listens])))
         self._connection.sendall(self._sign(b""))
         if not compare_digest(self._read_until(deadline), self._sign_other(b"")):
-            raise InputError(
-                "the other process has another secret: give all processes the same --secret_file, and keep"
-                " others out of their network"
-            )
+            raise InputError(f"the other process {OTHER_SECRET}")
 
     def _read_until(self, deadline: float) -> bytes:
         """Returns the bytes of a signature. Raises OSError if they have not all come by then."""

@@ -8,7 +8,7 @@ from typing import Any
 from jax._src import distributed
 
 from ..errors import InputError
-from .channel import GONE, Channel, Listener, Message, connect
+from .channel import GONE, OTHER_SECRET, Channel, Listener, Message, connect
 from .codec import encode_message
 from .secret import is_local, load_secret, sign
 
@@ -58,10 +58,7 @@ class ControlChannel:
                 channel, name, args = self._events.get(timeout=1)
             except Empty:
                 if listener.rejected:
-                    raise InputError(
-                        "another process has another secret: give all processes the same --secret_file, and"
-                        " keep others out of their network"
-                    ) from None
+                    raise InputError(f"another process {OTHER_SECRET}") from None
                 continue
             if name == GONE:
                 raise InputError(f"another process is gone ({args[0]})")
