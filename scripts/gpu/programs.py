@@ -22,7 +22,7 @@ from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.config.run_config import RunConfig
-from xinfer_jax.engine.engine_device import Device
+from xinfer_jax.engine.engine_device import Device, NewRow
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.engine.shape import EngineShape
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row
@@ -153,7 +153,7 @@ def engine_device(job: ProgramJob) -> Device:
         device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))
         device.states = jax.tree.map(to_sharded, device.states, cache_specs(device.states, mesh))
     call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
-    row = device.new_row(call)
+    row = device.new_rows([NewRow(call)])
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device
 

@@ -79,7 +79,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(one, apart, monkeypatch):
     (first,) = engines_of(apart, "prefill")
     decoding = engines_of(apart, "decode")
     for other in decoding:
-        for name in ("prefill", "prefill_with_logprobs", "sample_first", "new_row"):
+        for name in ("prefill", "prefill_with_logprobs", "sample_first", "new_rows"):
             monkeypatch.setattr(other.core.device, name, None)
     monkeypatch.setattr(first.core.device, "decode", None)
     asked = engine_requests.draw(random.Random(3), 288, 40, 200, SHAPE)

@@ -17,7 +17,7 @@ from ..checks import check_integer
 from ..engine.engines import AnyEngine
 from ..engine.request_options import RequestOptions
 from ..engine.requests import Request
-from ..engine.submission import make_requests
+from ..engine.submission import requests_of
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions, options_or_default
 from ..sampling.random_keys import key_from_seed
@@ -69,7 +69,7 @@ class LineDefaults:
 
     def check(self, engine: AnyEngine) -> None:
         """Raises InputError for options with which the engine could serve no line."""
-        list(make_requests(engine, [[0]], self.options, [key_from_seed(0)], RequestOptions()))
+        list(requests_of(engine, [[0]], self.options, [key_from_seed(0)], RequestOptions()))
 
 
 class LineRequest:

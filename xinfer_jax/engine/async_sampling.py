@@ -92,7 +92,12 @@ class AsyncSampling:
         ended = asyncio.Event()
         for engine in self._owner.engines:
             check_started(engine)
-        request = self._owner.submit(ids, options, key=key, live=live, processed_logprobs=True, **how)
+        how |= dict(live=live, processed_logprobs=True)
+        (request,) = self._owner.make_requests([ids], options, keys=[key], **how)
+        # Other tasks of `asyncio.gather` make their requests too. A step that began with the first one would
+        # decode few rows for a long time, while the others wait.
+        await asyncio.sleep(0)
+        self._owner.enqueue([request])
 
         def wake() -> None:
             if request.ended:

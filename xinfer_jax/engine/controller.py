@@ -14,14 +14,13 @@ from typing import Any
 import jax
 
 from ..errors import InputError
-from ..generation.validation import ValidatedCall
 from ..processes.control_channel import ControlChannel, open_control_channel
 from ..weights.params import Params
-from .engine_device import Device
+from .engine_device import Device, NewRow
 from .messages import DeviceResult
 
 # Methods of `Device` that process 0 may call; results of the first set stay on the devices, for later calls.
-_RESULT_STAYS = {"new_row", "prefill", "copy_pages_out", "get_row"}
+_RESULT_STAYS = {"prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
     "prefill_with_logprobs", "put_first", "sample_first", "set_row", "decode", "draft_tokens",
     "copy_routes", "copy_pages_in", "save_pages", "load_pages", "save_state", "load_state", "release_cache",
@@ -123,6 +122,8 @@ class Follower:
         """Returns this process's own value of an argument."""
         if isinstance(arg, DeviceResult):
             return self._results[arg.number]
-        if isinstance(arg, ValidatedCall):
-            return dataclasses.replace(arg, config=self._device.config)
+        if isinstance(arg, dict):
+            return {name: self._own(item) for name, item in arg.items()}
+        if isinstance(arg, NewRow):
+            return arg._replace(call=dataclasses.replace(arg.call, config=self._device.config))
         return arg

@@ -18,7 +18,7 @@ from ..sampling.logprobs import TokenLogprobs, token_logprob_rows
 from ..weights.params_like import is_deleted
 from .answers import Answer
 from .controller import Leader
-from .engine_device import Device
+from .engine_device import Device, NewRow
 from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers
@@ -74,7 +74,7 @@ class EngineCore:
         self._swapped: dict[Answer, Any] = {}
         # Of rows that compute their keys anew: the state, with the old recurrent states.
         self._restarted: dict[Answer, Any] = {}
-        self._firsts: dict[int, Answer] = {}  # of slots, whose prompts were prefilled in this step
+        self._firsts: dict[int, Answer] = {}  # of slots: prefilled, without a first token
         self._holds = False  # no answer starts
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
@@ -161,11 +161,11 @@ class EngineCore:
             busy = True
             self._execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
-        self._sample_firsts()
-        skips_decoding = self._pacing.skips_decoding(width, self._is_live)
-        if self.scheduler.running and not skips_decoding:
-            busy = True
-            self._decode(has_new_requests)
+        if not self._pacing.skips_decoding(width, self._is_live):
+            self.sample_firsts()
+            if self.scheduler.running:
+                busy = True
+                self._decode(has_new_requests)
         if not busy and (self._held or self.tiers.is_busy):
             time.sleep(_POLL_SECONDS if self._held else _FILE_POLL_SECONDS)
             return True
@@ -196,7 +196,7 @@ class EngineCore:
                 self.tiers.execute(action)
                 continue
             if isinstance(action, Swap):
-                self._sample_firsts()
+                self.sample_firsts()
             answer = self.answers.get(action.row)
             if answer is None:  # it ended with its first token
                 continue
@@ -238,7 +238,9 @@ class EngineCore:
         if chunk.is_last and answer in self._restarted:
             self.device.set_row(row.slot, self._restarted.pop(answer), False)
         elif chunk.is_last:
-            self._put_first(answer, outputs)
+            slot: Any = row.slot
+            self.device.put_first(slot, outputs)
+            self._firsts[slot] = answer
 
     def prefill_chunk(self, chunk: PrefillChunk, slot: Any) -> tuple[Any, Sequence[int], Any]:
         """Prefills a chunk into a slot. Returns the outputs of its last token, for the last chunk of a
@@ -261,30 +263,18 @@ class EngineCore:
         """Gives a row that needs no slot pages for all of its tokens; others are preempted for them."""
         self._execute(self.scheduler.lend_pages(row, row.longest))
 
-    def _put_first(self, answer: Answer, outputs: Any) -> None:
-        """Lets `_sample_firsts` sample the first token of a prefilled row."""
-        request = answer.request
-        slot: Any = answer.row.slot
-        masks_BQW = self._masks([answer])
-        if answer.row not in self.answers:  # it failed
-            return
-        masks_1QW = None if masks_BQW is None else masks_BQW[slot : slot + 1]
-        dfa = answer.matcher and answer.matcher.dfa
-        tables = dfa and [dfa.class_V, dfa.next_SC]
-        callers = jax.tree.leaves(request.call.callers)
-        row = self.device.new_row(request.call, answer.number, masks_1QW, tables, callers)
-        self.device.put_first(slot, outputs, row)
-        self._firsts[slot] = answer
-
-    def _sample_firsts(self) -> None:
-        """Samples the first tokens of the rows that were prefilled in this step, which decode from now on:
-        together, since that takes as long as a step of all slots.
+    def sample_firsts(self) -> None:
+        """Samples the first tokens of the rows that were prefilled since the last time, which decode from now
+        on: together, since that takes as long as a step of all slots.
         """
-        firsts = {slot: answer for slot, answer in self._firsts.items() if answer.row in self.answers}
-        self._firsts = {}
+        firsts, self._firsts = self._firsts, {}
+        masks = self._masks([answer for answer in firsts.values() if answer.row in self.answers])
+        firsts = {slot: answer for slot, answer in firsts.items() if answer.row in self.answers}
         if not firsts:
             return
-        out = jax.device_get(self.device.sample_first([*firsts], *_sampling_of(firsts)))
+        new = {slot: _new_row(answer, masks) for slot, answer in firsts.items()}
+        together = len(new) > 1 and self._is_ready(frozenset({"several"}))
+        out = jax.device_get(self.device.sample_first(new, together, *_sampling_of(firsts)))
         now = time.monotonic()
         for answer in firsts.values():
             request = answer.request
@@ -433,6 +423,17 @@ class EngineCore:
             row = answer.row
             self.scheduler.end(row, answer.sampled[len(row.ids) - len(answer.request.ids) :], valid)
         del self.answers[answer.row]
+
+
+def _new_row(answer: Answer, masks_BQW: np.ndarray | None) -> NewRow:
+    """What the device makes the row of an answer of. masks_BQW: of all slots, where a row has masks."""
+    call = answer.request.call
+    dfa = answer.matcher and answer.matcher.dfa
+    masks_QW = None
+    if masks_BQW is not None and isinstance(answer.matcher, Matcher):
+        masks_QW = masks_BQW[answer.row.slot]
+    tables = dfa and [dfa.class_V, dfa.next_SC]
+    return NewRow(call, answer.number, masks_QW, tables, jax.tree.leaves(call.callers))
 
 
 def _sampling_of(answers: Mapping[int, Answer]) -> tuple[bool, dict[int, int]]:

@@ -215,6 +215,10 @@ def _set_row(rows, slot, row):
     return jax.tree.map(put, rows, row)
 
 
+def _set_rows(rows, slot_F, rows_F):
+    return jax.tree.map(lambda all_rows, of_rows: all_rows.at[slot_F].set(of_rows), rows, rows_F)
+
+
 def _get_row(rows, slot):
     return jax.tree.map(lambda x: x[slot][None], rows)
 
@@ -232,6 +236,7 @@ _END = jax.jit(_end_call)
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")
 REPEAT_ROW = jax.jit(_repeat_row, static_argnames="rows")
 SET_ROW = jax.jit(_set_row, donate_argnames="rows")
+SET_ROWS = jax.jit(_set_rows, donate_argnames="rows")
 GET_ROW = jax.jit(_get_row)
 GET_PAGES = jax.jit(_get_pages)
 SET_PAGES = jax.jit(_set_pages, donate_argnames="pools")

@@ -182,6 +182,11 @@ class PrefillCore(RoleCore):
     def is_drained(self) -> bool:
         return super().is_drained and not self._prefilled
 
+    @property
+    def _is_live(self) -> bool:
+        """Engines that decode wait for first tokens, whether callers stream or not."""
+        return True
+
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
         """Copies a prefilled row to other devices, while the host goes on, unless it was released. shardings:
         `placement` of the engine that decodes; None: of this one; deliver: is called with the copies.
@@ -221,7 +226,7 @@ class PrefillCore(RoleCore):
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Swap):
-                self._sample_firsts()
+                self.sample_firsts()
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
                 self._prefilled[action.row] = self.device.get_row(action.slot, True), pages

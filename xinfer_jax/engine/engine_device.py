@@ -1,7 +1,7 @@
 """What an engine has on its device: parameters, pages and rows, and the programs that change them. No row
 affects another.
 
-prefill chunk ─ prefill ─► pages; the last chunk's outputs, row ─ sample_first ─► rows, SampledTokens
+prefill chunk ─ prefill ─► pages; the last chunk's outputs ─ put_first, sample_first ─► rows, SampledTokens
 rows, pages ─ decode ─► rows, pages, SampledTokens
 
 On one CPU the host calls the programs of each step (`LayerwiseExecutor`): what it compiles does not grow with
@@ -14,7 +14,7 @@ draft tokens need that loop.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,13 @@ from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..generation.batch_arrays import StateSizes, initial_state, token_matrix
+from ..generation.batch_arrays import (
+    StateSizes,
+    settings_of_rows,
+    state_of_rows,
+    token_matrix,
+    with_typed_keys,
+)
 from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, without_model_layers
 from ..generation.executor_choice import executor_class
 from ..generation.loop import TracedExecutor
@@ -53,6 +59,17 @@ from .shape import EngineShape
 
 MAX_EOS_IDS = 8
 MAX_STOP_IDS = 16  # further ids that end a row
+MAX_NEW_ROWS = 8  # that one program puts into their slots
+
+
+class NewRow(NamedTuple):
+    """A row before its first token."""
+
+    call: ValidatedCall  # of one prompt
+    answer: int = 0  # its number among the answers to the prompt
+    masks_QW: Any = None  # uint32: the tokens that its grammar allows; None: all
+    tables: Any = None  # the arrays of its grammar's `Dfa`
+    callers: Sequence[np.ndarray] = ()  # the leaves of its processors
 
 
 class Device:
@@ -89,7 +106,7 @@ class Device:
         self.adapters = self.empty_adapters() if shape.max_adapters else None
         has_host = shape.host_pages and not dry_run
         self.host = HostPages(shape.host_pages, self.pools) if has_host else None
-        row = self._initial_row(self._empty_call)
+        row = self._initial_rows([NewRow(self._empty_call)])
         rows: Any = jax.tree.map(lambda x: repeated(x, shape.rows), row)
         rows = dataclasses.replace(rows, limit_B=np.zeros(shape.rows, np.int32))
         self.rows: Any = self._put(shape.processors.with_rows(rows) if shape.processors else rows)
@@ -114,18 +131,14 @@ class Device:
         placed = cache if self._mesh is None else jax.device_put(cache, self._shardings)
         self.pools, self.states, self._snapshots = placed
 
-    def new_row(
-        self, call: ValidatedCall, answer: int = 0, masks_1QW: Any = None, tables: Any = None,
-        callers: Sequence[np.ndarray] = (),
-    ) -> DecodeState:  # fmt: skip
-        """A row before its first token. call, answer: of one prompt, and the number of its answer; masks_1QW:
-        uint32, the tokens that its grammar allows; tables: the arrays of its grammar's `Dfa`; callers: the
-        leaves of its processors.
-        """
-        row = self._initial_row(call, answer, tables and Dfa(*tables))
-        row = self._put(row if masks_1QW is None else row.with_masks(masks_1QW))
+    def new_rows(self, new: Sequence[NewRow]) -> DecodeState:
+        """Rows before their first token."""
+        rows = self._put(self._initial_rows(new))
         held = self._shape.processors
-        return start_rows(held.of_row(callers), np.zeros(1, np.int32), row, self._run) if held else row
+        if not held:
+            return rows
+        callers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(held.of_row(row[-1]) for row in new))
+        return start_rows(callers, np.arange(len(new)), rows, self._run)
 
     def draft_tokens(self) -> np.ndarray:
         """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
@@ -175,9 +188,8 @@ class Device:
         outer = without_model_layers(self._model)
         return self._run(programs.TARGET_LOGPROBS, *outer, out.hidden, target_T)
 
-    def put_first(self, slot: int, outputs: Any, row: DecodeState) -> None:
-        """Puts a row of `new_row` into a slot, for `sample_first`. outputs: of its last `prefill`."""
-        self._put_row(slot, row)
+    def put_first(self, slot: int, outputs: Any) -> None:
+        """Keeps what the last `prefill` of the row in a slot returned, for `sample_first`."""
         logits = self._executor().logits(self._model, outputs)
         if self._first_outputs is None:
             self._first_outputs = self._run(programs.REPEAT_ROW, logits, self._shape.rows)
@@ -185,13 +197,19 @@ class Device:
             args = self._first_outputs, np.int32(slot), logits
             self._first_outputs = self._run(programs.SET_ROW, *args)
 
-    def sample_first(self, slots: Sequence[int], greedy: bool, recorded: Mapping[int, int]) -> SampledTokens:
-        """Samples the first tokens of the rows that `put_first` put into these slots. greedy: they use no
-        sampling setting; recorded: `Request.recorded` of the slots, where it is not 0.
+    def sample_first(
+        self, new: Mapping[int, NewRow], together: bool, greedy: bool, recorded: Mapping[int, int]
+    ) -> SampledTokens:
+        """Puts new rows into these slots, after `put_first` of each, and samples their first tokens.
+        together: several rows by one program, of the stage "several"; greedy: they use no sampling setting;
+        recorded: `Request.recorded` of the slots, where it is not 0.
         """
+        size = MAX_NEW_ROWS if together else 1
+        for at in range(0, len(new), size):
+            self._put_rows([*new][at : at + size], [*new.values()][at : at + size])
         executor = self._executor(greedy)
         outputs, self._first_outputs = self._first_outputs, None
-        steps, call = self._rows_call(executor, slots, recorded)
+        steps, call = self._rows_call(executor, [*new], recorded)
         self.rows, out = executor.run_steps(programs.sample_one_token, steps, self.rows, (outputs, call))
         return out if recorded else out._replace(alternatives=None)
 
@@ -302,6 +320,17 @@ class Device:
         if with_states:
             self._set_states(slot, jax.tree.map(_on_device, states))
 
+    def _put_rows(self, slots: list[int], new: list[NewRow]) -> None:
+        """Puts at most `MAX_NEW_ROWS` new rows into these slots: one by the program of `set_row`, several by
+        one for that most, which writes the first row again and again.
+        """
+        if len(new) == 1:
+            self._put_row(slots[0], self.new_rows(new))
+            return
+        padding = MAX_NEW_ROWS - len(new)
+        slot_F = np.array(slots + slots[:1] * padding, np.int32)
+        self.rows = self._run(programs.SET_ROWS, self.rows, slot_F, self.new_rows(new + new[:1] * padding))
+
     def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._run(programs.SET_ROW, self.rows, np.int32(slot), row)
 
@@ -324,6 +353,8 @@ class Device:
         if host_steps:  # which have other programs for sampled rows, and for what is recorded
             stages["sampled"] = partial(self._run_short_request, False)
         stages["rare"] = self._run_rare_calls
+        if self._shape.rows > 1 and self._shape.role != "decode":
+            stages["several"] = lambda: self._put_rows([0, 0], [NewRow(self._empty_call)] * 2)
         if self.adapters:
             stages["adapters"] = self._run_set_adapter
         if self._shape.num_routes:
@@ -350,8 +381,8 @@ class Device:
         if role != "decode":
             outputs = self.prefill(0, self._all_pages, [0], 0, 1, False)
             for _ in range(2):  # the second one of a step runs another program
-                self.put_first(0, outputs, self.new_row(self._empty_call))
-            self.sample_first([0], greedy, recorded)
+                self.put_first(0, outputs)
+            self.sample_first({0: NewRow(self._empty_call)}, False, greedy, recorded)
         if role is not None:
             self._run_moves()
 
@@ -404,13 +435,27 @@ class Device:
         """A call with default settings."""
         return validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
 
-    def _initial_row(self, call: ValidatedCall, answer: int = 0, dfa: Dfa | None = None) -> DecodeState:
-        """`new_row` without masks and processors, in host memory."""
+    def _initial_rows(self, new: Sequence[NewRow]) -> DecodeState:
+        """`new_rows` without processors, in host memory."""
         shape = self._shape
-        masks = 1 + shape.num_draft_tokens
-        sizes = StateSizes(shape.capacity, 0, masks, MAX_EOS_IDS + MAX_STOP_IDS, uniform=True)
-        call = dataclasses.replace(call, callers=None)
-        return initial_state(call, np.zeros(1, np.int32), [dfa], first_answer=answer, sizes=sizes)
+        V = self.config.vocab_size
+        zeros_1 = np.zeros(1, np.int32)
+        num_masks = 1 + shape.num_draft_tokens
+        sizes = StateSizes(shape.capacity, 0, num_masks, MAX_EOS_IDS + MAX_STOP_IDS)
+        of_rows = []
+        for row in new:
+            answer_1 = np.array([row.answer % row.call.answers], np.int32)
+            sampling_B = row.call.all_settings_B
+            of_rows.append(settings_of_rows(row.call, sampling_B, zeros_1, answer_1, sizes.end_ids))
+        settings = with_typed_keys(jax.tree.map(lambda *parts: np.concatenate(parts), *of_rows))
+        dfas = [row.tables and Dfa(*row.tables) for row in new]
+        automata = Dfa.automata_of_rows(dfas, V, settings.eos_BE[:, :MAX_EOS_IDS], equal_sizes=True)
+        rows = state_of_rows([row.call.prompts[0] for row in new], V, settings, sizes, automata)
+        masks_BQW: Any = rows.context.allowed_bits
+        for row, masks_QW in zip(new, masks_BQW, strict=True):
+            if row.masks_QW is not None:
+                masks_QW[:] = row.masks_QW
+        return rows
 
     def _empty_cache(self) -> tuple[Any, Any, Any]:
         """Pages, recurrent states and snapshots."""

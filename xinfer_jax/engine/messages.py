@@ -13,6 +13,7 @@ from ..generation.validation import ValidatedCall
 from ..grammar.grammars import Grammar
 from ..processes.codec import register_class
 from ..sampling.sampling_config import SamplingConfig
+from .engine_device import NewRow
 from .request_options import RequestOptions
 
 
@@ -72,4 +73,5 @@ register_class(GenerateOptions, _encode_fields, lambda fields: GenerateOptions(*
 register_class(RequestOptions, _encode_fields, lambda fields: RequestOptions(**fields))
 register_class(SamplingConfig, _encode_fields, lambda fields: SamplingConfig(**fields))
 register_class(Grammar, _encode_fields, lambda fields: Grammar(**fields))
+register_class(NewRow, list, lambda fields: NewRow(*fields))
 register_class(ValidatedCall, _encode_call, _decode_call)

@@ -23,6 +23,7 @@ from ..weights.params import Params
 from .answers import Answer
 from .async_sampling import SampleOutput
 from .core import EngineCore
+from .engine_device import NewRow
 from .held_adapters import own_adapter, row_values
 from .pausing import RELEASED
 from .requests import Request
@@ -114,6 +115,7 @@ class _Replay:
         own = device.params, device.adapters
         if matrices:
             device.adapters = device.empty_adapters()
+        core.sample_firsts()
         core.lend_pages(row)
         contents = device.get_row(self._slot)
         try:
@@ -147,9 +149,9 @@ class _Replay:
             outputs = self._core.prefill_chunk(chunk, self._slot)[0]
             row.num_computed = int(min(chunk.start + chunk.count, end))  # found pages may end earlier
             if chunk.is_last and not self._logprobs:
-                state = self._device.new_row(self._call, self._answer.number, self._masks()[:1])
-                self._device.put_first(self._slot, outputs, state)
-                self._append(self._device.sample_first([self._slot], False, {}))
+                self._device.put_first(self._slot, outputs)
+                new = {self._slot: NewRow(self._call, self._answer.number, self._masks()[0])}
+                self._append(self._device.sample_first(new, False, False, {}))
 
     def _decode(self) -> None:
         pages = {self._slot: self._row.pages}

@@ -44,7 +44,7 @@ _ENGINE_OPTIONS = dict(
 )  # fmt: skip
 
 
-def make_requests(
+def requests_of(
     engine: Any,
     prompts: Sequence[Any],
     options: GenerateOptions | None,
@@ -77,6 +77,7 @@ def make_requests(
             first = dataclasses.replace(first, params=params, options=kept, callers=callers)
         key = first.key if key is None else check_key(key, 1)
         call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
+        vars(call).update(greedy=first.greedy, all_settings_B=first.all_settings_B)  # computed once
         _check_sizes(engine, call)
         yield Request(engine, call, request_options, adapter, factors)
 
@@ -241,6 +242,20 @@ class EngineBase:
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
         """
+        requests = self.make_requests(prompts, options, request_options, keys=keys, **fields)
+        self.enqueue(requests)
+        return requests
+
+    def make_requests(
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
+        request_options: RequestOptions | None = None,
+        *,
+        keys: Any = None,
+        **fields: Any,
+    ) -> list[Request]:
+        """Checks requests as `submit_many` does. They are queued by `enqueue`."""
         self.check_open()
         if not is_sequence(prompts):
             what = "a list of ids, texts or conversations"
@@ -255,13 +270,12 @@ class EngineBase:
                 (first, *others) = alike
                 part = slice(first, first + 1 + len(others))
                 own = dataclasses.replace(asked, adapter=adapters[first])
-                for request in make_requests(self, prompts[part], each[first], prompt_keys[part], own):
+                for request in requests_of(self, prompts[part], each[first], prompt_keys[part], own):
                     requests.append(request)
         except InputError as error:
             if len(prompts) > 1:
                 error.args = (format_message(f"prompt {len(requests)}: {error}"),)
             raise
-        self.enqueue(requests)
         return requests
 
     @without_mesh_context

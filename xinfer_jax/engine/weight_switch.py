@@ -34,6 +34,7 @@ class WeightSwitch:
             version: of these.
             recomputes: rows compute their keys anew; else they go on with those that they have.
         """
+        self._core.sample_firsts()
         self.recomputes[adapter] = recomputes
         scheduler = self._core.scheduler
         for row, answer in self._core.answers.items():

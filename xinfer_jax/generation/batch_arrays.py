@@ -14,6 +14,7 @@ from ..memory_plan import MemoryPlan, program_parts
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.random_keys import answer_keys
+from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import Params, cache_dtype, tree_bytes
 from .executor import bucket, device_chunk_size, run_program
 from .executor_choice import executor_class
@@ -89,7 +90,6 @@ class StateSizes(NamedTuple):
     end_ids: int = _EOS_MULTIPLE  # that end a row, at most
     alternatives: int | None = None  # recorded of each token; None: nothing is recorded
     logits: bool = False  # they are recorded too
-    uniform: bool = False  # rows have all settings and an automaton, whatever they use
 
 
 def _sizes(call: ValidatedCall) -> StateSizes:
@@ -102,44 +102,29 @@ def _sizes(call: ValidatedCall) -> StateSizes:
     return StateSizes(history, output, call.num_masks, end_ids, alternatives, options.logits)
 
 
-def initial_state(
-    call: ValidatedCall,
-    prompt_R: np.ndarray,
-    dfas: Sequence[Any] = (),
-    *,
-    first_answer: int = 0,
-    sizes: StateSizes | None = None,
-) -> DecodeState:
+def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
     """The rows of a call before their first token, in new arrays. Padding rows have ended.
 
     Args:
         prompt_R: from `prompt_of_row`.
         dfas: the `Dfa`s of the rows' grammars; None for rows without one.
-        first_answer: number of the first row's answer to its prompt.
-        sizes: None: those that the call needs.
     """
-    options = call.options
     V = call.config.vocab_size
     R = len(prompt_R)
-    sizes = sizes or _sizes(call)
+    sizes = _sizes(call)
+    answer_R = np.arange(R, dtype=np.int32) % call.answers
+    settings = settings_of_rows(call, call.sampling_B, prompt_R, answer_R, sizes.end_ids)
     real = call.answers * len(call.prompts)
-    answer_R = (np.arange(R, dtype=np.int32) + first_answer) % call.answers
-    sampling_B = call.all_settings_B if sizes.uniform else call.sampling_B
-    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], sampling_B)
-    eos_RE = np.full((R, sizes.end_ids), -1, np.int32)
-    eos_RE[:, : len(call.end_ids)] = call.end_ids
-    limit_R = np.where(np.arange(R) < real, options.max_new_tokens, 0).astype(np.int32)
-    key_R = jax.random.wrap_key_data(answer_keys(call.key, prompt_R, answer_R), impl="threefry2x32")
-    settings = RowSettings(key_R, sampling_R, eos_RE, limit_R)
+    settings.limit_B[real:] = 0
     automata = None
-    if sizes.uniform or any(dfas):
+    if any(dfas):
         from ..grammar.automaton import Dfa  # optional: grammars
 
-        own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
+        own_RE = settings.eos_BE[:, : len(call.options.eos_token_ids or ())]
         padded = [*dfas, *[None] * (R - len(dfas))]
         automata = Dfa.automata_of_rows(padded, V, own_RE, equal_sizes=True)
     prompts = [call.prompts[i] for i in prompt_R[:real]]
-    state = state_of_rows(prompts, V, settings, sizes, automata)
+    state = state_of_rows(prompts, V, with_typed_keys(settings), sizes, automata)
     if sizes.alternatives is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
@@ -150,6 +135,27 @@ def initial_state(
     from ..sampling.caller_processors import start_rows  # optional: functions of callers
 
     return start_rows(call.callers, prompt_R, state, run_program)
+
+
+def settings_of_rows(
+    call: ValidatedCall, sampling_B: SamplingConfig, prompt_R: np.ndarray, answer_R: np.ndarray, end_ids: int
+) -> RowSettings:
+    """The settings of rows of a call, in NumPy arrays. sampling_B: of the prompts; prompt_R, answer_R: the
+    prompt of each row, and the number of its answer; end_ids: columns for EOS ids, and stop ids at the end.
+    """
+    options = call.options
+    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], sampling_B)
+    eos = options.eos_token_ids or ()
+    eos_RE = np.full((len(prompt_R), end_ids), -1, np.int32)
+    eos_RE[:, : len(eos)] = eos
+    eos_RE[:, end_ids - len(options.stop_token_ids) :] = options.stop_token_ids
+    limit_R = np.full(len(prompt_R), options.max_new_tokens, np.int32)
+    return RowSettings(answer_keys(call.key, prompt_R, answer_R), sampling_R, eos_RE, limit_R)
+
+
+def with_typed_keys(settings: RowSettings) -> RowSettings:
+    """Settings of `settings_of_rows` with PRNG keys."""
+    return settings._replace(key_B=jax.random.wrap_key_data(settings.key_B, impl="threefry2x32"))
 
 
 def state_of_rows(

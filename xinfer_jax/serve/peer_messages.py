@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..engine.answers import Answer, Progress
-from ..engine.submission import make_requests
+from ..engine.submission import requests_of
 from ..grammar.pool import GrammarPool
 from ..processes.codec import register_class
 from ..sampling.logprobs import TokenLogprobs
@@ -34,7 +34,7 @@ def answer_from_message(fields: list[Any], engine: Any, grammars: GrammarPool) -
     number, ids, options, key, asked, progress = fields
     if options.grammar is not None:
         options = dataclasses.replace(options, grammar=grammars.prepare(asked.client, options.grammar))
-    (request,) = make_requests(engine, [ids], options, [key], asked)
+    (request,) = requests_of(engine, [ids], options, [key], asked)
     answer: Answer = request.answers[number]
     answer.apply(progress)
     return answer
