@@ -128,6 +128,11 @@ class Engine(EngineLoop):
         """The engines that answer: this one; with roles, those that prefill and then those that decode."""
         return self._roles or (self,)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all pages, recurrent states and their snapshots."""
+        return sum(engine.shape.cache_bytes for engine in self.engines)
+
     def _create_core(self, shape: EngineShape) -> EngineCore:
         """Compiles programs. Over several processes only process 0 takes requests."""
         config = self.model.config

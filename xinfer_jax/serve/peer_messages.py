@@ -24,7 +24,9 @@ def _encode_answer(answer: Answer) -> list[Any]:
     deadline = None if left == float("inf") else max(left, 0.001)
     asked = dataclasses.replace(request.request_options, deadline=deadline, received=None)
     options = dataclasses.replace(call.options, impl=None)
-    return [answer.number, request.ids, options, call.key, asked, answer.progress()]
+    # This process has the log-probabilities of the prompt. One that prefills it again sends all of them.
+    progress = answer.progress(prompt_start=len(request.prompt_logprobs))
+    return [answer.number, request.ids, options, call.key, asked, progress]
 
 
 def answer_from_message(fields: list[Any], engine: Any, grammars: GrammarPool) -> Answer:
