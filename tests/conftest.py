@@ -109,10 +109,16 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs():
-    """A compiled program holds about 150 memory maps, and Linux grants a process 65,530: XLA aborts where
-    they run out.
+def programs(request):
+    """The programs of a file. They compile with few optimizations, which takes two thirds of the time, unless
+    the file is marked `optimized`, or the environment chooses for all.
+
+    They are forgotten afterwards. A compiled program holds about 150 memory maps, and Linux grants a process
+    65,530: XLA aborts where they run out.
     """
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        few = not request.node.get_closest_marker("optimized")
+        jax.config.update("jax_disable_most_optimizations", few)
     yield
     jax.clear_caches()
     gc.collect()

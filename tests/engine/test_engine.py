@@ -13,7 +13,7 @@ from soak import engine_requests
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.optimized]
 
 SHAPE = dict(rows=3, capacity=512, chunk=128)
 NO_END = dict(eos_token_ids=())

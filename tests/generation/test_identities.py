@@ -19,7 +19,7 @@ from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.simple import generate_in_steps
 from xinfer_jax.sampling.batched_settings import settings_per_row
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
 
 MIXED = (
     xj.SamplingConfig(),

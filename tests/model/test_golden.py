@@ -15,7 +15,7 @@ from quick import full_except
 
 import xinfer_jax as xj
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.optimized]
 
 TOLERANCE = 1e-4  # on logits of order 1 to 10
 
