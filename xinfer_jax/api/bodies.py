@@ -20,7 +20,7 @@ from ..tokenization.conversation import ChatOptions, ends_in_reasoning, harmony_
 from ..tokenization.response_template import ResponseTemplate
 from ..tokenization.tokenizer import Tokenizer
 from ..tool_calls.reasoning import THINK_END, THINK_START
-from .fields import BodyError, Fields, check_fields
+from .fields import BodyError, Fields, check_fields, errors_of
 from .grammar_fields import grammar_field, parse_grammar
 from .prompts import EncodePrompt, PromptEncoder, continued_text
 from .sampling_fields import parse_sampling
@@ -267,10 +267,8 @@ def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool)
     if given and least > most:
         raise BodyError("min_tokens", f"min_tokens {least} is more than max_tokens {most}: lower it")
     eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
-    try:
+    with errors_of("min_tokens"):
         check_min_tokens(options.sampling, (*eos, *options.stop_token_ids))  # type: ignore[arg-type]
-    except InputError as error:
-        raise BodyError("min_tokens", error) from error
 
 
 def _longest_with(config: ModelConfig, prompt: int) -> int:

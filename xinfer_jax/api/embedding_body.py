@@ -6,8 +6,8 @@ from typing import Any
 
 from ..checkpoint.loading import Model
 from ..embedding import POOLINGS, TextEncoder, embedding_size
-from ..errors import InputError, format_value
-from .fields import BodyError, Fields
+from ..errors import format_value
+from .fields import BodyError, Fields, errors_of
 
 EMBEDDING_FIELDS = {
     "input", "model", "encoding_format", "dimensions", "pooling", "prompt_name", "truncate_prompt_tokens",
@@ -45,29 +45,10 @@ def parse_embedding_body(
         if name in body and body[name] not in choices:
             said = f"one of {', '.join(choices)}" if choices else "left out: the model has no prompts"
             raise BodyError(name, f"{name} must be {said}, got {format_value(body[name])}")
-    try:
+    with errors_of("dimensions"):
         width = embedding_size(model, body.get("dimensions"))
-    except InputError as error:
-        raise BodyError("dimensions", error) from error
-    encoder = _encoder(model, body, max_length, escape)
-    texts = list[list[int]]()
-    tokens = 0
-    for text in _inputs(body):
-        count(tokens)
-        try:
-            texts.append(encoder.encode("an input", text))
-        except InputError as error:
-            raise BodyError("input", error) from error
-        tokens += len(texts[-1]) + width // 4
-    count(tokens)
-    return EmbeddingBody(
-        texts, body.get("pooling"), body.get("dimensions"), body.get("encoding_format") == "base64"
-    )
-
-
-def _encoder(model: Model, body: dict[str, Any], max_length: int, escape: bool) -> TextEncoder:
-    try:
-        return TextEncoder(
+    with errors_of("truncate_prompt_tokens"):
+        encoder = TextEncoder(
             model,
             body.get("prompt_name"),
             Fields(body).integer("truncate_prompt_tokens", -1, max_length),
@@ -75,10 +56,17 @@ def _encoder(model: Model, body: dict[str, Any], max_length: int, escape: bool) 
             truncation_side=body.get("truncation_side"),
             escape=escape,
         )
-    except BodyError:
-        raise
-    except InputError as error:
-        raise BodyError("truncate_prompt_tokens", error) from error
+    texts = list[list[int]]()
+    tokens = 0
+    for text in _inputs(body):
+        count(tokens)
+        with errors_of("input"):
+            texts.append(encoder.encode("an input", text))
+        tokens += len(texts[-1]) + width // 4
+    count(tokens)
+    return EmbeddingBody(
+        texts, body.get("pooling"), body.get("dimensions"), body.get("encoding_format") == "base64"
+    )
 
 
 def _inputs(body: dict[str, Any]) -> list[Any]:

@@ -1,7 +1,8 @@
 """The fields of a body: which ones are known or served, and reading their values by type."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..checks import check_token_ids
@@ -74,6 +75,17 @@ def with_field_names(message: object) -> str:
         return str(message)
     names = r"\b(" + "|".join(_FIELD_OF_OPTION) + r")\b"
     return re.sub(names, lambda found: _FIELD_OF_OPTION[found[1]], str(message))
+
+
+@contextmanager
+def errors_of(param: str, prefix: str = "") -> Iterator[None]:
+    """Within, an InputError becomes a BodyError of this field. prefix: of its message."""
+    try:
+        yield
+    except BodyError:
+        raise
+    except InputError as error:
+        raise BodyError(param, f"{prefix}{error}" if prefix else error) from error
 
 
 def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -171,10 +183,8 @@ class Fields:
         most = vocab_size if most is None else most
         if isinstance(value, list) and len(value) > most:
             raise BodyError(name, f"{name} has {len(value)} ids, more than the limit of {most}: give fewer")
-        try:
+        with errors_of(name):
             return list(dict.fromkeys(check_token_ids(name, value, vocab_size)))
-        except InputError as error:
-            raise BodyError(name, error) from error
 
     def mapping(self, name: str) -> Any:
         return self._checked(name, lambda x: isinstance(x, dict), "an object") or {}

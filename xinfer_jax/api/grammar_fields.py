@@ -5,9 +5,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InputError, format_value
+from ..errors import format_value
 from ..grammar.grammars import Grammar, choice, json_object, json_schema, lark, regex
-from .fields import BodyError, Fields
+from .fields import BodyError, Fields, errors_of
 
 _MAKERS: dict[str, Callable[..., Grammar]] = dict(
     json=lambda schema, strict=False: json_schema(schema, strict=strict),
@@ -50,10 +50,8 @@ def grammar_field(body: Mapping[str, Any]) -> str:
 
 
 def _make(field: str, name: str, value: Any, **how: Any) -> Grammar:
-    try:
+    with errors_of(field, f"{field}: "):
         return _MAKERS[name](value, **how)
-    except InputError as error:
-        raise BodyError(field, f"{field}: {error}") from error
 
 
 def _structured_outputs(outputs: Mapping[str, Any]) -> Grammar | None:

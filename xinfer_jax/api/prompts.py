@@ -7,7 +7,7 @@ from typing import Any
 from ..checks import check_token_ids
 from ..errors import ContextLengthError, InputError, format_value
 from ..tokenization.conversation import ChatOptions
-from .fields import BodyError, Fields, effort_variables, template_variables
+from .fields import BodyError, Fields, effort_variables, errors_of, template_variables
 
 EncodePrompt = Callable[..., list[int]]  # `prompt_ids` of one tokenizer
 _MOST_ANSWERS = 1024  # of one request
@@ -37,7 +37,7 @@ class PromptEncoder:
         if (prompt is None) == (messages is None):
             names = "a prompt or messages, one of them" if kind == "plain" else needed
             raise BodyError(needed, f"the body must have {names}")
-        try:
+        with errors_of("prompt" if messages is None else "messages"):
             if messages is not None:
                 return [self._truncate(self._encode_messages(messages), max_prompt_tokens)]
             is_batch = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
@@ -48,10 +48,6 @@ class PromptEncoder:
                 said = f"{answers} answers are more than the {_MOST_ANSWERS} of one request"
                 raise InputError(f"{said}: send several")
             return [self._truncate(self._encode_prompt(one), max_prompt_tokens) for one in prompt]
-        except BodyError:
-            raise
-        except InputError as error:
-            raise BodyError("prompt" if messages is None else "messages", error) from error
 
     def _encode_prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..checkpoint.loading import Model
-from ..errors import InputError, format_value
+from ..errors import format_value
 from ..reranking import RerankEncoder
 from .embedding_body import MAX_TEXTS
-from .fields import BodyError, Fields
+from .fields import BodyError, Fields, errors_of
 
 _COMMON = {"model", "instruction", "truncate_prompt_tokens", "user"}
 RERANK_FIELDS = _COMMON | {"query", "documents", "top_n", "return_documents"}
@@ -127,10 +127,8 @@ def _encoder(model: Model, fields: Fields, escape: bool) -> RerankEncoder:
 
 def _named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """What the function returns. An InputError gets the name of the field at fault."""
-    try:
+    with errors_of(name):
         return function(*arguments)
-    except InputError as error:
-        raise BodyError(name, error) from error
 
 
 def _listed(body: Mapping[str, Any], name: str) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, format_value
+from ..errors import format_value
 from ..grammar.compiler import vocabulary_of
 from ..grammar.vocabulary import TokenSearch
 from ..sampling.biases import LONGEST_BAD_WORD, MOST_BAD_WORDS
@@ -15,7 +15,7 @@ from ..sampling.sampling_config import SamplingConfig
 from ..sampling.settings import SETTINGS, Setting
 from ..text import MAX_STOP_STRING_CHARS
 from ..tokenization.tokenizer import Tokenizer
-from .fields import BodyError, Fields
+from .fields import BodyError, Fields, errors_of
 
 _MOST_TEXTS = 16
 
@@ -28,10 +28,8 @@ def parse_sampling(
     for setting in SETTINGS.values():
         if setting.in_bodies and setting.field in fields.values:
             values[setting.name] = value = _value(setting, fields, tokenizer, vocab_size)
-            try:
+            with errors_of(setting.field):
                 SamplingConfig(**{setting.name: value}).validate()
-            except InputError as error:
-                raise BodyError(setting.field, error) from error
     values = {name: value for name, value in values.items() if value is not None}
     values |= ids_of_texts(values, defaults, tokenizer, vocab_size)
     settings: SamplingConfig = dataclasses.replace(defaults, **values)

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InputError, format_value
+from ..errors import format_value
 from ..grammar.grammars import Grammar
 from ..tokenization.conversation import check_template_tools
 from ..tokenization.tokenizer import Tokenizer
 from ..tokenization.tool_choice import known_format, tool_grammar
-from .fields import BodyError, Fields
+from .fields import BodyError, Fields, errors_of
 
 _CHOICES = ("none", "auto", "required")
 
@@ -26,10 +26,8 @@ class ToolSettings:
 
     def calls_or(self, answer: Grammar) -> Grammar:
         """A grammar of answers that are calls, or what another grammar says."""
-        try:
+        with errors_of("tools", "tools beside a grammar: "):
             return tool_grammar(self.tools, self.tokenizer, several=self.most_calls is None, answer=answer)
-        except InputError as error:
-            raise BodyError("tools", f"tools beside a grammar: {error}") from error
 
 
 def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | None:
@@ -47,18 +45,14 @@ def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | N
     name = _chosen_name(choice) if isinstance(choice, Mapping) else None
     if tokenizer is None:
         raise BodyError("tools", "tools need a chat template, which this checkpoint lacks: leave them out")
-    try:
+    with errors_of("tools"):
         tools = check_template_tools(tokenizer, given)
         template = tokenizer.answer_template
         call_format = None if template and template.has_calls else known_format(tokenizer)
-    except InputError as error:
-        raise BodyError("tools", error) from error
     grammar = None
     if choice != "auto":
-        try:
+        with errors_of("tool_choice", "tool_choice: "):
             grammar = tool_grammar(tools, tokenizer, name=name, several=parallel)
-        except InputError as error:
-            raise BodyError("tool_choice", f"tool_choice: {error}") from error
     return ToolSettings(tools, call_format, grammar, 1 if name or not parallel else None, tokenizer)
 
 
