@@ -7,11 +7,9 @@ from typing import Any
 
 from ..checks import check_token_ids
 from ..errors import InputError, format_value
-from ..sampling.settings import FIELD_OF_SETTING, SETTINGS
+from ..sampling.settings import FIELD_OF_ARGUMENT, SETTINGS
 from .other_servers import why_not_served
 
-# Names of options in a body: errors name the client's own field.
-_FIELD_OF_OPTION = dict(max_new_tokens="max_tokens", stop_strings="stop") | FIELD_OF_SETTING
 _SERVED = {setting.field for setting in SETTINGS.values() if setting.in_bodies} | {
     "model", "max_tokens", "n", "stop", "seed", "logprobs", "ignore_eos", "stop_token_ids",
     "add_special_tokens", "return_token_ids", "cache_salt", "priority", "include_stop_str_in_output",
@@ -73,8 +71,8 @@ def with_field_names(message: object) -> str:
     """The message with names of options replaced by those of a body's fields, which a `BodyError` has."""
     if isinstance(message, BodyError):
         return str(message)
-    names = r"\b(" + "|".join(_FIELD_OF_OPTION) + r")\b"
-    return re.sub(names, lambda found: _FIELD_OF_OPTION[found[1]], str(message))
+    names = r"\b(" + "|".join(FIELD_OF_ARGUMENT) + r")\b"
+    return re.sub(names, lambda found: FIELD_OF_ARGUMENT[found[1]], str(message))
 
 
 @contextmanager

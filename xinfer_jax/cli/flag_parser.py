@@ -13,12 +13,10 @@ from typing import Any
 from absl import flags
 
 from ..errors import InputError
-from ..sampling.settings import FIELD_OF_SETTING, Setting
+from ..sampling.settings import FIELD_OF_ARGUMENT, Setting
 from .terminal import write
 
 _LARGEST = 2**31 - 1
-# Arguments of the library whose flag has another name.
-_FLAG_OF_ARGUMENT = dict(max_new_tokens="max_tokens", stop_strings="stop") | FIELD_OF_SETTING
 
 
 class FlagParser:
@@ -152,7 +150,7 @@ class FlagParser:
         """
         flag_of = {
             name: f"--{flag}"
-            for name, flag in _FLAG_OF_ARGUMENT.items()
+            for name, flag in FIELD_OF_ARGUMENT.items()
             if flag in self.values and self.values[flag].value not in (None, [])
         }
         return re.sub(r"\b[a-z_]+\b", lambda word: flag_of.get(word[0], word[0]), str(message))

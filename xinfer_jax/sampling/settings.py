@@ -133,8 +133,10 @@ _ENTRIES = (
 SETTINGS = {setting.name: setting for setting in _ENTRIES}
 NUMBERS = tuple(setting for setting in _ENTRIES if setting.kind in DTYPES)
 LISTS = tuple(setting for setting in _ENTRIES if setting.kind not in DTYPES)
-# Other names of settings in bodies and flags.
-FIELD_OF_SETTING = {setting.name: setting.field for setting in _ENTRIES if setting.other_name}
+# Arguments of the library whose fields in bodies, and flags, have other names.
+FIELD_OF_ARGUMENT = dict(max_new_tokens="max_tokens", stop_strings="stop") | {
+    setting.name: setting.field for setting in _ENTRIES if setting.other_name
+}
 
 
 class _UnsetFloat(float):
