@@ -59,7 +59,8 @@ def prefill_attention(  # noqa: PLR0913
     else:
         q = q_BTNH.reshape(B, T, N * H)
         one_tile = pl.BlockSpec((1, settings.tokens, N * H), lambda b, t, *_: (b, t, 0))
-    constants: dict[str, Any] = {"offset": _offsets(rows, settings.tokens, N // K)}
+    offset_R = np.tile(np.arange(settings.tokens, dtype=np.int32), N // K)  # the token of each row of a tile
+    constants: dict[str, Any] = {"offset": _pad(offset_R, 0, rows)[:, None]}
     if sink_N is not None:
         sink_KR = jnp.repeat(sink_N.astype(jnp.float32).reshape(K, -1), settings.tokens, 1)
         constants["sink"] = _pad(sink_KR, 1, rows)[..., None]
@@ -149,11 +150,6 @@ def _prompt_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int:
     of_head = 4 * width * itemsize + 8 * LANES * pl.cdiv(width, LANES) + 8 * LANES
     most = max(16, 2 ** int(math.log2(_PROMPT_BYTES // (heads * of_head))))
     return min(most, _PROMPT_TOKENS, 16 * pl.cdiv(tokens, 16))
-
-
-def _offsets(rows: int, tokens: int, group: int) -> np.ndarray:
-    """int32 [R, 1]: the token of each row of a tile; 0 for rows that fill it up."""
-    return _pad(np.tile(np.arange(tokens, dtype=np.int32), group), 0, rows)[:, None]
 
 
 def _pad(x: Any, axis: int, size: int) -> Any:

@@ -83,7 +83,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
         def _next_item():
             _start_copies(ref, settings, next_item, next_first, 1 - buffer)
 
-        _wait_copies(ref, settings, item, i, buffer)
+        _for_each_copy(ref, settings, item, i, buffer, lambda copy: copy.wait())
         steps = settings.block // settings.step
         low = jnp.maximum(lax.div(item.low, settings.step), i * steps)
         high = jnp.minimum(pl.cdiv(item.high, settings.step), (i + 1) * steps)
@@ -116,10 +116,6 @@ def _chunks(settings: Settings, item: _Item, block) -> tuple[Any, Any]:
 
 def _start_copies(ref, settings: Settings, item: _Item, block, buffer) -> None:
     _for_each_copy(ref, settings, item, block, buffer, lambda copy: copy.start())
-
-
-def _wait_copies(ref, settings: Settings, item: _Item, block, buffer) -> None:
-    _for_each_copy(ref, settings, item, block, buffer, lambda copy: copy.wait())
 
 
 def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Callable) -> None:

@@ -181,7 +181,7 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):
     width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
     width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, max(32, tile_size(inputs)))
     width = min(width, FP8_BLOCK) if has_blocks(matrices[0]) else width
-    multiply = _int8_dot if x_ref.dtype == jnp.int8 else dot
+    multiply = partial(jnp.dot, preferred_element_type=jnp.int32) if x_ref.dtype == jnp.int8 else dot
 
     def step(i, state):
         ys, square_M = state
@@ -197,10 +197,6 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):
         return sums, square_M + added_M
 
     return pl.cdiv(inputs, width), step
-
-
-def _int8_dot(a, b):
-    return jnp.dot(a, b, preferred_element_type=jnp.int32)
 
 
 def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):

@@ -12,7 +12,7 @@ import pytest
 from delta_cases import BF16, EMULATED, F32, arrays, hybrid, run_delta
 from quick import full_except
 
-from xinfer_jax.mixers.linear_attention import _mix
+from xinfer_jax.mixers.linear_attention import mix
 from xinfer_jax.mixers.recurrent import Recurrent
 
 pytestmark = [
@@ -47,7 +47,7 @@ def calls(impl, case):
     Of each call's tokens a random number is accepted; some rows have none, in the last call all.
     """
     config = hybrid(*case.heads, *case.widths)
-    plain = partial(_mix, config=config, spec=config.layers[0].mixer_of("delta"))
+    plain = partial(mix, config=config, spec=config.layers[0].mixer_of("delta"))
     form = jax.jit(partial(run_delta, impl, config=config))
     draws = np.random.RandomState(case.seed)
     start_B = np.array([0, 7, 7, 0], np.int32)

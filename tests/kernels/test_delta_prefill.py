@@ -17,7 +17,7 @@ import xinfer_jax as xj
 from kernels_pallas.delta_blocks import PAIRS, split
 from kernels_pallas.reference_delta import DeltaState
 from xinfer_jax.backends.kernels.delta_kernels import delta_form
-from xinfer_jax.mixers.linear_attention import _mix
+from xinfer_jax.mixers.linear_attention import mix
 from xinfer_jax.mixers.recurrent import Recurrent
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_a_layer_equals_plain_jnp(impl, dtype):
     layer |= dict(A_log=log_rate_N, dt_bias=bias_N, gated_norm=norm_Y)
     state = Recurrent(tuple(old[:3]), old.state, 128)
     operands = list(new), layer, state, start_B, count_B, None
-    plain = partial(_mix, config=HYBRID, spec=HYBRID.layers[0].mixer_of("delta"))
+    plain = partial(mix, config=HYBRID, spec=HYBRID.layers[0].mixer_of("delta"))
     out, after = jax.jit(partial(run_delta, impl))(*operands)
     want, wanted = jax.jit(plain)(*operands)
     is_real = np.arange(70) < count_B[:, None]

@@ -18,7 +18,7 @@ import xinfer_jax as xj
 from kernels_pallas.reference_delta import DeltaState
 from kernels_pallas.tpu import delta as delta_tpu
 from xinfer_jax.backends.kernels.delta_kernels import delta_form, select_delta
-from xinfer_jax.mixers.linear_attention import _mix
+from xinfer_jax.mixers.linear_attention import mix
 from xinfer_jax.mixers.recurrent import Recurrent
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_a_layer_equals_plain_jnp(impl):
     layer |= dict(A_log=log_rate_N, dt_bias=bias_N, gated_norm=norm_Y)
     state = Recurrent(tuple(old[:3]), old.state, 64)
     operands = [x[:, None] for x in new], layer, state, start_B, count_B, None
-    plain = partial(_mix, config=HYBRID, spec=HYBRID.layers[0].mixer_of("delta"))
+    plain = partial(mix, config=HYBRID, spec=HYBRID.layers[0].mixer_of("delta"))
     out, after = jax.jit(partial(run_delta, impl))(*operands)
     want, wanted = jax.jit(plain)(*operands)
     has_token = count_B > 0

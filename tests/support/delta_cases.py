@@ -12,7 +12,7 @@ from kernels_pallas import reference_delta
 from kernels_pallas.reference_delta import DeltaState, DeltaWeights, NewToken
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.families.reading import from_hf
-from xinfer_jax.mixers.linear_attention import _mix
+from xinfer_jax.mixers.linear_attention import mix
 from xinfer_jax.ops.operation import Call, run
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -36,7 +36,7 @@ _OPERANDS = ("products", "layer", "cache", "start_B", "num_tokens_B", "first_BT"
 def delta_call(impl, *operands, config=HYBRID) -> Call:
     """A call of "delta_step", whose operands are given in order."""
     by_name = dict(zip(_OPERANDS, operands, strict=True))
-    plain = partial(_mix, config=config, spec=config.layers[0].mixer_of("delta"))
+    plain = partial(mix, config=config, spec=config.layers[0].mixer_of("delta"))
     return Call(plain, by_name, dict(config=config), RunConfig(impl))
 
 

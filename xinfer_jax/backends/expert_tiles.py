@@ -119,17 +119,13 @@ def with_tiled_gradient(call: Callable, operands: dict[str, Any], config: ModelC
     """call(**operands), which is the mixture by any form, with a reverse-mode gradient by tiles. None: plain
     forms have a better one, as few tokens or few experts do, or quantized experts.
     """
-    is_float = all(isinstance(x, AnyArray) for x in _leaves(operands["experts"]))
+    is_float = all(isinstance(x, AnyArray) for leaf in operands["experts"].values() for x in leaf.values())
     if not is_tiled(operands["expert_MU"], config) or not is_float:
         return None
     values = tuple(operands.values())
     mixture = jax.custom_vjp(by_position(call, operands))
     mixture.defvjp(partial(_forwards, config=config), partial(_backwards, config))
     return mixture(*match_varying_axes(values, values))
-
-
-def _leaves(experts: Params) -> list[Any]:
-    return [x for leaf in experts.values() for x in leaf.values()]
 
 
 @in_default_modes

@@ -87,11 +87,6 @@ def _sample(leaf: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array |
     return _take(np.asarray(leaf), shape)  # on CPU a view, and nothing to compile
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _gather(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return _take(leaf, shape)
-
-
 def _take(leaf: Any, shape: tuple[int, ...]) -> Any:
     at = _sample_indices(shape)
     if leaf.ndim == len(shape):
@@ -100,6 +95,9 @@ def _take(leaf: Any, shape: tuple[int, ...]) -> Any:
     row = (group // 2 * 32)[:, None] + np.arange(32)
     blocks = leaf[(*(x[:, None] for x in experts), row, output[:, None])]
     return values_from_tpu(blocks[..., None])[np.arange(len(group)), group % 2, byte, 0]
+
+
+_gather = jax.jit(_take, static_argnums=1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -187,7 +187,7 @@ def _in_own_order(config: ModelConfig, arch: str, spec: FileSpec, tensor: GgufTe
         heads = config.num_attention_heads if leaf == "q" else config.num_key_value_heads
         return _with_rows(tensor, np.arange(len(tensor.rows)).reshape(heads, -1, 2).swapaxes(1, 2))
     if spec.init == "norm" and config.norm_offset:
-        return dataclasses.replace(tensor, convert=_minus_one)
+        return dataclasses.replace(tensor, convert=lambda x: x - 1)
     if delta:
         size = tensor.width if leaf == "o" else len(tensor.rows)
         turns = (delta.num_value_heads // delta.num_key_heads, delta.num_key_heads)
@@ -203,10 +203,6 @@ def _in_own_order(config: ModelConfig, arch: str, spec: FileSpec, tensor: GgufTe
 
 def _with_rows(tensor: GgufTensor, order: np.ndarray) -> GgufTensor:
     return dataclasses.replace(tensor, rows=np.asarray(tensor.rows, np.int32)[order.reshape(-1)])
-
-
-def _minus_one(x: np.ndarray) -> np.ndarray:
-    return x - 1
 
 
 def _log_of_minus(x: np.ndarray) -> np.ndarray:

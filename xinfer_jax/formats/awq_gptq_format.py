@@ -60,11 +60,12 @@ class AwqGptqFormat(MatrixFormat):
         module = name.removesuffix(".weight")
         (words, zeros, scales) = (tensors[f"{module}.{field}"] for field in _FIELDS)
         J = self._group_size(shape[1])
+        read_outputs = lambda rows, columns: self._signed(self._outputs(words, rows, columns).T)  # noqa: E731
         numbers = ScaledNumbers(
             name,
             (shape[0], shape[1]),
             (1, J),
-            self._read_outputs(words) if self.layout == "awq" else self._read_inputs(words),
+            read_outputs if self.layout == "awq" else self._read_inputs(words),
             lambda rows, groups: _columns(scales, rows)[groups].T,
             lambda rows, groups: self._read_zeros(name, zeros, rows, groups),
             group_of=self._groups(name, shape[1], tensors),
@@ -155,14 +156,6 @@ class AwqGptqFormat(MatrixFormat):
             numbers_IO = np.stack(_unpack_words(part, self.bits), 1).reshape(-1, part.shape[1])
             skipped = columns.start - first * per_word
             return self._signed(numbers_IO[skipped : skipped + columns.stop - columns.start].T)
-
-        return read
-
-    def _read_outputs(self, words: StoredTensor) -> Read:
-        """Reads X.qweight of AWQ, or X.qzeros transposed: a word holds neighbouring outputs."""
-
-        def read(rows: slice, columns: slice) -> np.ndarray:
-            return self._signed(self._outputs(words, rows, columns).T)
 
         return read
 

@@ -93,17 +93,13 @@ def _scale_name(name: str, tensors: Tensors) -> str:
     return next((x for end in ("_scale_inv", "_scale") if (x := name + end) in tensors), f"{name}_scale_inv")
 
 
-def read_float8(stored: StoredTensor) -> Read:
-    """Returns a reader of numbers in FP8, float32."""
-    return read_bytes(stored, _TABLES[stored.type])
-
-
 def float8_tensor(
     name: str, shape: Shape, stored: StoredTensor, scale: StoredTensor, layout: Any
 ) -> ScaledTensor:
     """Returns a matrix, or those of experts, in FP8. layout: as in `scaled_numbers`."""
     kept = _kept_form if stored.type == "F8_E4M3" else None
-    numbers = scaled_numbers(name, shape, read_float8(stored), scale, layout, kept=kept, stored=(stored,))
+    read = read_bytes(stored, _TABLES[stored.type])
+    numbers = scaled_numbers(name, shape, read, scale, layout, kept=kept, stored=(stored,))
     return ScaledTensor(numbers, shape)
 
 

@@ -11,6 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def by_group(x_BTD: jax.Array, width: int) -> jax.Array:
+    """[B, K, T, H]: channels in groups of this width."""
+    return jnp.swapaxes(x_BTD.reshape(*x_BTD.shape[:2], -1, width), 1, 2)
+
+
 def convolve(x_BKSH: jax.Array, weight: jax.Array, first_BT: Any = None) -> jax.Array:
     """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]. first_BT: the
     first input of each token, as in `Positions`.

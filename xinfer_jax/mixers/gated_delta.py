@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from ..config.layer_spec import MixerSpec
+from ..ops.operation import run
+from ..weights.layers import linear, products
 from ..weights.param_specs import Params, dense, tensor
-from .linear_attention import linear_attention
+from .linear_attention import BETWEEN_PRODUCTS, mix
 from .mixer import Divided, Mixer
 from .recurrent import Recurrent, state_shapes
 
@@ -50,7 +53,15 @@ class GatedDelta(Mixer):
     def forward(
         self, params, x_BTD, positions, cache, run_config, before=None, residual=None
     ) -> tuple[jax.Array, Any]:
-        return linear_attention(self, params, x_BTD, positions, cache, run_config, before, residual)
+        leaves = [params[name] for name in ("q", "k", "v", "z", "b", "a")]
+        new = products(x_BTD, leaves, before=before, run_config=run_config)
+        layer = {name: params[name] for name in BETWEEN_PRODUCTS}
+        operands: dict[str, Any] = dict(products=new, layer=layer, cache=cache)
+        operands |= {name: getattr(positions, name) for name in ("start_B", "num_tokens_B", "first_BT")}
+        plain = partial(mix, config=self.config, spec=self.spec)
+        out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=self.config), **operands)
+        around: dict[str, Any] = dict(over=run_config.over, residual=residual, run_config=run_config)
+        return linear(out_BTI, params["o"], **around), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None) -> Recurrent:
         return Recurrent.empty(self.fits, batch, capacity, mesh)

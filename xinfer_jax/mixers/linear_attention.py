@@ -11,7 +11,6 @@ block, W tokens before the current one that the convolution reads.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,20 +18,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..config.model_config import ModelConfig
-from ..config.run_config import RunConfig
 from ..ops.operation import match_varying_axes, run
 from ..ops.product import float_precision
-from ..weights.layers import Norm, activation, linear, products, rms_norm
+from ..weights.layers import activation, rms_norm
 from ..weights.params import Params
-from .convolution import convolve, last_inputs
-from .mixer import Mixer, Positions
+from .convolution import by_group, convolve, last_inputs
 from .recurrent import Inputs, Recurrent, state_shapes
 
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
 _INVERSE_BLOCK = 8
 _NORM_EPS = 1e-6  # of queries and keys
 _MOST_DECAY = 128  # of a token, whose exponential is 0 in float32
-_BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_norm")
+BETWEEN_PRODUCTS = ("conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "gated_norm")
 
 
 class _Tokens(NamedTuple):
@@ -46,39 +43,7 @@ class _Tokens(NamedTuple):
     first_B1T: Any = None  # int32: where each token's segment begins; None: a row is one segment
 
 
-def linear_attention(
-    mixer: Mixer,
-    layer: Params,
-    x_BTD: jax.Array,
-    positions: Positions,
-    cache: Recurrent | None,
-    run_config: RunConfig,
-    before: Norm | None = None,
-    residual: jax.Array | None = None,
-) -> tuple[jax.Array, Recurrent | None]:
-    """The output of a linear-attention layer, [B, T, D], and its state after the new tokens.
-
-    Args:
-        mixer: the `GatedDelta`.
-        layer: its parameters.
-        x_BTD: hidden states.
-        positions: `Positions` of the call.
-        cache: the state before these tokens; None: they are the first ones.
-        run_config: of the products and of what is between them, as in `products`.
-        before, residual: as in `products`.
-    """
-    new = products(
-        x_BTD, [layer[name] for name in ("q", "k", "v", "z", "b", "a")], before=before, run_config=run_config
-    )
-    weights = {name: layer[name] for name in _BETWEEN_PRODUCTS}
-    operands: dict[str, Any] = dict(products=new, layer=weights, cache=cache)
-    operands |= {name: getattr(positions, name) for name in ("start_B", "num_tokens_B", "first_BT")}
-    plain = partial(_mix, config=mixer.config, spec=mixer.spec)
-    out_BTI, cache = run("delta_step", plain, run_config, static=dict(config=mixer.config), **operands)
-    return linear(out_BTI, layer["o"], over=run_config.over, residual=residual, run_config=run_config), cache
-
-
-def _mix(
+def mix(
     products: list[jax.Array],
     layer: Params,
     cache: Recurrent | None,
@@ -92,14 +57,14 @@ def _mix(
 
     Args:
         products: queries, keys, values, gates z, b and a.
-        layer: the parameters in `_BETWEEN_PRODUCTS`.
-        cache: as in `linear_attention`.
+        layer: the parameters in `BETWEEN_PRODUCTS`.
+        cache: the state before these tokens; None: they are the first ones.
         start_B, num_tokens_B, first_BT: of `Positions`.
         config, spec: the model, and the mixer's `GatedDeltaSpec`.
     """
     *qkv, z_BTI, b_BTN, a_BTN = products
     widths = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
-    new = tuple(_by_head(x, width) for x, width in zip(qkv, widths, strict=True))
+    new = tuple(by_group(x.astype(jnp.float32), width) for x, width in zip(qkv, widths, strict=True))
     steps = _steps(layer, a_BTN, b_BTN, num_tokens_B)
     if cache is None:
         inputs, state = _empty(new, spec)
@@ -236,12 +201,6 @@ def _empty(new: tuple[jax.Array, ...], spec: Any) -> tuple[Inputs, jax.Array]:
     inputs = tuple(jnp.zeros((B, x.shape[1], W, x.shape[3]), jnp.float32) for x in new)
     state = jnp.zeros((B, new[2].shape[1], H, Y), jnp.float32)
     return match_varying_axes((inputs, state), new)
-
-
-def _by_head(x_BTI: jax.Array, width: int) -> jax.Array:
-    """float32 [B, heads, T, width]."""
-    x = x_BTI.astype(jnp.float32)
-    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, width), 1, 2)
 
 
 def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.Array) -> jax.Array:

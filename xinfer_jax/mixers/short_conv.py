@@ -20,7 +20,7 @@ from ..config.layer_spec import MixerSpec
 from ..config.run_config import RunConfig
 from ..weights.layers import Norm, linear, products
 from ..weights.param_specs import Params, dense, tensor
-from .convolution import convolve, last_inputs, pad_slots
+from .convolution import by_group, convolve, last_inputs, pad_slots
 from .mixer import Divided, Mixer, Positions
 from .state_cache import StateCache
 
@@ -131,7 +131,7 @@ class ShortConv(Mixer):
         leaves = [params[name] for name in _PRODUCTS]
         b_BTD, c_BTD, x_BTD = products(x_BTD, leaves, before=before, run_config=run_config)
         (_, W, H) = self._row_shape
-        new_BKTH = _by_group(b_BTD.astype(jnp.float32) * x_BTD.astype(jnp.float32), H)
+        new_BKTH = by_group(b_BTD.astype(jnp.float32) * x_BTD.astype(jnp.float32), H)
         if cache is None:
             inputs_BKSH = jnp.pad(new_BKTH, ((0, 0), (0, 0), (W, 0), (0, 0)))
         else:
@@ -170,8 +170,3 @@ class ShortConv(Mixer):
     @property
     def unsupported(self) -> dict[str, str]:
         return dict.fromkeys(("scales", "draft model"), "short convolutions")
-
-
-def _by_group(x_BTD: jax.Array, width: int) -> jax.Array:
-    """[B, K, T, H]: channels in groups of this width."""
-    return jnp.swapaxes(x_BTD.reshape(*x_BTD.shape[:2], -1, width), 1, 2)

@@ -28,30 +28,20 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
         lists: of each setting: its values for all rows, or of each row.
         batch: B.
         vocab_size: V.
+
+    Raises:
+        InputError: ids outside the vocabulary, a wrong shape, invalid numbers, or no token left.
     """
-    parts = [lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids")]
-    arrays = dict(logit_bias=bias_rows([*zip(*parts, strict=True)], batch, vocab_size))
+    parts = (lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids"))
+    settings: list[Any] = list(zip(*parts, strict=True))
+    biases = [_bias(*one, batch if len(settings) == 1 else 1, vocab_size) for one in settings]
+    xp = jnp if any(map(is_traced, biases)) else np
+    arrays = dict(logit_bias=xp.broadcast_to(xp.concatenate(biases), (batch, vocab_size)))
     for setting in LISTS:
         rows_of = dict(texts=listed_rows, words=bad_word_rows).get(setting.kind)
         if rows_of is not None:
             arrays[setting.name] = rows_of(setting.name, lists[setting.name], batch, vocab_size)
     return arrays
-
-
-def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: int) -> Any:
-    """Returns the bias of each token, float32 [B, V].
-
-    Args:
-        settings: logit_bias, allowed_token_ids and forbidden_token_ids: for all rows, or of each row.
-        batch: B.
-        vocab_size: V.
-
-    Raises:
-        InputError: ids outside the vocabulary, a wrong shape, invalid numbers, or no token left.
-    """
-    biases = [_bias(*parts, batch if len(settings) == 1 else 1, vocab_size) for parts in settings]
-    xp = jnp if any(map(is_traced, biases)) else np
-    return xp.broadcast_to(xp.concatenate(biases), (batch, vocab_size))
 
 
 def check_lists(sampling: SamplingConfig) -> None:
