@@ -33,13 +33,10 @@ _FIRST_TOKENS = 256
 class GearKV(StoredKV):
     """K or V of one layer, [B, K, S, H]: low + step * level, with the low-rank part and outliers."""
 
+    name = "gear"
     values: jax.Array  # uint8 [B, K, S, H/2 + 2]: levels as `QuantizedKV.values`, indices of the outliers
     scale: jax.Array  # float16 [B, K, S, 4 + Z]: step, low, the outliers and Z coordinates
     basis: jax.Array  # float32 [B, K, Z, H], orthonormal or zeros
-
-    @property
-    def name(self) -> str:
-        return "gear"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ _FEATURES = ("scales", "leaf formats")
 class Mixture(FeedForward):
     """A mixture of experts, whose spec is an `ExpertsSpec`."""
 
+    unsupported = dict.fromkeys(_FEATURES, "a mixture of experts")
+
     def param_specs(self) -> Params:
         spec = self.spec
         d = (self.config.hidden_size, "embed")
@@ -72,10 +74,6 @@ class Mixture(FeedForward):
         static = dict(config=self.config)
         operands: dict[str, Any] = dict(x_BTD=x_BTD, leaves=leaves, given_BTU=given_BTU)
         return run("route", plain, run_config, derivative=plain, static=static, **operands)
-
-    @property
-    def unsupported(self) -> dict[str, str]:
-        return dict.fromkeys(_FEATURES, "a mixture of experts")
 
 
 def route(x_BTD: jax.Array, leaves: Params, given_BTU: Any, config: ModelConfig, spec: ExpertsSpec) -> tuple:

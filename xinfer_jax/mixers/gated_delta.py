@@ -35,6 +35,8 @@ class GatedDeltaSpec(MixerSpec):
 class GatedDelta(Mixer):
     """Gated DeltaNet, whose spec is a `GatedDeltaSpec`."""
 
+    unsupported = dict.fromkeys(("scales", "leaf formats", "draft model"), "linear attention")
+
     def param_specs(self) -> Params:
         spec = self.spec
         d = (self.config.hidden_size, "embed")
@@ -76,10 +78,6 @@ class GatedDelta(Mixer):
     @property
     def divided(self) -> tuple[Divided, ...]:
         return (Divided("linear_heads", "linear_num_key_heads", self.spec.num_key_heads),)
-
-    @property
-    def unsupported(self) -> dict[str, str]:
-        return dict.fromkeys(("scales", "leaf formats", "draft model"), "linear attention")
 
     def kernels(self, params: Params, rows: int, dtype: Any, cache: Any) -> dict[str, tuple[Any, ...]]:
         query = jax.ShapeDtypeStruct((rows, self.spec.num_key_heads * self.spec.key_head_dim), dtype)

@@ -109,6 +109,8 @@ class ShortConvCache(StateCache):
 class ShortConv(Mixer):
     """A gated short convolution, whose spec is a `ShortConvSpec`."""
 
+    unsupported = dict.fromkeys(("scales", "draft model"), "short convolutions")
+
     def param_specs(self) -> Params:
         bias = self.spec.bias
         d = (self.config.hidden_size, "embed")
@@ -166,7 +168,3 @@ class ShortConv(Mixer):
     @property
     def divided(self) -> tuple[Divided, ...]:
         return (Divided("heads", "groups of channels of short convolutions", self._row_shape[0]),)
-
-    @property
-    def unsupported(self) -> dict[str, str]:
-        return dict.fromkeys(("scales", "draft model"), "short convolutions")

@@ -18,6 +18,7 @@ class StateCache(LayerCache):
     """The state of each row, float32 whatever the dtype of keys and values. A kind is a subclass."""
 
     has_keys = False
+    limits = ("state",)
     layer_kind: ClassVar[str]  # the layers that have it, in words, for errors
     base_B: jax.Array | None  # int32: tokens in the state; None: no draft slots
 
@@ -25,10 +26,6 @@ class StateCache(LayerCache):
     def draft_slots(self) -> int:
         """P."""
         raise NotImplementedError
-
-    @property
-    def limits(self) -> tuple:
-        return ("state",)
 
     def describe_limits(self) -> str:
         return f"its {self.layer_kind} have no state of that length"

@@ -36,6 +36,7 @@ class Mxfp4Weight(QuantizedWeight):
     """
 
     operation = "mxfp4_product"
+    group = GROUP
     values: jax.Array  # uint8 [Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high
     scale: jax.Array  # uint8 [Q, O]: exponent + 127. 2**-127 is no normal float32 number and counts as 0
 
@@ -57,10 +58,6 @@ class Mxfp4Weight(QuantizedWeight):
     def for_files(self) -> Self:
         """Matrices in the order of checkpoints."""
         return dataclasses.replace(self, values=values_from_tpu(self.values)) if is_for_tpu(self) else self
-
-    @property
-    def group(self) -> int:
-        return GROUP
 
     def field_axes(self, *axes: str | None) -> dict[str, tuple[str | None, ...]]:
         *experts, outputs, inputs = axes

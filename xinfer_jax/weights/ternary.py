@@ -31,6 +31,7 @@ class TernaryWeight(QuantizedWeight):
     token.
     """
 
+    group = WORD  # inputs that stay on one device
     values: jax.Array  # int32 [W, 2, O]: bit k of word w marks input 32 w + k as 1, and as -1
     scale: jax.Array  # float32 [O]
     inputs: int = dataclasses.field(metadata=dict(static=True))  # I
@@ -40,11 +41,6 @@ class TernaryWeight(QuantizedWeight):
     @property
     def shape(self) -> tuple[int, ...]:
         return *self.values.shape[:-3], self.values.shape[-1], self.inputs
-
-    @property
-    def group(self) -> int:
-        """Inputs that stay on one device."""
-        return WORD
 
     @property
     def groups_with_padding(self) -> int:
