@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,6 @@ class QuantizedKV(StoredKV):
 
     def kernel_array(self) -> Levels:
         return Levels(self.values, self.scale)
-
-    def with_kernel_array(self, array: Any) -> Self:
-        return dataclasses.replace(self, values=array.values, scale=array.scale)
 
 
 def _empty(shape: tuple[int, ...], bits: int) -> QuantizedKV:

@@ -86,9 +86,6 @@ class SideBySideKV(StoredKV):
     def kernel_array(self) -> SideBySide:
         return SideBySide(self.values, self.scale)
 
-    def with_kernel_array(self, array: Any) -> Self:
-        return dataclasses.replace(self, values=array.values, scale=array.scale)
-
     def separate(self) -> tuple[Any, Any]:
         pair: Any = separate(self.kernel_array())
         if self.scale is None:
