@@ -19,7 +19,7 @@ from xinfer_jax.backends.kernels.expert_kernels import select_experts
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.feed_forward.experts import mixture_of_experts
 from xinfer_jax.weights.fp8_weight import fp8_struct
-from xinfer_jax.weights.quantization import quantized_stack, with_int8_activations
+from xinfer_jax.weights.quantization import quantized_leaf, with_int8_activations
 
 pytestmark = [
     pytest.mark.oldest,  # in two thirds of the time of the newest, which compiles these kernels
@@ -141,7 +141,7 @@ def test_reasons_for_which_other_experts_stay_with_xla():
         return x_BTD[0].astype(dtype), {name: {"weight": weight} for name in int4}
 
     small, padded, large = (
-        quantized_stack([*np.ones((2, 64, 96), np.float32)], "", quantize, group)
+        quantized_leaf(np.ones((2, 64, 96), np.float32), "", quantize, group)
         for quantize, group in (("int8", 8), ("int4", 64), ("int8", 96))
     )
     values = jax.ShapeDtypeStruct((2**17, 192, 96), np.int8)

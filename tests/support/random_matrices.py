@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.reference_products import Matrix
-from xinfer_jax.weights.quantization import quantized_stack
+from xinfer_jax.weights.quantization import quantized_leaf
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 INT4 = (4, 64, True)
@@ -38,7 +38,7 @@ def quantized_experts(layer, quantize, group):
     """The layer with its experts' matrices in int8 or int4, in groups of this size."""
 
     def quantized(x_XOI):
-        return jax.device_put(quantized_stack([*np.asarray(x_XOI, np.float32)], "", quantize, group))
+        return jax.device_put(quantized_leaf(np.asarray(x_XOI, np.float32), "", quantize, group))
 
     experts = layer["experts"]
     return layer | {

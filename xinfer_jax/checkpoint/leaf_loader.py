@@ -20,7 +20,6 @@ from ..weights.quantization import (
     group_size_for_shards,
     in_blocks,
     quantized_leaf,
-    quantized_stack,
     quantized_struct,
     with_int8_activations,
 )
@@ -151,10 +150,8 @@ class LeafLoader:
                 stored if len(spec.shape) > 2 else [stored[0] if len(stored) == 1 else JoinedRows(stored)]
             )
             matrices = list(map(in_blocks, matrices)) if self.int8_activations else matrices
-            if len(spec.shape) > 2:
-                weight = quantized_stack(matrices, spec.hf_name, self.quantize, group)
-            else:
-                weight = quantized_leaf(matrices[0], spec.hf_name, self.quantize, group)
+            matrix = matrices if len(spec.shape) > 2 else matrices[0]
+            weight = quantized_leaf(matrix, spec.hf_name, self.quantize, group)
             return device_form(self._with_activations(weight))
         leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, spec.dtype or self.dtype))
         if spec.hf_name.endswith(".A_log") and not np.isfinite(leaf).all():

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InputError, format_value
 from .files import file_exists
-from .tensors import DTYPES, RowsAsTensor
+from .tensors import DTYPES, RowsAsTensor, read_runs
 
 _MAX_HEADER = 2**26  # bytes; a vocabulary of 250,000 tokens takes a quarter
 _MAX_KEYS = 2**14
@@ -109,14 +109,7 @@ class GgufTensor(RowsAsTensor):
 
     def _read(self, first: int, count: int) -> np.ndarray:
         data = np.empty((count, self.width // self.block[0], self.block[1]), np.uint8)
-        try:
-            with open(self.file, "rb") as file:
-                file.seek(self.start + int(first) * self.row_bytes)
-                read = file.readinto(data.data)
-        except OSError as error:
-            raise InputError(f"{self.file} cannot be read: {error}") from error
-        if read < data.nbytes:
-            raise InputError(f"{self.file} has become shorter while it was read: load it again")
+        read_runs(self.file, [(self.start + int(first) * self.row_bytes, data)])
         return data
 
     def __getitem__(self, at: slice) -> np.ndarray:

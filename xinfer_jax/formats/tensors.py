@@ -87,16 +87,8 @@ class StoredTensor:
         data = out if out.dtype == dtype else np.empty(out.shape, dtype)
         start = self.view(first, out.shape).start
         step = (self.stride or 0) * dtype.itemsize
-        num_bytes = 0
-        try:
-            with open(self.file, "rb") as file:
-                for i, run in enumerate(data.reshape(-1, out.shape[-1]) if step else data.reshape(1, -1)):
-                    file.seek(start + i * step)
-                    num_bytes += file.readinto(run.view(np.uint8).data)
-        except OSError as error:
-            raise InputError(f"{self.file} cannot be read: {error}") from error
-        if num_bytes < data.nbytes:
-            raise InputError(f"{self.file} has become shorter while it was read: load it again")
+        runs = data.reshape(-1, out.shape[-1]) if step else data.reshape(1, -1)
+        read_runs(self.file, ((start + i * step, run) for i, run in enumerate(runs)))
         if data is not out:
             with np.errstate(over="ignore"):
                 np.copyto(out, data, casting="unsafe")
@@ -108,6 +100,18 @@ class StoredTensor:
         width = max(1, rows[:1].nbytes)
         run_in_blocks(lambda at: self.read_into(rows[at], at.start), len(rows), width, _COPY_BLOCK)
         return out
+
+
+def read_runs(path: Path, runs: Iterable[tuple[int, np.ndarray]]) -> None:
+    """Fills arrays with bytes of a file, each from its start on. Raises InputError where there are too few."""
+    try:
+        with open(path, "rb") as file:
+            for start, run in runs:
+                file.seek(start)
+                if file.readinto(run.view(np.uint8).data) < run.nbytes:
+                    raise InputError(f"{path} has become shorter while it was read: load it again")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
 
 
 class RowsAsTensor:

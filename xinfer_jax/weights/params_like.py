@@ -19,7 +19,7 @@ from .int8_weight import Int8Weight
 from .padded_weight import stored_weight
 from .param_specs import leaf_name
 from .params import AnyArray, Params, ParamSpec, param_specs
-from .quantization import device_form, quantized_leaf, quantized_stack, with_int8_activations
+from .quantization import device_form, quantized_leaf, with_int8_activations
 from .quantized_weight import is_quantized
 from .resharding import grow_rows
 
@@ -126,8 +126,7 @@ def _quantized(matrix: Any, name: str, old: Any) -> Any:
         if block := stored.input_block:
             rotate: Any = rotate_on_host if is_on_host(matrix) else hadamard_rotate
             matrix = rotate(matrix.astype(np.float32), block)
-        quantize: Any = quantized_leaf if matrix.ndim == 2 else quantized_stack
-        quantize = quantize if is_on_host(matrix) else quantized_on_device
+        quantize: Any = quantized_leaf if is_on_host(matrix) else quantized_on_device
         new = quantize(matrix, name, method, group)
         if stored.int8_activations:
             new = with_int8_activations(new)

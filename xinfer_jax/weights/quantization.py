@@ -1,7 +1,7 @@
 """Quantizes float matrices: int8 with a scale per output, int8 or int4 in groups, ternary."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -112,8 +112,7 @@ def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], 
     check_quantize(config, quantize)
 
     def on_host(matrix: Any, name: str) -> QuantizedWeight:
-        quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
-        return device_form(quantized(np.asarray(matrix), name, quantize))
+        return device_form(quantized_leaf(np.asarray(matrix), name, quantize))
 
     def leaf(matrix: jax.Array, name: str) -> QuantizedWeight:
         if not is_traced(matrix):
@@ -124,12 +123,21 @@ def quantizer(config: ModelConfig, quantize: str) -> Callable[[jax.Array, str], 
     return leaf
 
 
-def quantized_leaf(
-    matrix_OI: Any, name: str, quantize: str, group: int | None = None, out: QuantizedWeight | None = None
-) -> QuantizedWeight:
-    """Quantizes a checkpoint's matrix of this name on the host by "int8", "int4" or "ternary"; the rest as in
-    `quantize_matrix`. Raises InputError: NaN, inf or too large numbers.
+def quantized_leaf(matrix: Any, name: str, quantize: str, group: int | None = None) -> QuantizedWeight:
+    """Quantizes a checkpoint's matrix [O, I] of this name on the host by "int8", "int4" or "ternary"; the
+    rest as in `quantize_matrix`. Those of experts, a list or [X, O, I], become one leaf, one after another;
+    its arrays have a first axis for them. Raises InputError: NaN, inf or too large numbers.
     """
+    if not isinstance(matrix, list) and len(matrix.shape) == 2:
+        return _quantized(matrix, name, quantize, group)
+    shape = (len(matrix), *matrix[0].shape)
+    stack = jax.tree.map(aligned_empty, quantized_struct(shape, name, quantize, group))
+    for i, matrix_OI in enumerate(matrix):
+        _quantized(matrix_OI, name, quantize, group, jax.tree.map(lambda x, i=i: x[i], stack))
+    return stack
+
+
+def _quantized(matrix_OI: Any, name: str, quantize: str, group: int | None, out: Any = None) -> Any:
     bits = bits_of(name, quantize)
     if bits == 2:
         return ternary_leaf(matrix_OI, name)
@@ -147,26 +155,10 @@ def quantized_leaf(
     raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
 
 
-def quantized_stack(
-    matrices: Sequence[Any], name: str, quantize: str, group: int | None = None
-) -> QuantizedWeight:
-    """Quantizes matrices [O, I] of experts one by one into one leaf, whose arrays have a first axis for them;
-    arguments and errors as of `quantized_leaf`.
-    """
-    shape = (len(matrices), *matrices[0].shape)
-    stack = jax.tree.map(aligned_empty, quantized_struct(shape, name, quantize, group))
-    for i, matrix_OI in enumerate(matrices):
-        out = jax.tree.map(lambda x, i=i: x[i], stack)
-        quantized_leaf(matrix_OI, name, quantize, group, out)
-    return stack
-
-
 def quantized_struct(
     shape: tuple[int, ...], name: str, quantize: str, group: int | None = None
 ) -> QuantizedWeight:
-    """Returns `quantized_leaf` with shapes and types, `jax.ShapeDtypeStruct`, instead of arrays; of a shape
-    [X, O, I] `quantized_stack`.
-    """
+    """Returns `quantized_leaf` with shapes and types, `jax.ShapeDtypeStruct`, instead of arrays."""
     (*experts, outputs, inputs) = shape
     bits = bits_of(name, quantize)
     if bits == 2:

@@ -16,13 +16,7 @@ from ..modes import in_default_modes
 from ..sharding import MODEL, RULES, check_divisible, check_mesh
 from .layout import shardings
 from .params import Params, ParamSpec, check_params, param_specs, resolve_dtype
-from .quantization import (
-    check_quantize_method,
-    device_form,
-    group_size_for_shards,
-    quantized_leaf,
-    quantized_stack,
-)
+from .quantization import check_quantize_method, device_form, group_size_for_shards, quantized_leaf
 from .quantized_weight import is_quantized
 
 
@@ -72,10 +66,8 @@ def reshard(
             x = grow_rows(x, len(x) + more)
         if quantize is None or not spec.is_quantizable:
             return x
-        if x.ndim > 2:
-            return device_form(quantized_stack([*np.asarray(x)], spec.name, quantize))
         parts = devices if RULES[spec.axes[-1] or "embed"] else 1  # of the groups of an output
-        group = group_size_for_shards(x.shape, spec.name, quantize, parts)
+        group = group_size_for_shards(x.shape, spec.name, quantize, parts) if x.ndim == 2 else None
         return device_form(quantized_leaf(np.asarray(x), spec.name, quantize, group))
 
     specs = param_specs(config), param_specs(new_config)
