@@ -73,13 +73,9 @@ class Range(NamedTuple):
 
 def tile_mask(*axes):
     """Which elements of a tile are inside; None: all."""
-    axes = [axis for axis in axes if isinstance(axis, Range)]
-    shape = [axis.slice.size for axis in axes]
-    parts = [
-        lax.broadcast_in_dim(axis.inside, shape, (i,))
-        for i, axis in enumerate(axes)
-        if axis.inside is not None
-    ]
+    sides = [axis for axis in axes if isinstance(axis, Range)]
+    shape = [x.slice.size for x in sides]
+    parts = [lax.broadcast_in_dim(x.inside, shape, (i,)) for i, x in enumerate(sides) if x.inside is not None]
     return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 

@@ -95,16 +95,12 @@ def split_adapter(params: Params) -> tuple[Params, Adapter]:
     """Returns what `with_adapter` put together: the model's parameters, and the adapter. Norms stay those of
     the adapter, in the parameters.
     """
-    found = {
-        path: weight for path, weight in weights_by_path(params).items() if isinstance(weight, AdaptedWeight)
-    }
+    weights = weights_by_path(params)
+    found = {path: weight for path, weight in weights.items() if isinstance(weight, AdaptedWeight)}
     if found.get("lm_head") is found.get("embed"):
         found.pop("lm_head", None)
-    if (
-        not found
-        or isinstance(params["layers"], dict)
-        or any(x.adapter_B is not None for x in found.values())
-    ):
+    is_of_rows = any(weight.adapter_B is not None for weight in found.values())
+    if not found or is_of_rows or isinstance(params["layers"], dict):
         raise InputError("split_adapter takes what with_adapter returns: one adapter, layers not stacked")
     matrices = {
         path: LowRank(weight.lora_a[..., 0, :, :], weight.lora_b[..., 0, :, :])

@@ -199,11 +199,9 @@ def _are(value: Any, kind: type) -> bool:
 
 def _is_meant(settings: Mapping[str, Any], targets: Any, name: str) -> bool:
     excluded = settings.get("exclude_modules")
-    if (
-        excluded
-        and _matches("exclude_modules", excluded, name)
-        or not _matches("target_modules", targets, name)
-    ):
+    if excluded and _matches("exclude_modules", excluded, name):
+        return False
+    if not _matches("target_modules", targets, name):
         return False
     layers = settings.get("layers_to_transform")
     if isinstance(targets, str) or name in targets or layers is None or layers == []:

@@ -17,11 +17,7 @@ from ..errors import InputError, format_value
 from ..formats.files import read_json, read_text
 from ..formats.tensors import open_tensors
 
-_POOLINGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_cls_token": "first",
-}
+_POOLINGS = dict(mean_tokens="mean", lasttoken="last", cls_token="first")  # after pooling_mode_
 _MODES = {"mean": "mean", "lasttoken": "last", "cls": "first"}  # of newer files
 _ACTIVATIONS = ("Identity", "Tanh")
 _VECTOR = "sentence_embedding"  # that a Dense changes
@@ -155,7 +151,7 @@ def _matryoshka_dimensions(path: Path) -> tuple[int, ...] | None:
 def _read_pooling(path: Path) -> str:
     settings = read_json(path / "config.json") or {}
     mode = settings.get("pooling_mode")
-    found = [pooling for name, pooling in _POOLINGS.items() if settings.get(name) is True]
+    found = [_POOLINGS[name] for name in _POOLINGS if settings.get(f"pooling_mode_{name}") is True]
     others = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
     if mode is None and len(found) == len(others) == 1:
         mode = found[0]

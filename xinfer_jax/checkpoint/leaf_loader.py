@@ -146,11 +146,10 @@ class LeafLoader:
         if form:
             return device_form(read_kept(spec.shape, stored, form))
         if self.quantize is not None and spec.is_quantizable:
-            matrices = (
-                stored if len(spec.shape) > 2 else [stored[0] if len(stored) == 1 else JoinedRows(stored)]
-            )
+            is_stack = len(spec.shape) > 2
+            matrices = stored if is_stack else [stored[0] if len(stored) == 1 else JoinedRows(stored)]
             matrices = list(map(in_blocks, matrices)) if self.int8_activations else matrices
-            matrix = matrices if len(spec.shape) > 2 else matrices[0]
+            matrix = matrices if is_stack else matrices[0]
             weight = quantized_leaf(matrix, spec.hf_name, self.quantize, group)
             return device_form(self._with_activations(weight))
         leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, spec.dtype or self.dtype))

@@ -78,15 +78,13 @@ class Jobs:
         _limit_memory()
         while True:
             try:
-                name, key, grammar, number, ids, drafts, seconds = connection.recv()
+                name, key, grammar, *answer, seconds = connection.recv()
             except EOFError:
                 return
             began = time.process_time()
             signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
-                done = (
-                    self.check(*grammar) if name == "check" else self.masks(key, grammar, number, ids, drafts)
-                )
+                done = self.check(*grammar) if name == "check" else self.masks(key, grammar, *answer)
             except InputError as error:
                 done = type(error).__name__, str(error)
             signal.setitimer(signal.ITIMER_PROF, 0)

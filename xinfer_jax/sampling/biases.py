@@ -65,12 +65,9 @@ def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
     """Raises InputError where only `eos_ids` are allowed, and `min_new_tokens` forbids them."""
     min_tokens = sampling.min_new_tokens
     allowed = sampling.allowed_token_ids
-    if (
-        allowed is None
-        or is_traced(allowed)
-        or is_traced(min_tokens)
-        or not np.any(np.asarray(min_tokens) > 0)
-    ):
+    if allowed is None or any(map(is_traced, (allowed, min_tokens))):
+        return
+    if not np.any(np.asarray(min_tokens) > 0):
         return
     forbidden = sampling.forbidden_token_ids
     bias = sampling.logit_bias

@@ -58,9 +58,8 @@ def no_repeat_ngram(
     inside_BS = (slot_S >= size_B[:, None] - 1) & (slot_S < length_B[:, None]) & (size_B[:, None] > 0)
     most = jnp.max(jnp.where(size_B <= length_B, size_B, 1))  # a row shorter than n has no n-gram
     completes_BS = lax.fori_loop(1, jnp.maximum(most, 1), compare, inside_BS)
-    banned_BV = (
-        jnp.zeros(logits_BV.shape, bool).at[jnp.arange(len(size_B))[:, None], history_BS].max(completes_BS)
-    )
+    row_B1 = jnp.arange(len(size_B))[:, None]
+    banned_BV = jnp.zeros(logits_BV.shape, bool).at[row_B1, history_BS].max(completes_BS)
     return jnp.where(banned_BV, -jnp.inf, logits_BV)
 
 

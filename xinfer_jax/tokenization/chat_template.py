@@ -119,12 +119,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.filters[name] = self._counting_filter(name, function)
         for name in _COMPARING_TESTS:
             self.tests[name] = self._counting_test(self.tests[name])
-        counting = {
-            "spend_nodes!": self._spend_nodes,
-            "read!": self._read,
-            "slice!": self.budget.spend_result,
-        }
-        for name, function in counting.items():
+        added = {"spend_nodes!": self._spend_nodes, "read!": self._read, "slice!": self.budget.spend_result}
+        for name, function in added.items():
             # With a context, so that jinja2 does not evaluate them at compile time.
             self.filters[name] = jinja2.pass_context(lambda _, *args, run=function: run(*args))
         del self.globals["lipsum"]

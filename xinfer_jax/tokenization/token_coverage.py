@@ -16,9 +16,8 @@ def token_coverage(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | Non
     pre_tokenizer = _component_settings(backend.pre_tokenizer)
     in_bytes = any(part["type"] == "ByteLevel" for part in pre_tokenizer)
     vocabulary = backend.get_vocab(with_added_tokens=False)
-    byte_tokens = (
-        pre_tokenizers.ByteLevel.alphabet() if in_bytes else (f"<0x{byte:02X}>" for byte in range(256))
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    byte_tokens = alphabet if in_bytes else (f"<0x{byte:02X}>" for byte in range(256))
     if (
         not all(map(_keeps_text, normalizers + pre_tokenizer))
         or not isinstance(backend.model, models.BPE)

@@ -76,14 +76,9 @@ class Parameters:
 
     def _own_types(self, schema: Mapping[str, Any]) -> set[str] | None:
         types = schema.get("type")
-        names = (
-            {types}
-            if isinstance(types, str)
-            else {str(x) for x in types}
-            if isinstance(types, list)
-            else None
-        )
-        if names is not None:
+        types = [types] if isinstance(types, str) else types
+        if isinstance(types, list):
+            names = {*map(str, types)}
             integer = {"integer"} if "number" in names else set()
             return names | integer | ({"null"} if schema.get("nullable") is True else set())
         values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
