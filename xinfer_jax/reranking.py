@@ -65,10 +65,8 @@ def rerank(
     texts = check_texts(documents)
     encoder = RerankEncoder(model, instruction, truncate_prompt_tokens, escape_control_tokens)
     query_ids = encoder.encode_query("query", query)
-    rows = [
-        query_ids + encoder.encode_document(f"document {i}", text, len(query_ids))
-        for i, text in enumerate(texts)
-    ]
+    document_ids = partial(encoder.encode_document, num_query_ids=len(query_ids))
+    rows = [query_ids + document_ids(f"document {i}", text) for i, text in enumerate(texts)]
     return answer_scores(model, rows)
 
 

@@ -247,9 +247,8 @@ def _norm(x_RW, weight_1H, settings: _Settings, dtype: Any) -> jax.Array:
         mean = squares_RW.sum(-1, keepdims=True) / H
     else:
         is_first = lax.broadcasted_iota(jnp.int32, x_RW.shape, 1) < H
-        first, second = (
-            jnp.where(part, squares_RW, 0).sum(-1, keepdims=True) for part in (is_first, ~is_first)
-        )
+        halves = is_first, ~is_first
+        first, second = (jnp.where(half, squares_RW, 0).sum(-1, keepdims=True) for half in halves)
         mean = jnp.where(is_first, first, second) / H
         weight_1H = jnp.concatenate([weight_1H, weight_1H], -1)
     x_RW = x_RW * lax.rsqrt(mean + settings.eps)

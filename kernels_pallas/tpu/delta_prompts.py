@@ -78,9 +78,8 @@ def delta_prefill(
     groups = K // heads
     n = N // groups
     tokens = min(_TOKENS, new.q.shape[1])
-    steps = [
-        x.reshape(B, groups, n, *x.shape[2:]) for x in jax.tree.leaves(gates(new, weights, num_tokens_B))
-    ]
+    steps = jax.tree.leaves(gates(new, weights, num_tokens_B))
+    steps = [x.reshape(B, groups, n, *x.shape[2:]) for x in steps]
     columns = jnp.moveaxis(jnp.concatenate(steps, 2).reshape(B, groups, 3 * n, -1), 2, 3)
     total = tuple(jnp.moveaxis(x, 2, 3) for x in steps[:2])
     rows = [jnp.swapaxes(x, 1, 2).reshape(B, W, -1) for x in before]
@@ -133,9 +132,8 @@ def delta_prefill(
 
 def _key_heads(key_heads: int, group: int) -> int:
     """How many key heads a grid step has, of `group` value heads each."""
-    return max(
-        n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * group <= max(_VALUE_HEADS, group)
-    )
+    most = max(_VALUE_HEADS, group)
+    return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * group <= most)
 
 
 def _kernel(refs: _Refs, static: tuple[int, float]) -> None:

@@ -102,10 +102,9 @@ def _lm_head_kernel(*refs, B, D, V, width, soft_cap):
 
     def step(i, logits_VB):
         real_D = i * width + jnp.arange(width) < D
-        x_BD = pltriton.load(x_ref.at[:, pl.ds(i * width, width)], mask=real_B[:, None] & real_D, other=0)
-        weight_VD = pltriton.load(
-            weight_ref.at[:, pl.ds(i * width, width)], mask=(index_V1 < V) & real_D, other=0
-        )
+        at = slice(None), pl.ds(i * width, width)
+        x_BD = pltriton.load(x_ref.at[at], mask=real_B[:, None] & real_D, other=0)
+        weight_VD = pltriton.load(weight_ref.at[at], mask=(index_V1 < V) & real_D, other=0)
         return logits_VB + dot(weight_VD.astype(x_BD.dtype), x_BD.T)
 
     logits_VB = lax.fori_loop(0, pl.cdiv(D, width), step, jnp.zeros((vocab, rows), jnp.float32))

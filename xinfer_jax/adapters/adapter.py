@@ -130,9 +130,8 @@ def init_adapter(
         raise InputError(f"alpha must be a finite number, got {format_value(alpha)}")
     specs = adaptable_matrices(config)
     leaf_names = {path: path.split(".", 2)[-1] for path in specs}
-    wanted = (
-        {leaf_names[path] for path in specs if not _is_for_all_rows(path)} if targets is None else {*targets}
-    )
+    of_rows = {leaf_names[path] for path in specs if not _is_for_all_rows(path)}
+    wanted = of_rows if targets is None else {*targets}
     if isinstance(targets, str) or (unknown := wanted - {*leaf_names.values()}):
         raise InputError(
             f"targets must be names of {format_names(sorted({*leaf_names.values()}))}, got"

@@ -132,9 +132,8 @@ def usage(parsed: ParsedBody, rows: Iterable[Sequence[float]]) -> dict[str, Any]
 
 def usage_counts(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
     """The counts of `usage`."""
-    return dict(
-        prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=prompt_tokens + new_tokens
-    )
+    total = prompt_tokens + new_tokens
+    return dict(prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=total)
 
 
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody) -> str:

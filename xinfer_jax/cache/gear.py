@@ -65,9 +65,8 @@ class GearKV(StoredKV):
         outliers = (jnp.take_along_axis(x, at, -1) for at in (smallest, largest))
         values = jnp.concatenate([level, smallest.astype(jnp.uint8), largest.astype(jnp.uint8)], -1)
         parts = (part.astype(jnp.float16) for part in (*outliers, coordinates))
-        return dataclasses.replace(
-            self, values=values, scale=jnp.concatenate([scale, *parts], -1), basis=basis
-        )
+        scale = jnp.concatenate([scale, *parts], -1)
+        return dataclasses.replace(self, values=values, scale=scale, basis=basis)
 
     def decode(self) -> jax.Array:
         end = self.values.shape[-1]

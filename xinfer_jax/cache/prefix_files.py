@@ -40,9 +40,8 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     rows = len(prefix.tokens)
     reached = None if cache.reached_B is None else cache.reached_B.tolist()[:rows]
     tokens = [list(map(int, row)) for row in prefix.tokens]
-    leaves = (
-        np.ascontiguousarray(leaf)[:rows] for leaf in jax.tree.leaves(_used_arrays(cache, tokens, reached))
-    )
+    used = jax.tree.leaves(_used_arrays(cache, tokens, reached))
+    leaves = (np.ascontiguousarray(leaf)[:rows] for leaf in used)
     tensors = {f"{i}": x.view(_file_dtype(x.dtype)) for i, x in enumerate(leaves)}
     shape = dict(dtype=cache.dtype, capacity=cache.capacity, reached=reached, factors=prefix.factors)
     about = json.dumps(dict(format=_FORMAT, tokens=tokens) | shape)
@@ -118,9 +117,8 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
     capacity: Any = saved.get("capacity")
     reached: Any = saved.get("reached")
     dtype: Any = saved.get("dtype")
-    is_tokens = isinstance(tokens, list) and all(
-        _are_integers(row, 0, config.vocab_size - 1) for row in tokens
-    )
+    last = config.vocab_size - 1
+    is_tokens = isinstance(tokens, list) and all(_are_integers(row, 0, last) for row in tokens)
     lengths = list(map(len, tokens)) if is_tokens else []
     is_capacity = _are_integers([capacity], max(lengths, default=1), None)
     is_reached = _are_integers(reached, 0, capacity if is_capacity else None)

@@ -68,9 +68,8 @@ class SideBySideKV(StoredKV):
         if self.scale is None:
             return dataclasses.replace(self, values=values)
         scales: Any = (y.scale for y in (self, *others))
-        return dataclasses.replace(
-            self, values=values, scale=pack_scale(function(*map(unpack_scale, scales)))
-        )
+        scale = pack_scale(function(*map(unpack_scale, scales)))
+        return dataclasses.replace(self, values=values, scale=scale)
 
     def encode(self, *x_BKTH: jax.Array, first_B: jax.Array | None = None) -> Self:
         pair: Any = x_BKTH if self.scale is None else [quantize(x, 8) for x in x_BKTH]

@@ -264,9 +264,8 @@ def _output_errors(
     layer: Params, layer_key: _LayerKey, part: str, x_BTI, mean_I, calibration: _Calibration, *, quantize_args
 ) -> jax.Array:
     """Returns the squared error of the part's output for each exponent. quantize_args: bits and group."""
-    x_BTI, calibration = jax.tree.map(
-        lambda a: a[: max(1, SEARCH_TOKENS // x_BTI.shape[1])], (x_BTI, calibration)
-    )
+    rows = max(1, SEARCH_TOKENS // x_BTI.shape[1])
+    x_BTI, calibration = jax.tree.map(lambda x: x[:rows], (x_BTI, calibration))
 
     def output(layer: Params) -> jax.Array:  # [B, T, outputs]
         if part == "attn":

@@ -113,9 +113,8 @@ def _kept_form(
     def keeps_blocks(part: ScaledTensor) -> bool:
         starts = (part.first_row % part.numbers.shape[0] % FP8_BLOCK, part.first_column % FP8_BLOCK)
         is_whole = part.shape[0] == shape[-2] or part.shape[0] % FP8_BLOCK == 0
-        return (
-            part.numbers.block == (FP8_BLOCK, FP8_BLOCK) and starts == (0, 0) and part.step == 1 and is_whole
-        )
+        is_block = part.numbers.block == (FP8_BLOCK, FP8_BLOCK)
+        return is_block and starts == (0, 0) and part.step == 1 and is_whole
 
     has_blocks = all(map(keeps_blocks, parts))
     if not has_blocks and any(part.numbers.block[1] < part.numbers.shape[1] for part in parts):

@@ -52,9 +52,8 @@ class Dfa(ShortRepr):
         size = MAX_ENTRIES if equal_sizes else size
         tables = [_table(dfa, vocab_size, size) for dfa in dfas]
         xp: Any = jnp if any(map(is_traced, jax.tree.leaves((dfas, eos_BE)))) else np
-        class_BV, next_BN, width_B = (
-            xp.stack([xp.asarray(x) for x in xs]) for xs in zip(*tables, strict=True)
-        )
+        parts = zip(*tables, strict=True)
+        class_BV, next_BN, width_B = (xp.stack([xp.asarray(x) for x in xs]) for xs in parts)
         class_BV, next_BN = (xp.broadcast_to(x, (B, x.shape[1])) for x in (class_BV, next_BN))
         row_B1 = np.arange(B)[:, None]
         ends_BE = xp.where(xp.asarray(eos_BE) < 0, vocab_size, eos_BE)

@@ -132,9 +132,7 @@ def error_words(error: str) -> str:
     if re.search(r"Current row has|too many items", error, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
     text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
-    text = re.sub(
-        r"regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text, flags=re.DOTALL
-    )
+    text = re.sub(r"(?s)regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text)
     text = re.sub(r":\s+\((And|SearchRegex) .*", "", text)
     text = re.sub(r"Enable 'coerce_one_of' .*", "Give anyOf", text)
     return re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", text)

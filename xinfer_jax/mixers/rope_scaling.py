@@ -59,8 +59,8 @@ def llama3_rope(rope: RopeConfig, inverse_P: np.ndarray, original: int, length_B
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     # Full rotations within the original context.
     rotations = rope.original_max_position_embeddings * inverse_P / np.float32(2 * math.pi)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = np.clip((rotations - low) / (high - low), 0, 1)
+    low = rope.low_freq_factor
+    smooth = np.clip((rotations - low) / (rope.high_freq_factor - low), 0, 1)
     return ((1 - smooth) * inverse_P / rope.factor + smooth * inverse_P).astype(np.float32), 1.0
 
 

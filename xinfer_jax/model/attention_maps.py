@@ -78,16 +78,14 @@ def attention_weights(
         before = norm_before(layer, "attn_norm", config) if config.layers[i].pre_norm else None
         qkv, _ = mixer.project(layer, x_BTD, before, PLAIN)
         q_BTNH, k_BTKH, _ = rotate(qkv, mixer.head_norms(layer), mixer.angles(positions))
-        q_BTNH = mixer.scale_queries(q_BTNH, positions.position_BT)
+        q_BTNH = mixer.scale_queries(q_BTNH, positions.position_BT).astype(jnp.float32)
         k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
         # The output for values that are the rows of the identity.
         B, K, T, _ = k_BKTH.shape
         ones_BKTT = jnp.broadcast_to(jnp.eye(T, dtype=jnp.float32), (B, K, T, T))
         kv = dataclasses.replace(uncached_kv(k_BKTH, ones_BKTT), window=mixer.window)
         visible = VisibleKeys(None, positions.num_tokens_B)
-        out_BTNT = attention(
-            q_BTNH.astype(jnp.float32), kv, visible, **mixer.scoring(layer), run_config=PLAIN
-        )
+        out_BTNT = attention(q_BTNH, kv, visible, **mixer.scoring(layer), run_config=PLAIN)
         N = out_BTNT.shape[2]
         chosen = range(N) if heads is None else [check_integer("heads: head", n, 0, N - 1) for n in heads]
         return jnp.swapaxes(out_BTNT, 1, 2)[:, np.array(chosen, int)]

@@ -97,16 +97,15 @@ class Callers:
         """With the states that `init` makes of the arguments. key_B: of the rows."""
         self = dataclasses.replace(self, key_B=jax.vmap(jax.random.fold_in, (0, None))(key_B, DRAW_CALLER))
         known = self._context(context)
+        rows = len(known.position_B)
 
         def state(i: int, processor: Processor, arguments: Any) -> Any:
             if processor.init is None:
                 return arguments
             made = call_function("init", processor.init, arguments, self._for_function(i, known))
             for leaf in jax.tree.leaves(made):
-                if not np.ndim(leaf) or len(leaf) != len(known.position_B):
-                    what = (
-                        f"an array of shape {np.shape(leaf)}, expected {len(known.position_B)} rows in front"
-                    )
+                if not np.ndim(leaf) or len(leaf) != rows:
+                    what = f"an array of shape {np.shape(leaf)}, expected {rows} rows in front"
                     raise InputError(f"init {function_name(processor.init)} of a processor returned {what}")
             return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), made)
 

@@ -72,9 +72,6 @@ def _logprobs_to_json(tokenizer: Tokenizer, parsed: ParsedBody, entries: Sequenc
 
 def embeddings_to_json(vectors: Iterator[bytes], model: str, tokens: int) -> bytes:
     """Encodes the response of /v1/embeddings. vectors: each one is JSON already."""
-    data = (
-        object_to_json(dict(object="embedding", index=i), embedding=vector)
-        for i, vector in enumerate(vectors)
-    )
+    data = (object_to_json(dict(object="embedding", index=i), embedding=x) for i, x in enumerate(vectors))
     head = dict(object="list", model=model, usage=dict(prompt_tokens=tokens, total_tokens=tokens))
     return object_to_json(head, data=_join(data))

@@ -10,10 +10,8 @@ def _build() -> tuple[str, dict[str, str]]:
     here = Path(__file__).parent
     page = (here / "page.html").read_text(encoding="utf-8")
     allowed = []
-    for tag, names in (
-        ("style", ["page.css"]),
-        ("script", ["markdown.js", "client.js", "history.js", "page.js"]),
-    ):
+    scripts = ["markdown.js", "client.js", "history.js", "page.js"]
+    for tag, names in (("style", ["page.css"]), ("script", scripts)):
         inside = "\n" + "".join((here / name).read_text(encoding="utf-8") for name in names)
         page = page.replace(f"<{tag}></{tag}>", f"<{tag}>{inside}</{tag}>")
         digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
