@@ -25,13 +25,7 @@ from ..cache.layer_cache import LayerCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..config.run_config import RunConfig
-from ..generation.batch_arrays import (
-    StateSizes,
-    settings_of_rows,
-    state_of_rows,
-    token_matrix,
-    with_typed_keys,
-)
+from ..generation.batch_arrays import StateSizes, settings_of_rows, state_of_rows, token_matrix
 from ..generation.executor import Executor, PaddedTokens, Run, RunnableModel, without_model_layers
 from ..generation.executor_choice import executor_class
 from ..generation.loop import TracedExecutor
@@ -447,7 +441,7 @@ class Device:
             answer_1 = np.array([row.answer % row.call.answers], np.int32)
             sampling_B = row.call.all_settings_B
             of_rows.append(settings_of_rows(row.call, sampling_B, zeros_1, answer_1, sizes.end_ids))
-        settings = with_typed_keys(jax.tree.map(lambda *parts: np.concatenate(parts), *of_rows))
+        settings = jax.tree.map(lambda *parts: np.concatenate(parts), *of_rows)
         dfas = [row.tables and Dfa(*row.tables) for row in new]
         automata = Dfa.automata_of_rows(dfas, V, settings.eos_BE[:, :MAX_EOS_IDS], equal_sizes=True)
         rows = state_of_rows([row.call.prompts[0] for row in new], V, settings, sizes, automata)

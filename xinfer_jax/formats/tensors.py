@@ -103,7 +103,7 @@ class StoredTensor:
 
 
 def read_runs(path: Path, runs: Iterable[tuple[int, np.ndarray]]) -> None:
-    """Fills arrays with bytes of a file, each from its start on. Raises InputError where there are too few."""
+    """Fills arrays with bytes of a file, each from its start on. Raises InputError: there are too few."""
     try:
         with open(path, "rb") as file:
             for start, run in runs:

@@ -103,11 +103,8 @@ def _sizes(call: ValidatedCall) -> StateSizes:
 
 
 def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
-    """The rows of a call before their first token, in new arrays. Padding rows have ended.
-
-    Args:
-        prompt_R: from `prompt_of_row`.
-        dfas: the `Dfa`s of the rows' grammars; None for rows without one.
+    """The rows of a call before their first token, in new arrays. Padding rows have ended. prompt_R: from
+    `prompt_of_row`; dfas: the `Dfa` of each row's grammar, None for a row without one.
     """
     V = call.config.vocab_size
     R = len(prompt_R)
@@ -124,7 +121,7 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any]
         padded = [*dfas, *[None] * (R - len(dfas))]
         automata = Dfa.automata_of_rows(padded, V, own_RE, equal_sizes=True)
     prompts = [call.prompts[i] for i in prompt_R[:real]]
-    state = state_of_rows(prompts, V, with_typed_keys(settings), sizes, automata)
+    state = state_of_rows(prompts, V, settings, sizes, automata)
     if sizes.alternatives is not None:
         from ..sampling.logprobs import empty_alternatives  # optional: alternatives
 
@@ -153,11 +150,6 @@ def settings_of_rows(
     return RowSettings(answer_keys(call.key, prompt_R, answer_R), sampling_R, eos_RE, limit_R)
 
 
-def with_typed_keys(settings: RowSettings) -> RowSettings:
-    """Settings of `settings_of_rows` with PRNG keys."""
-    return settings._replace(key_B=jax.random.wrap_key_data(settings.key_B, impl="threefry2x32"))
-
-
 def state_of_rows(
     prompts: Sequence[Sequence[int]],
     vocab_size: int,
@@ -177,7 +169,8 @@ def state_of_rows(
     history_RS = None if sizes.history is None else token_matrix(prompts, R, sizes.history)
     tokens = seen_RV, history_RS
     context = init_context(settings.sampling_B, length_R, settings.eos_BE, *tokens, sizes.masks, automata)
-    return new_state(settings.key_B, settings.sampling_B, settings.limit_B, context, sizes.output)
+    key_R = jax.random.wrap_key_data(settings.key_B, impl="threefry2x32")
+    return new_state(key_R, settings.sampling_B, settings.limit_B, context, sizes.output)
 
 
 def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:

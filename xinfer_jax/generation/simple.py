@@ -68,7 +68,7 @@ def generate_in_steps(
     limit_B = np.full(B, max_new_tokens, np.int32)
     eos_BE = np.tile(np.array(eos_token_ids, np.int32), (B, 1))
     capacity = int(length_B.max()) + max_new_tokens
-    settings = RowSettings(key_B, sampling_B, eos_BE, limit_B)
+    settings = RowSettings(jax.random.key_data(key_B), sampling_B, eos_BE, limit_B)
     state = state_of_rows(prompts, V, settings, StateSizes(capacity, max_new_tokens))
 
     # Keys and values of the prompts. Padding is not written.

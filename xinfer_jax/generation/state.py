@@ -79,7 +79,7 @@ class DecodeState(ShortRepr):
 class RowSettings(NamedTuple):
     """What sampling needs of each row next to its tokens."""
 
-    key_B: Any  # PRNG keys
+    key_B: Any  # uint32 [B, 2]: data of the PRNG keys
     sampling_B: SamplingConfig  # from `settings_per_row`
     eos_BE: Any  # int32: ids that end the row; below 0: none
     limit_B: Any  # int32: the most tokens that it may sample

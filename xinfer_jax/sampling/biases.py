@@ -33,8 +33,9 @@ def rows_of_lists(lists: Mapping[str, Any], batch: int, vocab_size: int) -> dict
         InputError: ids outside the vocabulary, a wrong shape, invalid numbers, or no token left.
     """
     parts = (lists[setting.name] for setting in LISTS if setting.kind in ("bias", "ids"))
-    settings: list[Any] = list(zip(*parts, strict=True))
-    biases = [_bias(*one, batch if len(settings) == 1 else 1, vocab_size) for one in settings]
+    settings = list(zip(*parts, strict=True))
+    rows = batch if len(settings) == 1 else 1
+    biases = [_bias(own, allowed, forbidden, rows, vocab_size) for own, allowed, forbidden in settings]
     xp = jnp if any(map(is_traced, biases)) else np
     arrays = dict(logit_bias=xp.broadcast_to(xp.concatenate(biases), (batch, vocab_size)))
     for setting in LISTS:

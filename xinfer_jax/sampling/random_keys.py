@@ -80,8 +80,7 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray) -> n
     """
     data = np.asarray(jax.random.key_data(key))
     data_R2 = data[prompt_R] if data.ndim > 1 else _fold_in(data[None], prompt_R)
-    folded_R2 = _fold_in(data_R2, answer_R) if np.any(answer_R) else data_R2
-    return np.where(answer_R[:, None] == 0, data_R2, folded_R2)
+    return np.where(answer_R[:, None] == 0, data_R2, _fold_in(data_R2, answer_R))
 
 
 def _fold_in(data_R2: np.ndarray, number_R: np.ndarray) -> np.ndarray:

@@ -1,10 +1,11 @@
 """How much of a text one token can cover: a long text is rejected by its length, without tokenizing it."""
 
-import json
 from typing import Any
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
+
+from .tokenizer_limits import step_settings
 
 
 def token_coverage(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | None:
@@ -12,8 +13,8 @@ def token_coverage(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | Non
     most that a token covers. None: the tokenizer may drop parts of a text.
     """
     added = backend.get_added_tokens_decoder().values()
-    normalizers = _component_settings(backend.normalizer)
-    pre_tokenizer = _component_settings(backend.pre_tokenizer)
+    normalizers = step_settings(backend.normalizer)
+    pre_tokenizer = step_settings(backend.pre_tokenizer)
     in_bytes = any(part["type"] == "ByteLevel" for part in pre_tokenizer)
     vocabulary = backend.get_vocab(with_added_tokens=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -41,11 +42,3 @@ def _keeps_text(part: dict[str, Any]) -> bool:
         or (part["type"] == "Split" and part["behavior"] != "Removed")
         or (part["type"] == "Replace" and len(part["pattern"].get("String", "")) == len(part["content"]) == 1)
     )
-
-
-def _component_settings(component: Any) -> list[dict[str, Any]]:
-    """The settings of each step of a normalizer or a pre-tokenizer."""
-    if component is None:
-        return []
-    settings = json.loads(component.__getstate__())
-    return settings.get("normalizers") or settings.get("pretokenizers") or [settings]

@@ -9,14 +9,15 @@ Source: transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_
 
 import dataclasses
 import functools
-import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from .tokenizer_limits import step_settings
 
 _PLAIN = "TokenizersBackend"  # the class that follows tokenizer.json
 _CLASS_BY_TYPE = {  # the class by the model type of config.json, for families that are served
@@ -175,17 +176,6 @@ def _say(sentence: str) -> None:
     warnings.warn(f"tokenizer_config.json: {sentence}", stacklevel=5)
 
 
-def _components(backend: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    """The settings of each step of the tokenizer but its model."""
-    steps = (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
-    found = [json.loads(step.__getstate__()) for step in steps if step is not None]
-    while found:
-        part = found.pop()
-        yield part
-        for name in ("normalizers", "pretokenizers", "processors", "decoders"):
-            found += part.get(name, [])
-
-
 def tokenizer_class(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:
     """The name of transformers' class, without "Fast" at its end.
 
@@ -208,8 +198,9 @@ def tokenizer_class(settings: Mapping[str, Any], config: Mapping[str, Any], is_b
 def _follow_class(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, str]:
-    types = {part["type"] for part in _components(backend)}
-    name = tokenizer_class(settings, config, "ByteLevel" in types)
+    components = (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in step_settings(*components))
+    name = tokenizer_class(settings, config, is_byte_level)
     if name not in _RULES:
         if name in _OTHER_CLASSES:
             _say(f"the rules of {name} are not followed: text is split as tokenizer.json says")

@@ -6,7 +6,7 @@ A few replacements in turn lengthen a text by any factor, and the memory that a 
 import base64
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def check_tokenizer_size(file: Path) -> None:
 def check_text_growth(file: Path, backend: tokenizers.Tokenizer) -> None:
     """Raises InputError if a step of the tokenizer may make a text very long."""
     for what in ("normalizer", "pre_tokenizer", "decoder"):
-        steps = list(_steps(getattr(backend, what)))
+        steps = step_settings(getattr(backend, what))
         factor = 1.0
         for step in steps:
             factor = min(1e30, factor * _factor(step))
@@ -60,16 +60,18 @@ def check_token_count(count: int) -> None:
         raise InputError(f"there are {count} control and user-defined tokens, the limit is {_MAX_ADDED}")
 
 
-def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """The settings of each step, also of sequences in sequences."""
-    waiting = [] if component is None else [json.loads(component.__getstate__())]
+def step_settings(*components: Any) -> list[dict[str, Any]]:
+    """The settings of each step of a tokenizer's components, also of sequences in sequences."""
+    waiting = [json.loads(component.__getstate__()) for component in components if component is not None]
+    found = []
     while waiting:
         settings = waiting.pop()
-        inner = [settings.get(name) for name in ("normalizers", "pretokenizers", "decoders")]
         if settings.get("type") == "Sequence":
-            waiting += next(filter(None, inner), [])
+            names = ("normalizers", "pretokenizers", "processors", "decoders")
+            waiting += next(filter(None, map(settings.get, names)), [])
         else:
-            yield settings
+            found.append(settings)
+    return found
 
 
 def _factor(step: dict[str, Any]) -> float:

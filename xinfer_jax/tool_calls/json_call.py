@@ -106,7 +106,7 @@ class JSONCallParser(CallParser):
 
     def _arguments_of(self, call: dict[str, Any]) -> dict[str, Any]:
         keys = [key for key in _ARGUMENTS if key in call]
-        may_lack = not keys and (self._is_marked or self._functions.are_known)
+        may_lack = not keys and (self._is_marked or self._functions.schemas is not None)
         arguments = None if may_lack else call[keys[0]] if len(keys) == 1 else 0
         if isinstance(arguments, str) and arguments:
             arguments = parse_json(arguments)

@@ -19,10 +19,6 @@ class Functions:
         self.schemas = schemas
         self._parameters: dict[str, Parameters] = {}
 
-    @property
-    def are_known(self) -> bool:
-        return self.schemas is not None
-
     def __contains__(self, name: object) -> bool:
         return self.schemas is None or name in self.schemas
 
