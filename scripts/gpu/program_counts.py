@@ -92,9 +92,8 @@ class ProgramCounter:
         self._found: dict[str, Counts] = {}
         self._step = ""  # the computation of a step
 
-    def step_and_around(self) -> tuple[Counts, Counts]:
-        """Returns the counts of one iteration of the outermost loop, the one with the longest body, and of
-        what runs before and after it.
+    def of_step(self) -> Counts:
+        """Returns the counts of one iteration of the outermost loop, the one with the longest body.
 
         Raises:
             ValueError: the program has no loop of unknown trip count.
@@ -107,25 +106,21 @@ class ProgramCounter:
         self._step = main.called("body")
         step = Counts()
         for key in ("condition", "body"):
-            step.add(self.of(main.called(key)))
-        return step, self._of_computation(entry, without=main.name)
+            step.add(self._of(main.called(key)))
+        return step
 
     def of_call(self) -> Counts:
         """Returns the counts of a run of the module."""
-        return self.of(self._module.entry)
+        return self._of(self._module.entry)
 
-    def of(self, name: str) -> Counts:
+    def _of(self, name: str) -> Counts:
         """Returns the counts of one run of a computation."""
         if name not in self._found:
-            self._found[name] = self._of_computation(self._module.computations[name])
-        return self._found[name]
-
-    def _of_computation(self, computation: Computation, without: str = "") -> Counts:
-        counts = Counts()
-        for instruction in computation.instructions:
-            if instruction.name != without:
+            counts = self._found[name] = Counts()
+            computation = self._module.computations[name]
+            for instruction in computation.instructions:
                 self._add(counts, computation, instruction)
-        return counts
+        return self._found[name]
 
     def _add(self, counts: Counts, computation: Computation, instruction: Instruction) -> None:
         opcode = instruction.opcode
@@ -136,14 +131,14 @@ class ProgramCounter:
             trips = self._trips if known is None else known
             tests = trips + 1 if known is None or self._is_tpu else 0  # the host of a GPU counts itself
             if tests:
-                counts.add(self.of(instruction.called("condition")), tests)
-            counts.add(self.of(instruction.called("body")), trips)
+                counts.add(self._of(instruction.called("condition")), tests)
+            counts.add(self._of(instruction.called("body")), trips)
         elif opcode == "conditional":
-            parts = [*map(self.of, instruction.branches)]
+            parts = [*map(self._of, instruction.branches)]
             is_of_step = computation.name == self._step
             counts.add(parts[self._branch] if is_of_step else min(parts, key=lambda part: part.bytes))
         elif opcode in ("call", "call-start") or opcode == "async-start" and not self._is_tpu:
-            counts.add(self.of(instruction.called("to_apply") or instruction.called("calls")))
+            counts.add(self._of(instruction.called("to_apply") or instruction.called("calls")))
         else:
             counts.operations.append(self._operation(computation, instruction))
 

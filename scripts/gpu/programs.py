@@ -15,8 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kernels_pallas
 from gpu.card_specs import Card, Tpu
-from xinfer_jax.adapters.adapted_params import with_adapters
-from xinfer_jax.adapters.adapter import init_adapter
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.stored_kv import cache_dtype_of
@@ -36,7 +34,6 @@ from xinfer_jax.generation.validation import ValidatedCall, validate_call
 from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.sampling.sampling_config import SamplingConfig
 from xinfer_jax.sharding import REPLICATED, cache_specs, concrete_mesh_of
-from xinfer_jax.weights.adapted_weight import AdaptedWeight
 
 PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
 LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step
@@ -58,8 +55,6 @@ class ProgramJob:
     sampled: bool = False  # an engine's rows sample
     draft_tokens: int = 0  # of a step of an engine
     chunk: int = CHUNK
-    adapters: int = 0  # that are held; row i has adapter i modulo their number
-    rank: int = 16  # of these
 
     @property
     def cache_dtype(self) -> str:
@@ -173,23 +168,6 @@ def _after_first_token(state: DecodeState) -> DecodeState:
     ones_B: Any = np.ones_like(position_B)
     context = dataclasses.replace(context, position_B=position_B, num_generated_B=ones_B)
     return dataclasses.replace(state, context=context)
-
-
-def with_held_adapters(job: ProgramJob) -> ProgramJob:
-    """The job, its parameters with the adapters of its rows."""
-    if not job.adapters:
-        return job
-    dtype = job.params["final_norm"].dtype
-    adapter = jax.eval_shape(partial(init_adapter, job.config, rank=job.rank, dtype=dtype), jax.random.key(0))
-    adapter_B: Any = np.arange(job.rows, dtype=np.int32) % job.adapters
-    add = partial(with_adapters, adapter_B=adapter_B)
-    params = jax.eval_shape(add, job.params, [adapter] * job.adapters)
-
-    def known(leaf: Any) -> Any:  # the kernels' counts need to know which adapters the rows have
-        return dataclasses.replace(leaf, adapter_B=adapter_B) if isinstance(leaf, AdaptedWeight) else leaf
-
-    is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)  # noqa: E731
-    return dataclasses.replace(job, params=jax.tree.map(known, params, is_leaf=is_adapted))
 
 
 # --- depth --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from xinfer_jax.weights.params import tree_bytes
 LAYER_LAUNCHES = 8
 BESIDE_LAUNCHES = 31
 RATIO = 1.02  # bytes moved by those that a step has to move
+TEMPORARIES = 64 * 2**20  # bytes, without the logits
 
 TEXT = """HloModule jit_f, is_scheduled=true
 
@@ -123,11 +124,10 @@ def calibrated(name: str) -> tuple[Callable, tuple]:
 
 @pytest.mark.full
 @pytest.mark.newest
-@pytest.mark.parametrize("name", ["float32", "int8", "prefill", "loop"])
+@pytest.mark.parametrize("name", ["int8", "prefill", "loop"])
 def test_counts_are_what_a_cpu_executes(name, tmp_path):
-    """Operations by name, from a trace of the call; bytes of arguments and results from XLA's buffers. Bytes
-    of operations lie between those of all weights and those of XLA's cost model, which counts what a fusion
-    slices or updates whole.
+    """Operations by name, from a trace of the call. Bytes of operations lie between those of all weights and
+    those of XLA's cost model, which counts what a fusion slices or updates whole.
     """
     function, args = calibrated(name)
     compiled = jax.jit(function).lower(*args).compile()
@@ -147,19 +147,12 @@ def test_counts_are_what_a_cpu_executes(name, tmp_path):
         counted[operation.name] += operation.times
     assert +counted == executed and sum(executed.values()) > 100
 
-    entry = module.computations[module.entry]
-    memory = compiled.memory_analysis()
-    arguments = sum(i.bytes for i in entry.instructions if i.opcode == "parameter")
-    assert arguments == memory.argument_size_in_bytes
-    assert (
-        entry.root.bytes + 8 * len(entry.root.arrays) == memory.output_size_in_bytes
-    )  # and a pointer to each
     once = ProgramCounter(module).of_call().bytes
     assert tree_bytes(args[0]) < once < compiled.cost_analysis()["bytes accessed"]
 
 
 def test_bytes_of_fusions_are_those_of_their_slices():
-    counts = ProgramCounter(parse_module(TEXT)).step_and_around()[0]
+    counts = ProgramCounter(parse_module(TEXT)).of_step()
     found = {launch.name: (launch.read, launch.written) for launch in counts.operations}
     assert found["row"] == (ROW, ROW)
     assert found["written"] == (ROW, ROW)
@@ -167,7 +160,7 @@ def test_bytes_of_fusions_are_those_of_their_slices():
 
 
 def test_a_gather_of_a_whole_leaf_is_a_copy_and_an_update_is_none():
-    counts = ProgramCounter(parse_module(TEXT)).step_and_around()[0]
+    counts = ProgramCounter(parse_module(TEXT)).of_step()
     assert [launch.name for launch in whole_copies(counts, [(8, 64)], least=1)] == ["copied"]
     assert whole_copies(counts, [(8, 64)]) == []  # so small that activations may have the size
     assert whole_copies(counts, [(16, 64)], least=1) == []
@@ -182,11 +175,10 @@ def test_loops_and_branches():
     assert launched["copy.1"] == 3  # of the known trip count
     assert launched["row"] == 5 and "copy.9" not in launched
     assert launched["less"] == 6  # the test of the other loop
-    (step, around) = ProgramCounter(module).step_and_around()
+    step = ProgramCounter(module).of_step()
     assert {"row", "all-reduce.1"} <= {x.name for x in step.operations}
-    assert [x.name for x in around.operations] == ["copy.1"]
     assert "copy.9" in {x.name for x in step.operations}, "the last branch"
-    other = ProgramCounter(module, branch=0).step_and_around()[0]
+    other = ProgramCounter(module, branch=0).of_step()
     assert other.launches == step.launches - 1
 
 
@@ -208,6 +200,6 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["beside"]["launches"] <= BESIDE_LAUNCHES
     assert decode["whole"]["copies"] == 0, decode["copied"]
     assert decode["ratio"] <= RATIO
-    assert decode["whole"]["temporaries"] <= decode["temporaries_limit"]
+    assert decode["whole"]["temporaries"] <= TEMPORARIES + decode["least"]["logits"]
     # Of each of two layers the append, attention and four products; the greedy token.
     assert sum(decode["kernels"].values()) == 2 * 6 + 1, decode["kernels"]
