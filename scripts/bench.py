@@ -3,14 +3,14 @@ time per token, tok/s, peak memory.
 
     python scripts/bench.py  # Qwen2.5-0.5B's shape, random weights
     python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
-    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged
+    python scripts/bench.py --model=DIR --batch_sizes=1,8,32
 
 Weights are random unless --model names a checkpoint; prompts are always random. Decoding is greedy and never
 stops early. Each dtype x quantize runs in its own process, so its peak memory is its own. The machine's
 limits are probed before and after every repetition; a repetition is reported as a fraction of the mean of the
 two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where bytes are the stored weights
 and the keys and values. The limit of prefill is the same with (2 x non-embedding weights x tokens + attention
-+ one vocabulary row) FLOP. The last line is one JSON object. Exit code 1: a case failed; 2: bad flags.
++ one vocabulary row) FLOP. The last line is one JSON object. Exit code 2: bad flags.
 """
 
 from launcher import start
@@ -20,14 +20,12 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 import re
-import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ from jax import lax
 
 import xinfer_jax as xj
 from xinfer_jax.device import cpu_count
-from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
 FORMATS = ("none", "int8", "int4", "ternary")
@@ -57,16 +54,10 @@ NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=
 BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Prompts in a batch.")
 DTYPES = flags.DEFINE_list("dtypes", ["float32"], "float32, bfloat16, float16.")
 QUANTIZE = flags.DEFINE_list("quantize", ["none"], f"{', '.join(FORMATS)}.")
-RAGGED = flags.DEFINE_boolean(
-    "ragged", False, "Give the rows of a batch different lengths: from the full prompt length down to half."
-)
 REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
 )
-PROBE = flags.DEFINE_integer(
-    "probe_mib", 1024, "Size of the array that is read to measure the bandwidth, in MiB.", lower_bound=1
-)
-WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print JSON lines.")
+WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print its JSON.")
 
 
 def whole_numbers(flag: flags.FlagHolder) -> list[int]:
@@ -84,6 +75,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 # --- limits of the machine ----------------------------------------------------------------------------------
 
 _COLUMNS = 2048
+_PROBE_BYTES = 2**30
 _SPLITS = 64  # rows of a sum: many enough for all threads
 _MATMULS = {"cpu": ((512, 2048, 2048), (512, 896, 4864), (1024, 2048, 4096))}  # tokens, in, out
 # Ways to read all of an array [out, in]. The fastest one depends on the machine and on XLA.
@@ -106,7 +98,7 @@ def probe() -> dict[str, float]:
     """The read bandwidth in bytes/s, and the matmul rates in FLOP/s by dtype; takes about half a second. The
     arrays are freed before anything else is measured.
     """
-    array = jnp.ones((PROBE.value * 2**20 // 4 // _COLUMNS, _COLUMNS), jnp.float32)
+    array = jnp.ones((_PROBE_BYTES // 4 // _COLUMNS, _COLUMNS), jnp.float32)
     vector = jnp.ones(_COLUMNS, jnp.float32)
     rates = {"read": max(array.nbytes / _best_seconds(read, array, vector) for read in _READS)}
     shapes = _MATMULS.get(jax.default_backend(), ((8192, 8192, 8192),))
@@ -143,38 +135,29 @@ def peak_memory() -> int:
 # --- one case, in its own process ---------------------------------------------------------------------------
 
 
-def measure(dtype: str, quantize: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The kind of each result, and the result: "load", "rows" of each batch, "limits"."""
-    start = time.perf_counter()
+def measure(dtype: str, quantize: str) -> dict[str, Any]:
+    """The results of one format: memory, limits of the machine, and a row for each batch."""
     weights = None if quantize == "none" else quantize
     if MODEL.value:
         model = xj.load_model(MODEL.value, dtype=dtype, quantize=weights)
     else:
-        config = from_hf(hf_config(CONFIG.value))
-        params = jax.block_until_ready(xj.init_params(config, jax.random.key(0), dtype, weights))
-        model = xj.Model(params, config)
-    yield (
-        "load",
-        dict(
-            load_s=time.perf_counter() - start,
-            load_peak_bytes=peak_memory(),
-            weight_bytes=tree_bytes(model.params),
-            weight_bytes_per_pass=bytes_per_pass(model.params),
-            backend=jax.default_backend(),
-            device=jax.devices()[0].device_kind,
-        ),
-    )
+        config = xj.from_hf(hf_config(CONFIG.value))
+        model = xj.Model(xj.init_params(config, jax.random.key(0), dtype, weights), config)
     probe()  # compiles
     probes = [probe()]
-    for prompt, rows in itertools.product(whole_numbers(PROMPTS), whole_numbers(BATCHES)):
-        named = dict(rows=rows, prompt_tokens=prompt, new_tokens=NEW.value)
-        last = -(-prompt // 2) if RAGGED.value else prompt
-        lengths = np.linspace(prompt, last, rows).round().astype(int).tolist()
+    rows = []
+    for prompt, count in itertools.product(whole_numbers(PROMPTS), whole_numbers(BATCHES)):
+        named = dict(rows=count, prompt_tokens=prompt, new_tokens=NEW.value)
         try:
-            yield "rows", named | measure_batch(model, lengths, dtype, probes)
+            rows.append(named | measure_batch(model, [prompt] * count, dtype, probes))
         except xj.InputError as error:
-            yield "rows", named | dict(skipped=str(error))
-    yield "limits", {kind: spread([x[kind] for x in probes]) for kind in probes[0]} | {"probes": len(probes)}
+            rows.append(named | dict(skipped=str(error)))
+    return dict(
+        weight_bytes=tree_bytes(model.params),
+        weight_bytes_per_pass=bytes_per_pass(model.params),
+        limits={kind: spread([x[kind] for x in probes]) for kind in probes[0]},
+        rows=rows,
+    )
 
 
 def measure_batch(
@@ -205,7 +188,6 @@ def measure_batch(
     prefill = prefill_work(model.config, weights, lengths)
     decode = decode_work(model.config, weights, itemsize, lengths, NEW.value)
     return dict(
-        lengths=lengths,
         compile_s=compile_s,
         ttft_s=spread([s.ttft_seconds for s in runs]),
         tpot_s=spread([s.tpot_seconds for s in runs]),
@@ -213,7 +195,6 @@ def measure_batch(
         decode_tok_s=spread([s.decode_tokens_per_second for s in runs]),
         prefill=fractions(prefill, [s.prefill_seconds for s in runs], around, rate),
         decode=fractions(decode, [s.tpot_seconds for s in runs], around, rate),
-        cache_bytes=runs[0].cache_bytes,
         floor_bytes=runs[0].weight_bytes + runs[0].cache_bytes,
         peak_bytes=max(peaks),
     )
@@ -224,15 +205,8 @@ def fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], 
     memory = [work.bytes / limit["read"] / s for s, limit in zip(seconds, limits, strict=True)]
     compute = [work.flop / limit[rate] / s for s, limit in zip(seconds, limits, strict=True)]
     is_memory = statistics.median(memory) >= statistics.median(compute)
-    return dict(
-        seconds=spread(seconds),
-        bytes=work.bytes,
-        flop=work.flop,
-        bound="memory" if is_memory else "compute",
-        of_limit=spread([*map(max, memory, compute)]),
-        of_bandwidth=spread(memory),
-        of_matmul_rate=spread(compute),
-    )
+    bound = "memory" if is_memory else "compute"
+    return dict(seconds=spread(seconds), bound=bound, of_limit=spread([*map(max, memory, compute)]))
 
 
 # --- all cases ----------------------------------------------------------------------------------------------
@@ -243,24 +217,22 @@ _WIDTHS = {
 }  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     check_flags()
     if WORKER.value:
         jax.config.update("jax_enable_compilation_cache", False)
-        for kind, value in measure(*WORKER.value.split(":")):
-            print(json.dumps({kind: value}), flush=True)
-        return 0
+        print(json.dumps(measure(*WORKER.value.split(":"))))
+        return
     results = dict(
-        command=shlex.join(["python", *sys.argv]),
+        command=" ".join(["python", *sys.argv]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=dict(jax=jax.__version__, numpy=np.__version__, python=platform.python_version()),
+        jax=jax.__version__,
         device=f"{jax.devices()[0].device_kind}, {cpu_count()} cores",
         model=MODEL.value or f"{CONFIG.value}, random weights",
     )
-    print(", ".join(map(str, results.values())))
+    print(", ".join(results.values()))
     cases = [run_case(*case) for case in itertools.product(DTYPES.value, QUANTIZE.value)]
-    print(json.dumps(results | dict(cases=cases)), flush=True)
-    return int(any("failed" in case for case in cases))
+    print(json.dumps(results | dict(cases=cases)))
 
 
 def check_flags() -> None:
@@ -268,7 +240,7 @@ def check_flags() -> None:
     if MODEL.value and flags.FLAGS["config"].present:
         raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
     if not MODEL.value:
-        from_hf(hf_config(CONFIG.value))
+        xj.from_hf(hf_config(CONFIG.value))
     for dtype in DTYPES.value:
         resolve_dtype(dtype)
     if not QUANTIZE.value or not {*QUANTIZE.value} <= {*FORMATS}:
@@ -278,37 +250,23 @@ def check_flags() -> None:
 
 
 def run_case(dtype: str, quantize: str) -> dict[str, Any]:
-    """Measures one format in its own process and prints its results as they arrive."""
-    case: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "rows": []}
+    """Measures one format in its own process, prints its results and returns them."""
     command = [sys.executable, __file__, *sys.argv[1:], f"--worker={dtype}:{quantize}"]
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-    print(f"\n{dtype}" + (f", {quantize} weights" if quantize != "none" else ""))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        for line in process.stdout:
-            ((kind, value),) = json.loads(line).items()
-            if kind == "rows":
-                case["rows"].append(value)
-                print(row_line(value), flush=True)
-            else:
-                case[kind] = value
-                print({"load": load_lines, "limits": limits_line}[kind](value), flush=True)
-    if process.returncode:
-        case["failed"] = f"exit code {process.returncode}"
-        print(f"failed: {case['failed']}", flush=True)
-    return case
-
-
-def load_lines(value: dict[str, Any]) -> str:
-    return (
-        f"on {value['device']}: load or init {value['load_s']:.1f} s, peak {_mib(value['load_peak_bytes'])}"
-        f" MiB; {_mib(value['weight_bytes'])} MiB weights ({_mib(value['weight_bytes_per_pass'])} read per"
-        f" pass)\n{' '.join(f'{name.strip():>{width}}' for name, width in _WIDTHS.items())}"
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        raise xj.InputError(f"the process that measures {dtype}, {quantize} failed: see above")
+    case = json.loads(done.stdout.splitlines()[-1])
+    limits = case["limits"]
+    rates = [f"{dtype} matmul {_spread(limits[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
+    print(
+        f"\n{dtype}, {quantize}: {_mib(case['weight_bytes'])} MiB of weights"
+        f" ({_mib(case['weight_bytes_per_pass'])} read per pass)\n"
+        f"limits: read {_spread(limits['read'], 1e-9)} GB/s, {', '.join(rates)}"
     )
-
-
-def limits_line(value: dict[str, Any]) -> str:
-    rates = [f"{dtype} matmul {_spread(value[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
-    return f"limits by {value['probes']} probes: read {_spread(value['read'], 1e-9)} GB/s, {', '.join(rates)}"
+    print(" ".join(f"{name.strip():>{width}}" for name, width in _WIDTHS.items()))
+    print(*map(row_line, case["rows"]), sep="\n", flush=True)
+    return dict(dtype=dtype, quantize=quantize, **case)
 
 
 def row_line(row: dict[str, Any]) -> str:

@@ -20,22 +20,22 @@ from gpu.section_runner import Section, require_packages
 
 require_packages("check_gpu")
 
-from gpu.check_command import MODEL, TEXT, Program, start  # noqa: E402
+from gpu.check_command import Program, start  # noqa: E402
 
 SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes
     Section("decode", 60),
     Section("references", 90),
     Section("prefill", 50),
     Section("head", 30),
-    Section("half_b", 70, MODEL),
-    Section("engine", 70, TEXT),
-    Section("quantized", 60, MODEL),
-    Section("sampled", 40, MODEL),
-    Section("verified", 40, MODEL),
-    Section("windows", 60, MODEL),  # from here on: in the time that the others leave
-    Section("seven_b", 130, MODEL),
+    Section("half_b", 70),
+    Section("engine", 70),
+    Section("quantized", 60),
+    Section("sampled", 40),
+    Section("verified", 40),
+    Section("windows", 60),  # from here on: in the time that the others leave
+    Section("seven_b", 130),
     Section("triton", 80),
-    Section("bundled", 60, TEXT),
+    Section("bundled", 60),
 )
 PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin nvidia-cudnn-cu13 nvidia-cudnn-cu12".split()
 

@@ -13,18 +13,18 @@ from gpu.section_runner import Section, require_packages
 
 require_packages("check_tpu")
 
-from gpu.check_command import MODEL, TEXT, Program, start  # noqa: E402
+from gpu.check_command import Program, start  # noqa: E402
 
 SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes
     Section("attention", 120),
-    Section("half_b", 110, MODEL),
-    Section("engine", 100, TEXT),
-    Section("quantized", 80, MODEL),
-    Section("sampled", 50, MODEL),
-    Section("verified", 50, MODEL),
-    Section("windows", 80, MODEL),  # from here on: in the time that the others leave
-    Section("seven_b", 160, MODEL),
-    Section("bundled", 60, TEXT),
+    Section("half_b", 110),
+    Section("engine", 100),
+    Section("quantized", 80),
+    Section("sampled", 50),
+    Section("verified", 50),
+    Section("windows", 80),  # from here on: in the time that the others leave
+    Section("seven_b", 160),
+    Section("bundled", 60),
 )
 
 if __name__ == "__main__":

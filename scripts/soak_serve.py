@@ -7,8 +7,8 @@
 Without --attacks: a server with the bundled model runs in this process, many clients in another. Prints a
 JSON line per part. Exit code 1: a status of 500 or above; an answer that differs from the one computed alone;
 rows or pages that stay occupied; memory that grew by 20 MiB or more (for the clients: after a first run, a
-tenth as long, that creates threads and caches, `first_mib`); calls that are afterwards slower than the third
-quartile before; or a first token that takes more than three times as long during another client's flood.
+tenth as long, that creates threads and caches, `first_mib`); or calls that are afterwards slower than the
+third quartile before.
 
 With --attacks only attacks run. Each attack has a new server process: one client attacks it while a second
 makes --calls small calls, first without the attack and then during it; then the server gets SIGTERM.
@@ -23,27 +23,21 @@ beyond its --grace to exit. Needs Linux and two idle cores; about half an hour f
 from launcher import start
 
 # isort: split
-import dataclasses
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
-from functools import partial
 
 from absl import flags
 from soak import attack_runs
-from soak.server_requests import SETTINGS, crowd, flood, malformed, resident, serve, time_call, wait_idle
+from soak.server_requests import SETTINGS, crowd, malformed, resident, serve, time_call, wait_idle
 
 import xinfer_jax as xj
 
 MALFORMED = flags.DEFINE_integer("malformed", 2000, "Number of malformed requests.", lower_bound=0)
 CLIENTS = flags.DEFINE_integer("clients", 200, "Number of concurrent clients.", lower_bound=1)
 SECONDS = flags.DEFINE_float("seconds", 60, "Seconds that the clients run.", lower_bound=1)
-FLOOD = flags.DEFINE_integer(
-    "flood", 500, "Requests of a client that floods the server while another one is measured.", lower_bound=0
-)
 MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
 QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8", "int4"], "Format of the weights.")
 ATTACKS = flags.DEFINE_list("attacks", [], "Names of attacks, or all.")
@@ -56,12 +50,8 @@ PORT = flags.DEFINE_integer("port", None, "Internal: port of the server, for a c
 
 def main(argv: list[str]) -> int:
     if PORT.value is not None:
-        if FLOOD.value:
-            result = flood(PORT.value, FLOOD.value, ("one", "other"))
-        else:
-            result = crowd(PORT.value, CLIENTS.value, SECONDS.value)
-        print(json.dumps(result), flush=True)
-        os._exit(0)  # without waiting for the requests of the flood
+        print(json.dumps(crowd(PORT.value, CLIENTS.value, SECONDS.value)))
+        return 0
     if ATTACKS.value:
         settings = dict(model=MODEL.value, quantize=QUANTIZE.value)
         options = [f"--{name}={value}" for name, value in settings.items() if value]
@@ -77,11 +67,10 @@ def main(argv: list[str]) -> int:
         result = dict(requests=MALFORMED.value, server_errors=bad, grown_mib=round(resident() - start_mib, 1))
         print(json.dumps(dict(part="malformed", **result)), flush=True)
         failed = bool(bad) or result["grown_mib"] >= 20
-    run_crowd = partial(run_clients, port, f"--clients={CLIENTS.value}", "--flood=0")
-    run_crowd(f"--seconds={SECONDS.value / 10}")
+    run_clients(port, SECONDS.value / 10)
     first = resident() - start_mib
     start_mib = resident()
-    counts = run_crowd(f"--seconds={SECONDS.value}")
+    counts = run_clients(port, SECONDS.value)
     idle = wait_idle(service, 20)
     after = [time_call(port) for _ in range(20)]
     quarters = statistics.quantiles(before)
@@ -93,18 +82,18 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     print(json.dumps(dict(part="crowd", **result)), flush=True)
     failed |= bool(counts["wrong"]) or not idle or result["grown_mib"] >= 20 or median_after > quarters[2]
-    if FLOOD.value:
-        service.close()
-        _, port = serve(model, dataclasses.replace(SETTINGS, api_keys=(b"one", b"other")), [])
-        result = run_clients(port, f"--flood={FLOOD.value}")
-        print(json.dumps(dict(part="flood", requests=FLOOD.value, **result)), flush=True)
-        failed |= result["times"] > 3
     return int(failed)
 
 
-def run_clients(port: int, *client_flags: str) -> dict:
-    """Runs clients in another process and returns their results."""
-    command = [sys.executable, __file__, f"--port={port}", *client_flags]
+def run_clients(port: int, seconds: float) -> dict:
+    """Runs clients in another process for some seconds, and returns their results."""
+    command = [
+        sys.executable,
+        __file__,
+        f"--port={port}",
+        f"--clients={CLIENTS.value}",
+        f"--seconds={seconds}",
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

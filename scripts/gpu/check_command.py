@@ -27,8 +27,6 @@ from gpu.section_runner import (
     run_sections,
 )
 
-MODEL = ("safetensors",)
-TEXT = (*MODEL, "tokenizers", "jinja2")
 MACHINE = Section("machine", 30)  # always runs: the device and its limits
 
 

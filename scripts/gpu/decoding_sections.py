@@ -71,7 +71,7 @@ def speeds(run: ModelRun, label: str, **options: Any) -> Iterator[Case]:
     key = jax.random.key(0)
     counts = (2,) if run.plan.tiny else (1, 32)
     compiled = partial(run.compile_in_parallel, [(rows, None) for rows in counts], key=key, **options)
-    yield Case(f"{label}, parallel compilation", compiled, {"optional": True})
+    yield Case(f"{label}, parallel compilation", compiled)
     for rows in counts:
         yield Case(f"0.5b, {rows} rows, {label}", partial(run.measure, rows, None, key=key, **options))
 

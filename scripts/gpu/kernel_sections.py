@@ -87,7 +87,7 @@ def timing_case(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: 
 
 def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Callable) -> dict[str, Any]:
     """Milliseconds, the fraction of the device's limit, and the error against our kernel's result."""
-    call, args = job(*arguments(kernel, *shape), tiny=plan.tiny)
+    call, args = job(*arguments(kernel, *shape))
     work, kind = least_work(kernel, *shape)
     rate = limit(plan.tiny, kind)
     # Calls that take 20 ms at the limit; XLA may be far from the limit.
@@ -137,7 +137,7 @@ def least_work(
 # --- timed functions: from the reference's arguments to a function and its arguments ------------------------
 
 
-def ours(kernel: str, impl: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
+def ours(kernel: str, impl: str, *args: jax.Array) -> tuple[Callable, tuple]:
     scale = {"scale": args[0].shape[-1] ** -0.5} if kernel.endswith("attention") else {}
     if "tpu" in impl:
         (q, k, v, *lengths) = args
@@ -145,7 +145,7 @@ def ours(kernel: str, impl: str, *args: jax.Array, tiny: bool) -> tuple[Callable
     return partial(kernels_pallas.run_kernel, impl, kernel, **scale), args
 
 
-def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
+def xla(kernel: str, *args: jax.Array) -> tuple[Callable, tuple]:
     """The product by XLA, as the library computes it without kernels."""
     if kernel == "argmax":
         return partial(jnp.argmax, axis=-1), args
@@ -168,7 +168,7 @@ def references(plan: SimpleNamespace) -> Iterator[Case]:
     if plan.tiny or plan.platform == "tpu":
         impls = [emulated(plan) or "tpu"]
     else:
-        impls = ["triton", "mosaic"]
+        impls = ["mosaic", "triton"]
     for impl in impls:
         reason = kernels_pallas.unavailable_reason(impl)
         for call in kernel_calls(impl):

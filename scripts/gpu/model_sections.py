@@ -34,7 +34,7 @@ def end_to_end(name: str) -> Callable[[SimpleNamespace], Iterator[Case]]:
         counts = (1,) if plan.tiny else (1, 32)
         kinds = [(rows, impl) for impl in (None, "xla") for rows in counts]
         yield Case(f"{name}, logits against XLA", run.agreement)
-        yield Case("parallel compilation", partial(run.compile_in_parallel, kinds), {"optional": True})
+        yield Case("parallel compilation", partial(run.compile_in_parallel, kinds))
         for rows, impl in kinds:
             yield Case(f"{name}, {rows} rows, {impl or 'kernels'}", partial(run.measure, rows, impl))
 

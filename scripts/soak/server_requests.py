@@ -1,4 +1,4 @@
-"""Requests to a server: many clients, a flood, and malformed requests; for soak_serve.py and tests."""
+"""Requests to a server: many clients, and malformed requests; for soak_serve.py and tests."""
 
 import asyncio
 import dataclasses
@@ -181,38 +181,3 @@ def resident() -> float:
     release_free_memory()
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
-
-
-def flood(port: int, count: int, keys: tuple[str, str]) -> dict[str, float]:
-    """Milliseconds to the first token of one client, alone and while another client has sent `count`
-    requests.
-    """
-
-    def ttft_ms(key: str, max_tokens: int) -> float:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        body = dict(prompt=prompt(200), max_tokens=max_tokens, stream=True, ignore_eos=True)
-        head = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-        start_s = time.perf_counter()
-        connection.request("POST", PATHS[0], json.dumps(body).encode(), head)
-        lines = iter(connection.getresponse())
-        next(line for line in lines if line.startswith(b"data: {"))
-        seconds = time.perf_counter() - start_s
-        list(lines)
-        connection.close()
-        return 1e3 * seconds
-
-    def prompt(tokens: int) -> list[int]:
-        return [rng.randrange(1900) for _ in range(tokens)]
-
-    rng = random.Random(1)
-    ttft_ms(keys[0], 8)
-    alone = sorted(ttft_ms(keys[0], 8) for _ in range(9))
-    for _ in range(count):
-        threading.Thread(target=ttft_ms, args=(keys[1], 200), daemon=True).start()
-    time.sleep(3)
-    during_flood = sorted(ttft_ms(keys[0], 8) for _ in range(9))
-    return dict(
-        alone_ms=round(alone[4], 1),
-        beside_ms=round(during_flood[4], 1),
-        times=round(during_flood[4] / alone[4], 2),
-    )
