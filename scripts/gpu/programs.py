@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 import kernels_pallas
 from gpu.card_specs import Card, Tpu
@@ -33,7 +32,7 @@ from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
 from xinfer_jax.model.extras import NO_EXTRAS
 from xinfer_jax.sampling.sampling_config import SamplingConfig
-from xinfer_jax.sharding import REPLICATED, cache_specs, concrete_mesh_of
+from xinfer_jax.sharding import REPLICATED
 
 PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
 LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step
@@ -137,24 +136,15 @@ def _cache(job: ProgramJob, length: int) -> KVCache:
 
 def engine_device(job: ProgramJob) -> Device:
     """An engine's device whose rows have all sampled their first token; its pools are shapes."""
-    mesh = concrete_mesh_of(job.params)
     pages = job.rows * num_pages_for(job.capacity) + 1
     draft = dict(draft="lookup", draft_tokens=job.draft_tokens) if job.draft_tokens else {}
     sizes = dict(rows=job.rows, capacity=job.capacity, pages=pages, chunk=job.chunk, cache_dtype=job.kv)
     shape = EngineShape(**sizes, **draft)
     device = Device(job.params, job.config, shape, _stop, dry_run=True)
-    if mesh is not None:
-        to_sharded = partial(_sharded, mesh)
-        device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))
-        device.states = jax.tree.map(to_sharded, device.states, cache_specs(device.states, mesh))
     call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
     row = device.new_row(call)
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device
-
-
-def _sharded(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _repeat(x_1: Any, rows: int) -> Any:
