@@ -15,15 +15,13 @@ require_packages("check_tpu")
 
 from gpu.check_command import Program, start  # noqa: E402
 
-SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes
+SECTIONS = (  # most important first; the limits up to `decoding` add up to 9 minutes
     Section("attention", 120),
     Section("half_b", 110),
     Section("engine", 100),
     Section("quantized", 80),
-    Section("sampled", 50),
-    Section("verified", 50),
-    Section("windows", 80),  # from here on: in the time that the others leave
-    Section("seven_b", 160),
+    Section("decoding", 100),
+    Section("seven_b", 160),  # from here on: in the time that the others leave
     Section("bundled", 60),
 )
 

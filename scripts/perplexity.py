@@ -53,10 +53,6 @@ _TOKENS = 4096  # tokens of a batch, approximately
 
 
 def main(argv: list[str]) -> None:
-    print(json.dumps(run()))
-
-
-def run() -> dict:
     if TEXT.value is None:
         raise xj.InputError("no text: give --text=FILE")
     text = Path(TEXT.value).expanduser().read_text(encoding="utf-8")
@@ -88,10 +84,12 @@ def run() -> dict:
         f"{len(ids)} tokens, {len(logprobs)} scored in {seconds} s: {nats:.4f} nats per token, "
         f"perplexity {math.exp(nats):.4f}, {bits:.4f} bits per byte"
     )
-    return {"model": MODEL.value, "text": TEXT.value, "weights": model.load_stats.dtype, "window": window,
-            "stride": stride,
-            "tokens": len(ids), "scored_tokens": len(logprobs), "bytes": scored_bytes, "nats_per_token": nats,
-            "perplexity": math.exp(nats), "bits_per_byte": bits, "seconds": seconds}  # fmt: skip
+    report = dict(
+        model=MODEL.value, text=TEXT.value, weights=model.load_stats.dtype, window=window, stride=stride,
+        tokens=len(ids), scored_tokens=len(logprobs), bytes=scored_bytes, nats_per_token=nats,
+        perplexity=math.exp(nats), bits_per_byte=bits, seconds=seconds,
+    )  # fmt: skip
+    print(json.dumps(report))
 
 
 def windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int], int]]:

@@ -33,7 +33,6 @@ from train import tiny_data
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.compress import awq
-from xinfer_jax.compress.awq import with_outliers
 from xinfer_jax.families.conversion import specs_and_leaves
 from xinfer_jax.formats.compressed_tensors_packing import w4a16_settings
 from xinfer_jax.formats.files import checkpoint_dir
@@ -46,22 +45,24 @@ MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a name owner/name on the hub. Default: the bundled model."
 )
 OUTPUT = flags.DEFINE_string("output", None, "Directory to write to. Default: only report.")
-QUANTIZE = flags.DEFINE_string("quantize", "int4", "int8 or int4.")
+QUANTIZE = flags.DEFINE_enum("quantize", "int4", ["int8", "int4"], "Format of the weights.")
 GROUP = flags.DEFINE_integer(
     "group",
     None,
     f"Number of inputs that share a scale, even. Default: int8: all inputs of an output, int4: {GROUP_SIZE};"
     " small matrices: 8 and 32.",
 )
-FORMAT = flags.DEFINE_string(
+FORMAT = flags.DEFINE_enum(
     "format",
     "xinfer_jax",
+    ["xinfer_jax", "compressed-tensors"],
     "xinfer_jax: files that only this library reads. compressed-tensors: W4A16 files, also for transformers;"
     " for --quantize=int4, rounded to nearest around 0, also after awq's scales; the vocabulary stays float.",
 )
-METHOD = flags.DEFINE_string(
+METHOD = flags.DEFINE_enum(
     "method",
     "awq",
+    ["rtn", "awq"],
     "rtn: round to nearest. awq: scale by activations (Lin et al. 2023), then round as --compensate says.",
 )
 COMPENSATE = flags.DEFINE_boolean(
@@ -76,42 +77,26 @@ ACTIVATIONS = flags.DEFINE_enum(
     "Also quantize the inputs of matmuls; --quantize=int8 then has no --group. Inputs are rotated in blocks"
     " (QuaRot, Ashkboos et al. 2024) against outliers, instead of AWQ's scales.",
 )
-OUTLIERS = flags.DEFINE_float(
-    "outliers",
-    1.0,
-    "First create outliers: multiply a few channels by this factor, without changing the model's function.",
-)
 CALIBRATION = flags.DEFINE_string(
     "calibration",
     None,
     "Texts for awq: a text file, capitals or sampled. Default: capitals for the bundled model, else sampled.",
 )
-CALIBRATION_TOKENS = flags.DEFINE_integer(
-    "calibration_tokens", 16384, "Largest number of calibration tokens.", lower_bound=1
-)
 EVAL = flags.DEFINE_string(
     "eval", None, "Report perplexity and top-1 agreement with float32 on a text file, capitals or sampled."
-)
-EVAL_SEED = flags.DEFINE_integer(
-    "eval_seed", 12, "Seed of capitals and sampled for --eval; calibration has seed 11.", lower_bound=12
 )
 CONTEXT = flags.DEFINE_integer(
     "context", 512, "Documents are cut into chunks of this many tokens.", lower_bound=2
 )
 _SEPARATOR = "<|endoftext|>"
 _ROWS = 16  # chunks that are scored in a batch
-
-
-def main(argv: list[str]) -> None:
-    print(json.dumps(run()))
+_CALIBRATION_TOKENS = 16384  # at most
+_CALIBRATION_SEED = 11
+_EVAL_SEED = 12
 
 
 def check_flags() -> None:
     """Raises InputError for values or combinations that are not allowed."""
-    formats = ("xinfer_jax", "compressed-tensors")
-    for flag, known in ((METHOD, ("rtn", "awq")), (QUANTIZE, ("int8", "int4")), (FORMAT, formats)):
-        if flag.value not in known:
-            raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
@@ -124,21 +109,19 @@ def check_flags() -> None:
         )
 
 
-def run() -> dict:
+def main(argv: list[str]) -> None:
     check_flags()
     path = BUNDLED if MODEL.value is None else checkpoint_dir(MODEL.value)
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
-    calibration = documents(model, calibration_source(), seed=11) if METHOD.value == "awq" else []
-    eval_texts = documents(model, EVAL.value, EVAL_SEED.value) if EVAL.value else []
+    calibration = documents(model, calibration_source(), _CALIBRATION_SEED) if METHOD.value == "awq" else []
+    eval_texts = documents(model, EVAL.value, _EVAL_SEED) if EVAL.value else []
     eval_texts = [text for text in eval_texts if text not in calibration]
     if EVAL.value and not eval_texts:
         raise xj.InputError(f"--eval={EVAL.value} has no text besides the calibration texts")
-    reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, OUTLIERS)
+    reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS)
     report = {flag.name: flag.value for flag in reported}
-    if OUTLIERS.value != 1:
-        model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
     start = time.perf_counter()
     quantized, calibration_report = quantize(model, calibration)
     report |= calibration_report
@@ -155,7 +138,7 @@ def run() -> dict:
     if OUTPUT.value:
         xj.save_model(OUTPUT.value, quantized.params, quantized.config, tokenizer=model.tokenizer)
         print(f"wrote {OUTPUT.value}")
-    return report
+    print(json.dumps(report))
 
 
 def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
@@ -165,7 +148,7 @@ def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
         return quantize_w4a16(model), {}
     if METHOD.value == "rtn":
         return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
-    rows = chunks(model, calibration, max_tokens=CALIBRATION_TOKENS.value)
+    rows = chunks(model, calibration, max_tokens=_CALIBRATION_TOKENS)
     report = {
         "calibration": calibration_source(),
         "calibration_tokens": sum(map(len, rows)),
@@ -214,7 +197,7 @@ def documents(model: xj.Model, source: str, seed: int) -> list[str]:
             "the checkpoint has no tokenizer.json, which texts need: use --method=rtn, without --eval"
         )
     if source == "capitals":
-        count = 200 if seed == 11 else 1000
+        count = 200 if seed == _CALIBRATION_SEED else 1000
         talks = itertools.islice(tiny_data.conversations(random.Random(seed)), count)
         return [model.tokenizer.apply_chat_template(talk, add_generation_prompt=False) for talk in talks]
     if source == "sampled":
@@ -222,7 +205,7 @@ def documents(model: xj.Model, source: str, seed: int) -> list[str]:
         length = min(CONTEXT.value, model.config.context_length) - len(start)
         ends = (*start, *model.tokenizer.eos_token_ids)
         options = xj.GenerateOptions(length, xj.SamplingConfig(temperature=1.0), eos_token_ids=ends)
-        prompts = [start] * (32 if seed == 11 else 96)
+        prompts = [start] * (32 if seed == _CALIBRATION_SEED else 96)
         out = xj.generate(model.params, model.config, prompts, options, key=jax.random.key(seed))
         return [model.tokenizer.decode(ids) for ids in out.tokens]
     text = Path(source).expanduser().read_text(encoding="utf-8")

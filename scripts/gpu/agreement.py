@@ -26,9 +26,6 @@ import xinfer_jax as xj
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.ops.largest import argmax
-from xinfer_jax.sampling.batched_settings import settings_per_row
-from xinfer_jax.sampling.random_keys import DRAW_TOKEN, gumbel_noise, row_keys
-from xinfer_jax.sampling.sampler import warp_logits
 from xinfer_jax.weights.quantized_weight import is_quantized
 
 SPREAD = 1.5
@@ -181,45 +178,3 @@ def greedy_agreement(want: Forced, answer_BT: Any, dtype: Any) -> dict[str, Any]
     near = bounds(dtype)["near"]
     behind = float(behind_BT.max())
     return {"behind": behind} | verdict(gap_BT > near, behind <= near, near)
-
-
-def sampled_agreement(
-    want: Forced, answer_BT: Any, sampling: xj.SamplingConfig, key: jax.Array, dtype: Any
-) -> dict[str, Any]:
-    """Whether a sampled answer has the tokens that a reference draws along it with the same keys.
-
-    A position is not compared where the two largest perturbed logits differ by less than the bound, or where
-    one of the two tokens is so close to the limit of top-k or top-p that either side may drop it.
-    """
-    answer_BT = np.asarray(answer_BT)
-    B, T = answer_BT.shape
-    first = want.logits_BTV.shape[1] - T + 1  # position of the answer's first token
-    logits_MV = want.logits_BTV[:, -T:].reshape(B * T, -1)
-    key_M = jnp.repeat(row_keys(key, B), T)
-    position_M = jnp.tile(first + jnp.arange(T), B)
-    near = bounds(dtype)["near"]
-    token_M = answer_BT.reshape(-1)
-    sampling_M = settings_per_row(sampling, B * T, logits_MV.shape[1])
-    drawn_M, compared_M = map(np.asarray, _draw(logits_MV, token_M, key_M, position_M, sampling_M, near))
-    differ = int((compared_M & (drawn_M != token_M)).sum())
-    return {"differ": differ} | verdict(compared_M, differ == 0, near)
-
-
-@jax.jit
-def _draw(logits_MV, token_M, key_M, position_M, sampling_M, near):
-    """The tokens that are drawn from the logits, int32 [M], and whether rounding cannot have changed them."""
-    V = logits_MV.shape[1]
-    limit_M = near * jnp.abs(logits_MV).max(-1)
-    warped_MV = warp_logits(logits_MV, sampling_M, jnp.max(logits_MV, -1, keepdims=True))
-    noise_MV = jax.vmap(gumbel_noise, (0, 0, None, None))(key_M, position_M, DRAW_TOKEN, jnp.arange(V))
-    best_M, second_M, drawn_M = best_two(warped_MV + noise_MV)
-    kept_MV = warped_MV > -jnp.inf
-    least_kept_M = jnp.where(kept_MV, logits_MV, jnp.inf).min(-1)
-    most_removed_M = jnp.where(kept_MV, -jnp.inf, logits_MV).max(-1)
-
-    def inside(token_M):  # neither side may drop it
-        logit_M = jnp.take_along_axis(logits_MV, token_M[:, None], 1)[:, 0]
-        return (logit_M > least_kept_M + limit_M) | (logit_M < most_removed_M - limit_M)
-
-    clear_M = best_M - second_M > limit_M / sampling_M.temperature
-    return drawn_M, clear_M & inside(drawn_M) & inside(token_M)

@@ -172,7 +172,7 @@ def _append_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCall
             if not _takes(impl, is_tpu, keys, width, dtype) or is_tpu and 2 * pairs != width:
                 continue
             capacity = (100 if keys == "ring" else _PAGES) * _PAGE
-            options = dict(capacity=capacity) | dict(ring=True) * (keys == "ring")
+            options = dict(capacity=capacity, ring=keys == "ring")
             arguments = partial(_append_arguments, is_tpu, keys, sizes)
             yield KernelCall(impl, "rope_append", f"{label} {keys}", arguments, options)
 
@@ -358,7 +358,10 @@ def _delta_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCall]
         kernel = "delta_step" if T == 1 else "delta_drafts" if T < 64 else "delta_prefill"
         label = f"{rows} rows, {T} tokens, {N} heads of {H} and {Y} {dtype}"
         arguments = partial(_delta_arguments, rows, T, K, N, H, Y, dtype)
-        yield KernelCall(impl, kernel, label, arguments, dict(eps=1e-6) | dict(holds=True) * (1 < T < 64))
+        options: dict[str, Any] = dict(eps=1e-6)
+        if kernel == "delta_drafts":
+            options["holds"] = True
+        yield KernelCall(impl, kernel, label, arguments, options)
 
 
 def _delta_arguments(rows: int, T: int, K: int, N: int, H: int, Y: int, dtype: str) -> Arguments:

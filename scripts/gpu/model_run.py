@@ -36,19 +36,14 @@ class ModelRun:
         hf: dict[str, Any],
         dtype: str = "bfloat16",
         quantize: str | None = None,
-        *,
-        capacity: int | None = None,
         cache_dtype: str | None = None,
-        kernels: str | None = None,
     ):
-        """kernels: the implementation to check; None: what suits the device, emulated with --tiny."""
         self.plan = plan
         self.config = from_hf(hf)
         self.dtype = dtype
         self.quantize = quantize
-        self.capacity = capacity
         self.cache_dtype = cache_dtype or dtype
-        self.kernels = kernels or emulated(plan)
+        self.kernels = emulated(plan)  # None: what suits the device
         self.prompt, self.new = (40, 40) if plan.tiny else (512, 128)
         self.params = cache(self._params)
 
@@ -61,7 +56,7 @@ class ModelRun:
 
     def generate(self, rows: int, impl: str | None, key: Any = None, **options: Any) -> xj.GenerateOutput:
         """Answers of `new` tokens. impl: None: the kernels. options: of `GenerateOptions`."""
-        given = dict(impl=impl or self.kernels, capacity=self.capacity, cache_dtype=self.cache_dtype)
+        given = dict(impl=impl or self.kernels, cache_dtype=self.cache_dtype)
         options = xj.GenerateOptions(self.new, eos_token_ids=(), **given | options)
         return xj.generate(self.params(), self.config, self.prompts(rows), options, key=key)
 
@@ -118,8 +113,7 @@ class ModelRun:
     ) -> Forced:
         """The model along these tokens. impl: None: the kernels. params: others than its own."""
         tokens_BT = np.array(tokens, np.int32)
-        capacity = self.capacity or tokens_BT.shape[1]
-        kv_cache = xj.init_cache(self.config, len(tokens_BT), capacity, cache_dtype or self.cache_dtype)
+        kv_cache = xj.init_cache(self.config, *tokens_BT.shape, cache_dtype or self.cache_dtype)
         impl = impl or self.kernels
         return forced(
             self.params() if params is None else params, self.config, tokens_BT, kv_cache, prompt, impl
@@ -140,9 +134,7 @@ class ModelRun:
         return {"kernels": self.kernels_used(rows)} | agreement(got, reference, self.prompt, self.dtype)
 
     def kernels_used(self, rows: int) -> dict[str, str]:
-        used = xj.kernels_used(
-            self.params(), self.config, self.kernels, rows, self.cache_dtype, self.capacity
-        )
+        used = xj.kernels_used(self.params(), self.config, self.kernels, rows, self.cache_dtype)
         return {kernel: selection.impl for kernel, selection in used.items()}
 
     def along(self, prompts: list[list[int]], answers: list[list[int]]) -> Forced:

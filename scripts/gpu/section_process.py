@@ -61,12 +61,10 @@ def run_cases(plan: SimpleNamespace, end: float, add: Callable[..., None]) -> No
 
 def sections_of(platform: str) -> dict[str, Callable]:
     """The sections that such a device may run, by name."""
-    from gpu import decoding_sections, kernel_sections, model_sections, section_cases
+    from gpu import kernel_sections, model_sections, section_cases
 
-    sections = {"machine": section_cases.machine, **kernel_sections.SECTIONS[platform]}
-    for module in (model_sections, decoding_sections):
-        sections |= module.SECTIONS
-    return sections
+    own = kernel_sections.SECTIONS[platform] | model_sections.SECTIONS
+    return {"machine": section_cases.machine, **own}
 
 
 def run_case(case: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu import (
-    decoding_sections,
     kernel_sections,
     model_sections,
     section_cases,
@@ -222,9 +221,7 @@ def test_bad_flags_of_check_gpu_exit_with_one_line(flags, words):
 def test_every_section_has_its_cases():
     (line,) = check_gpu("--sections=everything").stderr.splitlines()
     names = line.split("--sections knows ")[1].split(", got")[0].split(", ")
-    modules = (model_sections, decoding_sections)
-    found = [name for module in modules for name in module.SECTIONS]
-    assert sorted(names) == sorted([*kernel_sections.SECTIONS["cuda"], *found])
+    assert sorted(names) == sorted([*kernel_sections.SECTIONS["cuda"], *model_sections.SECTIONS])
 
 
 def test_sections_on_tiny_shapes(tmp_path):
