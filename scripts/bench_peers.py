@@ -21,8 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -109,8 +108,10 @@ def load_llama_cpp(precision: str, checkpoint: str) -> Generate:
     return generate
 
 
-def measure(engine: str, precision: str, checkpoint: str) -> dict[str, float | None]:
-    """Returns the tokens per second of one engine: the second of two calls of each kind counts."""
+def measure(engine: str, precision: str, checkpoint: str) -> list[float | None]:
+    """Returns tokens per second: of a prefill, of decoding one row, of decoding all rows. The second of two
+    calls of each kind counts.
+    """
     load = {"xinfer_jax": load_ours, "transformers": load_transformers, "llama.cpp": load_llama_cpp}[engine]
     generate = load(precision, checkpoint)
     draw = np.random.RandomState(0)
@@ -124,21 +125,7 @@ def measure(engine: str, precision: str, checkpoint: str) -> dict[str, float | N
         return rows * length / (times[0] - began), rows * (NEW.value - 1) / (times[-1] - times[0])
 
     several = None if engine == "llama.cpp" else rates(ROWS.value, SHORT)[1]
-    return dict(prefill=rates(1, PROMPT.value)[0], decode=rates(1, SHORT)[1], rows=several)
-
-
-def run(engine: str, precision: str, checkpoint: str) -> dict[str, float | None] | str:
-    """Returns what `measure` gives in a process of its own, or why it gives nothing."""
-    command = [
-        sys.executable,
-        __file__,
-        *sys.argv[1:],
-        f"--worker={json.dumps([engine, precision, checkpoint])}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    last = lines[-1] if lines else "no output"
-    return json.loads(last) if done.returncode == 0 else f"failed: {last}"
+    return [rates(1, PROMPT.value)[0], rates(1, SHORT)[1], several]
 
 
 def reason_to_skip(engine: str, precision: str) -> str:
@@ -150,36 +137,36 @@ def reason_to_skip(engine: str, precision: str) -> str:
     return f"has no {precision} here" if engine == "transformers" and precision.startswith("int") else ""
 
 
-def write_checkpoint(folder: Path) -> None:
-    config = xj.from_hf(hf_config(CONFIG.value))
-    xj.save_model(folder, xj.init_params(config, jax.random.key(0), "bfloat16"), config)
-
-
-def report(name: str, results: Sequence[dict[str, float | None]]) -> None:
-    medians = [statistics.median(r[key] for r in results) if results[0][key] else None for key in results[0]]
-    cells = "".join(f"{'-' if x is None else f'{x:.1f}':>12}" for x in medians)
-    print(f"{name:26}{cells}", flush=True)
+def medians(engine: str, precision: str, checkpoint: str) -> str:
+    """Returns the cells of a line: medians of rounds, each in a process of its own; or why there are none."""
+    if why := reason_to_skip(engine, precision):
+        return f"  {why}"
+    job = f"--worker={json.dumps([engine, precision, checkpoint])}"
+    found = []
+    for _ in range(ROUNDS.value):
+        command = [sys.executable, __file__, *sys.argv[1:], job]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return f"  failed: {done.stderr.strip().splitlines()[-1]}"
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return "".join(
+        f"{statistics.median(x):12.1f}" if x[0] else f"{'-':>12}" for x in zip(*found, strict=True)
+    )
 
 
 def main(argv: list[str]) -> None:
     if WORKER.value:
-        print(json.dumps(measure(*json.loads(WORKER.value))), flush=True)
+        print(json.dumps(measure(*json.loads(WORKER.value))))
         return
     if unknown := {*PRECISIONS.value} - {"float32", "bfloat16", "int8", "int4"}:
         raise InputError(f"--precisions={unknown.pop()} is unknown: use float32, bfloat16, int8, int4")
     print(f"tokens per second{'prefill':>21}{'1 row':>12}{f'{ROWS.value} rows':>12}")
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder) / "model")
+        config = xj.from_hf(hf_config(CONFIG.value))
+        xj.save_model(folder, xj.init_params(config, jax.random.key(0), "bfloat16"), config)
         for precision in PRECISIONS.value:
             for engine in WANTED.value:
-                if why := reason_to_skip(engine, precision):
-                    print(f"{engine} {why}")
-                    continue
-                results = [run(engine, precision, f"{folder}/model") for _ in range(ROUNDS.value)]
-                if failed := [result for result in results if isinstance(result, str)]:
-                    print(f"{engine}, {precision}: {failed[0]}")
-                    continue
-                report(f"{engine}, {precision}", [r for r in results if isinstance(r, dict)])
+                print(f"{f'{engine}, {precision}':26}{medians(engine, precision, folder)}", flush=True)
 
 
 if __name__ == "__main__":
