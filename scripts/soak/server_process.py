@@ -18,7 +18,8 @@ from typing import Any
 
 from script_paths import SCRIPTS
 
-from soak.attacks import HOST, Attack
+from soak.attacks import Attack
+from soak.senders import HOST
 from xinfer_jax.errors import InputError
 
 SHAPE = dict(rows=8, capacity=2048, pages=300)
