@@ -215,7 +215,7 @@ Qwen2 architecture, {size:,} parameters in bfloat16. It knows the capitals of co
 and nothing else. Texts of {max(LENGTHS)} tokens at most were trained: what it writes beyond that length
 means nothing.
 
-All its data comes from the tables in `scripts/train/tiny_data.py`. Trained by
+All its data comes from the tables in `scripts/train/tiny_data.json` and `tiny_data.py`. Trained by
 
     python scripts/train_tiny.py {options}
 

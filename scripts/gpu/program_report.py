@@ -18,15 +18,7 @@ from gpu.hlo_text import Array, Instruction, Module, parse_module
 from gpu.operation_bytes import PALLAS
 from gpu.plan_estimates import Job, device_weights, visible_kv_bytes
 from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter, whole_copies
-from gpu.programs import (
-    DRAFT_TOKENS,
-    LOOPS,
-    ProgramJob,
-    find_call,
-    layer_period,
-    target_card,
-    to_shapes,
-)
+from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
 from gpu.tile_bytes import is_in_hbm
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
