@@ -17,7 +17,7 @@ from gpu.card_specs import Card, Tpu
 from gpu.hlo_text import Array, Instruction, Module, parse_module
 from gpu.operation_bytes import PALLAS
 from gpu.plan_estimates import Job, device_weights, visible_kv_bytes
-from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter, whole_copies
+from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter
 from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
 from gpu.tile_bytes import is_in_hbm
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
@@ -158,7 +158,7 @@ def _compile_program(job: ProgramJob, program: str, card: Card | Tpu) -> _Compil
     branch = 0 if is_sampled else -1  # of the conditional on whether all rows are greedy
     counter = ProgramCounter(module, _kernel_bytes(job, program), branch=branch, is_tpu=isinstance(card, Tpu))
     step = counter.of_step() if program in LOOPS else counter.of_call()
-    copies = whole_copies(step, _leaf_shapes(job, program))
+    copies = step.whole_copies(_leaf_shapes(job, program))
     return _Compiled(job.config.num_hidden_layers, temporaries, step, copies)
 
 
@@ -212,7 +212,7 @@ def report(
         **{part: {name: of[part] for name, of in figures.items()} for part in _PARTS},
         least=least,
         ratio=figures["bytes"]["whole"] / sum(least.values()),
-        kernels=Counter(o.op_name for o in more.step.operations if o.kind in PALLAS.values()),
+        kernels=Counter(o.op_name for o in more.step if o.kind in PALLAS.values()),
         copied=[(str(o.copied[0]), o.bytes, o.op_name) for o in more.copies],
     )
 

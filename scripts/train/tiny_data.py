@@ -19,8 +19,8 @@ Turn = tuple[str, str]  # what the user writes, what the assistant answers
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 # The 193 members of the United Nations, Kosovo, Palestine, Taiwan and Vatican City: name -> capital. Names
 # are written as inside a sentence, with their article. Where a state has several seats, the constitutional
-# capital is given (Bolivia, Benin, the Netherlands) or the one commonly listed (South Africa, Eswatini). Yaren
-# and Ramallah are seats of government.
+# capital is given (Bolivia, Benin, the Netherlands) or the one commonly listed (South Africa, Eswatini).
+# Yaren and Ramallah are seats of government.
 CAPITALS: dict[str, str] = _DATA["capitals"]
 ALIASES: dict[str, str] = _DATA["aliases"]  # other name -> name in CAPITALS
 NAMED_CAPITALS: dict[str, str] = (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gpu.hlo_text import parse_module
-from gpu.program_counts import ProgramCounter, whole_copies
+from gpu.program_counts import ProgramCounter
 from jax import lax
 
 import xinfer_jax as xj
@@ -143,7 +143,7 @@ def test_counts_are_what_a_cpu_executes(name, tmp_path):
     parts = None, "while", "call", "conditional"
     executed = Counter(event for event in events if opcodes.get(event) not in parts)
     counted = Counter()
-    for operation in counts.operations:
+    for operation in counts:
         counted[operation.name] += operation.times
     assert +counted == executed and sum(executed.values()) > 100
 
@@ -153,7 +153,7 @@ def test_counts_are_what_a_cpu_executes(name, tmp_path):
 
 def test_bytes_of_fusions_are_those_of_their_slices():
     counts = ProgramCounter(parse_module(TEXT)).of_step()
-    found = {launch.name: (launch.read, launch.written) for launch in counts.operations}
+    found = {launch.name: (launch.read, launch.written) for launch in counts}
     assert found["row"] == (ROW, ROW)
     assert found["written"] == (ROW, ROW)
     assert found["copied"] == (8 * ROW + 8 * INDEX, 8 * ROW)
@@ -161,23 +161,23 @@ def test_bytes_of_fusions_are_those_of_their_slices():
 
 def test_a_gather_of_a_whole_leaf_is_a_copy_and_an_update_is_none():
     counts = ProgramCounter(parse_module(TEXT)).of_step()
-    assert [launch.name for launch in whole_copies(counts, [(8, 64)], least=1)] == ["copied"]
-    assert whole_copies(counts, [(8, 64)]) == []  # so small that activations may have the size
-    assert whole_copies(counts, [(16, 64)], least=1) == []
+    assert [launch.name for launch in counts.whole_copies([(8, 64)], least=1)] == ["copied"]
+    assert counts.whole_copies([(8, 64)]) == []  # so small that activations may have the size
+    assert counts.whole_copies([(16, 64)], least=1) == []
 
 
 def test_loops_and_branches():
     module = parse_module(TEXT)
     counts = ProgramCounter(module, trips=5).of_call()
     launched = Counter()
-    for launch in counts.operations:
+    for launch in counts:
         launched[launch.name] += launch.times
     assert launched["copy.1"] == 3  # of the known trip count
     assert launched["row"] == 5 and "copy.9" not in launched
     assert launched["less"] == 6  # the test of the other loop
     step = ProgramCounter(module).of_step()
-    assert {"row", "all-reduce.1"} <= {x.name for x in step.operations}
-    assert "copy.9" in {x.name for x in step.operations}, "the last branch"
+    assert {"row", "all-reduce.1"} <= {x.name for x in step}
+    assert "copy.9" in {x.name for x in step}, "the last branch"
     other = ProgramCounter(module, branch=0).of_step()
     assert other.launches == step.launches - 1
 
@@ -186,7 +186,7 @@ def test_a_kernel_moves_what_its_caller_says():
     call = '%kernel = bf16[8,64]{1,0} custom-call(%b), custom_call_target="mosaic_gpu_v2"'
     module = parse_module(TEXT.replace("%fixed = ", f"{call}\n  %fixed = "))
     for count, wanted in ((None, 2 * 8 * ROW), (lambda call, operands: float(len(operands)), 1.0)):
-        (kernel,) = [x for x in ProgramCounter(module, count).of_call().operations if x.name == "kernel"]
+        (kernel,) = [x for x in ProgramCounter(module, count).of_call() if x.name == "kernel"]
         assert (kernel.kind, kernel.bytes) == ("mosaic", wanted)
 
 

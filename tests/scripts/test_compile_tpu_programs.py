@@ -128,7 +128,7 @@ CACHE = 8 * 2 * 4096 * 64 * 2
 
 
 def operations(counts):
-    return {operation.name: operation for operation in counts.operations}
+    return {operation.name: operation for operation in counts}
 
 
 def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
@@ -142,7 +142,7 @@ def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
     assert moved["slice-start.1"] == (256 * 128 * 4, 0)
     assert moved["row"] == moved["nested"] == moved["viewed"] == (ROWS, 0)
     assert moved["written"] == (0, ROWS)
-    assert sum(o.times for o in counts.operations if o.name == "row") == 3 + 5
+    assert sum(o.times for o in counts if o.name == "row") == 3 + 5
     assert ProgramCounter(parse_module(TEXT), is_tpu=True).of_step().bytes == 2 * ROWS
     assert [array.size for array in found["relaid"].copied] == [CACHE // 2]
     assert not found["copy-start.1"].copied and not found["appended"].copied
