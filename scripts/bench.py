@@ -2,15 +2,14 @@
 time per token, tok/s, peak memory.
 
     python scripts/bench.py  # Qwen2.5-0.5B's shape, random weights
-    python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
+    python scripts/bench.py --dtype=bfloat16 --quantize=int8
     python scripts/bench.py --model=DIR --batch_sizes=1,8,32
 
 Weights are random unless --model names a checkpoint; prompts are always random. Decoding is greedy and never
-stops early. Each dtype x quantize runs in its own process, so its peak memory is its own. The machine's
-limits are probed before and after every repetition; a repetition is reported as a fraction of the mean of the
-two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where bytes are the stored weights
-and the keys and values. The limit of prefill is the same with (2 x non-embedding weights x tokens + attention
-+ one vocabulary row) FLOP. The last line is one JSON object. Exit code 2: bad flags.
+stops early. The machine's limits are probed before and after every repetition; a repetition is reported as a
+fraction of the mean of the two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where
+bytes are the stored weights and the keys and values. The limit of prefill is the same with (2 x non-embedding
+weights x tokens + attention + one vocabulary row) FLOP. The last line is one JSON object.
 """
 
 from launcher import start
@@ -19,10 +18,8 @@ from launcher import start
 import contextlib
 import itertools
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,9 +37,8 @@ from jax import lax
 
 import xinfer_jax as xj
 from xinfer_jax.device import cpu_count
-from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
+from xinfer_jax.weights.params import cache_dtype, tree_bytes
 
-FORMATS = ("none", "int8", "int4", "ternary")
 CONFIG = flags.DEFINE_string(
     "config", "qwen2.5-0.5b", "A built-in shape, or a directory with config.json. The weights are random."
 )
@@ -52,12 +48,11 @@ MODEL = flags.DEFINE_string(
 PROMPTS = flags.DEFINE_list("prompt_lengths", ["26", "300", "512"], "Lengths of the prompts, in tokens.")
 NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=2)
 BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Prompts in a batch.")
-DTYPES = flags.DEFINE_list("dtypes", ["float32"], "float32, bfloat16, float16.")
-QUANTIZE = flags.DEFINE_list("quantize", ["none"], f"{', '.join(FORMATS)}.")
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of activations.")
+QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8", "int4", "ternary"], "Format of the weights.")
 REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
 )
-WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print its JSON.")
 
 
 def whole_numbers(flag: flags.FlagHolder) -> list[int]:
@@ -132,37 +127,10 @@ def peak_memory() -> int:
         return 0
 
 
-# --- one case, in its own process ---------------------------------------------------------------------------
+# --- a batch ------------------------------------------------------------------------------------------------
 
 
-def measure(dtype: str, quantize: str) -> dict[str, Any]:
-    """The results of one format: memory, limits of the machine, and a row for each batch."""
-    weights = None if quantize == "none" else quantize
-    if MODEL.value:
-        model = xj.load_model(MODEL.value, dtype=dtype, quantize=weights)
-    else:
-        config = xj.from_hf(hf_config(CONFIG.value))
-        model = xj.Model(xj.init_params(config, jax.random.key(0), dtype, weights), config)
-    probe()  # compiles
-    probes = [probe()]
-    rows = []
-    for prompt, count in itertools.product(whole_numbers(PROMPTS), whole_numbers(BATCHES)):
-        named = dict(rows=count, prompt_tokens=prompt, new_tokens=NEW.value)
-        try:
-            rows.append(named | measure_batch(model, [prompt] * count, dtype, probes))
-        except xj.InputError as error:
-            rows.append(named | dict(skipped=str(error)))
-    return dict(
-        weight_bytes=tree_bytes(model.params),
-        weight_bytes_per_pass=bytes_per_pass(model.params),
-        limits={kind: spread([x[kind] for x in probes]) for kind in probes[0]},
-        rows=rows,
-    )
-
-
-def measure_batch(
-    model: xj.Model, lengths: list[int], dtype: str, probes: list[dict[str, float]]
-) -> dict[str, Any]:
+def measure(model: xj.Model, lengths: list[int], probes: list[dict[str, float]]) -> dict[str, Any]:
     """Prefill and decoding of one batch. probes: so far; others are added."""
     random = np.random.RandomState(0)
     prompts = [random.randint(0, model.config.vocab_size, n).tolist() for n in lengths]
@@ -182,7 +150,7 @@ def measure_batch(
         runs.append(generate())
         probes.append(probe())
         around.append({kind: (probes[-2][kind] + probes[-1][kind]) / 2 for kind in probes[-1]})
-    rate = "float32" if jax.default_backend() == "cpu" or dtype == "float32" else "bfloat16"
+    rate = "float32" if jax.default_backend() == "cpu" or DTYPE.value == "float32" else "bfloat16"
     weights = bytes_per_pass(model.params)
     itemsize = jnp.dtype(cache_dtype(model.params)).itemsize
     prefill = prefill_work(model.config, weights, lengths)
@@ -209,7 +177,7 @@ def fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], 
     return dict(seconds=spread(seconds), bound=bound, of_limit=spread([*map(max, memory, compute)]))
 
 
-# --- all cases ----------------------------------------------------------------------------------------------
+# --- all batches --------------------------------------------------------------------------------------------
 
 _WIDTHS = {
     "rows": 4, "prompt": 6, "new": 4, "compile s": 9, "TTFT ms": 18, "TPOT ms": 18, "prefill tok/s": 18,
@@ -218,11 +186,15 @@ _WIDTHS = {
 
 
 def main(argv: list[str]) -> None:
-    check_flags()
-    if WORKER.value:
-        jax.config.update("jax_enable_compilation_cache", False)
-        print(json.dumps(measure(*WORKER.value.split(":"))))
-        return
+    if MODEL.value and flags.FLAGS["config"].present:
+        raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
+    batches = [*itertools.product(whole_numbers(PROMPTS), whole_numbers(BATCHES))]
+    jax.config.update("jax_enable_compilation_cache", False)
+    if MODEL.value:
+        model = xj.load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
+    else:
+        config = xj.from_hf(hf_config(CONFIG.value))
+        model = xj.Model(xj.init_params(config, jax.random.key(0), DTYPE.value, QUANTIZE.value), config)
     results = dict(
         command=" ".join(["python", *sys.argv]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -231,42 +203,26 @@ def main(argv: list[str]) -> None:
         model=MODEL.value or f"{CONFIG.value}, random weights",
     )
     print(", ".join(results.values()))
-    cases = [run_case(*case) for case in itertools.product(DTYPES.value, QUANTIZE.value)]
-    print(json.dumps(results | dict(cases=cases)))
-
-
-def check_flags() -> None:
-    """Raises InputError for wrong flags, before anything is measured."""
-    if MODEL.value and flags.FLAGS["config"].present:
-        raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
-    if not MODEL.value:
-        xj.from_hf(hf_config(CONFIG.value))
-    for dtype in DTYPES.value:
-        resolve_dtype(dtype)
-    if not QUANTIZE.value or not {*QUANTIZE.value} <= {*FORMATS}:
-        raise xj.InputError(f"--quantize={','.join(QUANTIZE.value)}: choose among {', '.join(FORMATS)}")
-    for flag in (PROMPTS, BATCHES):
-        whole_numbers(flag)
-
-
-def run_case(dtype: str, quantize: str) -> dict[str, Any]:
-    """Measures one format in its own process, prints its results and returns them."""
-    command = [sys.executable, __file__, *sys.argv[1:], f"--worker={dtype}:{quantize}"]
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    if done.returncode:
-        raise xj.InputError(f"the process that measures {dtype}, {quantize} failed: see above")
-    case = json.loads(done.stdout.splitlines()[-1])
-    limits = case["limits"]
-    rates = [f"{dtype} matmul {_spread(limits[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
+    sizes = dict(weight_bytes=tree_bytes(model.params), weight_bytes_per_pass=bytes_per_pass(model.params))
     print(
-        f"\n{dtype}, {quantize}: {_mib(case['weight_bytes'])} MiB of weights"
-        f" ({_mib(case['weight_bytes_per_pass'])} read per pass)\n"
-        f"limits: read {_spread(limits['read'], 1e-9)} GB/s, {', '.join(rates)}"
+        f"MiB of weights: {_mib(sizes['weight_bytes'])}, read per pass {_mib(sizes['weight_bytes_per_pass'])}"
     )
-    print(" ".join(f"{name.strip():>{width}}" for name, width in _WIDTHS.items()))
-    print(*map(row_line, case["rows"]), sep="\n", flush=True)
-    return dict(dtype=dtype, quantize=quantize, **case)
+    print(" ".join(f"{name.strip():>{width}}" for name, width in _WIDTHS.items()), flush=True)
+    probe()  # compiles
+    probes = [probe()]
+    rows = []
+    for prompt, count in batches:
+        row = dict(rows=count, prompt_tokens=prompt, new_tokens=NEW.value)
+        try:
+            row |= measure(model, [prompt] * count, probes)
+        except xj.InputError as error:
+            row |= dict(skipped=str(error))
+        rows.append(row)
+        print(row_line(row), flush=True)
+    limits = {kind: spread([x[kind] for x in probes]) for kind in probes[0]}
+    rates = [f"{dtype} matmul {_spread(limits[dtype], 1e-9)} GFLOP/s" for dtype in ("float32", "bfloat16")]
+    print(f"limits: read {_spread(limits['read'], 1e-9)} GB/s, {', '.join(rates)}")
+    print(json.dumps(results | sizes | dict(limits=limits, rows=rows)))
 
 
 def row_line(row: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 from absl import flags
 
 import xinfer_jax as xj
+from xinfer_jax.checks import check_integer
 from xinfer_jax.plugins import names
 
 MODEL = flags.DEFINE_string(
@@ -62,13 +63,8 @@ def main(argv: list[str]) -> None:
     limit = model.config.context_length
     window = min(1024, limit) if WINDOW.value is None else WINDOW.value
     stride = window // 2 if STRIDE.value is None else STRIDE.value
-    if not 2 <= window <= limit:
-        raise xj.InputError(f"--window={window}: give 2 to {limit}, the model's context")
-    if not 1 <= stride < window:
-        raise xj.InputError(
-            f"--stride={stride}: give 1 to {window - 1}, less than the window, so that every token has one"
-            " before it"
-        )
+    check_integer("window", window, 2, limit)
+    check_integer("stride", stride, 1, window - 1)
     ids = model.tokenizer.encode(text)
     if len(ids) < 2:
         raise xj.InputError(

@@ -63,12 +63,8 @@ METHOD = flags.DEFINE_enum(
     "method",
     "awq",
     ["rtn", "awq"],
-    "rtn: round to nearest. awq: scale by activations (Lin et al. 2023), then round as --compensate says.",
-)
-COMPENSATE = flags.DEFINE_boolean(
-    "compensate",
-    True,
-    "With awq: refit, and round so that errors compensate each other; false: round to nearest.",
+    "rtn: round to nearest. awq: scale by activations (Lin et al. 2023), refit, and round so that errors"
+    " compensate each other.",
 )
 ACTIVATIONS = flags.DEFINE_enum(
     "activations",
@@ -85,10 +81,8 @@ CALIBRATION = flags.DEFINE_string(
 EVAL = flags.DEFINE_string(
     "eval", None, "Report perplexity and top-1 agreement with float32 on a text file, capitals or sampled."
 )
-CONTEXT = flags.DEFINE_integer(
-    "context", 512, "Documents are cut into chunks of this many tokens.", lower_bound=2
-)
 _SEPARATOR = "<|endoftext|>"
+_CONTEXT = 512  # tokens of the chunks of documents, at most
 _ROWS = 16  # chunks that are scored in a batch
 _CALIBRATION_TOKENS = 16384  # at most
 _CALIBRATION_SEED = 11
@@ -102,11 +96,6 @@ def check_flags() -> None:
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
     if is_w4a16() and (QUANTIZE.value != "int4" or ACTIVATIONS.value):
         raise xj.InputError("--format=compressed-tensors is for --quantize=int4 without --activations")
-    if ACTIVATIONS.value and METHOD.value == "awq" and not COMPENSATE.value:
-        raise xj.InputError(
-            "--nocompensate uses only scales, which the rotations of --activations make useless: give"
-            " --method=rtn"
-        )
 
 
 def main(argv: list[str]) -> None:
@@ -152,19 +141,13 @@ def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     report = {
         "calibration": calibration_source(),
         "calibration_tokens": sum(map(len, rows)),
-        "compensate": COMPENSATE.value,
     }
     print(f"calibrating on {report['calibration_tokens']} tokens of {report['calibration']}", flush=True)
     inputs = model.params, model.config, rows
     if is_w4a16():
         scaled = awq.scaled_params(*inputs, *method[:2])
-        return quantize_w4a16(dataclasses.replace(model, params=scaled)), report | {"compensate": False}
-    params = (
-        awq.awq_params(*inputs, *method)
-        if COMPENSATE.value
-        else awq.quantized_params(awq.scaled_params(*inputs, *method[:2]), *method)
-    )
-    return dataclasses.replace(model, params=params), report
+        return quantize_w4a16(dataclasses.replace(model, params=scaled)), report
+    return dataclasses.replace(model, params=awq.awq_params(*inputs, *method)), report
 
 
 def quantize_w4a16(model: xj.Model) -> xj.Model:
@@ -202,7 +185,7 @@ def documents(model: xj.Model, source: str, seed: int) -> list[str]:
         return [model.tokenizer.apply_chat_template(talk, add_generation_prompt=False) for talk in talks]
     if source == "sampled":
         start = model.tokenizer.encode("") or list(model.tokenizer.eos_token_ids[:1])
-        length = min(CONTEXT.value, model.config.context_length) - len(start)
+        length = min(_CONTEXT, model.config.context_length) - len(start)
         ends = (*start, *model.tokenizer.eos_token_ids)
         options = xj.GenerateOptions(length, xj.SamplingConfig(temperature=1.0), eos_token_ids=ends)
         prompts = [start] * (32 if seed == _CALIBRATION_SEED else 96)
@@ -217,7 +200,7 @@ def chunks(model: xj.Model, texts: list[str], max_tokens: int | None = None) -> 
     """Token ids of the documents, in chunks of the context. Chunks of a single token are left out, because
     they cannot be scored.
     """
-    context = min(CONTEXT.value, model.config.context_length)
+    context = min(_CONTEXT, model.config.context_length)
     documents = map(model.tokenizer.encode, texts)
     rows = [
         ids[at : at + context] for ids in documents for at in range(0, len(ids), context) if len(ids) - at > 1

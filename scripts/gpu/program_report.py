@@ -169,7 +169,6 @@ _FIGURES: dict[str, tuple[str, float, Callable[[_Compiled], float]]] = {  # titl
     "bytes": ("MB moved", 1e6, lambda c: c.step.bytes),
     "launches": ("operations launched", 1, lambda c: c.step.launches),
     "copies": ("copies of weights or cache", 1, lambda c: sum(o.times for o in c.copies)),
-    "copied_bytes": ("  MB", 1e6, lambda c: sum(o.bytes for o in c.copies)),
     "temporaries": ("MiB of temporaries", MIB, lambda c: c.temporaries),
 }
 

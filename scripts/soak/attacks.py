@@ -327,6 +327,10 @@ ATTACKS = dict(
         "16 clients that disconnect within 0.3 s, a deadline of 2 s", 16, _storm,
         partial(send_and_disconnect, least=0.0, most=0.3), flags=("--deadline=2",),
     ),
+    crowd=Attack(
+        "200 clients, of which three in ten disconnect within 0.2 s", 200, _flood, senders.post_or_leave,
+        flags=_UNLIMITED,
+    ),
     slots=Attack(
         "answers of 1,990 tokens for 8 clients, one for each slot", 8, _long_answers, post_as_user,
         flags=("--trusted_proxy=127.0.0.1",),

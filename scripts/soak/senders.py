@@ -100,6 +100,13 @@ def send_and_disconnect(target: Target, path: str, body: bytes, least: float, mo
         return "left" if " 200 " in response[:20] or not response else response.split(" ", 1)[1]
 
 
+def post_or_leave(target: Target, path: str, body: bytes) -> str:
+    """`post`, or three times in ten `send_and_disconnect`."""
+    if random.random() < 0.3:
+        return send_and_disconnect(target, path, body, 0.0, 0.2)
+    return post(target, path, body)
+
+
 def hold(target: Target, path: str, body: bytes) -> str:
     """Sends a request, or nothing if the path is empty, and reads nothing until the server closes the
     connection.

@@ -1,4 +1,4 @@
-"""Requests to a server: many clients, and malformed requests; for soak_serve.py and tests."""
+"""A server in this process and malformed requests to it, for soak_serve.py and tests."""
 
 import asyncio
 import dataclasses
@@ -108,53 +108,6 @@ def _send_cut(port: int, path: str, data: bytes, rng: random.Random) -> None:
             raw.shutdown(socket.SHUT_WR)
 
 
-def crowd(port: int, clients: int, seconds: float) -> dict[str, Any]:
-    """Runs clients for some seconds; 30% of their requests disconnect. Counts the answers, and those that
-    differ from the answers alone.
-    """
-    rng = random.Random(3)
-    prompts = [[rng.randrange(1900) for _ in range(rng.randint(1, 80))] for _ in range(12)]
-    settings = dict(max_tokens=30, temperature=1.0, ignore_eos=True, return_token_ids=True)
-    bodies = [dict(settings, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
-
-    def ask(i: int) -> Any:
-        status, text = post(port, PATHS[0], json.dumps(bodies[i]).encode())
-        return json.loads(text)["choices"][0]["token_ids"] if status == 200 else status
-
-    alone = [ask(i) for i in range(len(bodies))]
-    counts = dict(answers=0, left=0)
-    wrong = list[int]()
-    end = time.monotonic() + seconds
-
-    def client(number: int) -> None:
-        client_rng = random.Random(number)
-        while time.monotonic() < end:
-            i = client_rng.randrange(len(prompts))
-            if client_rng.random() < 0.3:
-                stream = client_rng.random() < 0.5
-                _send_and_disconnect(port, dict(bodies[i], stream=stream), client_rng.random() * 0.2)
-                counts["left"] += 1
-                continue
-            counts["answers"] += 1
-            if ask(i) != alone[i]:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return dict(counts, wrong=len(wrong))
-
-
-def _send_and_disconnect(port: int, body: dict[str, Any], after: float) -> None:
-    data = json.dumps(body).encode()
-    head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
-        raw.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        time.sleep(after)
-
-
 def wait_idle(service: Service, seconds: float) -> bool:
     """Waits until no row, page or call is in use. Returns whether that happened within this many seconds."""
     end = time.monotonic() + seconds
@@ -166,13 +119,6 @@ def wait_idle(service: Service, seconds: float) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-def time_call(port: int) -> float:
-    """Seconds of a small call."""
-    start_s = time.perf_counter()
-    post(port, PATHS[0], json.dumps(dict(prompt="Hello", max_tokens=8, ignore_eos=True, seed=1)).encode())
-    return time.perf_counter() - start_s
 
 
 def resident() -> float:
