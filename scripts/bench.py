@@ -5,11 +5,11 @@ time per token, tok/s, peak memory.
     python scripts/bench.py --dtype=bfloat16 --quantize=int8
     python scripts/bench.py --model=DIR --batch_sizes=1,8,32
 
-Weights are random unless --model names a checkpoint; prompts are always random. Decoding is greedy and never
-stops early. The machine's limits are probed before and after every repetition; a repetition is reported as a
-fraction of the mean of the two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where
-bytes are the stored weights and the keys and values. The limit of prefill is the same with (2 x non-embedding
-weights x tokens + attention + one vocabulary row) FLOP. The last line is one JSON object.
+Weights are random unless --model names a checkpoint; prompts are always random. Decoding never stops early.
+The machine's limits are probed before and after every repetition; a repetition is reported as a fraction of
+the mean of the two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where bytes are the
+stored weights and the keys and values. The limit of prefill is the same with (2 x non-embedding weights x
+tokens + attention + one vocabulary row) FLOP. The last line is one JSON object.
 """
 
 from launcher import start
@@ -50,6 +50,9 @@ NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=
 BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Prompts in a batch.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of activations.")
 QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8", "int4", "ternary"], "Format of the weights.")
+IMPL = flags.DEFINE_string("impl", None, "Implementation of kernels, as xla. Default: what suits the device.")
+SAMPLED = flags.DEFINE_bool("sampled", False, "Sample by temperature, top-k and top-p instead of greedily.")
+DRAFT = flags.DEFINE_string("draft", None, "lookup: speculative decoding by prompt look-up.")
 REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
 )
@@ -134,11 +137,13 @@ def measure(model: xj.Model, lengths: list[int], probes: list[dict[str, float]])
     """Prefill and decoding of one batch. probes: so far; others are added."""
     random = np.random.RandomState(0)
     prompts = [random.randint(0, model.config.vocab_size, n).tolist() for n in lengths]
-    options = xj.GenerateOptions(NEW.value, xj.SamplingConfig(temperature=0.0), eos_token_ids=())
+    sampling = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8) if SAMPLED.value else None
+    given = dict(impl=IMPL.value, draft=DRAFT.value, eos_token_ids=())
+    options = xj.GenerateOptions(NEW.value, sampling or xj.SamplingConfig(), **given)
 
     def generate() -> Any:
         reset_peak()
-        stats = xj.generate(model.params, model.config, prompts, options).stats
+        stats = xj.generate(model.params, model.config, prompts, options, key=jax.random.key(0)).stats
         peaks.append(peak_memory() or stats.peak_bytes)
         return stats
 

@@ -62,6 +62,7 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 
 SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
+    "tiny": _shape("qwen2", (500, 64, 96, 1, 4, 2, 64), 1e6, 4096),
     "qwen2.5-0.5b": _shape("qwen2", (151936, 896, 4864, 24, 14, 2, 64), 1e6, 32768, True),
     "qwen2.5-1.5b": _shape("qwen2", (151936, 1536, 8960, 28, 12, 2, 128), 1e6, 32768, True),
     "qwen2.5-3b": _shape("qwen2", (151936, 2048, 11008, 36, 16, 2, 128), 1e6, 32768, True),

@@ -1,5 +1,4 @@
-"""Whether two ways to run a model agree: by their logits along one forced sequence of tokens, or by whether
-the tokens of an answer are those that a reference takes along that answer.
+"""Whether two ways to run a model agree: by their logits along one forced sequence of tokens.
 
 Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16; float16 has a
 quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to 512 tokens:
@@ -14,7 +13,10 @@ quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 2
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +25,10 @@ import numpy as np
 from jax import lax
 
 import xinfer_jax as xj
+from gpu.section_cases import emulated
 from xinfer_jax.backends.kernels.head import can_fuse_head, greedy_tokens
 from xinfer_jax.config.run_config import RunConfig
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.ops.largest import argmax
 from xinfer_jax.weights.quantized_weight import is_quantized
 
@@ -164,17 +168,40 @@ def verdict(compared: np.ndarray, within: bool, bound: Any) -> dict[str, Any]:
     return {"ids_compared": count, "of": compared.size, **few, "tolerance": bound, "ok": within and enough}
 
 
-def greedy_agreement(want: Forced, answer_BT: Any, dtype: Any) -> dict[str, Any]:
-    """Whether a greedy answer has the tokens that a reference takes along it: at each position the largest
-    logit, or one that is lower by at most the bound.
-    want: the reference along prompt and answer, without the answer's last token.
-    """
-    answer_BT = jnp.asarray(answer_BT)
-    logits_BTV = want.logits_BTV[:, -answer_BT.shape[1] :]
-    most_BT = jnp.abs(logits_BTV).max(-1)
-    best_BT, second_BT, _ = best_two(logits_BTV)
-    chosen_BT = jnp.take_along_axis(logits_BTV, answer_BT[..., None], -1)[..., 0]
-    gap_BT, behind_BT = (np.asarray((best_BT - x) / most_BT) for x in (second_BT, chosen_BT))
-    near = bounds(dtype)["near"]
-    behind = float(behind_BT.max())
-    return {"behind": behind} | verdict(gap_BT > near, behind <= near, near)
+class ForcedModel:
+    """A model in one format, with `checking_params`, to be run along forced tokens."""
+
+    def __init__(
+        self,
+        plan: SimpleNamespace,
+        hf: dict[str, Any],
+        dtype: str = "bfloat16",
+        quantize: str | None = None,
+    ):
+        self._plan = plan
+        self._config = from_hf(hf)
+        self._dtype = dtype
+        self._kernels = emulated(plan)  # None: what suits the device
+        key = jax.random.key(0, impl="rbg")
+        self.params = functools.cache(lambda: checking_params(self._config, key, dtype, quantize))
+
+    def forced(
+        self, tokens_BT: Any, prompt: int, impl: str | None, params: Any = None, cache_dtype: Any = None
+    ) -> Forced:
+        """The model along these tokens. impl: None: the kernels. params: others than its own."""
+        cache = xj.init_cache(self._config, *tokens_BT.shape, cache_dtype or self._dtype)
+        params = self.params() if params is None else params
+        return forced(params, self._config, tokens_BT, cache, prompt, impl or self._kernels)
+
+    def agreement(self, want: Callable[[Any, int], Forced] | None = None) -> dict[str, Any]:
+        """Compares the logits of kernels and XLA along a forced sequence; also reports which kernels ran.
+        want: gives the reference along tokens with a prompt of a number of them; None: this model with XLA.
+        """
+        prompt, length = (40, 80) if self._plan.tiny else (512, 576)
+        draws = np.random.default_rng(self._plan.seed)
+        tokens_BT = draws.integers(0, self._config.vocab_size, (2, length)).astype(np.int32)
+        got = self.forced(tokens_BT, prompt, None)
+        reference = want(tokens_BT, prompt) if want else self.forced(tokens_BT, prompt, "xla")
+        used = xj.kernels_used(self.params(), self._config, self._kernels, 2, self._dtype, length)
+        kernels = {kernel: selection.impl for kernel, selection in used.items()}
+        return {"kernels": kernels} | agreement(got, reference, prompt, self._dtype)

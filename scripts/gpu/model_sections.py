@@ -1,174 +1,116 @@
-"""Sections of check_gpu.py for whole models: logits of kernels and XLA along forced tokens, generation end to
-end, packed weights, sampling, draft tokens, the engine, and the bundled checkpoint.
+"""Sections of check_gpu.py for whole models: logits of kernels and XLA along forced tokens, speeds by
+bench.py, bits of an engine by check_engine.py, and the bundled checkpoint.
 """
 
-import time
-from collections.abc import Callable, Iterator
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import cache, partial
-from random import Random as random_of
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from soak.engine_requests import check, draw, random_model
+from bench.model_shapes import SHAPES
+from script_paths import SCRIPTS
 
 import xinfer_jax as xj
-from gpu.agreement import Forced, float32_params, greedy_agreement
-from gpu.model_run import ModelRun, settings
-from gpu.section_cases import Case, emulated, judged, limit_cases, max_error, random
+from gpu.agreement import Forced, ForcedModel, float32_params
+from gpu.section_cases import Case, emulated, judged, max_error, random
 from xinfer_jax.cache.contiguous import uncached_kv
-from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.config.run_config import RunConfig
 from xinfer_jax.mixers.attention import Scoring, VisibleKeys, attention
 
-SAMPLING = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8)
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
 
 
-def end_to_end(name: str) -> Callable[[SimpleNamespace], Iterator[Case]]:
-    """Cases of one row and of 32, with kernels and with XLA."""
-
-    def cases(plan: SimpleNamespace) -> Iterator[Case]:
-        yield from limit_cases(plan)
-        run = ModelRun(plan, settings("tiny" if plan.tiny else name))
-        counts = (1,) if plan.tiny else (1, 32)
-        kinds = [(rows, impl) for impl in (None, "xla") for rows in counts]
-        yield Case(f"{name}, logits against XLA", run.agreement)
-        yield Case("parallel compilation", partial(run.compile_in_parallel, kinds))
-        for rows, impl in kinds:
-            yield Case(f"{name}, {rows} rows, {impl or 'kernels'}", partial(run.measure, rows, impl))
-
-    return cases
-
-
-def half_b(plan: SimpleNamespace, *args: Any, checked: bool = False, **kwargs: Any) -> ModelRun:
-    """The 0.5B shape; checked: of 4 layers, which compile in a sixth of the time."""
-    layers = dict(num_hidden_layers=4) if checked and not plan.tiny else {}
-    return ModelRun(plan, settings("tiny" if plan.tiny else "0.5b", **layers), *args, **kwargs)
-
-
-def quantized(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of 4- and 8-bit weights against the dequantized matrices in float32, and of float16."""
-    yield from limit_cases(plan)
+def logits(plan: SimpleNamespace) -> Iterator[Case]:
+    """Cases of kernels against XLA, of 4- and 8-bit weights against the dequantized matrices in float32, and
+    of float16. Models have 4 layers, which compile in a sixth of the time of all.
+    """
+    names = ("tiny",) if plan.tiny else ("qwen2.5-0.5b", "qwen2.5-7b")
+    for name in names:
+        hf = SHAPES[name] | dict(num_hidden_layers=1 if plan.tiny else 4)
+        yield Case(f"{name}, logits against XLA", ForcedModel(plan, hf).agreement)
+    hf = SHAPES[names[0]] | dict(num_hidden_layers=1 if plan.tiny else 4)
     for dtype, quantize in (("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", None)):
-        label = f"0.5b {quantize or dtype}"
-        checked = half_b(plan, dtype, quantize, checked=True)
-        yield Case(f"{label}, logits against float32", partial(against_float32, checked))
-        run = half_b(plan, dtype, quantize)
-        for impl in (None,) if plan.tiny else (None, "xla"):
-            yield Case(f"{label}, 1 row, {impl or 'kernels'}", partial(run.measure, 1, impl))
+        model = ForcedModel(plan, hf, dtype, quantize)
+        yield Case(f"{names[0]} {quantize or dtype}, logits against float32", partial(against_float32, model))
 
 
-def against_float32(run: ModelRun) -> dict[str, Any]:
-    def want(tokens: list, prompt: int) -> Forced:
-        return run.forced(tokens, prompt, "xla", float32_params(run.params()), "float32")
+def against_float32(model: ForcedModel) -> dict[str, Any]:
+    def want(tokens: Any, prompt: int) -> Forced:
+        return model.forced(tokens, prompt, "xla", float32_params(model.params()), "float32")
 
-    return run.agreement(want=want)
+    return model.agreement(want)
+
+
+# --- speeds and bits, by other programs ---------------------------------------------------------------------
+
+
+def run_program(name: str, *flags: str) -> dict[str, Any]:
+    """Runs a program of scripts/ and returns the JSON object of its last line, and whether it succeeded."""
+    done = subprocess.run([sys.executable, SCRIPTS / name, *flags], capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{name} {' '.join(flags)}: {done.stderr[-1000:]}")
+    return json.loads(done.stdout.splitlines()[-1]) | {"ok": done.returncode == 0}
+
+
+def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
+    """A case of bench.py with 1 row and with 32."""
+    sizes = ["--prompt_lengths=512", "--batch_sizes=1,32", "--new_tokens=128"]
+    if plan.tiny:
+        model = "tiny"
+        sizes = ["--prompt_lengths=40", "--batch_sizes=1", "--new_tokens=8", "--repeats=1"]
+    given = [f"--config={model}", "--dtype=bfloat16", *sizes, *flags]
+    yield Case(f"bench.py {' '.join([model, *flags])}", partial(bench_figures, given))
+
+
+def bench_figures(given: list[str]) -> dict[str, Any]:
+    """Medians of each batch, and their fractions of the limits that bench.py measures."""
+    figures = {}
+    for row in run_program("bench.py", *given)["rows"]:
+        rows = row["rows"]
+        for phase in ("prefill", "decode"):
+            figures[f"{phase}_tok/s_{rows}"] = row[f"{phase}_tok_s"]["median"]
+            figures[f"{phase}_of_limit_{rows}"] = row[phase]["of_limit"]["median"]
+        figures[f"peak_GB_{rows}"] = row["peak_bytes"] / 1e9
+    return figures
+
+
+def half_b(plan: SimpleNamespace) -> Iterator[Case]:
+    """Cases of kernels and of XLA."""
+    yield from speeds(plan, "qwen2.5-0.5b")
+    yield from speeds(plan, "qwen2.5-0.5b", "--impl=xla")
+
+
+def seven_b(plan: SimpleNamespace) -> Iterator[Case]:
+    yield from speeds(plan, "qwen2.5-7b")
+    yield from speeds(plan, "qwen2.5-7b", "--impl=xla")
 
 
 def decoding(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of the speed of sampling, and of draft tokens by prompt look-up."""
-    yield from limit_cases(plan)
-    yield from speeds(half_b(plan), "sampled", sampling=SAMPLING)
-    yield from speeds(half_b(plan), "draft tokens", draft="lookup")
-
-
-def speeds(run: ModelRun, label: str, **options: Any) -> Iterator[Case]:
-    """Cases of 1 row and of 32 that decode by kernels. With --tiny of 2, which are compiled already."""
-    key = jax.random.key(0)
-    counts = (2,) if run.plan.tiny else (1, 32)
-    compiled = partial(run.compile_in_parallel, [(rows, None) for rows in counts], key=key, **options)
-    yield Case(f"{label}, parallel compilation", compiled)
-    for rows in counts:
-        yield Case(f"0.5b, {rows} rows, {label}", partial(run.measure, rows, None, key=key, **options))
-
-
-# --- the engine ---------------------------------------------------------------------------------------------
+    """Cases of packed weights, sampling, and draft tokens by prompt look-up."""
+    for flag in ("--quantize=int8", "--quantize=int4", "--sampled", "--draft=lookup"):
+        yield from speeds(plan, "qwen2.5-0.5b", flag)
 
 
 def engine(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of an engine: its answers against a reference, its speed, and that a request has the same bits
-    alone and beside other requests.
-    """
-    yield from limit_cases(plan)
-    emulates_tpu = plan.tiny and plan.platform == "tpu"  # whose kernels have no bias of keys, as int8 needs
-    for cache_dtype in ("bfloat16",) if emulates_tpu else ("bfloat16", "int8"):
-        checked = half_b(plan, checked=True, cache_dtype=cache_dtype)
-        yield Case(f"0.5b, {cache_dtype} pages, greedy tokens", partial(engine_tokens, checked))
-        if cache_dtype == "bfloat16" or not plan.tiny:
-            run = half_b(plan, cache_dtype=cache_dtype)
-            rows = 2 if plan.tiny else 32
-            yield Case(f"0.5b, {cache_dtype} pages, {rows} rows", partial(engine_speed, run, rows))
-    yield Case("bundled: same bits alone", partial(same_bits, plan, xj.load_model))
-    if plan.tiny:
-        return
-    for family in ("gemma3", "qwen3_moe"):
-        yield Case(
-            f"{family}: same bits alone", partial(same_bits, plan, partial(random_model, family, None))
-        )
-
-
-def start_engine(run: ModelRun, rows: int, longest: int) -> xj.Engine:
-    """An engine for so many rows of that many new tokens."""
-    capacity = run.prompt + longest
-    pages = rows * -(-capacity // PAGE_SIZE) + 1
-    shape = dict(rows=rows, capacity=capacity, pages=pages, prefix_cache=False)
-    return xj.Engine(run.as_model(), **shape, cache_dtype=run.cache_dtype, impl=run.kernels)
-
-
-def ask(engine: xj.Engine, prompts: list[list[int]], new: int) -> list[list[int]]:
-    """Greedy answers of `new` tokens each."""
-    options = xj.GenerateOptions(new, eos_token_ids=())
-    requests = engine.submit_many(prompts, options, live=False)
-    return [request.result().tokens[0] for request in requests]
-
-
-def engine_tokens(run: ModelRun) -> dict[str, Any]:
-    prompts = run.prompts(2)
-    with start_engine(run, 2, run.new) as engine:
-        answers = ask(engine, prompts, run.new)
-    return greedy_agreement(run.along(prompts, answers), answers, run.dtype)
-
-
-def engine_speed(run: ModelRun, rows: int) -> dict[str, Any]:
-    """Decode steps by the difference between long and short answers, which cost the same prefill."""
-    few, more = (2, 10) if run.plan.tiny else (32, 160)
-    prompts = run.prompts(rows)
-    seconds = {}
-    with start_engine(run, rows, more) as engine:
-        ask(engine, prompts, more)  # compiles
-        for new in (few, more):
-            start = time.perf_counter()
-            ask(engine, prompts, new)
-            seconds[new] = time.perf_counter() - start
-        compiling = engine.stats.warming_up
-    step = (seconds[more] - seconds[few]) / (more - few)
-    return {
-        "decode_tok/s": rows / step,
-        "TPOT_ms": 1e3 * step,
-        **run.step_figures(rows, step, run.prompt + few, more - few, True),
-        "prefill_tok/s": rows * run.prompt / (seconds[few] - few * step),
-        "compiles_meanwhile": bool(compiling),
-    }
-
-
-def same_bits(plan: SimpleNamespace, model: Callable[[], xj.Model]) -> dict[str, Any]:
-    rng = random_of(plan.seed)
-    loaded = model()
-    shape = dict(rows=2 if plan.tiny else 8, capacity=256, pages=7 if plan.tiny else 20, chunk=64)
-    longest, count = (70, 6) if plan.tiny else (200, 100)
-    requests = draw(rng, loaded.config.vocab_size, count, longest, shape)
-    result = check(loaded, requests, shape, rng, 0, 0, 0.0)
-    return result | {"ok": result["differ"] == 0}
+    """Cases of an engine: a request has the same bits alone and next to other requests."""
+    sizes = ["--requests=6", "--longest=70"] if plan.tiny else ["--requests=100", "--longest=200", "--rows=8"]
+    models = ("",) if plan.tiny else ("", "--cache_dtype=int8", "--families=gemma3,qwen3_moe")
+    for model in models:
+        given = [*sizes, "--compared=0", *filter(None, [model])]
+        yield Case(f"check_engine.py {model}", partial(run_program, "check_engine.py", *given))
 
 
 # --- the bundled checkpoint ---------------------------------------------------------------------------------
 
 
 def bundled(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of the bundled checkpoint: its text, and gradients."""
+    """Cases of the bundled checkpoint: its text, also by an engine, and gradients."""
     model = cache(partial(xj.load_model, dtype="float32" if plan.tiny else "bfloat16"))
     kernels = "xla" if plan.tiny else None  # emulated, this model would take minutes
 
@@ -176,8 +118,18 @@ def bundled(plan: SimpleNamespace) -> Iterator[Case]:
         answer = xj.generate_text(model(), QUESTION, xj.GenerateOptions(16, impl=impl))
         return {"text": answer, "ok": ANSWER in str(answer)}
 
+    def text_of_engine(cache_dtype: str) -> dict[str, Any]:
+        messages = [dict(role="user", content=QUESTION)]
+        shape = dict(rows=2, capacity=128, cache_dtype=cache_dtype, impl=kernels)
+        with xj.Engine(model(), **shape) as engine:
+            (out,) = engine.generate([messages], [xj.GenerateOptions(16)])
+        answer = model().tokenizer.decode(out.tokens[0])
+        return {"text": answer, "ok": ANSWER in answer}
+
     for label, impl in (("kernels", kernels), ("xla", "xla")):
         yield Case(f"generate_text with {label}", partial(text, impl))
+    for cache_dtype in ("bfloat16", "int8"):
+        yield Case(f"an engine with {cache_dtype} pages", partial(text_of_engine, cache_dtype))
     yield Case("gradient of attention against XLA", partial(gradient, emulated(plan)))
 
 
@@ -195,9 +147,9 @@ def gradient(impl: str | None) -> dict[str, Any]:
 
 
 SECTIONS = {
-    "half_b": end_to_end("0.5b"),
-    "seven_b": end_to_end("7b"),
-    "quantized": quantized,
+    "logits": logits,
+    "half_b": half_b,
+    "seven_b": seven_b,
     "decoding": decoding,
     "engine": engine,
     "bundled": bundled,

@@ -225,20 +225,17 @@ def test_every_section_has_its_cases():
 
 
 def test_sections_on_tiny_shapes(tmp_path):
-    """Emulated kernels and a model of one layer; --report prints the same table from the file."""
-    done = check_gpu("--tiny", "--sections=head,half_b", "--out=out.jsonl", cwd=tmp_path)
+    """Emulated kernels, a model of one layer and another program; --report prints the same from the file."""
+    done = check_gpu("--tiny", "--sections=head,logits,half_b", "--out=out.jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     records = runner.read_records(tmp_path / "out.jsonl")
-    assert [r["section"] for r in records if r["name"] == "done"] == ["machine", "head", "half_b"]
-    checked = [r for r in records if "tolerance" in r]
-    (agreed,) = checked  # logits with kernels and with XLA
-    assert agreed["ok"] and agreed["rms_decode"] >= 0
-    assert agreed["ids_compared"] >= 32 and agreed["tolerance"]["rms"] == 0.04
+    assert [r["section"] for r in records if r["name"] == "done"] == ["machine", "head", "logits", "half_b"]
+    agreed = [r for r in records if "rms_decode" in r]
+    assert len(agreed) == 4 and all(r["ok"] and r["ids_compared"] >= 32 for r in agreed)
+    assert agreed[0]["tolerance"]["rms"] == 0.04
     timed = {r["by"]: r for r in records if r.get("shape", "").startswith("lm_head_argmax")}
     assert timed.keys() == {"mosaic", "xla"} and all(r["ms"] > 0 for r in timed.values())
-    rates = [r["decode_tok/s"] for r in records if "decode_tok/s" in r]
-    assert len(rates) == 2 and min(rates) > 0
-    assert all(r["step_MB"] > 0 and r["of_copy"] > 0 for r in records if "decode_tok/s" in r)
+    assert len([r for r in records if r.get("decode_tok/s_1", 0) > 0]) == 2
     assert any((tmp_path / "out.jsonl.cache").iterdir())
     again = check_gpu("--report=out.jsonl", cwd=tmp_path)
     assert again.returncode == 0 and again.stdout.strip() in done.stdout
