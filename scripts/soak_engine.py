@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 from absl import flags
 from soak import update_runs
-from soak.engine_requests import draw, outcome, processors_and_taps
+from soak.engine_requests import compilations, draw, outcome, processors_and_taps
 
 import xinfer_jax as xj
 
@@ -49,7 +49,6 @@ MOST = flags.DEFINE_float("most", 20, "Limit of memory growth, in MiB.", lower_b
 def main(argv: list[str]) -> int:
     model = xj.load_model(MODEL.value)
     rng = random.Random(0)
-    compiled = []
     shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128, time_slice=0.01)
     if UPDATES.value:
         runs = [update_runs.run(model, q, shape, TOKENS.value, LONGEST.value) for q in (None, "int8")]
@@ -63,14 +62,7 @@ def main(argv: list[str]) -> int:
     names = [f"adapter {i}" for i in range(ADAPTERS.value)]
     shape |= dict(adapters=dict(zip(names, contents, strict=True)), max_adapters=2 * ADAPTERS.value)
     own = processors_and_taps(model.config) if CALLERS.value else {}
-    with xj.Engine(model, **shape, **own, warm_up=True) as engine:
-
-        def record_compilation(event: str, _: float, **__: object) -> None:
-            if "/core/compile/" in event:
-                compiled.append(event)
-
-        jax.random.key(0)  # the programs of the caller's own keys
-        jax.monitoring.register_event_duration_secs_listener(record_compilation)
+    with xj.Engine(model, **shape, **own, warm_up=True) as engine, compilations() as compiled:
         for _ in range(REQUESTS.value // 1000):
             for drawn in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
                 fewer = min(drawn.options.max_new_tokens, NEW.value)

@@ -41,12 +41,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the initial weights and of the 
 _STEPS = flags.DEFINE_integer("steps", 1300, "Training steps.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 32, "Conversations per step.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Highest learning rate of AdamW.", lower_bound=0)
-_LEAST = flags.DEFINE_float(
-    "least_accuracy",
-    0.95,
-    "Write nothing if the accuracy of a group of questions is below this.",
-    lower_bound=0,
-)
+LEAST = 0.95  # nothing is written if the accuracy of a group of questions is below this
 
 LENGTHS = (48, 72)  # conversations are padded to one of these; the rare longer ones are dropped
 TARGETS = 32  # largest number of tokens of a conversation that count for the loss
@@ -242,9 +237,8 @@ def main(argv: list[str]) -> None:
         seconds = time.process_time() - start
         write_checkpoint(directory, settings, params)
         results = evaluate(xj.load_model(directory, dtype=jnp.float32))
-        least = _LEAST.value
-        if low := {group: f"{n} of {total}" for group, (n, total) in results.items() if n < least * total}:
-            sys.exit(f"nothing written, below {least:.0%}: {low}; train with more --steps")
+        if low := {group: f"{n} of {total}" for group, (n, total) in results.items() if n < LEAST * total}:
+            sys.exit(f"nothing written, below {LEAST:.0%}: {low}; train with more --steps")
         (directory / "README.md").write_text(model_card(params, seconds, results), encoding="utf-8")
         for file in sorted(directory.iterdir()):
             complete = shutil.copyfile(file, output / f".{file.name}.new")

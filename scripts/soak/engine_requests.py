@@ -2,10 +2,11 @@
 soak_engine.py and tests.
 """
 
+import contextlib
 import dataclasses
 import random
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -61,6 +62,23 @@ class RandomRequest:
     key: jax.Array
     more: dict  # further arguments of `submit`
     cancel: bool
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Inside, the list gets an entry for each program that is compiled."""
+    found: list[str] = []
+
+    def record(event: str, _: float, **__: object) -> None:
+        if "/core/compile/" in event:
+            found.append(event)
+
+    jax.random.key(0)  # the programs of the caller's own keys
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
 
 
 def random_model(family: str, quantize: str | None) -> xj.Model:
@@ -130,7 +148,7 @@ def check(
     `compared` whose tokens differ from `generate`. further: arguments of the engine to which the requests
     come together, as devices of prompts; alone they go to one without.
     """
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         engine = stack.enter_context(xj.Engine(model, **shape, **further))
         single = stack.enter_context(xj.Engine(model, **shape)) if further else engine
         submitted = []

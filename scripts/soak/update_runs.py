@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import xinfer_jax as xj
-from soak.engine_requests import draw
+from soak.engine_requests import compilations, draw
 
 MODES = ("continue", "recompute", "wait")
 
@@ -23,18 +23,11 @@ def run(model: xj.Model, quantize: str | None, shape: dict, tokens: int, longest
     if quantize:
         model = xj.load_model(None if model.name == "bundled" else model.name, quantize=quantize)
     rng = random.Random(0)
-    compiled: list[str] = []
     start_s = time.perf_counter()
-    with xj.Engine(model, **shape, warm_up=True) as engine:
+    with xj.Engine(model, **shape, warm_up=True) as engine, compilations() as compiled:
         asked = draw(rng, model.config.vocab_size, 10 * tokens // 40, longest, shape)
         asked = [one for one in asked if not one.options.n > 1 and "deadline" not in one.more]
         own = engine.model.params
-
-        def record_compilation(event: str, _: float, **__: object) -> None:
-            if "/core/compile/" in event:
-                compiled.append(event)
-
-        jax.monitoring.register_event_duration_secs_listener(record_compilation)
         submitted: list[xj.Request] = []
         modes = list(MODES)
         while (count := engine.stats.generated_tokens) < tokens or modes:
@@ -54,7 +47,6 @@ def run(model: xj.Model, quantize: str | None, shape: dict, tokens: int, longest
             time.sleep(0.01)
         stats = engine.stats
         lost = engine.pages - 1 - stats.pages_free - stats.pages_cached
-        jax.monitoring.unregister_event_duration_listener(record_compilation)
     return dict(
         quantize=quantize, tokens=stats.generated_tokens, answers=len(ended), mixed=len(mixed), wrong=wrong,
         unmarked=unmarked, compiled=len(compiled), lost=lost,

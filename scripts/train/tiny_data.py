@@ -129,16 +129,7 @@ def _small_talk_turn(rng: random.Random) -> Turn:
 def _addition_turn(rng: random.Random) -> Turn:
     a = rng.randrange(10)
     b = rng.randrange(10)
-    phrasing = rng.choice(
-        (
-            "What is {} plus {}?",
-            "What is {} + {}?",
-            "{} + {}",
-            "{} plus {}",
-            "{}+{}",
-            "How much is {} plus {}?",
-        )
-    )
+    phrasing = rng.choice(_DATA["additions"])
     return _typed(phrasing.format(a, b), rng), f"{a} plus {b} is {a + b}."
 
 
@@ -223,17 +214,8 @@ def corpus() -> list[str]:
     texts += [question(phrasing, "Chad") for phrasing in (*PHRASINGS, *FOLLOW_UPS)] * 4
     texts += [REVERSE_PHRASINGS[1].format(capital=capital) for capital in CAPITALS.values()]
     texts += [text for reply, questions in SMALL_TALK.items() for text in (reply, *questions)] * 4
-    fixed = (
-        DEFAULT_SYSTEM,
-        *OTHER_SYSTEMS[:4],
-        *_DATA["roles"],
-        NO_COUNTRY_ANSWER,
-        NOISE_ANSWER,
-        "system",
-        "user",
-        "assistant",
-        "How much is 1 plus 2?",
-    )
+    fixed = [DEFAULT_SYSTEM, *OTHER_SYSTEMS[:4], *_DATA["roles"], NO_COUNTRY_ANSWER, NOISE_ANSWER]
+    fixed += ["system", "user", "assistant", "How much is 1 plus 2?"]
     texts += fixed * 4
     texts += [_plain(text).lower() for text in texts]
     return texts + [answer(name) for name in CAPITALS] * 3  # so that the proper names take few tokens
