@@ -1,4 +1,4 @@
-"""Compares the speed with transformers and llama.cpp: one random checkpoint, each engine in its own process.
+"""Compares the speed with transformers and llama.cpp: one random checkpoint, one engine after the other.
 
     pip install torch transformers llama-cpp-python
     python scripts/bench_peers.py --precisions=float32,bfloat16 --rounds=3
@@ -14,11 +14,8 @@ from launcher import InputError, start
 
 # isort: split
 import importlib.util
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,7 +43,6 @@ PROMPT = flags.DEFINE_integer("prompt_tokens", 512, "Tokens of the long prompt."
 ROWS = flags.DEFINE_integer("rows", 8, "Rows that are decoded together.", 2)
 NEW = flags.DEFINE_integer("new_tokens", 32, "Tokens of each answer.", 2)
 ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each engine is measured.", 1)
-WORKER = flags.DEFINE_string("worker", None, "Internal: engine, precision and checkpoint, as JSON.")
 SHORT = 26  # tokens of the prompts of rows that decode
 
 
@@ -108,26 +104,6 @@ def load_llama_cpp(precision: str, checkpoint: str) -> Generate:
     return generate
 
 
-def measure(engine: str, precision: str, checkpoint: str) -> list[float | None]:
-    """Returns tokens per second: of a prefill, of decoding one row, of decoding all rows. The second of two
-    calls of each kind counts.
-    """
-    load = {"xinfer_jax": load_ours, "transformers": load_transformers, "llama.cpp": load_llama_cpp}[engine]
-    generate = load(precision, checkpoint)
-    draw = np.random.RandomState(0)
-    vocab_size = hf_config(CONFIG.value)["vocab_size"]
-
-    def rates(rows: int, length: int) -> tuple[float, float]:
-        for _ in range(2):
-            prompts = draw.randint(0, vocab_size, (rows, length)).tolist()
-            began = time.perf_counter()
-            times = generate(prompts, NEW.value)
-        return rows * length / (times[0] - began), rows * (NEW.value - 1) / (times[-1] - times[0])
-
-    several = None if engine == "llama.cpp" else rates(ROWS.value, SHORT)[1]
-    return [rates(1, PROMPT.value)[0], rates(1, SHORT)[1], several]
-
-
 def reason_to_skip(engine: str, precision: str) -> str:
     """Returns why an engine cannot be measured; "": it can."""
     if importlib.util.find_spec(ENGINES[engine]) is None:
@@ -137,27 +113,33 @@ def reason_to_skip(engine: str, precision: str) -> str:
     return f"has no {precision} here" if engine == "transformers" and precision.startswith("int") else ""
 
 
-def medians(engine: str, precision: str, checkpoint: str) -> str:
-    """Returns the cells of a line: medians of rounds, each in a process of its own; or why there are none."""
+def rates(generate: Generate, rows: int, length: int) -> tuple[float, float]:
+    """Returns tokens per second of prefill and decoding, as medians of the rounds after a first one."""
+    draw = np.random.RandomState(0)
+    vocab_size = hf_config(CONFIG.value)["vocab_size"]
+    found = []
+    for _ in range(1 + ROUNDS.value):
+        prompts = draw.randint(0, vocab_size, (rows, length)).tolist()
+        began = time.perf_counter()
+        times = generate(prompts, NEW.value)
+        prefill = rows * length / (times[0] - began)
+        found.append((prefill, rows * (NEW.value - 1) / (times[-1] - times[0])))
+    prefills, decodes = zip(*found[1:], strict=True)
+    return statistics.median(prefills), statistics.median(decodes)
+
+
+def measure(engine: str, precision: str, checkpoint: str) -> str:
+    """Returns the cells of a line, or why there are none."""
     if why := reason_to_skip(engine, precision):
         return f"  {why}"
-    job = f"--worker={json.dumps([engine, precision, checkpoint])}"
-    found = []
-    for _ in range(ROUNDS.value):
-        command = [sys.executable, __file__, *sys.argv[1:], job]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return f"  failed: {done.stderr.strip().splitlines()[-1]}"
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return "".join(
-        f"{statistics.median(x):12.1f}" if x[0] else f"{'-':>12}" for x in zip(*found, strict=True)
-    )
+    load = {"xinfer_jax": load_ours, "transformers": load_transformers, "llama.cpp": load_llama_cpp}[engine]
+    generate = load(precision, checkpoint)
+    one = rates(generate, 1, PROMPT.value)[0], rates(generate, 1, SHORT)[1]
+    several = f"{'-':>12}" if engine == "llama.cpp" else f"{rates(generate, ROWS.value, SHORT)[1]:12.1f}"
+    return "".join(f"{x:12.1f}" for x in one) + several
 
 
 def main(argv: list[str]) -> None:
-    if WORKER.value:
-        print(json.dumps(measure(*json.loads(WORKER.value))))
-        return
     if unknown := {*PRECISIONS.value} - {"float32", "bfloat16", "int8", "int4"}:
         raise InputError(f"--precisions={unknown.pop()} is unknown: use float32, bfloat16, int8, int4")
     print(f"tokens per second{'prefill':>21}{'1 row':>12}{f'{ROWS.value} rows':>12}")
@@ -166,7 +148,7 @@ def main(argv: list[str]) -> None:
         xj.save_model(folder, xj.init_params(config, jax.random.key(0), "bfloat16"), config)
         for precision in PRECISIONS.value:
             for engine in WANTED.value:
-                print(f"{f'{engine}, {precision}':26}{medians(engine, precision, folder)}", flush=True)
+                print(f"{f'{engine}, {precision}':26}{measure(engine, precision, folder)}", flush=True)
 
 
 if __name__ == "__main__":

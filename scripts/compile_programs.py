@@ -58,8 +58,6 @@ LAYERS = flags.DEFINE_list(
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names contain one of these texts.")
-SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
-DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
 
 
 def main(argv: list[str]) -> None:
@@ -144,11 +142,9 @@ def full_job() -> ProgramJob:
     capacity = check_integer("capacity", CAPACITY.value, 2, config.context_length)
     length = check_integer("length", LENGTH.value, 2, capacity - 1)
     kv = resolve_cache_dtype(CACHE.value)
-    weights = estimates.device_weights(
-        estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
-    )
+    weights = estimates.device_weights(config, WEIGHTS.value, 1)
     sizes = rows, capacity, length
-    return ProgramJob(config, weights, kv, *sizes, SAMPLED.value, DRAFT_TOKENS.value)
+    return ProgramJob(config, weights, kv, *sizes)
 
 
 if __name__ == "__main__":

@@ -44,14 +44,6 @@ CACHE_DTYPE = flags.DEFINE_enum(
     "Dtype of keys and values; default: that of activations.",
 )
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.")
-FRACTION = flags.DEFINE_float(
-    "memory_fraction",
-    None,
-    "Fraction of the memory that jax allocates; default: 0.75 of a GPU's (XLA_PYTHON_CLIENT_MEM_FRACTION),"
-    " 0.97 of a TPU's.",
-    0,
-    1,
-)
 MEMORY = flags.DEFINE_float("memory_gib", None, "GiB of a device; default: the data sheet's.", 1e-3)
 GIB = 2**30
 
@@ -89,11 +81,8 @@ def usable_memory(card: Card | Tpu) -> float:
 
 
 def memory_fraction(card: Card | Tpu) -> float:
-    """The part of a device's memory that jax allocates."""
-    return FRACTION.value or (0.97 if card.platform == "tpu" else 0.75)
-
-
-# --- output -------------------------------------------------------------------------------------------------
+    """The part of a device's memory that jax allocates by default."""
+    return 0.97 if card.platform == "tpu" else 0.75
 
 
 def print_memory(job: estimates.Job, devices: int, card: Card | Tpu) -> None:

@@ -37,6 +37,11 @@ class Array(NamedTuple):
     def bytes(self) -> float:
         return self.size * self.itemsize
 
+    @property
+    def is_in_hbm(self) -> bool:
+        """Whether it is in device memory: not if its layout has S(n). Single numbers do not count."""
+        return "S(" not in self.layout and self.size > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:

@@ -2,13 +2,12 @@
 copies whole.
 
 What slices, gathers and updates in place take or change counts, in fusions too. Only arrays in device memory
-count (HBM; a TPU has others), with the padding of their tiles; single numbers do not.
+count (HBM; a TPU has others), without the padding of tiles; single numbers do not.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 
 from gpu.hlo_text import Array, Computation, Instruction, Module
-from gpu.tile_bytes import is_in_hbm, stored_bytes
 
 PALLAS = {  # targets of custom calls
     "mosaic_gpu_v2": "mosaic", "mosaic_gpu": "mosaic", "__gpu$xla.gpu.triton": "triton",
@@ -39,11 +38,11 @@ def operation_bytes(module: Module, computation: Computation, operation: Instruc
     if opcode in _UPDATING:
         changed = _changed_bytes(operation, [operand.arrays[0] for operand in operands])
         return changed, changed
-    written = sum(map(stored_bytes, _result_arrays(operation)))
+    written = sum(map(_stored_bytes, _result_arrays(operation)))
     if opcode in _TAKING:
-        return _taken_bytes(operation, operands[0].arrays[0], _result_arrays(operation)[0]), written
+        return _taken_bytes(operands[0].arrays[0], _result_arrays(operation)[0]), written
     unique = {operand.name: operand for operand in operands}
-    return sum(stored_bytes(array) for operand in unique.values() for array in operand.arrays), written
+    return sum(_stored_bytes(array) for operand in unique.values() for array in operand.arrays), written
 
 
 def _result_arrays(operation: Instruction) -> Sequence[Array]:
@@ -57,17 +56,19 @@ def _result_arrays(operation: Instruction) -> Sequence[Array]:
     return operation.arrays
 
 
-def _taken_bytes(operation: Instruction, source: Array, result: Array) -> float:
+def _stored_bytes(array: Array) -> float:
+    return array.bytes if array.is_in_hbm else 0
+
+
+def _taken_bytes(source: Array, result: Array) -> float:
     """Bytes of a slice or gather of the source."""
-    if len(result.dims) == len(source.dims) and not operation.opcode.startswith("gather"):
-        return stored_bytes(source, result.dims)
-    return min(result.bytes, stored_bytes(source)) if is_in_hbm(source) else 0
+    return min(result.bytes, _stored_bytes(source))
 
 
 def _changed_bytes(update: Instruction, operands: list[Array]) -> float:
     """Bytes that a change in place moves."""
     changed = operands[-1] if update.opcode.startswith("scatter") else operands[1]
-    return min(changed.bytes, stored_bytes(operands[0])) if is_in_hbm(operands[0]) else 0
+    return min(changed.bytes, _stored_bytes(operands[0]))
 
 
 # --- fusions ------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def _fusion_bytes(module: Module, fusion: Instruction, operands: list[Instructio
     for result, array in zip(_results(body), fusion.arrays, strict=False):
         update = _update_in_place(body, result)
         if update is None:
-            written += stored_bytes(array)
+            written += _stored_bytes(array)
             continue
         updates.add(update.name)
         inside = [body.by_name[name].arrays[0] for name in update.operands]
@@ -100,7 +101,7 @@ def _read_bytes(
 ) -> float:
     """Bytes of an array that a fusion reads under this name. updates: what the fusion changes in place."""
     if body.by_name[name] in _results(body):
-        return stored_bytes(array)
+        return _stored_bytes(array)
     size = 0.0
     for user in body.users(name):
         if user.name in updates and user.operands[0] == name:
@@ -108,14 +109,14 @@ def _read_bytes(
         if user.opcode in _RENAMING or _is_view(user):
             size += _read_bytes(module, body, user.name, array, updates)
         elif user.opcode in _TAKING and user.operands[0] == name:
-            size += _taken_bytes(user, array, user.arrays[0])
+            size += _taken_bytes(array, user.arrays[0])
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls")]
             (parameter,) = _parameters(inner, user.operands.index(name))
             size += _read_bytes(module, inner, parameter, array)
         else:
-            return stored_bytes(array)
-    return min(size, stored_bytes(array))
+            return _stored_bytes(array)
+    return min(size, _stored_bytes(array))
 
 
 def _parameters(body: Computation, at: int) -> Iterator[str]:
@@ -157,7 +158,7 @@ def copied_arrays(module: Module, computation: Computation, operation: Instructi
     to load it.
     """
     arrays = tuple(_result_arrays(operation)) if operation.opcode in _COPIES else ()
-    if operation.opcode == "copy-start" and not all(map(is_in_hbm, operation.arrays[:2])):
+    if operation.opcode == "copy-start" and not all(array.is_in_hbm for array in operation.arrays[:2]):
         return ()
     if operation.opcode == "fusion":
         body = module.computations[operation.called("calls")]

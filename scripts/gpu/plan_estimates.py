@@ -50,11 +50,6 @@ class Job:
     chunk: int  # tokens of a prefill chunk
 
     @property
-    def dtype(self) -> Any:
-        """Dtype of activations."""
-        return jnp.float32 if self.weights == "float32" else jnp.bfloat16
-
-    @property
     def kv(self) -> Any:
         """Dtype of keys and values: a float type, or a name in the table of cache dtypes."""
         return resolve_cache_dtype(self.cache_dtype)
@@ -67,9 +62,6 @@ class Job:
     def pages(self) -> int:
         """Pages of the pool, including the one that no row uses."""
         return self.rows * self.pages_per_row + 1
-
-
-# --- sharding of the model ----------------------------------------------------------------------------------
 
 
 def valid_mesh_sizes(job: Job) -> list[int]:
@@ -91,23 +83,26 @@ def valid_mesh_sizes(job: Job) -> list[int]:
 
 
 @functools.lru_cache
-def device_weights(job: Job, n: int) -> Params:
-    """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them."""
-    quantize = None if job.weights in ("float32", "bfloat16") else job.weights
+def device_weights(config: ModelConfig, weights: str, n: int) -> Params:
+    """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them. weights: one of
+    `WEIGHTS`.
+    """
+    dtype: Any = jnp.float32 if weights == "float32" else jnp.bfloat16
+    quantize = None if weights in ("float32", "bfloat16") else weights
     if quantize not in ("mxfp4", "fp8"):
-        check_quantize(job.config, quantize)
+        check_quantize(config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
         partition = leaf_partition(spec, n)
         shape = partition.part_spec(spec).shape
         if not quantize or not spec.is_quantizable or quantize == "mxfp4" and len(shape) == 2:
-            return jax.ShapeDtypeStruct(shape, job.dtype)
+            return jax.ShapeDtypeStruct(shape, dtype)
         if quantize == "mxfp4":
             return device_form(mxfp4_struct(shape))
         if quantize == "fp8":
             is_cut = partition.num_parts > 1 and len(shape) == 2 and shape[partition.axis or 0] % FP8_BLOCK
             is_float = is_cut or "vocab" in spec.axes
-            return jax.ShapeDtypeStruct(shape, job.dtype) if is_float else fp8_struct(shape, True)
+            return jax.ShapeDtypeStruct(shape, dtype) if is_float else fp8_struct(shape, True)
         group = group_size_for_shards(spec.shape, spec.name, quantize, n if partition.axis == 1 else 1)
         whole = device_form(quantized_struct(spec.shape, spec.name, quantize, group))
 
@@ -118,7 +113,7 @@ def device_weights(job: Job, n: int) -> Params:
 
         return jax.tree.map(divide, whole, partition_specs(spec, whole, None, RULES))
 
-    return jax.tree.map(struct, param_specs(job.config))
+    return jax.tree.map(struct, param_specs(config))
 
 
 def num_weights(config: ModelConfig) -> int:
@@ -126,13 +121,14 @@ def num_weights(config: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
 
 
-# --- memory of a device -------------------------------------------------------------------------------------
-
-
 def memory_plan(job: Job, n: int) -> MemoryPlan:
     """Bytes on each of n devices. Temporaries and logits are at most these: as if no device had a part."""
     page, state = page_and_state_bytes(job, n)
-    parts = dict(weights=tree_bytes(device_weights(job, n)), pages=page * job.pages, states=state * job.rows)
+    parts = dict(
+        weights=tree_bytes(device_weights(job.config, job.weights, n)),
+        pages=page * job.pages,
+        states=state * job.rows,
+    )
     return MemoryPlan(parts | program_parts(job.config, job.chunk, job.rows, LOGITS_BYTES))
 
 

@@ -16,10 +16,9 @@ import kernels_pallas
 from gpu.card_specs import Card, Tpu
 from gpu.hlo_text import Array, Instruction, Module, parse_module
 from gpu.operation_bytes import PALLAS
-from gpu.plan_estimates import Job, device_weights, visible_kv_bytes
+from gpu.plan_estimates import device_weights, visible_kv_bytes
 from gpu.program_counts import Counts, KernelBytes, Operation, ProgramCounter
 from gpu.programs import DRAFT_TOKENS, LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
-from gpu.tile_bytes import is_in_hbm
 from xinfer_jax.cache.kv_cache import empty_layers, state_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
 from xinfer_jax.engine.pages import num_pages_for
@@ -34,8 +33,7 @@ MIB = 2**20
 def _at_depth(full: ProgramJob, weights: str, count: int) -> ProgramJob:
     """Returns the job of a model with its first layers only."""
     config = dataclasses.replace(full.config, num_hidden_layers=count)
-    job = Job(config, weights, full.cache_dtype, full.rows, full.capacity, full.chunk)
-    return dataclasses.replace(full, config=config, params=device_weights(job, 1))
+    return dataclasses.replace(full, config=config, params=device_weights(config, weights, 1))
 
 
 def _caches(job: ProgramJob, program: str) -> Any:
@@ -69,8 +67,7 @@ def _tokens(job: ProgramJob, program: str) -> int:
     return {
         "prefill": job.length,
         "engine_prefill": job.chunk,
-        "verify": 1 + (job.draft_tokens or DRAFT_TOKENS),
-        "engine_decode": 1 + job.draft_tokens,
+        "verify": 1 + DRAFT_TOKENS,
     }.get(program, 1)
 
 
@@ -115,7 +112,7 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
         total = 0.0
         for arrays, aliased in ((operands, in_place), (call.arrays, results)):
             for at, array in enumerate(arrays):
-                if not is_in_hbm(array):
+                if not array.is_in_hbm:
                     continue
                 is_append = at in aliased and array.size in caches
                 total += 0.0 if is_append else array.bytes * parts.get(array.size, 1.0)
@@ -154,8 +151,7 @@ def _compile_program(job: ProgramJob, program: str, card: Card | Tpu) -> _Compil
             temporaries = compiled.memory_analysis().temp_size_in_bytes
             _programs[text] = parse_module(compiled.as_text()), temporaries
     module, temporaries = _programs[text]
-    is_sampled = program == "sampled" or job.sampled
-    branch = 0 if is_sampled else -1  # of the conditional on whether all rows are greedy
+    branch = 0 if program == "sampled" else -1  # of the conditional on whether all rows are greedy
     counter = ProgramCounter(module, _kernel_bytes(job, program), branch=branch, is_tpu=isinstance(card, Tpu))
     step = counter.of_step() if program in LOOPS else counter.of_call()
     copies = step.whole_copies(_leaf_shapes(job, program))

@@ -51,8 +51,6 @@ class ProgramJob:
     rows: int
     capacity: int  # tokens that a row can hold
     length: int  # valid tokens of each row after the step, or tokens of the prompt
-    sampled: bool = False  # an engine's rows sample
-    draft_tokens: int = 0  # of a step of an engine
     chunk: int = CHUNK
 
     @property
@@ -96,7 +94,7 @@ def _run(job: ProgramJob, program: str) -> None:
             device.prefill(0, pages, [0] * job.chunk, start, job.capacity, True)
         used = num_pages_for(job.length)
         tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
-        device.decode(tables, 1, False, not job.sampled, {})
+        device.decode(tables, 1, False, True, {})
     call = _generate_call(job, program)
     executor = TracedExecutor(RunConfig(), _stop)
     if program == "prefill":
@@ -115,12 +113,12 @@ def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
     prompt = [0] * (job.length if program == "prefill" else job.length - 1)
     options = GenerateOptions(
         job.capacity - len(prompt),
-        SAMPLED if program == "sampled" or job.sampled else SamplingConfig(),
+        SAMPLED if program == "sampled" else SamplingConfig(),
         eos_token_ids=(),
         capacity=job.capacity,
         cache_dtype=job.cache_dtype,
         draft="lookup" if program == "verify" else None,
-        draft_tokens=job.draft_tokens or DRAFT_TOKENS,
+        draft_tokens=DRAFT_TOKENS,
     )
     keys = jax.random.wrap_key_data(np.zeros((job.rows, 2), np.uint32), impl="threefry2x32")
     return validate_call(job.params, job.config, [prompt] * job.rows, options, keys)
@@ -137,11 +135,10 @@ def _cache(job: ProgramJob, length: int) -> KVCache:
 def engine_device(job: ProgramJob) -> Device:
     """An engine's device whose rows have all sampled their first token; its pools are shapes."""
     pages = job.rows * num_pages_for(job.capacity) + 1
-    draft = dict(draft="lookup", draft_tokens=job.draft_tokens) if job.draft_tokens else {}
     sizes = dict(rows=job.rows, capacity=job.capacity, pages=pages, chunk=job.chunk, cache_dtype=job.kv)
-    shape = EngineShape(**sizes, **draft)
+    shape = EngineShape(**sizes)
     device = Device(job.params, job.config, shape, _stop, dry_run=True)
-    call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
+    call = _generate_call(dataclasses.replace(job, rows=1), "decode")
     row = device.new_row(call)
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device
@@ -160,16 +157,10 @@ def _after_first_token(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, context=context)
 
 
-# --- depth --------------------------------------------------------------------------------------------------
-
-
 def layer_period(config: ModelConfig) -> int:
     """The number of layers after which the kinds of layers repeat."""
     kinds = config.layers
     return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-
-
-# --- compiling for a card -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
