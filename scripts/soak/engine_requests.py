@@ -22,20 +22,19 @@ _SMALL = dict(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, rms_norm_eps=1e-6, eos_token_id=3,
     tie_word_embeddings=True,
 )  # fmt: skip
-SHAPES = dict(
-    qwen2=_SMALL | dict(model_type="qwen2"),
-    gemma3=_SMALL
-    | dict(
-        model_type="gemma3_text", sliding_window=96, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
-    qwen3_moe=_SMALL
-    | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
-    qwen3_5=_SMALL
-    | dict(
-        model_type="qwen3_5_text", linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=16, linear_conv_kernel_dim=4, full_attention_interval=2,
+_MORE: dict[str, dict] = dict(
+    qwen2={},
+    gemma3=dict(sliding_window=96, layer_types=["sliding_attention", "full_attention"] * 2),
+    qwen3_moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+    qwen3_5=dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_conv_kernel_dim=4, full_attention_interval=2,
     ),
 )  # fmt: skip
+_TYPES = dict(gemma3="gemma3_text", qwen3_5="qwen3_5_text")  # where they have other names
+SHAPES = {
+    family: _SMALL | dict(model_type=_TYPES.get(family, family)) | more for family, more in _MORE.items()
+}
 _SETTINGS: tuple[dict, ...] = (
     {},
     {},
