@@ -128,7 +128,7 @@ def chosen_depths() -> list[int] | None:
     if not LAYERS.value:
         return None
     depths = [int(text) for text in LAYERS.value if text.isdigit() and int(text)]
-    if len(depths) != len(LAYERS.value) or depths not in (depths[:1], sorted({*depths})[:2]):
+    if len(depths) != len(LAYERS.value) or len(depths) > 2 or depths != sorted({*depths}):
         given = ",".join(LAYERS.value)
         raise InputError(f"--layers takes a number, or two, the smaller one first, as in 1,2: got {given!r}")
     return depths

@@ -118,7 +118,8 @@ def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, A
         enough ids were compared.
     """
     off = {name: np.asarray(x) for name, x in _differences(got, want).items()}
-    bound = bounds(dtype)
+    factor = 0.25 if jnp.dtype(dtype) == jnp.float16 else 1
+    bound = {"largest": factor * LARGEST, "rms": factor * RMS, "near": factor * NEAR}
     largest = float(off["largest_BT"].max())
     parts = {"rms_prefill": np.s_[:, :prompt], "rms_decode": np.s_[:, prompt:]}
     rms = {
@@ -128,14 +129,21 @@ def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, A
     compared_BT = off["gap_BT"] > bound["near"]
     differ = int((off["differ_BT"] & compared_BT).sum())
     within = largest <= bound["largest"] and all(x <= bound["rms"] for x in rms.values()) and differ == 0
-    return {"largest": largest, **rms, "differ": differ} | verdict(compared_BT, within, bound)
+    count = int(compared_BT.sum())
+    enough = count >= LEAST_IDS and count >= LEAST_FRACTION * compared_BT.size
+    few = {} if enough else {"too_few": f"at least {LEAST_IDS}, and {LEAST_FRACTION:.0%} of all"}
+    ids = {"differ": differ, "ids_compared": count, "of": compared_BT.size}
+    return {"largest": largest, **rms, **ids, **few, "tolerance": bound, "ok": within and enough}
 
 
 @jax.jit
 def _differences(got: Forced, want: Forced) -> dict[str, jax.Array]:
     off_BTV = got.logits_BTV - want.logits_BTV
     most_BT = jnp.abs(want.logits_BTV).max(-1)
-    best_BT, second_BT, id_BT = best_two(want.logits_BTV)
+    best_BT = want.logits_BTV.max(-1)
+    id_BT = jnp.argmax(want.logits_BTV, -1)
+    is_best_BTV = jnp.arange(want.logits_BTV.shape[-1]) == id_BT[..., None]
+    second_BT = jnp.where(is_best_BTV, -jnp.inf, want.logits_BTV).max(-1)
     return {
         "largest_BT": jnp.abs(off_BTV).max(-1) / most_BT,
         "square_BT": jnp.square(off_BTV).mean(-1),
@@ -143,29 +151,6 @@ def _differences(got: Forced, want: Forced) -> dict[str, jax.Array]:
         "gap_BT": (best_BT - second_BT) / most_BT,
         "differ_BT": got.id_BT != id_BT,
     }
-
-
-def best_two(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The largest number along the last axis, the second one, and where the largest is. For `lax.top_k`, XLA
-    may sort the whole vocabulary.
-    """
-    at = jnp.argmax(x, -1)
-    others = jnp.where(jnp.arange(x.shape[-1]) == at[..., None], -jnp.inf, x)
-    return x.max(-1), others.max(-1), at
-
-
-def bounds(dtype: Any) -> dict[str, float]:
-    """The bounds for activations of this dtype."""
-    factor = 0.25 if jnp.dtype(dtype) == jnp.float16 else 1
-    return {"largest": factor * LARGEST, "rms": factor * RMS, "near": factor * NEAR}
-
-
-def verdict(compared: np.ndarray, within: bool, bound: Any) -> dict[str, Any]:
-    """How many ids were compared, of how many, and "ok": all is within the bound, and these are enough."""
-    count = int(compared.sum())
-    enough = count >= LEAST_IDS and count >= LEAST_FRACTION * compared.size
-    few = {} if enough else {"too_few": f"at least {LEAST_IDS}, and {LEAST_FRACTION:.0%} of all"}
-    return {"ids_compared": count, "of": compared.size, **few, "tolerance": bound, "ok": within and enough}
 
 
 class ForcedModel:
