@@ -16,16 +16,15 @@ from launcher import start
 
 # isort: split
 import dataclasses
-import gc
 import json
 import random
 import time
-from pathlib import Path
 
 import jax
 from absl import flags
 from soak import update_runs
 from soak.engine_requests import compilations, draw, outcome, processors_and_taps
+from soak.server_requests import resident
 
 import xinfer_jax as xj
 
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
             print(json.dumps(found), flush=True)
         return int(any(found[name] for found in runs for name in ("wrong", "unmarked", "compiled", "lost")))
     start_s = time.perf_counter()
-    resident = []
+    sizes = []
     contents = [xj.init_adapter(model.config, jax.random.key(i), 4 + i % 5) for i in range(ADAPTERS.value)]
     contents = [jax.tree.map(lambda x: x + 0.05, adapter) for adapter in contents]  # b is zero until then
     names = [f"adapter {i}" for i in range(ADAPTERS.value)]
@@ -74,15 +73,14 @@ def main(argv: list[str]) -> int:
                 if engine.stats.waiting > 50:
                     outcome(request)
             outcome(request)
-            gc.collect()
-            resident.append(_resident())
-            print(json.dumps(dict(requests=engine.stats.requests, resident_mib=resident[-1])), flush=True)
+            sizes.append(round(resident(), 1))
+            print(json.dumps(dict(requests=engine.stats.requests, resident_mib=sizes[-1])), flush=True)
         engine.generate([[1]], xj.GenerateOptions(1))
         while engine.stats.running + engine.stats.prefilling + engine.stats.waiting:
             time.sleep(0.1)
         stats = engine.stats
     lost = engine.pages - 1 - stats.pages_free - stats.pages_cached
-    grown = round(max(resident) - resident[0], 1)
+    grown = round(max(sizes) - sizes[0], 1)
     seconds = round(time.perf_counter() - start_s, 1)
     print(
         json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
@@ -107,12 +105,6 @@ def change_adapter(engine: xj.Engine, name: str, adapter: xj.Adapter, in_place: 
     while len(engine.adapters.with_places) >= 2 * ADAPTERS.value:
         time.sleep(0.001)
     engine.add_adapter(name, adapter)
-
-
-def _resident() -> float:
-    """Resident memory of this process, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024, 1)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,8 @@ import numpy as np
 from jax._src import compiler
 
 import xinfer_jax as xj
+from behaviour.saved_files import FORMATS
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": dict(dtype="float32"),
-    "bfloat16": dict(dtype="bfloat16"),
-    "int8": dict(dtype="float32", quantize="int8"),
-    "int4": dict(dtype="float32", quantize="int4"),
-}
 ROWS = 2
 PROMPT = [*range(1, 21)]
 SMALLEST = 20  # instructions: smaller programs are single operations around the others
@@ -98,8 +93,8 @@ def main(out: str, work: str) -> None:
     assert Path.cwd() in Path(xj.__file__).parents, "another checkout is imported"
     costs = {}
     for folder in sorted(Path(work, "programs").iterdir()):
-        for format_name, how in FORMATS.items():
-            for name, call in calls(xj.load_model(folder, **how)).items():
+        for format_name in ("float32", "bfloat16", "int8", "int4"):
+            for name, call in calls(xj.load_model(folder, **FORMATS[format_name])).items():
                 found = {str(i): program for i, program in enumerate(programs_of(call))}
                 costs[f"programs: {folder.name} {format_name} {name}"] = found
     Path(out).write_text(json.dumps(costs, indent=1), encoding="utf-8")

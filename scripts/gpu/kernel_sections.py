@@ -185,15 +185,6 @@ def compare(call: KernelCall) -> dict[str, Any]:
     return judged(call.error(), 1e-3 if "argmax" in call.kernel else 2e-2)
 
 
-def tpu_attention(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of references, then times over a contiguous cache."""
-    yield from references(plan)
-    yield from limit_cases(plan)
-    for kernel in ("decode_attention", "prefill_attention"):
-        for shape in (TIMED_TINY if plan.tiny else TIMED)[kernel]:
-            yield timing_case(plan, kernel, shape, "tpu", partial(ours, kernel, emulated(plan) or "tpu"))
-
-
 SECTIONS = {  # by platform
     "cuda": {
         "decode": section("mosaic", "decode_attention"),
@@ -202,5 +193,9 @@ SECTIONS = {  # by platform
         "references": references,
         "triton": section("triton", "decode_attention", "prefill_attention", "lm_head_argmax", "argmax"),
     },
-    "tpu": {"attention": tpu_attention},
+    "tpu": {
+        "references": references,
+        "decode": section("tpu", "decode_attention"),
+        "prefill": section("tpu", "prefill_attention"),
+    },
 }

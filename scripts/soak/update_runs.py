@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import xinfer_jax as xj
-from soak.engine_requests import compilations, draw
+from soak.engine_requests import compilations, draw, outcome
 
 MODES = ("continue", "recompute", "wait")
 
@@ -37,7 +37,8 @@ def run(model: xj.Model, quantize: str | None, shape: dict, tokens: int, longest
             if modes and count > tokens * (4 - len(modes)) / 4:
                 engine.update(trees[4 - len(modes)], mode=modes.pop(0))
             time.sleep(0.005)
-        ended = [request for request in submitted if _output(request)]
+        answered = [r for r in submitted if not isinstance(outcome(r)[0], str)]
+        ended = [r for r in answered if r.answers[0].logprobs]
         mixed = [r for r in ended if len({*r.answers[0].token_versions}) > 1]
         params = dict(enumerate([own, *trees[1:]]))
         wrong = sum(engine.replay(r, params) != r.answers[0].logprobs for r in ended)
@@ -52,11 +53,3 @@ def run(model: xj.Model, quantize: str | None, shape: dict, tokens: int, longest
         unmarked=unmarked, compiled=len(compiled), lost=lost,
         preemptions=stats.preemptions, hits=stats.hits, seconds=round(time.perf_counter() - start_s, 1),
     )  # fmt: skip
-
-
-def _output(request: xj.Request) -> bool:
-    """Whether a request has an answer with tokens."""
-    try:
-        return bool(request.result().logprobs[0])
-    except xj.InputError:  # settings that leave no token
-        return False
