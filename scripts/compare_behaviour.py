@@ -38,16 +38,9 @@ _PARTS = flags.DEFINE_multi_enum(
 _CASES = flags.DEFINE_multi_string("cases", [], "Parity cases; repeat the flag for several; default: all.")
 # Parity cases that are also saved with widths at which quantized groups and blocks are whole.
 WIDE = (
-    "llama3-new",
-    "qwen3-head-dim-tied",
-    "gemma3-two-ropes-new",
-    "gemma4-experts",
-    "moe-defaults",
-    "mixtral-old",
-    "gpt-oss-published",
-    "qwen3-5-tied",
-    "qwen3-next-sparse-step",
-)
+    "llama3-new qwen3-head-dim-tied gemma3-two-ropes-new gemma4-experts moe-defaults mixtral-old"
+    " gpt-oss-published qwen3-5-tied qwen3-next-sparse-step"
+).split()
 # Parity cases whose programs are compared.
 PROGRAMS = ("llama3-new", "qwen3-head-dim-tied", "gemma3-two-ropes-new", "moe-defaults", "qwen3-5-tied")
 SHAPE_LAYERS = 6  # of shapes of real models: a window and a full layer of every family

@@ -22,6 +22,7 @@ from launcher import start
 # isort: split
 import json
 import random
+import time
 
 from absl import flags
 from soak import attack_runs
@@ -47,7 +48,9 @@ def main(argv: list[str]) -> int:
         return attack_runs.run(ATTACKS.value, CALLS.value, ATTACK_SECONDS.value, options)
     service, port = serve(xj.load_model(MODEL.value, quantize=QUANTIZE.value), SETTINGS, [])
     rng = random.Random(0)
-    malformed(port, MALFORMED.value // 10, rng)  # creates threads and caches
+    malformed(port, 200, rng)  # creates threads and caches
+    while service.engine and service.engine.stats.warming_up:
+        time.sleep(0.1)
     before_mib = resident()
     bad = malformed(port, MALFORMED.value, rng)
     idle = wait_idle(service, 20)

@@ -134,9 +134,6 @@ def least_work(
     return sizes[kernel], "bytes"
 
 
-# --- timed functions: from the reference's arguments to a function and its arguments ------------------------
-
-
 def ours(kernel: str, impl: str, *args: jax.Array) -> tuple[Callable, tuple]:
     scale = {"scale": args[0].shape[-1] ** -0.5} if kernel.endswith("attention") else {}
     if "tpu" in impl:
@@ -158,9 +155,6 @@ def xla(kernel: str, *args: jax.Array) -> tuple[Callable, tuple]:
         Scoring(q.shape[-1] ** -0.5),
         run_config=RunConfig("xla"),
     ), args
-
-
-# --- comparison with the references -------------------------------------------------------------------------
 
 
 def references(plan: SimpleNamespace) -> Iterator[Case]:

@@ -47,9 +47,6 @@ def against_float32(model: ForcedModel) -> dict[str, Any]:
     return model.agreement(want)
 
 
-# --- speeds and bits, by other programs ---------------------------------------------------------------------
-
-
 def run_program(name: str, *flags: str) -> dict[str, Any]:
     """Runs a program of scripts/ and returns the JSON object of its last line, and whether it succeeded."""
     done = subprocess.run([sys.executable, SCRIPTS / name, *flags], capture_output=True, text=True)
@@ -104,9 +101,6 @@ def engine(plan: SimpleNamespace) -> Iterator[Case]:
     for model in models:
         given = [*sizes, "--compared=0", *filter(None, [model])]
         yield Case(f"check_engine.py {model}", partial(run_program, "check_engine.py", *given))
-
-
-# --- the bundled checkpoint ---------------------------------------------------------------------------------
 
 
 def bundled(plan: SimpleNamespace) -> Iterator[Case]:

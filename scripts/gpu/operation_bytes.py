@@ -71,9 +71,6 @@ def _changed_bytes(update: Instruction, operands: list[Array]) -> float:
     return min(changed.bytes, _stored_bytes(operands[0]))
 
 
-# --- fusions ------------------------------------------------------------------------------------------------
-
-
 def _fusion_bytes(module: Module, fusion: Instruction, operands: list[Instruction]) -> tuple[float, float]:
     body = module.computations[fusion.called("calls")]
     updates = set()  # names of changes in place
@@ -147,9 +144,6 @@ def _source(body: Computation, instruction: Instruction) -> Instruction:
     while instruction.opcode in _RENAMING[:3] and instruction.operands[0] in body.by_name:
         instruction = body.by_name[instruction.operands[0]]
     return instruction
-
-
-# --- copies -------------------------------------------------------------------------------------------------
 
 
 def copied_arrays(module: Module, computation: Computation, operation: Instruction) -> tuple[Array, ...]:

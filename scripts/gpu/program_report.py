@@ -27,9 +27,6 @@ from xinfer_jax.weights.params import tree_bytes
 MIB = 2**20
 
 
-# --- the job ------------------------------------------------------------------------------------------------
-
-
 def _at_depth(full: ProgramJob, weights: str, count: int) -> ProgramJob:
     """Returns the job of a model with its first layers only."""
     config = dataclasses.replace(full.config, num_hidden_layers=count)
@@ -121,9 +118,6 @@ def _kernel_bytes(job: ProgramJob, program: str) -> KernelBytes:
     return moved
 
 
-# --- compiling ----------------------------------------------------------------------------------------------
-
-
 class _Compiled(NamedTuple):
     """A program of so many layers, and what it does."""
 
@@ -157,8 +151,6 @@ def _compile_program(job: ProgramJob, program: str, card: Card | Tpu) -> _Compil
     copies = step.whole_copies(_leaf_shapes(job, program))
     return _Compiled(job.config.num_hidden_layers, temporaries, step, copies)
 
-
-# --- the report ---------------------------------------------------------------------------------------------
 
 _PARTS = ("per_layer", "beside", "whole")
 _FIGURES: dict[str, tuple[str, float, Callable[[_Compiled], float]]] = {  # title, unit, value

@@ -138,9 +138,6 @@ def _run_child(command: list[str], seconds: float, env: dict[str, str] | None) -
     return f"ended with exit code {code} before its last case", text
 
 
-# --- the table ----------------------------------------------------------------------------------------------
-
-
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a file. A last line that was cut off is ignored."""
     events = []

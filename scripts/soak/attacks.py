@@ -264,16 +264,8 @@ def _adapters(_: int) -> list[list[RawRequest]]:
     return [bodies[at:] + bodies[:at] for at in range(len(bodies))]
 
 
-def _nothing(_: int) -> list[list[RawRequest]]:
-    return [[("", b"")]]
-
-
 def _same(path: str, *bodies: bytes) -> Callable[[int], list[list[RawRequest]]]:
     return lambda _: [[(path, body)] for body in bodies]
-
-
-def _trickle(_: int) -> list[list[RawRequest]]:
-    return [[(COMPLETIONS, b"")], [_completion(prompt="Hello", max_tokens=200, stop=["x" * 200])]]
 
 
 _UNLIMITED = (
@@ -361,8 +353,13 @@ ATTACKS = dict(
         "an admin loads hostile adapters × 4", 4, _adapters, post_as_admin, growth=500, rotates=True,
         prepare=hostile_adapters.write,
     ),
-    idle=Attack("400 idle connections without a key, 200 files", 400, _nothing, hold, files=200, keyed=True),
-    trickle=Attack("200 requests sent at one byte per second", 200, _trickle, senders.drip),
+    idle=Attack(
+        "400 idle connections without a key, 200 files", 400, _same("", b""), hold, files=200, keyed=True
+    ),
+    trickle=Attack(
+        "200 requests sent at one byte per second, with a head alone or with a body", 200,
+        _same(COMPLETIONS, b"", _body(prompt="Hello", max_tokens=200, stop=["x" * 200])), senders.drip,
+    ),
     tiny_chunks=Attack(
         "bodies without a key in chunks of one byte × 8", 8, _same(COMPLETIONS, b"1\r\na\r\n" * 40_000),
         senders.chunks, keyed=True,
