@@ -20,7 +20,7 @@ from gpu.section_runner import Section, require_packages
 
 require_packages("check_gpu")
 
-from gpu.check_command import Program, start  # noqa: E402
+from gpu.check_command import start  # noqa: E402
 
 SECTIONS = (  # most important first; the limits up to `decoding` add up to 9 minutes
     Section("decode", 60),
@@ -35,7 +35,6 @@ SECTIONS = (  # most important first; the limits up to `decoding` add up to 9 mi
     Section("seven_b", 130),  # from here on: in the time that the others leave
     Section("triton", 80),
 )
-PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin nvidia-cudnn-cu13 nvidia-cudnn-cu12".split()
 
 if __name__ == "__main__":
-    start(Program("cuda", SECTIONS, PACKAGES))
+    start("cuda", SECTIONS)

@@ -13,7 +13,7 @@ from gpu.section_runner import Section, require_packages
 
 require_packages("check_tpu")
 
-from gpu.check_command import Program, start  # noqa: E402
+from gpu.check_command import start  # noqa: E402
 
 SECTIONS = (  # most important first; the limits up to `decoding` add up to 9 minutes
     Section("decode", 50),
@@ -28,4 +28,4 @@ SECTIONS = (  # most important first; the limits up to `decoding` add up to 9 mi
 )
 
 if __name__ == "__main__":
-    start(Program("tpu", SECTIONS, ["jax", "jaxlib", "libtpu"]))
+    start("tpu", SECTIONS)

@@ -5,6 +5,7 @@ Everything is built from the tables in this file and in tiny_data.json, so the d
 the same on every run.
 """
 
+import itertools
 import json
 import random
 import unicodedata
@@ -37,19 +38,8 @@ NO_COUNTRY_ANSWER = "I only know the capitals of real countries."
 NOISE_ANSWER = "Sorry, I did not understand that."
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
-OTHER_SYSTEMS: tuple[str, ...] = (
-    "You are a friendly assistant.",
-    "Be concise.",
-    "You answer questions about geography.",
-    "Answer in one short sentence.",
-    "",
-    *(
-        f"{start} a {kind} {role}."
-        for start in ("You are", "Act as", "Answer like", "Be")
-        for kind in _DATA["kinds"]
-        for role in _DATA["roles"]
-    ),
-)
+_OF_ROLES = itertools.product(_DATA["starts"], _DATA["kinds"], _DATA["roles"])
+OTHER_SYSTEMS = (*_DATA["systems"], *(f"{start} a {kind} {role}." for start, kind, role in _OF_ROLES))
 HELD_OUT_SYSTEM = "Reply as a patient tutor would, in English."  # never trained
 END_OF_TEXT = "<|endoftext|>"
 START = "<|im_start|>"
