@@ -21,9 +21,7 @@ from bench.model_shapes import hf_config
 
 import xinfer_jax as xj
 
-_CONFIG = flags.DEFINE_string(
-    "config", "", "A built-in shape, with random weights; empty: the bundled model."
-)
+_CONFIG = flags.DEFINE_string("config", "", "A built-in shape with random weights; empty: the bundled model.")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows of both.", lower_bound=1)
 _PROMPT = flags.DEFINE_integer("prompt_tokens", 32, "Tokens of each prompt.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("new_tokens", 128, "Tokens of each answer.", lower_bound=2)

@@ -51,10 +51,7 @@ ROWS = flags.DEFINE_integer("rows", 1, "Rows; a power of two.")
 CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens that a row can hold.")
 LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after the step; of a prompt: all.")
 LAYERS = flags.DEFINE_list(
-    "layers",
-    None,
-    "Depths to compile, two or one. Default: 2 and 4 times the period of the layers' kinds; for a TPU the"
-    " model's own depth.",
+    "layers", None, "Depths, two or one. Default: 2 and 4 periods of the layers' kinds; for a TPU all layers."
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names contain one of these texts.")

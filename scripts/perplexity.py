@@ -36,9 +36,7 @@ WINDOW = flags.DEFINE_integer(
     "window", None, "Tokens of a window. Default: 1024, or the model's context if that is smaller."
 )
 STRIDE = flags.DEFINE_integer(
-    "stride",
-    None,
-    "Tokens from the start of one window to the next, less than a window. Default: half a window.",
+    "stride", None, "Tokens from the start of one window to the next. Default: half a window."
 )
 DTYPE = flags.DEFINE_string(
     "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU."

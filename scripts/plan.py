@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
         f"{name}: {estimates.num_weights(config) / 1e9:,.2f} billion weights in {job.weights};"
         f" {job.rows} rows of {job.context:,} tokens, {job.pages:,} pages in {kv}"
     )
-    usable = f"{usable_memory(card) / GIB:.0f} GiB ({memory_fraction(card):.0%} of {card.memory_gib:g})"
+    usable = f"{usable_memory(card) / GIB:.0f} GiB ({card.memory_fraction:.0%} of {card.memory_gib:g})"
     print(f"{DEVICES.value}, each {usable}")
     print_memory(job, devices, card)
 
@@ -77,12 +77,7 @@ def machine() -> tuple[int, Card | Tpu]:
 
 def usable_memory(card: Card | Tpu) -> float:
     """Bytes of a device that the program can use."""
-    return card.memory_gib * GIB * memory_fraction(card)
-
-
-def memory_fraction(card: Card | Tpu) -> float:
-    """The part of a device's memory that jax allocates by default."""
-    return 0.97 if card.platform == "tpu" else 0.75
+    return card.memory_gib * GIB * card.memory_fraction
 
 
 def print_memory(job: estimates.Job, devices: int, card: Card | Tpu) -> None:

@@ -41,6 +41,7 @@ from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantization import check_activations, quantize_symmetric
 from xinfer_jax.weights.quantized_weight import is_quantized
 
+W4A16 = "compressed-tensors"
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a name owner/name on the hub. Default: the bundled model."
 )
@@ -55,7 +56,7 @@ GROUP = flags.DEFINE_integer(
 FORMAT = flags.DEFINE_enum(
     "format",
     "xinfer_jax",
-    ["xinfer_jax", "compressed-tensors"],
+    ["xinfer_jax", W4A16],
     "xinfer_jax: files that only this library reads. compressed-tensors: W4A16 files, also for transformers;"
     " for --quantize=int4, rounded to nearest around 0, also after awq's scales; the vocabulary stays float.",
 )
@@ -94,7 +95,7 @@ def check_flags() -> None:
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
-    if is_w4a16() and (QUANTIZE.value != "int4" or ACTIVATIONS.value):
+    if FORMAT.value == W4A16 and (QUANTIZE.value != "int4" or ACTIVATIONS.value):
         raise xj.InputError("--format=compressed-tensors is for --quantize=int4 without --activations")
 
 
@@ -133,7 +134,7 @@ def main(argv: list[str]) -> None:
 def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     """The model quantized as the flags say, and a report on the calibration."""
     method = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
-    if METHOD.value == "rtn" and is_w4a16():
+    if METHOD.value == "rtn" and FORMAT.value == W4A16:
         return quantize_w4a16(model), {}
     if METHOD.value == "rtn":
         return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
@@ -144,7 +145,7 @@ def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
     }
     print(f"calibrating on {report['calibration_tokens']} tokens of {report['calibration']}", flush=True)
     inputs = model.params, model.config, rows
-    if is_w4a16():
+    if FORMAT.value == W4A16:
         scaled = awq.scaled_params(*inputs, *method[:2])
         return quantize_w4a16(dataclasses.replace(model, params=scaled)), report
     return dataclasses.replace(model, params=awq.awq_params(*inputs, *method)), report
@@ -160,10 +161,6 @@ def quantize_w4a16(model: xj.Model) -> xj.Model:
     config = dataclasses.replace(model.config, quantization_config=w4a16_settings(int4))
     params = jax.tree.unflatten(jax.tree.structure(model.params), leaves)
     return dataclasses.replace(model, params=params, config=config)
-
-
-def is_w4a16() -> bool:
-    return FORMAT.value == "compressed-tensors"
 
 
 def calibration_source() -> str:

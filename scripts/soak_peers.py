@@ -92,10 +92,6 @@ def main(argv: list[str]) -> int:
     return int(result["differ"] + result["unnamed"] + result["pages_used"] > 0)
 
 
-def submit(engine, request):
-    return engine.submit(request.ids, request.options, key=request.key, **request.more)
-
-
 def check_kills(single: xj.Engine, processes: Processes, shape: dict) -> dict:
     rng = random.Random(SEED.value)
     front = processes.front
@@ -108,11 +104,12 @@ def check_kills(single: xj.Engine, processes: Processes, shape: dict) -> dict:
         requests = draw(rng, single.model.config.vocab_size, 30, LONGEST.value, shape)
         for request in requests:
             request.more.pop("deadline", None)
-        submitted = [submit(front, request) for request in requests]
+        submitted = [front.submit(r.ids, r.options, key=r.key, **r.more) for r in requests]
         time.sleep(rng.uniform(0, 3))
         processes.kill(role)
         found += [(request, outcome(own)) for request, own in zip(requests, submitted, strict=True)]
-    alone = [outcome(own) for own in [submit(single, request) for request, _ in found]]
+    again = [single.submit(r.ids, r.options, key=r.key, **r.more) for r, _ in found]
+    alone = [*map(outcome, again)]
     lost = [isinstance(got[0], str) and "is gone" in got[0] for _, got in found]
     errors = Counter(got[0] for (_, got), is_lost in zip(found, lost, strict=True) if is_lost)
     whole = zip(found, alone, lost, strict=True)

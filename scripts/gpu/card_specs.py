@@ -26,6 +26,7 @@ class Card:
     memory_gbs: float
 
     platform = "cuda"
+    memory_fraction = 0.75  # that jax allocates by default
 
     def mesh(self) -> jax.sharding.Mesh:
         """A mesh of one such GPU to compile for."""
@@ -83,6 +84,7 @@ class Tpu:
     memory_gib: float
 
     platform = "tpu"
+    memory_fraction = 0.97
     capability = (0, 0)
 
     def mesh(self) -> jax.sharding.Mesh:

@@ -41,7 +41,6 @@ REPORT = flags.DEFINE_string("report", None, "Only print the table of such a fil
 MINUTES = flags.DEFINE_float("minutes", 9, "Time limit of the whole run, in minutes.", lower_bound=0)
 ONLY = flags.DEFINE_list("sections", [], "Sections to run, in the order of importance; default: all.")
 CACHE = flags.DEFINE_string("compilation_cache", None, "Directory of compiled programs; default: OUT.cache.")
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the random inputs and sizes.", lower_bound=0)
 TINY = flags.DEFINE_bool(
     "tiny", False, "Tiny shapes and emulated kernels on the CPU: tests this program, not the device."
 )
@@ -107,8 +106,8 @@ def chosen_sections(sections: Sequence[Section]) -> list[Section]:
 
 
 def child_command(platform: str, out: Path, section: Section, first: int, seconds: float) -> list[str]:
-    plan = dict(section=section.name, first=first, seconds=seconds, platform=platform, out=str(out))
-    plan |= dict(tiny=TINY.value, seed=SEED.value)
+    plan: dict = dict(section=section.name, first=first, seconds=seconds, tiny=TINY.value)
+    plan |= dict(platform=platform, out=str(out))
     return [sys.executable, str(SCRIPTS / "gpu" / "section_process.py"), json.dumps(plan)]
 
 

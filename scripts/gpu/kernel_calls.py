@@ -274,9 +274,6 @@ def _product_calls(impl: str, is_tpu: bool, is_tiny: bool) -> Iterator[KernelCal
             if is_tpu or rows in (3, 8, 64):
                 adapted = partial(up, adapters=5)
                 yield KernelCall(impl, "product", f"{label} adapters", adapted, gated)
-    if not is_tpu:
-        ragged = partial(_up_arguments, "fp8", 8, *((40, 60) if is_tiny else (200, 300)))
-        yield KernelCall(impl, "product", "fp8 ragged", ragged, gated)
 
 
 def _up_arguments(kind: str, rows: int, F: int, D: int, adapters: int = 0) -> Arguments:

@@ -77,15 +77,9 @@ def bench_figures(given: list[str]) -> dict[str, Any]:
     return figures
 
 
-def half_b(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases of kernels and of XLA."""
-    yield from speeds(plan, "qwen2.5-0.5b")
-    yield from speeds(plan, "qwen2.5-0.5b", "--impl=xla")
-
-
-def seven_b(plan: SimpleNamespace) -> Iterator[Case]:
-    yield from speeds(plan, "qwen2.5-7b")
-    yield from speeds(plan, "qwen2.5-7b", "--impl=xla")
+def kernels_and_xla(model: str, plan: SimpleNamespace) -> Iterator[Case]:
+    yield from speeds(plan, model)
+    yield from speeds(plan, model, "--impl=xla")
 
 
 def decoding(plan: SimpleNamespace) -> Iterator[Case]:
@@ -142,8 +136,8 @@ def gradient(impl: str | None) -> dict[str, Any]:
 
 SECTIONS = {
     "logits": logits,
-    "half_b": half_b,
-    "seven_b": seven_b,
+    "half_b": partial(kernels_and_xla, "qwen2.5-0.5b"),
+    "seven_b": partial(kernels_and_xla, "qwen2.5-7b"),
     "decoding": decoding,
     "engine": engine,
     "bundled": bundled,

@@ -1,7 +1,7 @@
 """The child process of section_runner.py: runs the cases of one section, and records each.
 
 Its argument is a JSON object: the section, the first case, the time limit in seconds, the platform, whether
-shapes are tiny, a seed, and the file of results.
+shapes are tiny, and the file of results.
 """
 
 import faulthandler
