@@ -130,9 +130,6 @@ def peak_memory() -> int:
         return 0
 
 
-# --- a batch ------------------------------------------------------------------------------------------------
-
-
 def measure(model: xj.Model, lengths: list[int], probes: list[dict[str, float]]) -> dict[str, Any]:
     """Prefill and decoding of one batch. probes: so far; others are added."""
     random = np.random.RandomState(0)
@@ -181,8 +178,6 @@ def fractions(work: Work, seconds: list[float], limits: list[dict[str, float]], 
     bound = "memory" if is_memory else "compute"
     return dict(seconds=spread(seconds), bound=bound, of_limit=spread([*map(max, memory, compute)]))
 
-
-# --- all batches --------------------------------------------------------------------------------------------
 
 _WIDTHS = {
     "rows": 4, "prompt": 6, "new": 4, "compile s": 9, "TTFT ms": 18, "TPOT ms": 18, "prefill tok/s": 18,
