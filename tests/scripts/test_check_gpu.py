@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from gpu import (
@@ -153,6 +154,15 @@ def test_a_truncated_file_of_results_gives_the_same_table(tmp_path):
 
 
 # --- a child's cases ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["mosaic", "triton", "tpu"])
+def test_arguments_of_kernel_calls_can_be_drawn(impl):
+    calls = [*kernel_calls(impl)]
+    assert len({call.name for call in calls}) == len(calls) > 20
+    for call in calls:
+        args, _ = jax.eval_shape(call.arguments)
+        assert jax.tree.leaves(args), call.name
 
 
 def test_a_wrong_kernel_is_a_recorded_failure(monkeypatch):
