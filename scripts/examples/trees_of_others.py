@@ -16,11 +16,11 @@ import numpy as np
 
 import xinfer_jax as xj
 
-V, D, F, L, N, K, H = 64, 32, 48, 4, 4, 2, 8  # vocabulary, widths, layers, heads
 _HF = dict(
-    vocab_size=V, hidden_size=D, intermediate_size=F, num_hidden_layers=L, num_attention_heads=N,
-    num_key_value_heads=K, head_dim=H, max_position_embeddings=128,
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
 )  # fmt: skip
+V, D, F, L, N, K, H, _ = _HF.values()
 QWEN3 = dict(_HF, model_type="qwen3", tie_word_embeddings=False)
 GEMMA3 = dict(_HF, model_type="gemma3_text", sliding_window=16, query_pre_attn_scalar=8)
 _LAYER_NORMS = dict(input_layernorm="input_layernorm", post_attention_layernorm="post_attention_layernorm")
