@@ -53,6 +53,7 @@ QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8", "int4", "ternary"], "For
 IMPL = flags.DEFINE_string("impl", None, "Implementation of kernels, as xla. Default: what suits the device.")
 SAMPLED = flags.DEFINE_bool("sampled", False, "Sample by temperature, top-k and top-p instead of greedily.")
 DRAFT = flags.DEFINE_string("draft", None, "lookup: speculative decoding by prompt look-up.")
+PROBE = flags.DEFINE_integer("probe_mib", 1024, "MiB that are read to measure the bandwidth.", lower_bound=1)
 REPEATS = flags.DEFINE_integer(
     "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
 )
@@ -73,7 +74,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 # --- limits of the machine ----------------------------------------------------------------------------------
 
 _COLUMNS = 2048
-_PROBE_BYTES = 2**30
 _SPLITS = 64  # rows of a sum: many enough for all threads
 _MATMULS = {"cpu": ((512, 2048, 2048), (512, 896, 4864), (1024, 2048, 4096))}  # tokens, in, out
 # Ways to read all of an array [out, in]. The fastest one depends on the machine and on XLA.
@@ -96,7 +96,7 @@ def probe() -> dict[str, float]:
     """The read bandwidth in bytes/s, and the matmul rates in FLOP/s by dtype; takes about half a second. The
     arrays are freed before anything else is measured.
     """
-    array = jnp.ones((_PROBE_BYTES // 4 // _COLUMNS, _COLUMNS), jnp.float32)
+    array = jnp.ones((PROBE.value * 2**20 // 4 // _COLUMNS, _COLUMNS), jnp.float32)
     vector = jnp.ones(_COLUMNS, jnp.float32)
     rates = {"read": max(array.nbytes / _best_seconds(read, array, vector) for read in _READS)}
     shapes = _MATMULS.get(jax.default_backend(), ((8192, 8192, 8192),))

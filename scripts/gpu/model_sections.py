@@ -35,7 +35,8 @@ def logits(plan: SimpleNamespace) -> Iterator[Case]:
         hf = SHAPES[name] | dict(num_hidden_layers=1 if plan.tiny else 4)
         yield Case(f"{name}, logits against XLA", ForcedModel(plan, hf).agreement)
     hf = SHAPES[names[0]] | dict(num_hidden_layers=1 if plan.tiny else 4)
-    for dtype, quantize in (("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", None)):
+    formats = [("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", None)]
+    for dtype, quantize in formats[: 1 if plan.tiny else None]:
         model = ForcedModel(plan, hf, dtype, quantize)
         yield Case(f"{names[0]} {quantize or dtype}, logits against float32", partial(against_float32, model))
 
@@ -60,7 +61,7 @@ def speeds(plan: SimpleNamespace, model: str, *flags: str) -> Iterator[Case]:
     sizes = ["--prompt_lengths=512", "--batch_sizes=1,32", "--new_tokens=128"]
     if plan.tiny:
         model = "tiny"
-        sizes = ["--prompt_lengths=40", "--batch_sizes=1", "--new_tokens=8", "--repeats=1"]
+        sizes = ["--prompt_lengths=40", "--batch_sizes=1", "--new_tokens=8", "--repeats=1", "--probe_mib=8"]
     given = [f"--config={model}", "--dtype=bfloat16", *sizes, *flags]
     yield Case(f"bench.py {' '.join([model, *flags])}", partial(bench_figures, given))
 

@@ -241,7 +241,7 @@ def test_sections_on_tiny_shapes(tmp_path):
     records = runner.read_records(tmp_path / "out.jsonl")
     assert [r["section"] for r in records if r["name"] == "done"] == ["machine", "head", "logits", "half_b"]
     agreed = [r for r in records if "rms_decode" in r]
-    assert len(agreed) == 4 and all(r["ok"] and r["ids_compared"] >= 32 for r in agreed)
+    assert len(agreed) == 2 and all(r["ok"] and r["ids_compared"] >= 32 for r in agreed)
     assert agreed[0]["tolerance"]["rms"] == 0.04
     timed = {r["by"]: r for r in records if r.get("shape", "").startswith("lm_head_argmax")}
     assert timed.keys() == {"mosaic", "xla"} and all(r["ms"] > 0 for r in timed.values())
