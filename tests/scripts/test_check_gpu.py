@@ -190,7 +190,7 @@ def check_gpu(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """Runs the script in a process that sees no GPU."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(SCRIPTS / "check_gpu.py"), *flags]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_check_gpu_without_a_gpu_exits_with_one_line(tmp_path):
@@ -240,12 +240,11 @@ def test_sections_on_tiny_shapes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     records = runner.read_records(tmp_path / "out.jsonl")
     assert [r["section"] for r in records if r["name"] == "done"] == ["machine", "head", "logits", "half_b"]
-    agreed = [r for r in records if "rms_decode" in r]
-    assert len(agreed) == 2 and all(r["ok"] and r["ids_compared"] >= 32 for r in agreed)
-    assert agreed[0]["tolerance"]["rms"] == 0.04
+    (agreed,) = (r for r in records if "rms_decode" in r)
+    assert agreed["ok"] and agreed["ids_compared"] >= 32 and agreed["tolerance"]["rms"] == 0.04
     timed = {r["by"]: r for r in records if r.get("shape", "").startswith("lm_head_argmax")}
     assert timed.keys() == {"mosaic", "xla"} and all(r["ms"] > 0 for r in timed.values())
-    assert len([r for r in records if r.get("decode_tok/s_1", 0) > 0]) == 2
+    assert len([r for r in records if r.get("decode_tok/s_1", 0) > 0]) == 1
     assert any((tmp_path / "out.jsonl.cache").iterdir())
     again = check_gpu("--report=out.jsonl", cwd=tmp_path)
     assert again.returncode == 0 and again.stdout.strip() in done.stdout
